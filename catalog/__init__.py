@@ -1,0 +1,34 @@
+"""What may be asked and what comes back: the ground floor, standard library only.
+
+``ANALYSES`` is the one list. The document, the menu, the codec, dispatch and the contract tests
+are derived from it: a new analysis is a file here, a file in ``engine/analyses`` and one word below.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from catalog.analysis import Analysis
+from catalog.capacity import CAPACITY
+from catalog.factors import FACTORS
+from catalog.job import JobDocument
+
+ANALYSES: dict[str, Analysis] = {analysis.kind: analysis for analysis in (FACTORS, CAPACITY)}
+
+_KIND: Any = Literal[tuple(ANALYSES)]
+
+DOCUMENT: type[JobDocument] = dataclasses.make_dataclass(
+    "JobDocument",
+    [
+        ("kind", _KIND | tuple[_KIND, ...]),
+        *(
+            (kind, analysis.params, dataclasses.field(default_factory=analysis.params))
+            for kind, analysis in ANALYSES.items()
+            if analysis.params is not None
+        ),
+    ],
+    bases=(JobDocument,),
+    frozen=True,
+    kw_only=True,
+    namespace={"__doc__": JobDocument.__doc__, "__module__": __name__},
+)
+"""The job document with a block of options for every analysis: what is parsed and stored."""

@@ -1,0 +1,60 @@
+"""One entry of the menu, and the envelope in which every analysis returns its layers."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from catalog.layer_record import LayerRecord, Observed
+from catalog.record import record
+
+
+@record
+class Analysis:
+    """An analysis that can be asked for. Everything else about it is derived from this entry."""
+
+    kind: str
+    title: str
+    description: str
+    function: str
+    """`package.module:callable` of the engine; the child that runs the job resolves it."""
+    params: type | None
+    """Options, in a block named after the kind; none where the common blocks say it all."""
+    metrics: type
+    """What one layer returns."""
+    summary: type
+    """What the whole job returns."""
+
+
+@record
+class LayerResult:
+    """One row of the results."""
+
+    kind: str
+    ordinal: int
+    """Position in the model, from 0; declared layers follow the covered ones."""
+    layer: str
+    """Qualified module name."""
+    module: str
+    """Class of the module."""
+    status: Literal["covered", "zero_curvature", "declared"]
+    """`declared`: this layer's parameters are trainable and not covered, for the reason given."""
+    reason: str | None
+    parameters: tuple[str, ...]
+    parameter_count: int
+    metrics: Any
+    """The analysis's own record; null for a declared layer."""
+    record: LayerRecord
+    observed: Observed
+
+
+@record
+class Coverage:
+    """Every trainable parameter is covered or declared; nothing is skipped silently."""
+
+    trainable_parameters: int
+    covered_parameters: int
+    declared_parameters: int
+    covered_share: float
+    layers_covered: int
+    layers_declared: int
+    reasons: Mapping[str, int]
+    """Declared parameters by reason."""

@@ -1,0 +1,72 @@
+"""How curvature is collected, and, apart from it, how it is stabilised afterwards.
+
+The two are separate records because another damping needs no new collection.
+"""
+
+from typing import Literal
+
+from catalog.record import FieldError, option, record
+
+MAX_BATCH_SIZE = 65_536
+MAX_SEED = 2**63 - 1
+
+
+@record
+class Collection:
+    """One pass of the data through the model, gathering `A = E[a aᵀ]` and `G = E[g gᵀ]` of each layer."""
+
+    fisher: Literal["mc", "empirical", "type2", "forward_only"] = "mc"
+    """`mc` samples labels from the model; `type2` is the exact generalised Gauss-Newton; `empirical` takes
+    the data's labels (not the Fisher); `forward_only` sets G to the identity."""
+    sharing: Literal["expand", "reduce"] = "expand"
+    """Whether positions that share a weight count as examples (`expand`) or are pooled first (`reduce`)."""
+    samples: int = 1
+    """Labels sampled per example and loss term, for `mc`."""
+    batch_size: int = 64
+    dtype: Literal["float32", "float64"] = "float32"
+    """Precision of the passes and of the accumulators."""
+    seed: int = 0
+    """Key of the sampled labels, together with each example's index."""
+    update_freq: int = option(1, known_as="update_freq")
+    """Every Nth batch enters the factors."""
+    ema_decay: float | None = option(None, known_as="ema")
+    """Weight that the past keeps at each update; null is the plain average."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their meaning."""
+        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            raise FieldError("batch_size", f"is {self.batch_size}; take 1 to {MAX_BATCH_SIZE}")
+        if not 1 <= self.samples <= 1024:
+            raise FieldError("samples", f"is {self.samples}; take 1 to 1024")
+        if self.samples > 1 and self.fisher != "mc":
+            raise FieldError("samples", f"is {self.samples}, but only `mc` samples labels; take 1 or `fisher: mc`")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise FieldError("seed", f"is {self.seed}; take 0 to 2^63-1")
+        if self.update_freq < 1:
+            raise FieldError("update_freq", f"is {self.update_freq}; take 1 (every batch) or more")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise FieldError("ema_decay", f"is {self.ema_decay}; take a number between 0 and 1, or null")
+
+
+@record
+class Stabilisation:
+    """Damping added to the spectrum and the condition number it is clipped at."""
+
+    damping: float = option(1e-4, known_as="damping")
+    damping_mode: Literal["relative", "absolute"] = "relative"
+    """`relative`: λ = damping · mean eigenvalue of the layer's `G ⊗ A`; `absolute`: λ = damping."""
+    damping_A: float | None = None
+    """Overrides the damping of A, read by the same mode (relative to A's own mean eigenvalue)."""
+    damping_G: float | None = None
+    """Overrides the damping of G, read by the same mode (relative to G's own mean eigenvalue)."""
+    kappa_max: float | None = option(1e6, known_as="max_condition_number")
+    """Eigenvalues below λ_max/κ_max count as clipped; null is no clipping."""
+
+    def __post_init__(self) -> None:
+        """Refuse damping that is not positive and condition numbers below one."""
+        for name in ("damping", "damping_A", "damping_G"):
+            value = getattr(self, name)
+            if value is not None and not 1e-30 <= value <= 1e30:
+                raise FieldError(name, f"is {value}; take a positive number between 1e-30 and 1e30")
+        if self.kappa_max is not None and not 1 < self.kappa_max <= 1e30:
+            raise FieldError("kappa_max", f"is {self.kappa_max}; take a number above 1, or null for no clipping")

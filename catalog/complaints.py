@@ -1,0 +1,164 @@
+"""What is wrong with a document, said so that its writer can mend it.
+
+Takes the plain dicts of pydantic's ``ValidationError.errors()``; each complaint names the field
+by a JSON pointer, and says the remedy. Values are never echoed except where a record's own
+sentence quotes a short one.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args, get_type_hints
+
+from catalog.record import FieldError, record
+
+_MAX_COMPLAINTS = 20
+
+_SENTENCES = {
+    "missing": "is missing; it must be given",
+    "finite_number": "is not a finite number; take an ordinary number",
+    "json_invalid": "is not valid JSON",
+    "int_type": "must be an integer (without quotes or a decimal point)",
+    "float_type": "must be a number (without quotes)",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "dict_type": "must be an object",
+    "mapping_type": "must be an object",
+    "tuple_type": "must be a list",
+    "dataclass_type": "must be an object",
+    "none_required": "must be null",
+}
+
+
+@record
+class Complaint:
+    """One fault."""
+
+    pointer: str
+    """JSON pointer (RFC 6901) to the field."""
+    code: str
+    message: str
+
+
+def complaints(errors: Iterable[Mapping[str, Any]], document: type) -> tuple[Complaint, ...]:
+    """Translate validation errors of ``document``, at most twenty, in their order."""
+    said: dict[tuple[str, str], Complaint] = {}
+    for error in errors:
+        if len(said) >= _MAX_COMPLAINTS:
+            break
+        complaint = _complaint(error, document)
+        said.setdefault((complaint.pointer, complaint.message), complaint)
+    return tuple(said.values())
+
+
+def _complaint(error: Mapping[str, Any], document: type) -> Complaint:
+    kind = str(error["type"])
+    path = _steps(error["loc"], document)
+    context = error.get("ctx", {})
+    cause = context.get("error")
+    if isinstance(cause, FieldError):
+        return Complaint(pointer=_pointer((*path, cause.field)), code="invalid_value", message=cause.message)
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        message = _unknown(path, document)
+        return Complaint(pointer=_pointer(path), code="unknown_field", message=message)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        field = str(context["discriminator"]).strip("'")
+        choices = str(context.get("expected_tags", "")) or "builtin, huggingface, directory, upload, factory"
+        wrong = "is missing" if kind == "union_tag_not_found" else "is unknown"
+        return Complaint(
+            pointer=_pointer((*path, field)), code="invalid_choice", message=f"{wrong}; take one of {choices}"
+        )
+    if kind == "literal_error":
+        message = f"is not a choice here; take {context.get('expected', 'another value')}"
+        return Complaint(pointer=_pointer(path), code="invalid_choice", message=message)
+    message = _SENTENCES.get(kind) or f"is not accepted: {error['msg']}"
+    return Complaint(pointer=_pointer(path), code=kind, message=message)
+
+
+def _steps(loc: Iterable[Any], document: type) -> tuple[str | int, ...]:
+    """Drop what pydantic adds for union members (`builtin`, `tuple[...]`), which no document holds."""
+    steps: list[str | int] = []
+    here: Any = document
+    for step in loc:
+        if isinstance(step, int):
+            steps.append(step)
+            here = None
+            continue
+        members = _records(here)
+        field = next((get_type_hints(m, include_extras=True)[step] for m in members if step in _names(m)), None)
+        if field is not None:
+            steps.append(step)
+            here = field
+        elif members and any(_tag(member) == step for member in members):
+            here = next(member for member in members if _tag(member) == step)
+        elif members or (here is None and not _is_branch(step)):
+            steps.append(step)
+            here = None
+        elif not _is_branch(step):
+            steps.append(step)
+    return tuple(steps)
+
+
+def _is_branch(step: str) -> bool:
+    return step in ("str", "int", "float", "none") or step.startswith(
+        ("tuple[", "literal[", "function-", "constrained")
+    )
+
+
+def _records(annotation: Any) -> list[type]:  # noqa: ANN401
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _records(part)]
+
+
+def _names(member: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(member)}
+
+
+def _tag(member: type) -> str | None:
+    if "source" not in _names(member):
+        return None
+    return str(get_args(get_type_hints(member)["source"])[0])
+
+
+def _unknown(path: tuple[str | int, ...], document: type) -> str:
+    """Say where the field's meaning lives here, or the nearest spelling, or what there is."""
+    wrong = str(path[-1])
+    known = spellings(document)
+    if wrong in known:
+        return f"is no field here; it is `{known[wrong]}`"
+    here: list[type] = [document]
+    for step in path[:-1]:
+        here = [
+            found
+            for member in here
+            if step in _names(member)
+            for found in _records(get_type_hints(member, include_extras=True)[str(step)])
+        ]
+    names = sorted(set().union(*(_names(member) for member in here))) if here else []
+    near = difflib.get_close_matches(wrong, names, n=1)
+    if near:
+        return f"is no field here; did you mean `{near[0]}`?"
+    return f"is no field here; there are {', '.join(names)}"
+
+
+def spellings(document: type, prefix: str = "") -> dict[str, str]:
+    """Older and bare spellings of the document's nested fields, with the place each has here."""
+    found: dict[str, str] = {}
+    hints = get_type_hints(document, include_extras=True)
+    for field in dataclasses.fields(document):
+        place = f"{prefix}{field.name}"
+        if "known_as" in field.metadata:
+            found.setdefault(str(field.metadata["known_as"]), place)
+        if prefix:
+            found.setdefault(field.name, place)
+        nested = _records(hints[field.name])
+        if len(nested) == 1:
+            found.update(
+                {name: where for name, where in spellings(nested[0], f"{place}.").items() if name not in found}
+            )
+    return found
+
+
+def _pointer(path: Iterable[str | int]) -> str:
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in path)

@@ -1,0 +1,49 @@
+"""`factors`: collect the Kronecker factors of every layer and keep them."""
+
+from catalog.analysis import Analysis, Coverage
+from catalog.record import record
+
+
+@record
+class FactorsMetrics:
+    """One layer's factors in a few numbers."""
+
+    form: str
+    """`kronecker` (A dense), `diagonal` (A diagonal) or `block` (exact block in G, A = 1)."""
+    trace_A: float
+    """Trace of A."""
+    trace_G: float
+    """Trace of G."""
+    shared_A_with: str | None
+    """Layer whose A this is, where one input feeds several layers."""
+    calls: int
+    """Calls of the module in one forward pass."""
+
+
+@record
+class FactorsSummary:
+    """The closing line of a collection."""
+
+    coverage: Coverage
+    layers: int
+    eigendecompositions: int
+    examples: int
+    updates: int
+    passes: int
+    fisher: str
+    sharing: str
+    update_freq: int
+    factor_bytes: int
+    dense_factor_bytes: int
+    """What the same factors would take without sharing A between layers of one input."""
+
+
+FACTORS = Analysis(
+    kind="factors",
+    title="K-FAC factors",
+    description="Collect A and G of every layer, write them as safetensors with their digests.",
+    function="engine.analyses.factors:collect_factors",
+    params=None,
+    metrics=FactorsMetrics,
+    summary=FactorsSummary,
+)

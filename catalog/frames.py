@@ -1,0 +1,177 @@
+"""What the process that computes tells the process that writes: one JSON object a line.
+
+The child holds no database credentials and writes nothing but artifacts; its parent (the
+worker's supervisor, or the foreground runner of the CLI) is the only sink.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from catalog.analysis import LayerResult
+from catalog.record import canonical_json, plain, record
+
+MAX_FRAME_BYTES = 8 * 2**20
+
+
+@record
+class Started:
+    """First frame: what computes, and with what."""
+
+    frame: Literal["started"] = "started"
+    environment: Mapping[str, Any]
+    """Versions, device, threads, platform: the manifest's part that the child knows."""
+
+
+@record
+class Progress:
+    """How far a stage is."""
+
+    frame: Literal["progress"] = "progress"
+    stage: str
+    """`model`, `data`, `collection`, or an analysis's kind."""
+    done: int
+    total: int | None
+    unit: str
+    """`batches` or `layers`."""
+
+
+@record
+class Planned:
+    """The memory plan, made before anything large is allocated."""
+
+    frame: Literal["planned"] = "planned"
+    plan: Mapping[str, Any]
+
+
+@record
+class LayerDone:
+    """One row, complete."""
+
+    frame: Literal["layer"] = "layer"
+    kind: str
+    ordinal: int
+    layer: str
+    outcome: Mapping[str, Any]
+    """Everything reproducible; the ledger's digest covers it."""
+    observed: Mapping[str, Any]
+
+
+@record
+class ArtifactWritten:
+    """A file stands complete under the output folder."""
+
+    frame: Literal["artifact"] = "artifact"
+    name: str
+    """Path below the artifact folder, with forward slashes."""
+    sha256: str
+    size_bytes: int
+    media_type: str
+
+
+@record
+class Summarised:
+    """One analysis has ended."""
+
+    frame: Literal["summary"] = "summary"
+    kind: str
+    summary: Mapping[str, Any]
+
+
+@record
+class LogLine:
+    """A line for the job's log."""
+
+    frame: Literal["log"] = "log"
+    level: Literal["debug", "info", "warning"]
+    message: str
+
+
+@record
+class Failed:
+    """Last frame of a job that could not be done."""
+
+    frame: Literal["failed"] = "failed"
+    category: Literal["usage", "transient", "fatal"]
+    """Who acts: the caller, we (by retrying), the operator."""
+    code: str
+    message: str
+    pointer: str | None
+    """JSON pointer into the document, where a field is to blame."""
+    layer: str | None
+    detail: str | None
+    """For the operator: never shown to the caller."""
+
+
+@record
+class Finished:
+    """Last frame of a job that is done."""
+
+    frame: Literal["finished"] = "finished"
+
+
+@record
+class Stopped:
+    """Last frame of a job that stopped because it was asked to."""
+
+    frame: Literal["stopped"] = "stopped"
+
+
+Frame = Started | Progress | Planned | LayerDone | ArtifactWritten | Summarised | LogLine | Failed | Finished | Stopped
+
+_FRAMES: dict[str, type[Frame]] = {
+    "started": Started,
+    "progress": Progress,
+    "planned": Planned,
+    "layer": LayerDone,
+    "artifact": ArtifactWritten,
+    "summary": Summarised,
+    "log": LogLine,
+    "failed": Failed,
+    "finished": Finished,
+    "stopped": Stopped,
+}
+
+
+def layer_frame(result: LayerResult) -> LayerDone:
+    """The row of ``result``, its reproducible part apart from what was observed."""
+    outcome = plain(result)
+    observed = outcome.pop("observed")
+    return LayerDone(kind=result.kind, ordinal=result.ordinal, layer=result.layer, outcome=outcome, observed=observed)
+
+
+def encode(frame: Frame) -> bytes:
+    """One line.
+
+    Raises:
+        ValueError: If a number is NaN or infinite, or the line would be longer than 8 MiB.
+    """
+    line = canonical_json(frame).encode() + b"\n"
+    if len(line) > MAX_FRAME_BYTES:
+        message = f"a frame of {len(line):,} bytes; at most {MAX_FRAME_BYTES:,} cross the pipe"
+        raise ValueError(message)
+    return line
+
+
+def decode(line: bytes) -> Frame:
+    """Read one line.
+
+    Raises:
+        ValueError: If it is no frame of this vocabulary.
+    """
+    value = json.loads(line, parse_constant=_finite, parse_float=_finite)
+    try:
+        return _FRAMES[value["frame"]](**value)
+    except (KeyError, TypeError) as error:
+        message = f"not a frame: {error}"
+        raise ValueError(message) from error
+
+
+def _finite(text: str) -> float:
+    """A number that the ledger can store; `NaN` and `1e999` come only from a writer that is not ours."""
+    number = float(text)
+    if not math.isfinite(number):
+        message = "a number in a frame is NaN or infinite"
+        raise ValueError(message)
+    return number

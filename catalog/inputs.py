@@ -1,0 +1,216 @@
+"""What a job looks at: the model, the data and the task that joins them.
+
+``factory`` and ``directory``/``file`` name things of the machine that runs the job. They work
+in the CLI; the service takes them only where its operator lists them.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from catalog.record import FieldError, Tagged, option, record
+
+Loss = Literal["cross_entropy", "mse", "bce", "model"]
+TaskType = Literal[
+    "classification", "causal_lm", "masked_lm", "sequence_classification", "regression", "sentence_embedding"
+]
+
+_USUAL_LOSS: dict[str, Loss] = {
+    "classification": "cross_entropy",
+    "causal_lm": "cross_entropy",
+    "masked_lm": "cross_entropy",
+    "sequence_classification": "cross_entropy",
+    "regression": "mse",
+    "sentence_embedding": "mse",
+}
+
+
+@record
+class BuiltinModel:
+    """A small model that Kronoscope trains itself, once, on real data."""
+
+    source: Literal["builtin"]
+    name: Literal["digits_cnn", "digits_mlp", "tiny_gpt"]
+    """`digits_cnn` and `digits_mlp` classify scikit-learn's digits; `tiny_gpt` models English bytes."""
+
+
+@record
+class HuggingFaceModel:
+    """A model of the Hugging Face hub: config, safetensors weights, tokenizer."""
+
+    source: Literal["huggingface"]
+    id: str
+    """`owner/name` on the hub."""
+    revision: str | None = None
+    """A branch, tag or commit; pinned to a commit when it is fetched."""
+
+
+@record
+class DirectoryModel:
+    """A checkpoint on disk in the Hugging Face layout (config.json, *.safetensors, tokenizer.json)."""
+
+    source: Literal["directory"]
+    path: str
+
+
+@record
+class UploadedModel:
+    """A model uploaded to this service."""
+
+    source: Literal["upload"]
+    id: str
+
+
+@record
+class ModelFactory:
+    """A Python callable that returns an `nn.Module`; it is run in `eval()`."""
+
+    source: Literal["factory"]
+    factory: str
+    """`package.module:callable`."""
+    kwargs: Mapping[str, Any] = option(dict)
+
+
+ModelSource = Annotated[
+    BuiltinModel | HuggingFaceModel | DirectoryModel | UploadedModel | ModelFactory, Tagged("source")
+]
+
+
+@record
+class BuiltinData:
+    """Data that comes with Kronoscope's own dependencies."""
+
+    source: Literal["builtin"]
+    name: Literal["digits", "english"]
+    """`digits`: scikit-learn's 8×8 images; `english`: Python's own documentation as bytes."""
+    limit: int | None = None
+    """Take only the first `limit` examples."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty selection."""
+        require_positive("limit", self.limit)
+
+
+@record
+class HuggingFaceData:
+    """A data set of the Hugging Face hub, or a local path in its layout (CLI only)."""
+
+    source: Literal["huggingface"]
+    id: str
+    split: str = "train"
+    name: str | None = None
+    """The data set's configuration, where it has several."""
+    revision: str | None = None
+    input_column: str = "text"
+    target_column: str | None = None
+    limit: int | None = None
+    sequence_length: int = 128
+    """Texts are cut at this many tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below one."""
+        require_positive("limit", self.limit)
+        require_positive("sequence_length", self.sequence_length)
+
+
+@record
+class DataFile:
+    """A file: `.safetensors` (`inputs`, `targets`), `.jsonl` (`text`, `label`) or `.txt` (a line each)."""
+
+    source: Literal["file"]
+    path: str
+    limit: int | None = None
+    sequence_length: int = 128
+    """Texts are cut at this many tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below one."""
+        require_positive("limit", self.limit)
+        require_positive("sequence_length", self.sequence_length)
+
+
+@record
+class UploadedData:
+    """A data set uploaded to this service."""
+
+    source: Literal["upload"]
+    id: str
+
+
+@record
+class SyntheticData:
+    """Gaussian inputs (or uniform token ids) with uniform targets, from a seed."""
+
+    source: Literal["synthetic"]
+    shape: tuple[int, ...]
+    """Shape of one input, without the batch dimension."""
+    examples: int
+    classes: int | None = None
+    """Targets are class indices below this; without it, targets are normal numbers of `target_shape`."""
+    target_shape: tuple[int, ...] = ()
+    vocabulary: int | None = None
+    """Inputs are token ids below this instead of normal numbers."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse empty or absurd shapes."""
+        require_positive("examples", self.examples)
+        require_positive("classes", self.classes)
+        require_positive("vocabulary", self.vocabulary)
+        for name in ("shape", "target_shape"):
+            size = 1
+            for extent in getattr(self, name):
+                require_positive(name, extent)
+                size *= extent
+            if size > 2**28:
+                raise FieldError(name, f"one example would hold {size:,} numbers; at most {2**28:,} are taken")
+        if self.seed < 0:
+            raise FieldError("seed", f"is {self.seed}; take a seed of 0 or more")
+
+
+@record
+class DataFactory:
+    """A Python callable that yields `(inputs, targets)` or `(inputs, targets, index)`.
+
+    It is called anew for every pass and must give the same examples in the same order.
+    `index` (int64, one per example) keys the sampled labels, else the position in the stream does.
+    """
+
+    source: Literal["factory"]
+    factory: str
+    """`package.module:callable`."""
+    kwargs: Mapping[str, Any] = option(dict)
+
+
+DataSource = Annotated[
+    BuiltinData | HuggingFaceData | DataFile | UploadedData | SyntheticData | DataFactory, Tagged("source")
+]
+
+
+@record
+class Task:
+    """What the outputs mean, hence which likelihood's curvature is measured."""
+
+    type: TaskType
+    loss: Loss | None = None
+    """Null takes the task's usual loss: cross-entropy, or `mse` for regression and sentence embeddings."""
+    ignore_index: int = -100
+    """Targets of this value are no loss terms."""
+
+    def __post_init__(self) -> None:
+        """Refuse losses that the task has no outputs for."""
+        classes = self.type in ("causal_lm", "masked_lm")
+        if classes and self.loss not in (None, "cross_entropy", "model"):
+            raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`; take `cross_entropy` or `model`")
+        if self.type == "sentence_embedding" and self.loss not in (None, "mse"):
+            raise FieldError("loss", f"`{self.loss}` does not fit `sentence_embedding`, a Gaussian model: take `mse`")
+
+    @property
+    def likelihood(self) -> Loss:
+        """The loss in force."""
+        return self.loss or _USUAL_LOSS[self.type]
+
+
+def require_positive(field: str, value: int | None) -> None:
+    """Raise unless ``value`` is absent or at least one."""
+    if value is not None and value < 1:
+        raise FieldError(field, f"is {value}; take 1 or more")

@@ -1,0 +1,93 @@
+"""The job document: the same in the CLI, in ``POST /v1/jobs`` and in the database."""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from catalog.collection import Collection, Stabilisation
+from catalog.inputs import DataSource, ModelSource, Task
+from catalog.memory import Memory
+from catalog.record import FieldError, option, record
+
+MAX_LABELS = 32
+_LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+
+
+@record
+class FactorsReference:
+    """Factors collected earlier: give `job` or `path`."""
+
+    job: str | None = None
+    """Id of a succeeded job that kept its factors."""
+    path: str | None = None
+    """A folder with `factors.index.json` (CLI only)."""
+
+    def __post_init__(self) -> None:
+        """Require exactly one of the two."""
+        if (self.job is None) == (self.path is None):
+            raise FieldError("job", "give either `job` or `path`, and not both")
+
+
+@record
+class JobDocument:
+    """One request. ``catalog.DOCUMENT`` adds a block of options for each analysis of the menu."""
+
+    kind: str | tuple[str, ...]
+    """An analysis of the menu, or a list of them over one collection."""
+    model: ModelSource | None = None
+    data: DataSource | None = None
+    task: Task | None = None
+    factors: FactorsReference | None = None
+    """Replaces model, data, task and collection: analyse factors already collected."""
+    collection: Collection = option(Collection)
+    stabilisation: Stabilisation = option(Stabilisation)
+    memory: Memory = option(Memory)
+    keep: tuple[Literal["factors", "spectra"], ...] = ("spectra",)
+    """What stays as artifacts; the analysis `factors` always keeps its factors."""
+    labels: Mapping[str, str] = option(dict)
+    """Names of your own to find the job by."""
+
+    def __post_init__(self) -> None:
+        """Refuse documents whose parts contradict each other."""
+        if not self.kinds:
+            raise FieldError("kind", "is empty; name at least one analysis")
+        if len(set(self.kinds)) != len(self.kinds):
+            raise FieldError("kind", "names an analysis twice; name each once")
+        self._require_inputs()
+        self._require_likelihood()
+        _require_labels(self.labels)
+
+    def _require_inputs(self) -> None:
+        inputs = {"model": self.model, "data": self.data, "task": self.task}
+        for name, value in inputs.items():
+            if self.factors is None and value is None:
+                raise FieldError(name, f"is missing; give `{name}`, or `factors` of an earlier job")
+            if self.factors is not None and value is not None:
+                raise FieldError(name, f"contradicts `factors`: leave `{name}` out, or leave `factors` out")
+        if self.factors is not None and "factors" in self.kinds:
+            raise FieldError("kind", "`factors` collects; with `factors:` given they are there already")
+
+    def _require_likelihood(self) -> None:
+        if self.task is None:
+            return
+        if self.task.likelihood == "model" and self.collection.fisher != "empirical":
+            raise FieldError(
+                "task", "`loss: model` has no known likelihood to sample from; take `collection.fisher: empirical`"
+            )
+        if self.task.type == "sentence_embedding" and self.collection.fisher == "empirical":
+            raise FieldError("task", "`sentence_embedding` has no targets; take `collection.fisher: mc` or `type2`")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The analyses asked for, in order."""
+        return (self.kind,) if isinstance(self.kind, str) else self.kind
+
+
+def _require_labels(labels: Mapping[str, str]) -> None:
+    if len(labels) > MAX_LABELS:
+        raise FieldError("labels", f"holds {len(labels)} labels; at most {MAX_LABELS} are kept")
+    for name, text in labels.items():
+        if not _LABEL_NAME.fullmatch(name) or len(text) > 256 or not text.isprintable():
+            raise FieldError(
+                "labels", "take names of letters, digits and ._/- (at most 63) and printable values (at most 256)"
+            )

@@ -1,0 +1,96 @@
+"""The reproducibility record: what was done to one layer, with which numbers, on what.
+
+Every layer of every analysis leaves one; fields of a stage that did not run are null. What may
+differ between two faithful runs (times, memory) stands apart in ``Observed``, outside digests.
+"""
+
+from typing import Literal
+
+from catalog.record import record
+
+Branch = Literal["eigendecomposition", "diagonal", "block", "declared"]
+
+
+@record
+class LayerRecord:
+    """Reproducible facts of one layer."""
+
+    in_dim: int | None
+    """Rows of A, the column of ones included."""
+    out_dim: int | None
+    """Rows of G."""
+    branch: Branch
+    """How the layer's curvature is represented."""
+    why: str
+    """Why this branch."""
+    policy: str | None
+    lambda_A: float | None
+    """Damping of A in absolute numbers."""
+    lambda_G: float | None
+    """Damping of G in absolute numbers."""
+    lambda_A_relative: float | None
+    """Damping of A over A's mean eigenvalue."""
+    lambda_G_relative: float | None
+    """Damping of G over G's mean eigenvalue."""
+    kappa_max: float | None
+    kappa_A: float | None
+    """λ_max/λ_min of A; null where A is singular."""
+    kappa_G: float | None
+    """λ_max/λ_min of G; null where G is singular."""
+    clipped_A: int | None
+    """Eigenvalues of A below λ_max/κ_max."""
+    clipped_G: int | None
+    """Eigenvalues of G below λ_max/κ_max."""
+    update_freq: int | None
+    update_index: int | None
+    """Updates that entered the factors."""
+    ema_decay: float | None
+    positions_local: int | None
+    """T: positions that entered A on this rank."""
+    positions: int | None
+    """T over all ranks."""
+    terms: int | None
+    """Loss terms that entered G."""
+    world_size: int | None
+    reduction: str | None
+    storage_device: str | None
+    storage_policy: str | None
+    dtype: str | None
+    factor_bytes: int | None
+    """Bytes of the dense factors."""
+    cholesky_jitter: float | None
+    fisher: str | None
+    sharing: str | None
+    samples: int | None
+    seed: int | None
+    passes: int | None
+    """Passes over the data."""
+    micro_batch: int | None
+    digest_A: str | None
+    """SHA-256 over dtype, shape and little-endian bytes of A (of its diagonal where A is diagonal)."""
+    digest_G: str | None
+    """The same of G."""
+    rungs_A: tuple[str, ...] | None
+    """Rungs of the eigendecomposition's ladder that A took."""
+    rungs_G: tuple[str, ...] | None
+    """The same of G."""
+    planned_peak_bytes: int | None
+    """The plan's peak for the job that this layer belongs to."""
+
+
+@record
+class Observed:
+    """What this run took; another faithful run may differ."""
+
+    seconds: float
+    allocated_before_bytes: int | None
+    """Device bytes held by tensors; null on a CPU."""
+    allocated_after_bytes: int | None
+    reserved_before_bytes: int | None
+    """Device bytes held by the allocator; null on a CPU."""
+    reserved_after_bytes: int | None
+    host_before_bytes: int
+    """Resident set of the process."""
+    host_after_bytes: int
+    measured_peak_bytes: int
+    """Highest resident set (CPU) or highest reserved device bytes so far."""

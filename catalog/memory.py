@@ -1,0 +1,42 @@
+"""How much memory a job may take, on the device and on the host."""
+
+import re
+
+from catalog.record import FieldError, record
+
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-z]{0,3})", re.IGNORECASE)
+
+
+@record
+class Memory:
+    """Budgets: `auto` (what is free when the job is claimed), `"20GiB"`, or a fraction of what is free."""
+
+    device: str | float = "auto"
+    host: str | float = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse amounts that cannot be read."""
+        for name in ("device", "host"):
+            amount_bytes(name, getattr(self, name), free_bytes=2**40)
+
+
+def amount_bytes(field: str, amount: str | float, free_bytes: int) -> int:
+    """Read one budget.
+
+    Raises:
+        FieldError: If it is neither `auto`, a size with a unit, nor a fraction in (0, 1].
+    """
+    if amount == "auto":
+        return int(free_bytes * 0.9)
+    if isinstance(amount, (int, float)):
+        if not 0 < amount <= 1:
+            raise FieldError(field, f'is {amount}; a bare number is a fraction in (0, 1]; write bytes as "20GiB"')
+        return int(free_bytes * amount)
+    match = _AMOUNT.fullmatch(amount.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        raise FieldError(field, 'is not a size; write `auto`, a fraction such as 0.5, or "20GiB"')
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 1:
+        raise FieldError(field, "is zero bytes; write `auto` or a positive size")
+    return size

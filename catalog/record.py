@@ -1,0 +1,87 @@
+"""A *record*: the one frozen, keyword-only dataclass behind everything that crosses a wall.
+
+The same class is request body, engine argument, database payload and OpenAPI schema. The
+ground floor imports the standard library alone, so pydantic is addressed through a plain
+attribute that it looks for; whoever validates (the API, the worker's child) brings pydantic.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+
+T = TypeVar("T")
+
+_PYDANTIC = {
+    "extra": "forbid",
+    "allow_inf_nan": False,
+    # the string under a field is its description in OpenAPI and in the menu
+    "use_attribute_docstrings": True,
+}
+
+
+class FieldError(ValueError):
+    """A value that fits its type but not its meaning.
+
+    Raised in a record's ``__post_init__``. Pydantic reports only the record, so the name of
+    the field travels in the error and completes the pointer (see ``catalog.complaints``).
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
+def record(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen keyword-only dataclass that pydantic validates strictly."""
+    cls.__pydantic_config__ = dict(_PYDANTIC)  # type: ignore[attr-defined]
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+def option(default: Any, *, known_as: str | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
+    """A field with a default and, where people know it from older scripts, that spelling."""
+    metadata = {"known_as": known_as} if known_as else {}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Tagged:
+    """Annotation of a union whose members are told apart by one literal field.
+
+    Pydantic calls ``__get_pydantic_core_schema__`` and takes a plain dict, which keeps this
+    floor free of it; the error then names the unknown tag instead of every member's failure.
+    """
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Describe the union to pydantic as a tagged one."""
+        choices = {}
+        for member in get_args(source):
+            (tag,) = get_args(get_type_hints(member)[self.field])
+            choices[tag] = handler.generate_schema(member)
+        return {"type": "tagged-union", "discriminator": self.field, "choices": choices}
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - any record goes in, JSON comes out
+    """A record as JSON-ready dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def canonical_json(value: Any) -> str:  # noqa: ANN401
+    """The one JSON text of ``value``: sorted keys, no spaces, no NaN; digests are taken of it.
+
+    Raises:
+        ValueError: If a number is NaN or infinite (undefined values are ``None``).
+    """
+    return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)

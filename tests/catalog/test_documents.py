@@ -1,0 +1,141 @@
+"""The job document: what is taken, what is refused, and in which words."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from catalog import ANALYSES, DOCUMENT, JobDocument
+from catalog.complaints import complaints, spellings
+from catalog.frames import Failed, LayerDone, Progress, decode, encode
+from catalog.memory import amount_bytes
+from catalog.record import FieldError, canonical_json
+
+ADAPTER = TypeAdapter(DOCUMENT)
+GOOD: dict[str, Any] = {
+    "kind": "capacity",
+    "model": {"source": "builtin", "name": "digits_cnn"},
+    "data": {"source": "builtin", "name": "digits"},
+    "task": {"type": "classification"},
+}
+
+
+def parse(document: Any) -> JobDocument:
+    return ADAPTER.validate_json(json.dumps(document), strict=True)
+
+
+def refusals(document: Any) -> list[tuple[str, str]]:
+    with pytest.raises(ValidationError) as caught:
+        parse(document)
+    return [(c.pointer, c.message) for c in complaints(caught.value.errors(include_url=False), DOCUMENT)]
+
+
+def test_document_of_the_readme_is_taken() -> None:
+    document = parse(
+        {
+            **GOOD,
+            "kind": ["factors", "capacity"],
+            "collection": {
+                "fisher": "mc", "sharing": "expand", "batch_size": 64, "dtype": "float32", "seed": 0, "update_freq": 1,
+                "ema_decay": None,
+            },
+            "stabilisation": {"damping": 1.0e-4, "damping_mode": "relative", "kappa_max": 1.0e6},
+            "memory": {"device": "auto", "host": "20GiB"},
+            "keep": ["factors", "spectra"],
+            "capacity": {"rank_tolerance": 1e-6},
+            "labels": {"paper": "icml"},
+        }
+    )  # fmt: skip
+    assert document.kinds == ("factors", "capacity")
+    assert parse(json.loads(canonical_json(document))) == document
+
+
+def test_every_analysis_has_its_block() -> None:
+    names = {field.name for field in dataclasses.fields(DOCUMENT)}
+    assert {kind for kind, analysis in ANALYSES.items() if analysis.params is not None} <= names
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer", "message"),
+    [
+        ({"kind": "hessian"}, "/kind", "is not a choice here; take 'factors' or 'capacity'"),
+        ({"kind": []}, "/kind", "is empty"),
+        ({"kind": ["capacity", "capacity"]}, "/kind", "names an analysis twice"),
+        ({"model": None}, "/model", "is missing; give `model`"),
+        ({"model": {"source": "pickle"}}, "/model/source", "is unknown; take one of 'builtin'"),
+        ({"model": {"name": "x"}}, "/model/source", "is missing; take one of"),
+        ({"model": {"source": "builtin", "name": "resnet"}}, "/model/name", "is not a choice here"),
+        ({"model": {"source": "builtin"}}, "/model/name", "is missing"),
+        ({"collection": {"batch_size": -1}}, "/collection/batch_size", "is -1; take 1 to 65536"),
+        ({"collection": {"batch_size": 2**40}}, "/collection/batch_size", "take 1 to 65536"),
+        ({"collection": {"batch_size": "12"}}, "/collection/batch_size", "must be an integer"),
+        ({"collection": {"batch_size": 3.0}}, "/collection/batch_size", "must be an integer"),
+        ({"collection": {"batch_size": True}}, "/collection/batch_size", "must be an integer"),
+        ({"collection": {"seed": -1}}, "/collection/seed", "is -1"),
+        ({"collection": {"dtype": "float8"}}, "/collection/dtype", "is not a choice here"),
+        ({"collection": {"ema_decay": 1.0}}, "/collection/ema_decay", "between 0 and 1"),
+        ({"collection": {"fisher": "type2", "samples": 4}}, "/collection/samples", "only `mc` samples"),
+        ({"collection": {"batchsize": 3}}, "/collection/batchsize", "did you mean `batch_size`?"),
+        ({"stabilisation": {"damping": 0}}, "/stabilisation/damping", "take a positive number"),
+        ({"stabilisation": {"damping": -1}}, "/stabilisation/damping", "take a positive number"),
+        ({"stabilisation": {"damping": 1e308}}, "/stabilisation/damping", "take a positive number"),
+        ({"damping": 1e-3}, "/damping", "it is `stabilisation.damping`"),
+        ({"max_condition_number": 1e6}, "/max_condition_number", "it is `stabilisation.kappa_max`"),
+        ({"memory": {"host": "20 parsecs"}}, "/memory/host", "is not a size"),
+        ({"memory": {"device": 2.5}}, "/memory/device", "a fraction in (0, 1]"),
+        ({"task": {"type": "causal_lm", "loss": "bce"}}, "/task/loss", "does not fit `causal_lm`"),
+        ({"task": {"type": "classification", "loss": "model"}}, "/task", "`collection.fisher: empirical`"),
+        ({"data": {"source": "synthetic", "shape": [4], "examples": 0}}, "/data/examples", "take 1 or more"),
+        ({"data": {"source": "synthetic", "shape": [2**20, 2**20], "examples": 1}}, "/data/shape", "at most"),
+        ({"factors": {"job": "x"}}, "/model", "contradicts `factors`"),
+        ({"factors": {}}, "/factors/job", "give either `job` or `path`"),
+        ({"labels": {"<b>": "x"}}, "/labels", "take names of letters"),
+        ({"keep": ["everything"]}, "/keep/0", "is not a choice here"),
+    ],
+)
+def test_bad_documents_name_the_field_and_the_remedy(change: dict[str, Any], pointer: str, message: str) -> None:
+    said = refusals({**GOOD, **change})
+    assert any(found == pointer and message in text for found, text in said), said
+
+
+def test_many_unknown_keys_are_answered_shortly() -> None:
+    assert len(refusals({**GOOD, **{f"k{n}": 1 for n in range(200)}})) == 20
+
+
+def test_old_spellings_point_to_fields_that_exist() -> None:
+    for place in spellings(DOCUMENT).values():
+        value: Any = parse(GOOD)
+        steps = place.split(".")
+        if steps[0] in ("model", "data", "factors", "task"):
+            continue
+        for step in steps:
+            value = getattr(value, step)
+
+
+def test_amounts() -> None:
+    assert amount_bytes("host", "20GiB", 0) == 20 * 2**30
+    assert amount_bytes("host", "1.5 MB", 0) == 1_500_000
+    assert amount_bytes("host", 0.5, 1000) == 500
+    assert amount_bytes("host", "auto", 1000) == 900
+    for bad in ("", "GiB", "-3GiB", "1e3", "0MiB"):
+        with pytest.raises(FieldError):
+            amount_bytes("host", bad, 1)
+
+
+def test_frames_cross_the_pipe_unchanged() -> None:
+    frames = (
+        Progress(stage="collection", done=3, total=None, unit="batches"),
+        LayerDone(kind="capacity", ordinal=0, layer="a\n\u2028<b>", outcome={"x": 1.5e-300}, observed={}),
+        Failed(category="usage", code="x", message="m", pointer="/data", layer=None, detail=None),
+    )
+    for frame in frames:
+        line = encode(frame)
+        assert line.count(b"\n") == 1
+        assert decode(line) == frame
+    with pytest.raises(ValueError, match="JSON compliant"):
+        encode(LayerDone(kind="capacity", ordinal=0, layer="a", outcome={"x": float("nan")}, observed={}))
+    for garbage in (b"{}", b"[]", b'{"frame": "progress"}', b'{"frame": "nothing"}', b"\xff"):
+        with pytest.raises(ValueError):  # noqa: PT011 - any ValueError, JSON's own included
+            decode(garbage)
