@@ -1,0 +1,1 @@
+"""One generator per analysis of the catalog, ``(params, workspace) -> Generator[LayerResult, None, Summary]``."""

@@ -1,0 +1,70 @@
+"""`factors`: collect A and G of every treated layer and keep them, one row per layer."""
+
+from collections.abc import Generator
+
+from catalog.analysis import LayerResult
+from catalog.factors import FactorsMetrics, FactorsSummary
+from engine.analyses.measured import Measured, coverage, declared_results, measured_layers
+from engine.curvature.collected import Collected
+from engine.curvature.collection import collected
+from engine.workspace import Workspace
+
+
+def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult, None, FactorsSummary]:
+    """Yield each layer as its factors are written; declared layers follow.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
+    del params  # the collection's own block says it all
+    whole = collected(workspace)
+    total = len(whole.layers)
+    layers = []
+    for done, layer in enumerate(measured_layers(workspace), start=1):
+        layers.append(layer)
+        if ("factors", layer.facts.ordinal) not in workspace.completed:
+            yield _result(layer, whole)
+        workspace.report("factors", done, total, "layers")
+    yield from declared_results("factors", workspace)
+    return FactorsSummary(
+        coverage=coverage(whole),
+        layers=total,
+        eigendecompositions=sum(layer.facts.form != "diagonal" for layer in layers),
+        examples=whole.examples,
+        updates=whole.updates,
+        passes=whole.passes,
+        fisher=whole.collection.fisher,
+        sharing=whole.collection.sharing,
+        update_freq=whole.collection.update_freq,
+        factor_bytes=sum(layer.record.factor_bytes or 0 for layer in layers),
+        dense_factor_bytes=sum(_dense_bytes(layer) for layer in layers),
+    )
+
+
+def _result(layer: Measured, whole: Collected) -> LayerResult:
+    facts = layer.facts
+    leader = facts.shared_A_with
+    return LayerResult(
+        kind="factors",
+        ordinal=facts.ordinal,
+        layer=facts.name,
+        module=facts.module,
+        status="covered" if layer.status == "covered" else "zero_curvature",
+        reason=None,
+        parameters=facts.parameters,
+        parameter_count=facts.parameter_count,
+        metrics=FactorsMetrics(
+            form=facts.form,
+            trace_A=layer.trace_A,
+            trace_G=layer.trace_G,
+            shared_A_with=None if leader is None else whole.layers[leader].name,
+            calls=facts.calls,
+        ),
+        record=layer.record,
+        observed=layer.observed,
+    )
+
+
+def _dense_bytes(layer: Measured) -> int:
+    item = 8 if layer.record.dtype == "float64" else 4
+    return item * (layer.facts.in_dim**2 + layer.facts.out_dim**2)

@@ -1,0 +1,232 @@
+"""Measured layers: each covered layer's factors, digests and spectra, made once for all analyses of a job.
+
+Artifacts that the job keeps are written here, a layer at a time, so that two analyses over one
+collection neither decompose nor write anything twice.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from catalog.analysis import Coverage, LayerResult
+from catalog.layer_record import Branch, LayerRecord, Observed
+from engine.curvature.collected import Collected, LayerFacts, write_factors, write_index
+from engine.curvature.collection import collected
+from engine.curvature.eigenvalues import eigenvalues
+from engine.curvature.factors import Factors, digest
+from engine.curvature.layers.coverage import DeclaredLayer
+from engine.curvature.stabilisation import Clipping, Damping, clipping, damping
+from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
+from engine.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One covered layer with everything the analyses read; its factors are not held."""
+
+    facts: LayerFacts
+    spectrum_A: Tensor
+    """(in_dim,) float64, ascending."""
+    spectrum_G: Tensor
+    """(out_dim,) float64, ascending."""
+    trace_A: float
+    trace_G: float
+    damping: Damping
+    clipping_A: Clipping
+    clipping_G: Clipping
+    record: LayerRecord
+    observed: Observed
+
+    @property
+    def status(self) -> str:
+        """`covered`, or `zero_curvature` where the layer has no curvature at all."""
+        return "covered" if self.trace_A > 0 and self.trace_G > 0 else "zero_curvature"
+
+
+def measured_layers(workspace: Workspace) -> Iterator[Measured]:
+    """Every covered layer in order; the second analysis of a job gets the first one's."""
+    known: list[Measured] = workspace.shared.setdefault("measured", [])
+    factors = collected(workspace)
+    keep_factors = workspace.stored is None and ("factors" in workspace.keep or "factors" in workspace.kinds)
+    shared_a: dict[int, tuple[str, Tensor, tuple[str, ...]]] = workspace.shared.setdefault("shared_A", {})
+    for facts in factors.layers:
+        if facts.ordinal >= len(known):
+            known.append(_measure(workspace, factors, facts, shared_a, keep_factors=keep_factors))
+            if keep_factors and facts.ordinal == len(factors.layers) - 1:
+                digests = {m.facts.ordinal: (str(m.record.digest_A), str(m.record.digest_G)) for m in known}
+                write_index(workspace.artifacts, factors, digests)
+        yield known[facts.ordinal]
+
+
+def _measure(
+    workspace: Workspace,
+    whole: Collected,
+    facts: LayerFacts,
+    shared_a: dict[int, tuple[str, Tensor, tuple[str, ...]]],
+    *,
+    keep_factors: bool,
+) -> Measured:
+    workspace.checkpoint()
+    begun, before = time.perf_counter(), _bytes(workspace.device)
+    factors = whole.load(facts.ordinal)
+    if keep_factors:
+        write_factors(workspace.artifacts, facts, factors)
+    digest_g = digest(factors.G)
+    # every loss term contributes one rank (or C of them): only positions bound a rank
+    spectrum_g, rungs_g = eigenvalues(factors.G, facts.name)
+    leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+    if leader not in shared_a:
+        bound = facts.positions if facts.form == "kronecker" and facts.sharing == "expand" else None
+        spectrum, rungs = eigenvalues(factors.A, facts.name, rank_bound=bound)
+        shared_a[leader] = digest(factors.A), spectrum, rungs
+    digest_a, spectrum_a, rungs_a = shared_a[leader]
+    if "spectra" in workspace.keep:
+        table = {
+            "layer": facts.name,
+            "ordinal": facts.ordinal,
+            "form": facts.form,
+            "A": spectrum_a.tolist(),
+            "G": spectrum_g.tolist(),
+        }
+        workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
+    damped = damping(spectrum_a, spectrum_g, workspace.stabilisation, block=facts.form == "block")
+    clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
+    clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
+    after = _bytes(workspace.device)
+    diagonal = factors.A if factors.A.ndim == 1 else factors.A.diagonal()
+    return Measured(
+        facts=facts,
+        spectrum_A=spectrum_a,
+        spectrum_G=spectrum_g,
+        trace_A=float(diagonal.to(torch.float64).sum()),
+        trace_G=float(factors.G.diagonal().to(torch.float64).sum()),
+        damping=damped,
+        clipping_A=clipped_a,
+        clipping_G=clipped_g,
+        record=LayerRecord(
+            in_dim=facts.in_dim,
+            out_dim=facts.out_dim,
+            branch=_BRANCHES[facts.form],
+            why=facts.why,
+            policy="dense",
+            lambda_A=damped.A,
+            lambda_G=damped.G,
+            lambda_A_relative=damped.relative_A,
+            lambda_G_relative=damped.relative_G,
+            kappa_max=workspace.stabilisation.kappa_max,
+            kappa_A=clipped_a.kappa,
+            kappa_G=clipped_g.kappa,
+            clipped_A=clipped_a.clipped,
+            clipped_G=clipped_g.clipped,
+            update_freq=whole.collection.update_freq,
+            update_index=whole.updates,
+            ema_decay=whole.collection.ema_decay,
+            positions_local=facts.positions,
+            positions=facts.positions,
+            terms=facts.terms,
+            world_size=1,
+            reduction="none",
+            storage_device=whole.device,
+            storage_policy="resident",
+            dtype=str(factors.G.dtype).removeprefix("torch."),
+            factor_bytes=_size(factors, own_a=facts.shared_A_with is None),
+            cholesky_jitter=None,
+            fisher=whole.collection.fisher,
+            sharing=facts.sharing,
+            samples=whole.collection.samples if whole.collection.fisher == "mc" else None,
+            seed=whole.collection.seed if whole.collection.fisher == "mc" else None,
+            passes=whole.passes,
+            micro_batch=whole.collection.batch_size,
+            digest_A=digest_a,
+            digest_G=digest_g,
+            rungs_A=rungs_a,
+            rungs_G=rungs_g,
+            planned_peak_bytes=whole.planned_peak_bytes,
+        ),
+        observed=_observed(begun, before, after, workspace.device),
+    )
+
+
+_BRANCHES: dict[str, Branch] = {"kronecker": "eigendecomposition", "diagonal": "diagonal", "block": "block"}
+
+
+def _size(factors: Factors, *, own_a: bool) -> int:
+    own = (factors.A, factors.G) if own_a else (factors.G,)
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
+
+
+def _bytes(device: torch.device) -> tuple[int | None, int | None, int]:
+    return (*device_bytes(device), resident_bytes())
+
+
+def _observed(
+    begun: float,
+    before: tuple[int | None, int | None, int],
+    after: tuple[int | None, int | None, int],
+    device: torch.device,
+) -> Observed:
+    return Observed(
+        seconds=time.perf_counter() - begun,
+        allocated_before_bytes=before[0],
+        allocated_after_bytes=after[0],
+        reserved_before_bytes=before[1],
+        reserved_after_bytes=after[1],
+        host_before_bytes=before[2],
+        host_after_bytes=after[2],
+        measured_peak_bytes=peak_bytes(device),
+    )
+
+
+def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
+    """A row for every declared layer, after the covered ones."""
+    whole = collected(workspace)
+    for place, layer in enumerate(whole.declared):
+        ordinal = len(whole.layers) + place
+        if (kind, ordinal) not in workspace.completed:
+            yield _declared_result(kind, ordinal, layer, whole, workspace)
+
+
+def _declared_result(
+    kind: str, ordinal: int, layer: DeclaredLayer, whole: Collected, workspace: Workspace
+) -> LayerResult:
+    blank = dict.fromkeys(LayerRecord.__dataclass_fields__)
+    known = {
+        "branch": "declared",
+        "why": layer.reason,
+        "fisher": whole.collection.fisher,
+        "world_size": 1,
+        "planned_peak_bytes": whole.planned_peak_bytes,
+    }
+    now = _bytes(workspace.device)
+    return LayerResult(
+        kind=kind,
+        ordinal=ordinal,
+        layer=layer.name,
+        module=layer.module,
+        status="declared",
+        reason=layer.reason,
+        parameters=layer.parameters,
+        parameter_count=layer.parameter_count,
+        metrics=None,
+        record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
+        observed=_observed(time.perf_counter(), now, now, workspace.device),
+    )
+
+
+def coverage(whole: Collected) -> Coverage:
+    """The coverage law: covered + declared = trainable, counted by parameter."""
+    reasons: dict[str, int] = {}
+    for layer in whole.declared:
+        reasons[layer.reason] = reasons.get(layer.reason, 0) + layer.parameter_count
+    return Coverage(
+        trainable_parameters=whole.trainable_parameters,
+        covered_parameters=whole.covered_parameters,
+        declared_parameters=sum(reasons.values()),
+        covered_share=whole.covered_parameters / max(whole.trainable_parameters, 1),
+        layers_covered=len(whole.layers),
+        layers_declared=len(whole.declared),
+        reasons=reasons,
+    )

@@ -1,0 +1,1 @@
+"""Curvature of a model's loss: what is collected, decomposed and measured."""

@@ -1,0 +1,172 @@
+"""Batches: a stream of ``(inputs, targets[, index])`` re-sliced on dimension 0 to one size.
+
+Whatever sizes the data arrives in, the model sees ``batch_size`` examples at a time, each with
+the index that keys its sampled labels. Neighbouring chunks whose shapes differ beyond dimension
+0 (texts padded to another length) are never joined: the batch before them is cut short.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import EmptyData, WrongShape
+
+Tree = Any
+"""A tensor, None, or a tuple, list or mapping of such."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Examples that go through the model together."""
+
+    inputs: Tree
+    targets: Tree
+    index: Tensor
+    """(N,) int64, unique per example."""
+
+    @property
+    def size(self) -> int:
+        """Examples N."""
+        return int(self.index.shape[0])
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The attention mask (N, T) as booleans, where the inputs bring one."""
+        if isinstance(self.inputs, Mapping):
+            mask = self.inputs.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 2:
+                return mask.bool()
+        return None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """The batch on ``device``, floating-point numbers as ``dtype``."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+
+        return Batch(
+            inputs=mapped(self.inputs, moved), targets=mapped(self.targets, moved), index=self.index.to(device)
+        )
+
+
+def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """``tree`` with every tensor changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(mapped(value, change) for value in tree)
+    return tree
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    """Every tensor of ``tree``, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [found for value in tree.values() for found in tensors(value)]
+    if isinstance(tree, (tuple, list)):
+        return [found for value in tree for found in tensors(value)]
+    return []
+
+
+def batched(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Batch]:
+    """Re-slice ``stream`` to ``batch_size`` examples.
+
+    Raises:
+        WrongShape: If a chunk's tensors disagree on the number of examples.
+        EmptyData: If the stream holds no example.
+    """
+    waiting: list[Batch] = []
+    seen = 0
+    for chunk in stream:
+        piece = _read(chunk, seen)
+        seen += piece.size
+        if piece.size == 0:
+            continue
+        if waiting and not _joinable(waiting[-1], piece):
+            yield from _cut(waiting, batch_size)
+            waiting = []
+        waiting.append(piece)
+        if sum(part.size for part in waiting) >= batch_size:
+            whole = _joined(waiting)
+            waiting = []
+            start = 0
+            while whole.size - start >= batch_size:
+                yield _sliced(whole, start, start + batch_size)
+                start += batch_size
+            if start < whole.size:
+                waiting = [_sliced(whole, start, whole.size)]
+    yield from _cut(waiting, batch_size)
+    if seen == 0:
+        raise EmptyData("the data holds no example; give at least one", pointer="/data")
+
+
+def _cut(waiting: list[Batch], batch_size: int) -> Iterator[Batch]:
+    if waiting:
+        whole = _joined(waiting)
+        for start in range(0, whole.size, batch_size):
+            yield _sliced(whole, start, min(start + batch_size, whole.size))
+
+
+def _read(chunk: object, start: int) -> Batch:
+    if not isinstance(chunk, (tuple, list)) or len(chunk) not in (2, 3):
+        raise WrongShape(
+            "the data must yield (inputs, targets) or (inputs, targets, index) tuples; "
+            f"it yielded {type(chunk).__name__}" + (f" of {len(chunk)}" if isinstance(chunk, (tuple, list)) else ""),
+            pointer="/data",
+        )
+    inputs, targets = chunk[0], chunk[1]
+    parts = tensors(inputs)
+    if not parts:
+        raise WrongShape("the data's inputs hold no tensor", pointer="/data")
+    sizes = {f"inputs {tuple(part.shape)}": part.shape[0] if part.ndim else -1 for part in parts} | {
+        f"targets {tuple(part.shape)}": part.shape[0] if part.ndim else -1 for part in tensors(targets)
+    }
+    size = parts[0].shape[0] if parts[0].ndim else -1
+    if any(other != size for other in sizes.values()) or size < 0:
+        raise WrongShape(
+            "tensors of one chunk must agree on dimension 0, the examples; got " + ", ".join(sizes), pointer="/data"
+        )
+    if len(chunk) == 3:
+        index = torch.as_tensor(chunk[2], dtype=torch.int64)
+        if index.shape != (size,):
+            raise WrongShape(f"index has shape {tuple(index.shape)}; it must be ({size},)", pointer="/data")
+    else:
+        index = torch.arange(start, start + size)
+    return Batch(inputs=inputs, targets=targets, index=index)
+
+
+def _layout(batch: Batch) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(part.dtype, part.shape[1:]) for part in (*tensors(batch.inputs), *tensors(batch.targets))]
+
+
+def _joinable(left: Batch, right: Batch) -> bool:
+    return _layout(left) == _layout(right)
+
+
+def _joined(pieces: list[Batch]) -> Batch:
+    if len(pieces) == 1:
+        return pieces[0]
+
+    def join(trees: list[Tree]) -> Tree:
+        columns = [iter(tensors(tree)) for tree in trees]
+        return mapped(trees[0], lambda _: torch.cat([next(column) for column in columns]))
+
+    return Batch(
+        inputs=join([piece.inputs for piece in pieces]),
+        targets=join([piece.targets for piece in pieces]),
+        index=torch.cat([piece.index for piece in pieces]),
+    )
+
+
+def _sliced(batch: Batch, start: int, stop: int) -> Batch:
+    return Batch(
+        inputs=mapped(batch.inputs, lambda tensor: tensor[start:stop]),
+        targets=mapped(batch.targets, lambda tensor: tensor[start:stop]),
+        index=batch.index[start:stop],
+    )

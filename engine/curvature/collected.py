@@ -1,0 +1,176 @@
+"""Collected factors: what a collection leaves for the analyses, in memory or read from artifacts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from catalog.collection import Collection
+from engine.curvature.factors import Factors, packed, require_bias_column, unpacked
+from engine.curvature.layers.coverage import DeclaredLayer
+from engine.errors import BrokenFactors
+from engine.workspace import Artifacts
+
+FORMAT = "kronoscope-factors/1"
+INDEX = "factors/factors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """What is known of a covered layer besides its factors."""
+
+    ordinal: int
+    name: str
+    module: str
+    form: str
+    why: str
+    parameters: tuple[str, ...]
+    parameter_count: int
+    in_dim: int
+    out_dim: int
+    bias: bool
+    positions: int
+    terms: int
+    calls: int
+    sharing: str
+    shared_A_with: int | None
+    """Ordinal of the layer whose A this is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """Every covered layer's factors, and the layers that are declared."""
+
+    layers: tuple[LayerFacts, ...]
+    declared: tuple[DeclaredLayer, ...]
+    trainable_parameters: int
+    examples: int
+    updates: int
+    passes: int
+    collection: Collection
+    device: str
+    planned_peak_bytes: int | None
+    load: Callable[[int], Factors]
+    """Factors of one ordinal."""
+
+    @property
+    def covered_parameters(self) -> int:
+        """Trainable numbers of the covered layers."""
+        return sum(layer.parameter_count for layer in self.layers)
+
+
+def factor_file(ordinal: int) -> str:
+    """Name of the artifact that holds one layer's factors."""
+    return f"factors/{ordinal}.safetensors"
+
+
+def write_factors(artifacts: Artifacts, facts: LayerFacts, factors: Factors) -> None:
+    """Write one layer's packed triangles; a shared A is written once, with its leader."""
+    tensors: dict[str, Tensor] = {"gradient_covariance": packed(factors.G)}
+    if facts.shared_A_with is None:
+        diagonal = factors.A.ndim == 1
+        tensors["activation_covariance"] = factors.A.detach().to("cpu") if diagonal else packed(factors.A)
+    metadata = {
+        "format": FORMAT,
+        "layer": facts.name,
+        "form": facts.form,
+        "in_dim": str(facts.in_dim),
+        "out_dim": str(facts.out_dim),
+        "layout": "upper triangle, row by row; a diagonal A as its diagonal",
+    }
+    artifacts.save_tensors(factor_file(facts.ordinal), tensors, metadata)
+
+
+def write_index(artifacts: Artifacts, collected: Collected, digests: Mapping[int, tuple[str, str]]) -> None:
+    """Write the index last, so that its presence says that all factors are there."""
+    layers = []
+    for facts in collected.layers:
+        holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+        digest_a, digest_g = digests[facts.ordinal]
+        layers.append(
+            asdict(facts)
+            | {
+                "activation_covariance": {"file": f"{holder}.safetensors", "sha256": digest_a},
+                "gradient_covariance": {"file": f"{facts.ordinal}.safetensors", "sha256": digest_g},
+            }
+        )
+    artifacts.save_json(
+        INDEX,
+        {
+            "format": FORMAT,
+            "collection": asdict(collected.collection),
+            "trainable_parameters": collected.trainable_parameters,
+            "examples": collected.examples,
+            "updates": collected.updates,
+            "passes": collected.passes,
+            "layers": layers,
+            "declared": [asdict(layer) for layer in collected.declared],
+        },
+    )
+
+
+def read_collected(artifacts: Artifacts) -> Collected:
+    """Open factors that an earlier job kept; the tensors are read as they are asked for.
+
+    Raises:
+        BrokenFactors: If there is no index, or it is not of this format.
+    """
+    try:
+        index = artifacts.load_json(INDEX)
+    except FileNotFoundError as error:
+        raise BrokenFactors(
+            f"there is no `{INDEX}`; give the folder that a job with `keep: [factors]` wrote", pointer="/factors"
+        ) from error
+    if not isinstance(index, Mapping) or index.get("format") != FORMAT:
+        raise BrokenFactors(f"`{INDEX}` is not of the format {FORMAT}", pointer="/factors")
+    try:
+        layers = tuple(_facts(entry) for entry in index["layers"])
+        declared = tuple(
+            DeclaredLayer(**{**entry, "parameters": tuple(entry["parameters"])}) for entry in index["declared"]
+        )
+        collection = Collection(**index["collection"])
+        counts = {name: int(index[name]) for name in ("trainable_parameters", "examples", "updates", "passes")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenFactors(f"`{INDEX}` lacks or garbles an entry: {error}", pointer="/factors") from error
+    by_ordinal = {facts.ordinal: facts for facts in layers}
+    return Collected(
+        layers=layers,
+        declared=declared,
+        collection=collection,
+        device="cpu",
+        planned_peak_bytes=None,
+        load=lambda ordinal: _load(artifacts, by_ordinal[ordinal]),
+        **counts,
+    )
+
+
+def _facts(entry: Mapping[str, Any]) -> LayerFacts:
+    own = {name: entry[name] for name in LayerFacts.__dataclass_fields__}
+    return LayerFacts(**{**own, "parameters": tuple(own["parameters"])})
+
+
+def _load(artifacts: Artifacts, facts: LayerFacts) -> Factors:
+    holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+    gradient = _tensor(artifacts, facts, facts.ordinal, "gradient_covariance")
+    activation = _tensor(artifacts, facts, holder, "activation_covariance")
+    expected = (facts.in_dim,) if facts.form == "diagonal" else (facts.in_dim * (facts.in_dim + 1) // 2,)
+    require_bias_column(facts.name, "the stored A (packed)", tuple(activation.shape), expected, bias=facts.bias)
+    return Factors(
+        layer=facts.name,
+        form="diagonal" if facts.form == "diagonal" else "block" if facts.form == "block" else "kronecker",
+        bias=facts.bias,
+        A=activation if facts.form == "diagonal" else unpacked(activation, facts.in_dim),
+        G=unpacked(gradient, facts.out_dim),
+    )
+
+
+def _tensor(artifacts: Artifacts, facts: LayerFacts, ordinal: int, name: str) -> Tensor:
+    try:
+        return artifacts.load_tensors(factor_file(ordinal))[name]
+    except (FileNotFoundError, KeyError) as error:
+        raise BrokenFactors(
+            f"layer `{facts.name}`: `{factor_file(ordinal)}` is missing or holds no `{name}`",
+            layer=facts.name,
+            pointer="/factors",
+        ) from error

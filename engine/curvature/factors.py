@@ -1,0 +1,117 @@
+"""Factors: A and G of one layer, their digests, and the packed triangles they are stored as.
+
+``A`` (in_dim, in_dim) and ``G`` (out_dim, out_dim) are symmetric; where A is diagonal it is held
+as its diagonal (in_dim,). Row-vector convention: the layer's block of the curvature of the mean
+loss is ``G ⊗ A`` for ``weight.flatten()`` with the bias as the last column.
+"""
+
+import ctypes
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.curvature.layers.layer import Form
+from engine.errors import BiasColumnMismatch, BrokenFactors
+
+_HASHED_AT_ONCE = 2**26
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """One layer's curvature."""
+
+    layer: str
+    form: Form
+    bias: bool
+    """A's last row and column belong to the bias."""
+    A: Tensor
+    """(in_dim, in_dim), or its diagonal (in_dim,)."""
+    G: Tensor
+    """(out_dim, out_dim)."""
+
+    def require_fit(self, gradient: Tensor) -> None:
+        """Check that a gradient matrix (d_out, d_in[+1]) agrees with the factors.
+
+        Raises:
+            BiasColumnMismatch: If one has the bias column and the other lacks it, or the shapes
+                disagree altogether; the message names both shapes.
+        """
+        expected = (self.G.shape[0], self.A.shape[0])
+        require_bias_column(self.layer, "gradient", tuple(gradient.shape), expected, bias=self.bias)
+
+
+def require_bias_column(
+    layer: str, what: str, shape: tuple[int, ...], expected: tuple[int, ...], *, bias: bool
+) -> None:
+    """Raise unless ``shape`` is ``expected``, naming both shapes and the bias column's part in it.
+
+    Raises:
+        BiasColumnMismatch: As said.
+    """
+    if shape == expected:
+        return
+    column = "with" if bias else "without"
+    raise BiasColumnMismatch(
+        f"layer `{layer}`: {what} has shape {shape}, but the layer is trained {column} a bias column, "
+        f"which makes it {expected}; collect the factors and take the gradient of the same parameters",
+        layer=layer,
+    )
+
+
+def mirrored_(matrix: Tensor) -> Tensor:
+    """Copy the upper triangle of ``matrix`` (n, n) onto the lower one, in place.
+
+    A product gᵀg is symmetric only up to rounding, and that rounding depends on the library;
+    one triangle decides.
+    """
+    for start in range(0, matrix.shape[0], 1024):
+        stop = min(start + 1024, matrix.shape[0])
+        matrix[stop:, start:stop] = matrix[start:stop, stop:].T
+        block = matrix[start:stop, start:stop]
+        block.copy_(block.triu() + block.triu(1).T)
+    return matrix
+
+
+def packed(matrix: Tensor) -> Tensor:
+    """Upper triangle of ``matrix`` (n, n), row by row, as (n(n+1)/2,) on the host."""
+    size = matrix.shape[0]
+    host = matrix.detach().to("cpu")
+    triangle = torch.empty(size * (size + 1) // 2, dtype=host.dtype)
+    start = 0
+    for row in range(size):
+        triangle[start : start + size - row] = host[row, row:]
+        start += size - row
+    return triangle
+
+
+def unpacked(triangle: Tensor, size: int) -> Tensor:
+    """The symmetric matrix (size, size) of a packed upper triangle.
+
+    Raises:
+        BrokenFactors: If the length is not size·(size+1)/2.
+    """
+    if triangle.shape != (size * (size + 1) // 2,):
+        raise BrokenFactors(
+            f"a packed triangle of {tuple(triangle.shape)} numbers cannot be a matrix of {size} rows, "
+            f"which needs {size * (size + 1) // 2}"
+        )
+    matrix = torch.empty(size, size, dtype=triangle.dtype)
+    start = 0
+    for row in range(size):
+        matrix[row, row:] = triangle[start : start + size - row]
+        start += size - row
+    return mirrored_(matrix)
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 over dtype, shape and the dense row-major little-endian bytes of ``tensor``."""
+    host = tensor.detach().to("cpu").contiguous()
+    hashed = hashlib.sha256(f"{str(host.dtype).removeprefix('torch.')}{tuple(host.shape)}".encode())
+    size = host.numel() * host.element_size()
+    # torch gives no buffer without numpy, which this floor does without
+    content = memoryview((ctypes.c_char * size).from_address(host.data_ptr())) if size else memoryview(b"")
+    for start in range(0, size, _HASHED_AT_ONCE):
+        hashed.update(content[start : start + _HASHED_AT_ONCE])
+    return hashed.hexdigest()

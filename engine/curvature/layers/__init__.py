@@ -1,0 +1,1 @@
+"""The families of layers that are treated, one file each."""

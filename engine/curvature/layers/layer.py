@@ -1,0 +1,122 @@
+"""A treated layer: how one module's input and output gradient become rows of statistics.
+
+Each family turns what the hooks see into matrices of *positions*: ``activation_rows`` gives
+``a`` as (P, d_in) without the column of ones, ``gradient_rows`` gives ``g`` as (P, d_out).
+Positions are ordered example by example, so P/N consecutive rows belong to one example.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+Form = Literal["kronecker", "diagonal", "block"]
+
+
+@dataclass(eq=False)
+class TreatedLayer(ABC):
+    """One module with trainable parameters that a family knows.
+
+    The weight in row-vector convention is (d_out, d_in[+1]): its curvature is G ⊗ A.
+    """
+
+    name: str
+    module: nn.Module
+    weight: bool
+    """The weight is trainable."""
+    bias: bool
+    """The bias is trainable, hence A has a column of ones (last)."""
+
+    form: ClassVar[Form] = "kronecker"
+    why: ClassVar[str] = "A and G are small enough to be held dense and decomposed"
+
+    @property
+    @abstractmethod
+    def fan_in(self) -> int:
+        """Width of ``a`` without the column of ones."""
+
+    @property
+    @abstractmethod
+    def fan_out(self) -> int:
+        """Width of ``g``."""
+
+    @property
+    def in_dim(self) -> int:
+        """Rows of A, the column of ones included; a frozen weight leaves the ones alone."""
+        return (self.fan_in if self.weight else 0) + int(self.bias)
+
+    @property
+    def out_dim(self) -> int:
+        """Rows of G."""
+        return self.fan_out
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Qualified names of the trainable parameters covered, weight first."""
+        own = [name for name, wanted in (("weight", self.weight), ("bias", self.bias)) if wanted]
+        return tuple(f"{self.name}.{name}" if self.name else name for name in own)
+
+    @property
+    def parameter_count(self) -> int:
+        """Trainable numbers covered."""
+        return self.in_dim * self.out_dim
+
+    @abstractmethod
+    def activation_rows(self, entered: Tensor) -> Tensor:
+        """``a`` as (P, d_in) from the module's input."""
+
+    @abstractmethod
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        """``g`` as (P, d_out) from the gradient of the module's output."""
+
+    def batch_first(self, entered: Tensor, examples: int) -> bool:
+        """Whether rows of the input can be told apart by example."""
+        if entered.ndim == 2:
+            return entered.shape[0] % examples == 0
+        return entered.ndim > 2 and entered.shape[0] == examples
+
+
+@dataclass(eq=False)
+class BlockLayer(TreatedLayer):
+    """A layer small enough for its exact block: per-example gradients instead of A and G.
+
+    The block stands in G over (weight, bias), and A is the 1×1 matrix 1.
+    """
+
+    form: ClassVar[Form] = "block"
+    why: ClassVar[str] = "an elementwise scale and shift has no matrix to factorise: its exact block is kept"
+
+    @property
+    def in_dim(self) -> int:
+        """A is the 1×1 matrix 1."""
+        return 1
+
+    @property
+    def out_dim(self) -> int:
+        """Trainable numbers of the block."""
+        return self.fan_out * (int(self.weight) + int(self.bias))
+
+    def activation_rows(self, entered: Tensor) -> Tensor:
+        """The normalised input x̂ as (P, d)."""
+        return self.normalised(entered)
+
+    @abstractmethod
+    def normalised(self, entered: Tensor) -> Tensor:
+        """x̂ as (P, d): what the affine weight multiplies."""
+
+    def example_gradients(self, entered: Tensor, gradient: Tensor, kept: Tensor | None, examples: int) -> Tensor:
+        """Gradient of each example's loss with respect to (weight, bias), as (N, out_dim).
+
+        ``kept`` (P,) leaves masked positions out.
+        """
+        rows = self.gradient_rows(gradient)
+        if kept is not None:
+            rows = rows * kept[:, None]
+        parts = []
+        if self.weight:
+            parts.append((self.normalised(entered) * rows).view(examples, -1, self.fan_out).sum(1))
+        if self.bias:
+            parts.append(rows.view(examples, -1, self.fan_out).sum(1))
+        return torch.cat(parts, dim=1)

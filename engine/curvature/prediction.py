@@ -1,0 +1,249 @@
+"""Predictions: a model's outputs as (examples, loss terms, numbers per term), whatever the task.
+
+Every example has R loss terms of C numbers each: one term of C logits for a classifier, T−1
+terms of V logits for a causal language model (the outputs of position t answer for token t+1),
+one term of d numbers for a pooled sentence embedding. Terms whose target is ignored, or whose
+position is padding, are not valid.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from catalog.inputs import Task
+from engine.curvature.batches import Batch
+from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Outputs of one batch beside what they should be."""
+
+    outputs: Tensor
+    """(N, R, C), attached to the graph; (1, 1, 1), the mean loss, for the model's own loss."""
+    targets: Tensor | None
+    """(N, R) int64 classes, or (N, R, C) numbers."""
+    valid: Tensor
+    """(N, R) booleans: loss terms that count."""
+
+    @property
+    def terms(self) -> int:
+        """Loss terms that count."""
+        return int(self.valid.sum())
+
+
+def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
+    """Run ``model`` on ``batch`` and arrange its outputs for ``task``.
+
+    Raises:
+        ModelRefused: If the model raises; the message quotes it.
+        WrongShape: If outputs and targets do not fit each other or the task.
+        NonFiniteLoss: If the outputs hold NaN or Inf.
+    """
+    own_loss = task.likelihood == "model"
+    returned = _call(model, batch, labelled=own_loss)
+    arrange = {
+        "classification": _classified,
+        "sequence_classification": _classified,
+        "causal_lm": _next_token,
+        "masked_lm": _each_token,
+        "regression": _regressed,
+        "sentence_embedding": _pooled,
+    }[task.type]
+    prediction = _own_loss(returned, batch, task) if own_loss else arrange(returned, batch, task)
+    if not bool(torch.isfinite(prediction.outputs).all()):
+        raise NonFiniteLoss(
+            f"the model's outputs hold NaN or Inf for examples {int(batch.index[0])} to {int(batch.index[-1])}; "
+            "look for non-finite inputs or weights"
+        )
+    return prediction
+
+
+def positions(batch: Batch, task: Task) -> Tensor | None:
+    """Positions (N, T) of the sequences that count; None where all do.
+
+    With an attention mask the mask alone selects them; without one the non-ignored targets of a
+    token task do.
+    """
+    if batch.mask is not None:
+        return batch.mask
+    targets = batch.targets
+    if task.type in ("causal_lm", "masked_lm") and isinstance(targets, Tensor) and targets.ndim == 2:
+        kept = targets != task.ignore_index
+        return None if bool(kept.all()) else kept
+    return None
+
+
+def _call(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
+    inputs = batch.inputs
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs, labels=batch.targets) if labelled else model(**inputs)
+        positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        return model(*positional, batch.targets) if labelled else model(*positional)
+    except (EngineError, Unwinding, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        shapes = (
+            ", ".join(str(tuple(t.shape)) for t in inputs.values())
+            if isinstance(inputs, Mapping)
+            else (str(tuple(inputs.shape)) if isinstance(inputs, Tensor) else "a tuple")
+        )
+        raise ModelRefused(
+            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {str(error)[:500]}; "
+            "check that data and model belong together",
+            pointer="/data",
+        ) from error
+
+
+def _tensor(returned: Any, *names: str) -> Tensor:  # noqa: ANN401
+    """The output tensor: itself, one of the named fields of a model's output object, or a tuple's first."""
+    for name in names:
+        value = getattr(returned, name, None)
+        if isinstance(value, Tensor):
+            return value
+    if isinstance(returned, Tensor):
+        return returned
+    if isinstance(returned, (tuple, list)) and returned and isinstance(returned[0], Tensor):
+        return returned[0]
+    raise WrongShape(
+        f"the model returned {type(returned).__name__}; the task needs a tensor or an output with {', '.join(names)}",
+        pointer="/model",
+    )
+
+
+def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    loss = _tensor(returned, "loss")
+    if loss.numel() != 1:
+        raise WrongShape(f"`loss: model` needs a scalar; the model returned shape {tuple(loss.shape)}", pointer="/task")
+    targets = batch.targets
+    if not isinstance(targets, Tensor):
+        raise WrongShape("`loss: model` needs targets in the data", pointer="/data")
+    shifted = targets[:, 1:] if task.type == "causal_lm" else targets
+    classes = not targets.is_floating_point()
+    valid = shifted.reshape(batch.size, -1) != task.ignore_index if classes else torch.ones(batch.size, 1).bool()
+    return Prediction(outputs=loss.reshape(1, 1, 1), targets=None, valid=valid)
+
+
+def _classified(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs, targets = _tensor(returned, "logits"), batch.targets
+    if outputs.ndim < 2 or outputs.shape[0] != batch.size:
+        raise WrongShape(
+            f"outputs of shape {tuple(outputs.shape)} for {batch.size} examples; "
+            "classification needs (examples, …, classes)",
+            pointer="/model",
+        )
+    if task.likelihood != "cross_entropy":
+        return _numbers(outputs, targets, batch, task)
+    # torch's own convention puts the classes at dimension 1, sequence models put them last
+    if outputs.ndim > 2 and isinstance(targets, Tensor) and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
+        outputs = outputs.movedim(1, -1)
+    return _classes(outputs, targets, batch, task)
+
+
+def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs = _tokens(returned, batch)
+    ids = batch.targets if batch.targets is not None else _ids(batch)
+    if not isinstance(ids, Tensor) or ids.shape != outputs.shape[:2]:
+        raise WrongShape(
+            f"`causal_lm` needs targets of shape {tuple(outputs.shape[:2])}, the token ids themselves (they are "
+            f"shifted here); got {tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}",
+            pointer="/data",
+        )
+    if outputs.shape[1] < 2:
+        raise WrongShape("a causal language model needs sequences of 2 tokens or more", pointer="/data")
+    kept = ids[:, 1:]
+    if batch.mask is not None:
+        kept = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], kept, task.ignore_index)
+    return _classes(outputs[:, :-1], kept, batch, task)
+
+
+def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs, targets = _tokens(returned, batch), batch.targets
+    if not isinstance(targets, Tensor):
+        raise WrongShape(
+            f"`masked_lm` needs targets: the token at each masked position, {task.ignore_index} elsewhere",
+            pointer="/data",
+        )
+    return _classes(outputs, targets, batch, task)
+
+
+def _regressed(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    return _numbers(_tensor(returned, "logits"), batch.targets, batch, task)
+
+
+def _pooled(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs = _tensor(returned, "last_hidden_state")
+    if outputs.ndim == 3:
+        mask = batch.mask
+        if mask is None:
+            outputs = outputs.mean(1)
+        else:
+            weights = mask.to(outputs.dtype)
+            outputs = (outputs * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp_min(1)
+    # a Gaussian model of the embedding itself: targets play no part
+    return _numbers(outputs, None, batch, task)
+
+
+def _tokens(returned: Any, batch: Batch) -> Tensor:  # noqa: ANN401
+    outputs = _tensor(returned, "logits")
+    if outputs.ndim != 3 or outputs.shape[0] != batch.size:
+        raise WrongShape(
+            f"outputs of shape {tuple(outputs.shape)}; a language model needs ({batch.size}, tokens, vocabulary)",
+            pointer="/model",
+        )
+    return outputs
+
+
+def _ids(batch: Batch) -> Any:  # noqa: ANN401
+    if isinstance(batch.inputs, Mapping):
+        return batch.inputs.get("input_ids")
+    return batch.inputs if isinstance(batch.inputs, Tensor) else None
+
+
+def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    flat = outputs.reshape(batch.size, -1, outputs.shape[-1])
+    if not isinstance(targets, Tensor):
+        valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
+        return Prediction(outputs=flat, targets=None, valid=valid)
+    if targets.shape != outputs.shape[:-1] or targets.is_floating_point():
+        raise WrongShape(
+            f"targets of shape {tuple(targets.shape)} ({targets.dtype}) do not fit outputs of shape "
+            f"{tuple(outputs.shape)}; cross-entropy needs integer classes of shape {tuple(outputs.shape[:-1])}",
+            pointer="/data",
+        )
+    classes = targets.reshape(flat.shape[:2]).to(torch.int64)
+    valid = classes != task.ignore_index
+    counted = classes[valid]
+    if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= flat.shape[-1]):
+        worst = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+        raise WrongShape(
+            f"a target is {worst}, but the model has classes 0 to {flat.shape[-1] - 1}; "
+            f"correct the targets, or mark them {task.ignore_index} to be ignored",
+            pointer="/data",
+        )
+    return Prediction(outputs=flat, targets=classes, valid=valid)
+
+
+def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    if outputs.ndim < 1 or outputs.shape[0] != batch.size:
+        raise WrongShape(
+            f"outputs of shape {tuple(outputs.shape)} for {batch.size} examples; dimension 0 must be the examples",
+            pointer="/model",
+        )
+    wide = outputs.unsqueeze(-1) if outputs.ndim == 1 else outputs
+    flat = wide.reshape(batch.size, -1, wide.shape[-1])
+    wanted = None
+    if isinstance(targets, Tensor) and task.type != "sentence_embedding":
+        if targets.shape not in (outputs.shape, wide.shape, wide.shape[:-1] if wide.shape[-1] == 1 else wide.shape):
+            raise WrongShape(
+                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}; "
+                f"`{task.likelihood}` needs the same shape",
+                pointer="/data",
+            )
+        wanted = targets.reshape(flat.shape).to(flat.dtype)
+    valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
+    return Prediction(outputs=flat, targets=wanted, valid=valid)

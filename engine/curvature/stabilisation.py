@@ -1,0 +1,83 @@
+"""Stabilisation: what damping and a condition number's limit mean for one layer's spectra.
+
+Damping is relative by default, λ = damping · mean eigenvalue of F = G ⊗ A: against mean-reduced
+gradients an absolute 1e-4 exceeds λ_max(G) by orders of magnitude, and the preconditioner is
+then the identity. For the factored form (A + λ_A I) ⊗ (G + λ_G I) it is split by
+π = √(mean(A)/mean(G)): λ_A = π√λ, λ_G = √λ/π.
+
+References:
+    Martens & Grosse (2015), section 6.3, factored Tikhonov regularisation
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from catalog.collection import Stabilisation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damping:
+    """Damping of one layer in absolute numbers; null where the layer has no curvature."""
+
+    joint: float | None
+    """λ of F + λI."""
+    A: float | None
+    G: float | None
+    relative_A: float | None
+    relative_G: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipping:
+    """Conditioning of one factor under κ_max."""
+
+    kappa: float | None
+    """λ_max/λ_min; null where the factor is singular."""
+    kappa_clipped: float | None
+    """The same once eigenvalues below λ_max/κ_max are raised to it."""
+    clipped: int | None
+    """Eigenvalues below the floor."""
+
+
+def damping(spectrum_a: Tensor, spectrum_g: Tensor, options: Stabilisation, *, block: bool) -> Damping:
+    """Damping of a layer with these eigenvalues, (n,) and (m,), float64.
+
+    An exact block (A = 1) is damped in G alone.
+    """
+    mean_a, mean_g = float(spectrum_a.mean()), float(spectrum_g.mean())
+    if mean_a <= 0 or mean_g <= 0:
+        return Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)
+    relative = options.damping_mode == "relative"
+    joint = options.damping * mean_a * mean_g if relative else options.damping
+    if block:
+        damped_a, damped_g = 0.0, joint
+    else:
+        pi = math.sqrt(mean_a / mean_g)
+        damped_a, damped_g = pi * math.sqrt(joint), math.sqrt(joint) / pi
+    if options.damping_A is not None:
+        damped_a = options.damping_A * (mean_a if relative else 1)
+    if options.damping_G is not None:
+        damped_g = options.damping_G * (mean_g if relative else 1)
+    return Damping(joint=joint, A=damped_a, G=damped_g, relative_A=damped_a / mean_a, relative_G=damped_g / mean_g)
+
+
+def clipping(spectrum: Tensor, kappa_max: float | None) -> Clipping:
+    """Condition of a factor with ascending eigenvalues (n,), before and after clipping at λ_max/κ_max."""
+    smallest, largest = float(spectrum[0]), float(spectrum[-1])
+    if largest <= 0:
+        return Clipping(kappa=None, kappa_clipped=None, clipped=None)
+    kappa = _finite(largest / smallest) if smallest > 0 else None
+    if kappa_max is None:
+        return Clipping(kappa=kappa, kappa_clipped=kappa, clipped=0)
+    floor = largest / kappa_max
+    return Clipping(
+        kappa=kappa,
+        kappa_clipped=largest / max(smallest, floor),
+        clipped=int((spectrum < floor).sum()),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

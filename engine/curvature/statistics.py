@@ -1,0 +1,124 @@
+"""Statistics of one layer while it is collected: the running sums behind A and G.
+
+``A = Σ a aᵀ / positions`` and ``G = Σ g gᵀ / terms`` (`expand`); under `reduce`, ``a`` is averaged
+and ``g`` summed over the positions of each example first, and A divides by examples. With an
+exponential moving average every sum *and* its count decay alike, so early batches are weighted
+without bias.
+
+References:
+    Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature
+    Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+
+
+@dataclass(eq=False)
+class LayerStatistics:
+    """Sums of one layer; a follower leaves A to the layer that shares its input."""
+
+    layer: TreatedLayer
+    sharing: str
+    leader: "LayerStatistics | None" = None
+    A: Tensor | None = None
+    G: Tensor | None = None
+    weight_A: float = 0.0
+    """Positions (or examples, under `reduce`), decayed with the sums."""
+    weight_G: float = 0.0
+    """Loss terms, decayed with the sums."""
+    positions: int = 0
+    """Positions that entered A."""
+    terms: int = 0
+    """Loss terms of the batches in which a gradient arrived or could have."""
+    calls: int = 0
+    """Most calls of the module in one forward pass."""
+    gradients: int = 0
+    """Backward hooks that fired."""
+    flaw: str | None = None
+    """Why the layer must be declared, once something has shown that it must."""
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the zeroed sums.
+
+        Memory:
+            in_dim² (or in_dim) and out_dim² numbers, unless A is a leader's.
+        """
+        layer = self.layer
+        if self.leader is None and layer.form != "block":
+            shape = (layer.fan_in,) if layer.form == "diagonal" else (layer.in_dim, layer.in_dim)
+            self.A = torch.zeros(shape, dtype=dtype, device=device)
+        self.G = torch.zeros(layer.out_dim, layer.out_dim, dtype=dtype, device=device)
+
+    def decay_(self, past: float) -> None:
+        """Weigh everything so far by ``past``."""
+        for total in (self.A, self.G):
+            if total is not None:
+                total.mul_(past)
+        self.weight_A *= past
+        self.weight_G *= past
+
+    def add_input_(self, entered: Tensor, examples: int, kept: Tensor | None) -> None:
+        """Add ``Σ a aᵀ`` of one call; ``kept`` (P,) selects the positions that count, None takes all."""
+        layer = self.layer
+        if isinstance(layer, BlockLayer):
+            self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())
+            return
+        rows = layer.activation_rows(entered)
+        if layer.form == "diagonal":
+            ids = rows if kept is None else rows[kept]
+            self.positions += ids.numel()
+            self.weight_A += ids.numel()
+            if self.A is not None:
+                self.A += torch.bincount(ids, minlength=layer.fan_in).to(self.A.dtype)
+            return
+        if self.sharing == "reduce":
+            rows, positions = self._pooled(rows, examples, kept)
+            self.positions += positions
+        else:
+            rows = rows if kept is None else rows[kept]
+            self.positions += rows.shape[0]
+        self.weight_A += rows.shape[0]
+        if self.A is not None:
+            self._add_outer_(self.A, rows)
+
+    def _pooled(self, rows: Tensor, examples: int, kept: Tensor | None) -> tuple[Tensor, int]:
+        """Mean of ``a`` over each example's positions (N, d), and how many positions there were."""
+        grouped = rows.view(examples, -1, rows.shape[-1])
+        if kept is None:
+            return grouped.mean(1), rows.shape[0]
+        weights = kept.view(examples, -1, 1).to(rows.dtype)
+        return (grouped * weights).sum(1) / weights.sum(1).clamp_min(1), int(kept.sum())
+
+    def _add_outer_(self, total: Tensor, rows: Tensor) -> None:
+        """Add ``Σ [a 1]ᵀ[a 1]`` without writing the column of ones beside every row."""
+        layer = self.layer
+        width = layer.fan_in if layer.weight else 0
+        if layer.weight:
+            total[:width, :width].addmm_(rows.T, rows)
+        if layer.bias:
+            if layer.weight:
+                total[:width, width] += rows.sum(0)
+            total[width, width] += rows.shape[0]
+
+    def add_gradient_(self, gradient: Tensor, entered: Tensor | None, examples: int, kept: Tensor | None) -> None:
+        """Add ``Σ g gᵀ`` of one call and one direction; ``entered`` is the input a block layer needs."""
+        layer = self.layer
+        self.gradients += 1
+        if self.G is None:
+            return
+        if isinstance(layer, BlockLayer):
+            if entered is None:
+                raise ValueError(f"layer `{layer.name}`: an exact block needs the layer's input")
+            rows = layer.example_gradients(entered, gradient, kept, examples)
+        else:
+            rows = layer.gradient_rows(gradient)
+            if kept is not None:
+                rows = rows * kept[:, None]
+            if self.sharing == "reduce" and layer.form == "kronecker":
+                rows = rows.view(examples, -1, rows.shape[-1]).sum(1)
+        self.G.addmm_(rows.T, rows)

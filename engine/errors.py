@@ -1,0 +1,118 @@
+"""What can go wrong in the mathematics, sorted by who must act.
+
+::
+
+    EngineError
+    ├── UsageError               the caller mends the model, the data or the options
+    │   ├── NonFiniteModel       a weight holds NaN or Inf
+    │   ├── NonFiniteLoss        outputs of a batch hold NaN or Inf
+    │   ├── NonFiniteFactor      a layer's factor holds NaN or Inf
+    │   ├── EmptyData            no example, or no loss term, arrived
+    │   ├── WrongShape           outputs and targets do not fit each other, or the task
+    │   ├── ModelRefused         the model raised on a batch
+    │   ├── NothingToAnalyse     no trainable parameter in a treated layer
+    │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
+    │   ├── BrokenFactors        stored factors do not read as written
+    │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
+    └── NotConverged             every rung of the eigendecomposition failed (fatal: the operator)
+
+An ``Unwinding`` is no error: it leaves nested calls, the user's model included, for a reason of ours.
+"""
+
+from typing import ClassVar, Literal
+
+Category = Literal["usage", "transient", "fatal"]
+
+
+class EngineError(Exception):
+    """A failure with its category, a stable code, and the layer or document field it concerns."""
+
+    category: ClassVar[Category] = "fatal"
+    code: ClassVar[str] = "engine_error"
+
+    def __init__(self, message: str, *, layer: str | None = None, pointer: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.layer = layer
+        self.pointer = pointer
+
+
+class UsageError(EngineError):
+    """The caller can mend it."""
+
+    category = "usage"
+    code = "usage"
+
+
+class NonFiniteModel(UsageError):
+    """A weight holds NaN or Inf."""
+
+    code = "non_finite_model"
+
+
+class NonFiniteLoss(UsageError):
+    """The model's outputs hold NaN or Inf."""
+
+    code = "non_finite_loss"
+
+
+class NonFiniteFactor(UsageError):
+    """A layer's statistics hold NaN or Inf."""
+
+    code = "non_finite_factor"
+
+
+class EmptyData(UsageError):
+    """There is nothing to average over."""
+
+    code = "empty_data"
+
+
+class WrongShape(UsageError):
+    """Two shapes contradict each other; the message names both."""
+
+    code = "wrong_shape"
+
+
+class ModelRefused(UsageError):
+    """The model raised on a batch of this data."""
+
+    code = "model_refused"
+
+
+class NothingToAnalyse(UsageError):
+    """No layer is covered."""
+
+    code = "nothing_to_analyse"
+
+
+class BiasColumnMismatch(UsageError):
+    """A factor or gradient has a bias column where its layer has none, or lacks it."""
+
+    code = "bias_column_mismatch"
+
+
+class BrokenFactors(UsageError):
+    """Stored factors are missing, torn or of another layout."""
+
+    code = "broken_factors"
+
+
+class BudgetExceeded(UsageError):
+    """The plan's peak exceeds the budget."""
+
+    code = "budget_exceeded"
+
+
+class NotConverged(EngineError):
+    """No rung of the eigendecomposition's ladder gave finite eigenvalues."""
+
+    code = "not_converged"
+
+
+class Unwinding(Exception):
+    """Not an error: work is left on purpose."""
+
+
+class StopRequested(Unwinding):
+    """The job was asked to stop and has reached a checkpoint."""

@@ -1,0 +1,1 @@
+"""Predicting memory, planning with it, holding a budget."""

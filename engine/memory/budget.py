@@ -1,0 +1,80 @@
+"""The machine's budget: bytes a job may take, on the device and on the host.
+
+Measured when the job begins, from what is free then: the smaller of the kernel's MemAvailable,
+the control group's remainder and the address-space limit, and on CUDA the driver's free bytes.
+"""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from catalog.memory import Memory, amount_bytes
+
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """Bytes that may be held at once."""
+
+    device_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def unlimited(cls) -> "MemoryBudget":
+        """No limit, for notebooks and tests."""
+        return cls(device_bytes=_UNLIMITED, host_bytes=_UNLIMITED)
+
+    @classmethod
+    def measure(cls, memory: Memory, device: torch.device) -> "MemoryBudget":
+        """Turn the document's budgets into bytes on this machine, now.
+
+        Raises:
+            FieldError: If an amount cannot be read.
+        """
+        host = amount_bytes("host", memory.host, free_host_bytes())
+        if device.type != "cuda":
+            return cls(device_bytes=_UNLIMITED, host_bytes=host)
+        free, _ = torch.cuda.mem_get_info(device)
+        return cls(device_bytes=amount_bytes("device", memory.device, free), host_bytes=host)
+
+
+def free_host_bytes() -> int:
+    """Bytes this process could still take on the host."""
+    limits = [_UNLIMITED]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = meminfo.read_text().splitlines()
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    group = Path("/sys/fs/cgroup")
+    ceiling, used = group / "memory.max", group / "memory.current"
+    if ceiling.exists() and used.exists() and (most := ceiling.read_text().strip()) != "max":
+        limits.append(int(most) - int(used.read_text()))
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft - resident_bytes())
+    return max(min(limits), 0)
+
+
+def resident_bytes() -> int:
+    """Resident set of this process; 0 where the platform does not tell."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0
+    return int(statm.read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Highest resident set so far on a CPU; highest reserved bytes on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_bytes(device: torch.device) -> tuple[int | None, int | None]:
+    """Bytes (allocated, reserved) on the device; nothing on a CPU."""
+    if device.type != "cuda":
+        return None, None
+    return int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device))

@@ -1,0 +1,77 @@
+"""The plan: how many bytes a collection will hold, term by term, before it holds them.
+
+Every term names its formula and where it comes from: ``exact`` from shapes, ``estimated`` where
+a library decides. The plan is compared with the budget before anything large is allocated; what
+does not fit is refused with the terms that make it so.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from engine.errors import BudgetExceeded
+from engine.memory.budget import MemoryBudget
+
+OVERHEAD_BYTES = 256 * 2**20
+"""What the interpreter, torch and its thread buffers hold, measured on a CPU build."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One contribution to the peak."""
+
+    name: str
+    formula: str
+    size_bytes: int
+    place: Literal["device", "host"]
+    source: Literal["exact", "estimated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All terms of a job, which may be held at the same time."""
+
+    terms: tuple[Term, ...]
+
+    def peak_bytes(self, place: Literal["device", "host"]) -> int:
+        """Bytes held at once in one place."""
+        return sum(term.size_bytes for term in self.terms if term.place == place)
+
+    @property
+    def largest_peak_bytes(self) -> int:
+        """The larger of the two peaks: what the record quotes."""
+        return max(self.peak_bytes("device"), self.peak_bytes("host"))
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan for the job's row."""
+        return {
+            "device_peak_bytes": self.peak_bytes("device"),
+            "host_peak_bytes": self.peak_bytes("host"),
+            "terms": [asdict(term) for term in self.terms],
+        }
+
+    def require(self, budget: MemoryBudget) -> None:
+        """Refuse what does not fit.
+
+        Raises:
+            BudgetExceeded: The message lists the largest terms and the remedy.
+        """
+        for place, allowed in (("device", budget.device_bytes), ("host", budget.host_bytes)):
+            needed = self.peak_bytes("device" if place == "device" else "host")
+            if needed > allowed:
+                raise BudgetExceeded(
+                    f"the plan needs {mebibytes(needed)} of {place} memory and the budget is {mebibytes(allowed)}: "
+                    + ", ".join(_largest(self.terms, place))
+                    + f"; raise `memory.{place}`, lower `collection.batch_size`, or analyse fewer layers at a time",
+                    pointer=f"/memory/{place}",
+                )
+
+
+def mebibytes(size_bytes: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"
+
+
+def _largest(terms: Iterable[Term], place: str) -> list[str]:
+    here = sorted((term for term in terms if term.place == place), key=lambda term: -term.size_bytes)
+    return [f"{term.name} {mebibytes(term.size_bytes)} ({term.formula})" for term in here[:4]]

@@ -1,0 +1,81 @@
+"""The workspace: everything an analysis may touch outside its own arithmetic.
+
+An analysis is ``(params, workspace) -> Generator[LayerResult, None, Summary]``. It yields each
+layer's row as soon as that layer is complete, reports progress, and calls ``checkpoint()``
+between units of work so that it can be stopped. Whoever builds the workspace decides where
+artifacts and reports go: the worker's child sends frames, a notebook keeps them in memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from catalog.collection import Collection, Stabilisation
+from catalog.inputs import Task
+from engine.memory.budget import MemoryBudget
+
+
+class Artifacts(Protocol):
+    """Where tensors and tables are kept. Names are relative, with forward slashes."""
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write host tensors, atomically."""
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        """Read them back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+        """
+
+    def save_json(self, name: str, value: object) -> None:
+        """Write a table, atomically."""
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
+        """Read it back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+        """
+
+
+def _ignore(*_: object) -> None:
+    """Report to nobody."""
+
+
+@dataclass(kw_only=True)
+class Workspace:
+    """One job's model, data, options and ports."""
+
+    model: nn.Module | None
+    """None where stored factors are analysed."""
+    batches: Callable[[], Iterator[tuple[Any, ...]]] | None
+    """Called anew for each pass; yields ``(inputs, targets)`` or ``(inputs, targets, index)``."""
+    task: Task | None
+    artifacts: Artifacts
+    collection: Collection = field(default_factory=Collection)
+    stabilisation: Stabilisation = field(default_factory=Stabilisation)
+    memory: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    keep: tuple[str, ...] = ("spectra",)
+    kinds: tuple[str, ...] = ()
+    """All analyses of this job; `factors` among them keeps the factors."""
+    stored: Artifacts | None = None
+    """Factors collected earlier, in place of model, batches and task."""
+    examples: int | None = None
+    """Examples in the data, where known: only for progress."""
+    completed: frozenset[tuple[str, int]] = frozenset()
+    """Rows ``(kind, ordinal)`` of an earlier attempt, not computed again."""
+    report: Callable[[str, int, int | None, str], None] = _ignore
+    """``report(stage, done, total, unit)``."""
+    checkpoint: Callable[[], None] = _ignore
+    """Raises ``StopRequested`` when the job should stop."""
+    log: Callable[[str, str], None] = _ignore
+    """``log(level, message)``."""
+    planned: Callable[[Mapping[str, Any]], None] = _ignore
+    """Receives the memory plan before anything large is allocated."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What one analysis of a job leaves for the next: the collection, the spectra."""

@@ -1,0 +1,147 @@
+"""Eigenvalues by every rung, and metrics against the dense Kronecker product in float64."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from catalog.collection import Stabilisation
+from engine.curvature import eigenvalues as ladder
+from engine.curvature import kronecker_spectrum as spectrum
+from engine.curvature.eigenvalues import eigenvalues
+from engine.curvature.stabilisation import clipping, damping
+from engine.errors import NonFiniteFactor, NotConverged
+
+
+def covariance(size: int, rank: int, seed: int = 0) -> Tensor:
+    rows = torch.randn(rank, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return rows.T @ rows / rank
+
+
+def test_rank_bound_makes_the_zeros_exact() -> None:
+    values, rungs = eigenvalues(covariance(12, 5).float(), "layer", rank_bound=5)
+    assert rungs == ("host_float64",)
+    assert values[:7].tolist() == [0] * 7
+    assert float(values[7]) > 0.01
+
+
+def test_known_spectrum() -> None:
+    # the second difference matrix: 2 − 2cos(kπ/(n+1))
+    size = 30
+    matrix = 2 * torch.eye(size) - torch.diag(torch.ones(size - 1), 1) - torch.diag(torch.ones(size - 1), -1)
+    expected = torch.tensor(
+        [2 - 2 * math.cos(k * math.pi / (size + 1)) for k in range(1, size + 1)], dtype=torch.float64
+    )
+    for solve in (ladder._values, ladder._syevr, ladder._jittered):
+        assert torch.allclose(solve(matrix.double()), expected, atol=1e-12)
+
+
+def test_diagonal_is_sorted() -> None:
+    values, rungs = eigenvalues(torch.tensor([3.0, 0.0, 1.0]), "table")
+    assert values.tolist() == [0, 1, 3]
+    assert rungs == ("diagonal",)
+
+
+def failing(_: Tensor) -> Tensor:
+    raise RuntimeError("did not converge")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [failing, lambda m: torch.full((m.shape[0],), float("nan")).double(), lambda m: torch.ones(m.shape[0]).double()],
+)
+def test_ladder_goes_on_when_a_solver_fails_or_lies(
+    broken: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = covariance(8, 20)
+    truth, _ = eigenvalues(matrix, "layer")
+    monkeypatch.setattr(ladder, "_values", broken)
+    values, rungs = eigenvalues(matrix, "layer")
+    assert rungs == ("host_float64", "host_syevr")
+    assert torch.allclose(values, truth, rtol=1e-10)
+    monkeypatch.setattr(ladder, "_syevr", broken)
+    with pytest.raises(NotConverged, match="tried host_float64, host_syevr, jittered"):
+        eigenvalues(matrix, "layer")
+
+
+def test_non_finite_factor_names_the_layer() -> None:
+    matrix = covariance(4, 9)
+    matrix[1, 1] = float("inf")
+    with pytest.raises(NonFiniteFactor, match=r"`encoder\.7`"):
+        eigenvalues(matrix, "encoder.7")
+
+
+@pytest.fixture(params=["full", "singular"])
+def pair(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor, Tensor]:
+    rank = 9 if request.param == "full" else 3
+    left, right = covariance(6, rank), covariance(4, 11, seed=1)
+    a, _ = eigenvalues(left, "a", rank_bound=rank)
+    g, _ = eigenvalues(right, "g", rank_bound=11)
+    return a, g, torch.kron(right, left)
+
+
+def test_metrics_equal_those_of_the_dense_product(pair: tuple[Tensor, Tensor, Tensor]) -> None:
+    a, g, dense = pair
+    values = torch.linalg.eigvalsh(dense).clamp_min(0)
+    share = values[values > 1e-14] / values.sum()
+    assert spectrum.participation_ratio(a, g) == pytest.approx(
+        float(values.sum() ** 2 / values.square().sum()), rel=1e-12
+    )
+    assert spectrum.stable_rank(a, g) == pytest.approx(float(dense.norm() ** 2 / values[-1] ** 2), rel=1e-12)
+    left, right = spectrum.entropy_effective_rank(a), spectrum.entropy_effective_rank(g)
+    assert left is not None
+    assert right is not None
+    assert left * right == pytest.approx(float(torch.exp(-(share * share.log()).sum())), rel=1e-9)
+    assert spectrum.rank(a, g, 1e-10) == int(torch.linalg.matrix_rank(dense, hermitian=True))
+    for value in (1e-8, 1e-2, 10.0):
+        damped = dense + value * torch.eye(24, dtype=torch.float64)
+        assert spectrum.logdet_damped(a, g, value) == pytest.approx(float(torch.logdet(damped)), rel=1e-6)
+        truth = float(torch.trace(torch.linalg.solve(damped, dense)))
+        assert spectrum.effective_dimension(a, g, value) == pytest.approx(truth, rel=1e-5)
+    singular = float(a[0]) == 0
+    if singular:
+        assert spectrum.logdet(a, g) is None
+    else:
+        assert spectrum.logdet(a, g) == pytest.approx(float(torch.logdet(dense)), rel=1e-9)
+
+
+def test_factored_damping_is_another_quantity(pair: tuple[Tensor, Tensor, Tensor]) -> None:
+    a, g, dense = pair
+    found = damping(a, g, Stabilisation(damping=1e-2), block=False)
+    assert found.joint == pytest.approx(1e-2 * float(torch.trace(dense)) / 24)
+    assert found.A is not None
+    assert found.G is not None
+    assert pytest.approx(found.joint) == found.A * found.G
+    # the split equalises the two sides: λ_A relative to A's mean equals λ_G relative to G's
+    assert found.relative_A == pytest.approx(found.relative_G)
+    truth = sum(float(x / (x + found.A)) * float(y / (y + found.G)) for x in a for y in g)
+    assert spectrum.effective_dimension_factored(a, g, found.A, found.G) == pytest.approx(truth, rel=1e-12)
+    assert spectrum.effective_dimension(a, g, found.joint) != pytest.approx(truth, rel=1e-3)
+
+
+def test_absolute_damping_and_overrides() -> None:
+    a, g = torch.tensor([1.0, 3.0]).double(), torch.tensor([2.0, 6.0]).double()
+    assert damping(a, g, Stabilisation(damping=0.5, damping_mode="absolute"), block=False).joint == 0.5
+    overridden = damping(a, g, Stabilisation(damping_A=0.1, damping_G=0.2), block=False)
+    assert pytest.approx(0.2) == overridden.A
+    assert pytest.approx(0.8) == overridden.G
+    assert damping(torch.zeros(2).double(), g, Stabilisation(), block=False).joint is None
+
+
+def test_clipping_counts_what_lies_below_the_floor() -> None:
+    values = torch.tensor([0.0, 1e-9, 1e-5, 1.0]).double()
+    found = clipping(values, 1e6)
+    assert (found.kappa, found.clipped) == (None, 2)
+    assert found.kappa_clipped == pytest.approx(1e6)
+    assert clipping(values[2:], 1e6).kappa == pytest.approx(1e5)
+    assert clipping(values, None).clipped == 0
+
+
+def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, g = torch.rand(37).double().sort().values, torch.rand(11).double().sort().values
+    whole = spectrum.effective_dimension(a, g, 0.1), spectrum.logdet_damped(a, g, 0.1)
+    monkeypatch.setattr(spectrum, "_PRODUCTS_AT_ONCE", 25)
+    cut = spectrum.effective_dimension(a, g, 0.1), spectrum.logdet_damped(a, g, 0.1)
+    assert cut == pytest.approx(whole, rel=1e-13)

@@ -1,0 +1,134 @@
+"""Dense float64 oracles: the generalised Gauss-Newton of the mean loss by autodiff, block by block."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacrev
+
+from catalog.collection import Collection
+from catalog.inputs import Task
+from engine.curvature.collected import Collected
+from engine.curvature.collection import collected
+from engine.workspace import Workspace
+
+
+class MemoryArtifacts:
+    """Artifacts kept in dictionaries."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        self.tables: dict[str, Any] = {}
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        self.tensors[name] = {key: tensor.clone() for key, tensor in tensors.items()}
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        if name not in self.tensors:
+            raise FileNotFoundError(name)
+        return self.tensors[name]
+
+    def save_json(self, name: str, value: object) -> None:
+        self.tables[name] = value
+
+    def load_json(self, name: str) -> Any:
+        if name not in self.tables:
+            raise FileNotFoundError(name)
+        return self.tables[name]
+
+
+def workspace(
+    model: nn.Module, chunks: list[tuple[Any, ...]], task: str, loss: str | None = None, **options: Any
+) -> Workspace:
+    """A workspace over in-memory chunks; options are the collection's."""
+
+    def batches() -> Iterator[tuple[Any, ...]]:
+        return iter(chunks)
+
+    return Workspace(
+        model=model,
+        batches=batches,
+        task=Task(type=task, loss=loss),  # type: ignore[arg-type]
+        artifacts=MemoryArtifacts(),
+        collection=Collection(**{"fisher": "type2", "dtype": "float64", "batch_size": 4} | options),
+    )
+
+
+def collect(
+    model: nn.Module, chunks: list[tuple[Any, ...]], task: str, loss: str | None = None, **options: Any
+) -> Collected:
+    return collected(workspace(model, chunks, task, loss, **options))
+
+
+def kronecker(whole: Collected, name: str) -> Tensor:
+    """G ⊗ A of a layer by name, dense."""
+    (facts,) = [layer for layer in whole.layers if layer.name == name]
+    factors = whole.load(facts.ordinal)
+    a = torch.diag(factors.A) if factors.A.ndim == 1 else factors.A
+    return torch.kron(factors.G, a)
+
+
+def summed_loss(outputs: Tensor, targets: Tensor, loss: str) -> Tensor:
+    """Sum over terms of one example's loss; mse and bce average over a term's outputs."""
+    if loss == "cross_entropy":
+        return nn.functional.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1), reduction="sum")
+    width = outputs.shape[-1]
+    if loss == "mse":
+        return (outputs - targets).square().sum() / width
+    return nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum") / width
+
+
+def ggn_block(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    loss: str,
+    names: tuple[str, ...],
+    arrange: Callable[[dict[str, Tensor]], Tensor],
+) -> Tensor:
+    """Σ_n J_nᵀ H_n J_n / (number of loss terms) for the parameters ``names``.
+
+    ``arrange`` orders each output's Jacobian {name: (outputs, *shape)} into (outputs, P), the
+    parameter order of the factors under test.
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    total: Tensor | None = None
+    terms = 0
+    for example, target in zip(inputs, targets, strict=True):
+
+        def output(own: dict[str, Tensor], example: Tensor = example) -> Tensor:
+            return functional_call(model, {**parameters, **own}, (example[None],))[0]
+
+        own = {name: parameters[name] for name in names}
+        jacobian = jacrev(output)(own)
+        at = output(own)
+        curvature = hessian(lambda f, target=target: summed_loss(f, target, loss))(at)
+        size = at.numel()
+        flat = arrange({name: part.reshape(size, *parameters[name].shape) for name, part in jacobian.items()})
+        block = flat.T @ curvature.reshape(size, size) @ flat
+        total = block if total is None else total + block
+        terms += at.numel() // at.shape[-1]
+    assert total is not None
+    return total / terms
+
+
+def row_vector(weight: str, bias: str | None) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Order (d_out, d_in + 1) with the bias as the last column."""
+
+    def arrange(jacobian: dict[str, Tensor]) -> Tensor:
+        matrix = jacobian[weight].flatten(2)
+        if bias is not None:
+            matrix = torch.cat([matrix, jacobian[bias].unsqueeze(-1)], -1)
+        return matrix.flatten(1)
+
+    return arrange
+
+
+def stacked(*names: str) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Order the parameters one after the other."""
+    return lambda jacobian: torch.cat([jacobian[name].flatten(1) for name in names], 1)
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
