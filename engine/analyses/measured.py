@@ -75,12 +75,10 @@ def _measure(
     if keep_factors:
         write_factors(workspace.artifacts, facts, factors)
     digest_g = digest(factors.G)
-    # every loss term contributes one rank (or C of them): only positions bound a rank
-    spectrum_g, rungs_g = eigenvalues(factors.G, facts.name)
+    spectrum_g, rungs_g = eigenvalues(factors.G, facts.name, rank_bound=facts.rank_bound_G)
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     if leader not in shared_a:
-        bound = facts.positions if facts.form == "kronecker" and facts.sharing == "expand" else None
-        spectrum, rungs = eigenvalues(factors.A, facts.name, rank_bound=bound)
+        spectrum, rungs = eigenvalues(factors.A, facts.name, rank_bound=facts.rank_bound_A)
         shared_a[leader] = digest(factors.A), spectrum, rungs
     digest_a, spectrum_a, rungs_a = shared_a[leader]
     if "spectra" in workspace.keep:

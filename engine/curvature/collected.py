@@ -34,6 +34,10 @@ class LayerFacts:
     terms: int
     calls: int
     sharing: str
+    rank_bound_A: int | None
+    """Rows that entered A, which its rank cannot exceed; None where that bounds nothing."""
+    rank_bound_G: int | None
+    """The same of G."""
     shared_A_with: int | None
     """Ordinal of the layer whose A this is."""
 

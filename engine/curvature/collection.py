@@ -282,6 +282,8 @@ def _facts(ordinal: int, found: LayerStatistics, leader: LayerStatistics | None,
         terms=found.terms,
         calls=found.calls,
         sharing=found.sharing,
+        rank_bound_A=source.rows_A if layer.form == "kronecker" else None,
+        rank_bound_G=found.rows_G or None,
         shared_A_with=shared_with,
     )
 

@@ -31,6 +31,10 @@ class LayerStatistics:
     """Positions (or examples, under `reduce`), decayed with the sums."""
     weight_G: float = 0.0
     """Loss terms, decayed with the sums."""
+    rows_A: int = 0
+    """Rows that entered A: no factor has a larger rank than rows."""
+    rows_G: int = 0
+    """Rows that entered G."""
     positions: int = 0
     """Positions that entered A."""
     terms: int = 0
@@ -83,6 +87,7 @@ class LayerStatistics:
             rows = rows if kept is None else rows[kept]
             self.positions += rows.shape[0]
         self.weight_A += rows.shape[0]
+        self.rows_A += rows.shape[0]
         if self.A is not None:
             self._add_outer_(self.A, rows)
 
@@ -121,4 +126,5 @@ class LayerStatistics:
                 rows = rows * kept[:, None]
             if self.sharing == "reduce" and layer.form == "kronecker":
                 rows = rows.view(examples, -1, rows.shape[-1]).sum(1)
+        self.rows_G += rows.shape[0]
         self.G.addmm_(rows.T, rows)

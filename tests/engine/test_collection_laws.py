@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from catalog.collection import Stabilisation
 from engine.analyses.factors import collect_factors
+from engine.analyses.measured import measured_layers
 from engine.curvature.collection import collected
 from engine.errors import (
     BudgetExceeded,
@@ -346,3 +347,14 @@ def test_factors_read_back_as_collected() -> None:
         assert torch.equal(original.G, read.G)
     # the shared A is stored once
     assert set(store.tensors["factors/1.safetensors"]) == {"gradient_covariance"}
+
+
+def test_rows_bound_the_rank_of_both_factors() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.LayerNorm(30), nn.Linear(30, 3))
+    x, y = torch.randn(5, 40), torch.randint(0, 3, (5,))
+    space = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32")
+    layers = list(measured_layers(space))
+    for layer in layers[:2]:
+        assert int((layer.spectrum_G > 0).sum()) == 5
+    assert [int((layer.spectrum_A > 0).sum()) for layer in layers] == [5, 1, 5]

@@ -56,7 +56,7 @@ def test_stored_factor_whose_bias_column_disagrees_raises_with_both_shapes() -> 
     facts = {
         "ordinal": 0, "name": "head", "module": "Linear", "form": "kronecker", "why": "", "parameters": ["head.weight"],
         "parameter_count": 15, "in_dim": 5, "out_dim": 3, "bias": True, "positions": 1, "terms": 1, "calls": 1,
-        "sharing": "expand", "shared_A_with": None,
+        "sharing": "expand", "rank_bound_A": 1, "rank_bound_G": 1, "shared_A_with": None,
     }  # fmt: skip
     counts = {"trainable_parameters": 15, "examples": 1, "updates": 1, "passes": 1}
     store.save_json(
