@@ -1,0 +1,59 @@
+"""What every benchmark leaves: ``results/<name>.json`` with claims, raw figures and the machine.
+
+A claim that does not hold is written down as such; the script still ends normally, since a
+benchmark reports and a test judges.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def claim(text: str, value: float, target: float, *, at_most: bool = True) -> dict[str, Any]:
+    """One claim: ``value`` must be at most (or at least) ``target``."""
+    return {"claim": text, "value": value, "target": target, "holds": value <= target if at_most else value >= target}
+
+
+def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> None:
+    """Store the result and print its claims."""
+    RESULTS.mkdir(exist_ok=True)
+    content = {
+        "name": name,
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": _device(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("kronoscope", "torch", "transformers", "scipy")},
+        },
+        "claims": claims,
+        "figures": figures,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    for found in claims:
+        word = "holds" if found["holds"] else "DOES NOT HOLD"
+        print(f"{word}: {found['claim']}: {found['value']:.3g} (target {found['target']:.3g})")
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent)  # noqa: S603, S607 - fixed words
+        return found.stdout.strip()
+
+    return (git("rev-parse", "HEAD") or "unknown") + ("+changes" if git("status", "--porcelain", "--", "*.py") else "")
