@@ -1,0 +1,289 @@
+"""An attempt's hold on a job: the claim, its heartbeat, everything it writes, and how it ends.
+
+Each function is one transaction. All but ``next_claimable`` and ``claim`` raise ``LeaseLost``
+where the job has another holder by now, or none: then the attempt's child must be killed and
+nothing more be written.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, or_, select, true
+from sqlalchemy.dialects import postgresql, sqlite
+
+from catalog.frames import ArtifactWritten, Failed, LayerDone, LogLine, Planned, Started, Summarised
+from catalog.record import plain
+from jobs.clock import ledger_now
+from jobs.codec import sha256_of
+from jobs.database import reading, writing
+from jobs.fence import append_event, change, draw, fenced, move
+from jobs.identifiers import is_id
+from jobs.lifecycle import HELD, State, ending
+from jobs.records import Claim
+from jobs.tables import artifacts, jobs, layer_results
+
+Written = Literal["written", "repeated", "differs"]
+"""`repeated`: the same digest stood there already; `differs`: another did, and stays."""
+
+
+def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = None) -> list[str]:
+    """Ids of queued jobs that fit, the most urgent and then the longest waiting first."""
+    with reading(engine) as connection:
+        return list(
+            connection.execute(
+                select(jobs.c.id)
+                .where(jobs.c.state == "queued", _fits(free_bytes))
+                .order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
+                .limit(limit)
+            ).scalars()
+        )
+
+
+def claim(
+    engine: Engine,
+    job_id: str,
+    owner: str,
+    claim_token: str,
+    lease_seconds: float,
+    free_bytes: int | None = None,
+) -> Claim | None:
+    """Take a queued job; None where it is not queued (any more) or does not fit into ``free_bytes``.
+
+    ``claim_token`` is random and new for each intention to claim: a claim whose reply was lost is
+    tried again with the same token and recognises its own.
+    """
+    if not is_id(job_id):
+        return None
+    with writing(engine) as connection:
+        drawn = draw(connection, jobs.c.id == job_id, jobs.c.state == "queued", _fits(free_bytes))
+        if drawn is not None:
+            values = {
+                "attempt": drawn.attempt + 1,
+                "fence": drawn.fence + 1,
+                "claim_token": claim_token,
+                "lease_owner": owner[:200],
+                "lease_expires_at": ledger_now(lease_seconds),
+                "progress": None,
+            }
+            if drawn.started_at is None:
+                values["started_at"] = ledger_now()
+            move(connection, drawn, "running", values)
+        row = connection.execute(
+            select(jobs).where(jobs.c.id == job_id, jobs.c.claim_token == claim_token, jobs.c.state.in_(HELD))
+        ).one_or_none()
+        return None if row is None else _claim(connection, row)
+
+
+def heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | None:
+    """Renew the lease; returns when cancellation was asked for, or None."""
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        change(connection, drawn, {"lease_expires_at": ledger_now(lease_seconds)})
+        asked_at: datetime | None = drawn.cancel_requested_at
+        return asked_at
+
+
+def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
+    """Keep what computes this attempt as the job's manifest."""
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        manifest = {
+            "environment": plain(frame.environment),
+            "document_sha256": claim.document_sha256,
+            "artifacts": 0,
+            "fence": claim.fence,
+            "attempt": claim.attempt,
+        }
+        change(connection, drawn, {"manifest": manifest})
+        append_event(connection, drawn, "started", {"attempt": claim.attempt, "environment": plain(frame.environment)})
+
+
+def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) -> None:
+    """Show how far the attempt is: `stage, done, total, unit, layers_done, layers_total, percent`.
+
+    The ledger adds `updated_at`. Only a new stage is an event; batches would flood the history.
+    """
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        shown = plain(progress) | {"updated_at": drawn.now.isoformat()}
+        change(connection, drawn, {"progress": shown})
+        if drawn.progress is None or drawn.progress.get("stage") != shown.get("stage"):
+            append_event(connection, drawn, "progress", shown)
+
+
+def write_plan(engine: Engine, claim: Claim, frame: Planned) -> None:
+    """Keep the memory plan; the first one stands, since digests are promised per plan."""
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        if drawn.plan is None:
+            change(connection, drawn, {"plan": plain(frame.plan)})
+        append_event(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)})
+
+
+def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
+    """Write one layer's row, once: another digest for the same layer is an event, never an overwrite."""
+    outcome = plain(frame.outcome)
+    digest = sha256_of(outcome)
+    key = {"job_id": claim.job_id, "kind": frame.kind, "ordinal": frame.ordinal}
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        written = _insert_once(
+            connection,
+            layer_results,
+            key
+            | {
+                "tenant_id": claim.tenant_id,
+                "layer": frame.layer,
+                "attempt": claim.attempt,
+                "fence": claim.fence,
+                "sha256": digest,
+                "outcome": outcome,
+                "observed": plain(frame.observed),
+            },
+        )
+        told = {"kind": frame.kind, "ordinal": frame.ordinal, "layer": frame.layer, "sha256": digest}
+        if written:
+            append_event(connection, drawn, "layer", told)
+            return "written"
+        kept = connection.execute(select(layer_results.c.sha256).filter_by(**key)).scalar_one()
+        return _compare(connection, drawn, kept, told)
+
+
+def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: str) -> Written:
+    """List a file that `ArtifactFolder.publish` has verified and placed at ``uri``; once, as a layer's row."""
+    key = {"job_id": claim.job_id, "name": frame.name}
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        written = _insert_once(
+            connection,
+            artifacts,
+            key
+            | {
+                "tenant_id": claim.tenant_id,
+                "attempt": claim.attempt,
+                "fence": claim.fence,
+                "sha256": frame.sha256,
+                "size_bytes": frame.size_bytes,
+                "media_type": frame.media_type,
+                "uri": uri,
+            },
+        )
+        told = {"name": frame.name, "sha256": frame.sha256, "size_bytes": frame.size_bytes}
+        if written:
+            append_event(connection, drawn, "artifact", told)
+            return "written"
+        kept = connection.execute(select(artifacts.c.sha256).filter_by(**key)).scalar_one()
+        return _compare(connection, drawn, kept, told)
+
+
+def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
+    """Keep one analysis's summary under its kind."""
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        change(connection, drawn, {"summary": (drawn.summary or {}) | {frame.kind: plain(frame.summary)}})
+        append_event(connection, drawn, "summary", {"kind": frame.kind})
+
+
+def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
+    """Add a line to the job's history."""
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        append_event(connection, drawn, "log", {"level": frame.level, "message": frame.message})
+
+
+def finish(engine: Engine, claim: Claim) -> State:
+    """End the job as done; it ends `cancelled` where that was asked for meanwhile."""
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        state = ending(drawn.state, "succeeded")
+        names = connection.execute(select(artifacts.c.name).where(artifacts.c.job_id == claim.job_id)).all()
+        manifest = (drawn.manifest or {}) | {"artifacts": len(names), "fence": claim.fence, "attempt": claim.attempt}
+        move(connection, drawn, state, {"manifest": manifest})
+        return state
+
+
+def fail(engine: Engine, claim: Claim, failure: Failed) -> State:
+    """End the attempt with a failure.
+
+    A `transient` one puts the job back into the queue until it has failed `max_failures` times; the
+    others end it. Returns where the job went: `queued`, `failed`, or `cancelled` where asked for.
+    """
+    said = plain(failure)
+    del said["frame"]
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        return record_failure(connection, drawn, said)
+
+
+def cancelled(engine: Engine, claim: Claim) -> State:
+    """End a job whose cancellation was asked for; one that nobody cancelled goes back into the queue."""
+    return hand_back(engine, claim)
+
+
+def hand_back(engine: Engine, claim: Claim) -> State:
+    """Return the attempt uncounted, as a drain does; a job being cancelled ends here instead."""
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        state = ending(drawn.state, "queued")
+        values = {"attempt": drawn.attempt - 1, "progress": None} if state == "queued" else {}
+        move(connection, drawn, state, values, reason="handed back" if state == "queued" else None)
+        return state
+
+
+def record_failure(connection: Connection, drawn: Row[Any], failure: Mapping[str, Any]) -> State:
+    """Count a failure of the locked job and move it on accordingly (also for the reaper)."""
+    failures = drawn.failures + 1
+    again = failure["category"] == "transient" and failures < drawn.max_failures
+    state = ending(drawn.state, "queued" if again else "failed")
+    values: dict[str, Any] = {}
+    if state != "cancelled":
+        values["failures"] = failures
+    if state == "failed":
+        values["failure"] = dict(failure)
+    if state == "queued":
+        values |= {"queued_at": ledger_now(), "progress": None}
+    move(connection, drawn, state, values, reason=None if state == "cancelled" else str(failure["code"]))
+    return state
+
+
+def _fits(free_bytes: int | None) -> ColumnElement[bool]:
+    if free_bytes is None:
+        return true()
+    return or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes)
+
+
+def _claim(connection: Connection, row: Row[Any]) -> Claim:
+    done = connection.execute(
+        select(layer_results.c.kind, layer_results.c.ordinal)
+        .where(layer_results.c.job_id == row.id)
+        .order_by(layer_results.c.kind, layer_results.c.ordinal)
+    ).all()
+    return Claim(
+        job_id=row.id,
+        tenant_id=row.tenant_id,
+        kinds=tuple(row.kind.split(",")),
+        document=row.document,
+        document_sha256=row.document_sha256,
+        fence=row.fence,
+        attempt=row.attempt,
+        failures=row.failures,
+        plan=row.plan,
+        manifest=row.manifest,
+        completed=tuple((kind, ordinal) for kind, ordinal in done),
+        cancel_requested_at=row.cancel_requested_at,
+        deadline_at=row.deadline_at,
+    )
+
+
+def _insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(table).values(dict(values)).on_conflict_do_nothing().returning(table.c.job_id)
+    return connection.execute(statement).scalar_one_or_none() is not None
+
+
+def _compare(connection: Connection, drawn: Row[Any], kept: str, told: Mapping[str, Any]) -> Written:
+    if kept == told["sha256"]:
+        return "repeated"
+    append_event(connection, drawn, "digest_differs", dict(told) | {"kept_sha256": kept})
+    return "differs"

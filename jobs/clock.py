@@ -1,0 +1,58 @@
+"""The one clock that counts, the database's, and how its moments are stored.
+
+No process's own clock decides anything, so a machine that is two hours off steals no lease.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import DateTime, Dialect, Double, literal
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+
+class Moment(TypeDecorator[datetime]):
+    """A point in time: timestamptz on PostgreSQL, seconds since 1970 as a double on SQLite.
+
+    SQLite's own CURRENT_TIMESTAMP steps in whole seconds, too coarse to order events and leases.
+    """
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """Choose the column's type."""
+        return dialect.type_descriptor(Double() if dialect.name == "sqlite" else DateTime(timezone=True))
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:  # noqa: ANN401 - as overridden
+        """Send a moment to the database."""
+        return value.timestamp() if value is not None and dialect.name == "sqlite" else value
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:  # noqa: ANN401 - as overridden
+        """Read a moment, always in UTC."""
+        if value is None:
+            return None
+        return datetime.fromtimestamp(value, UTC) if dialect.name == "sqlite" else value.astimezone(UTC)
+
+
+class _LedgerNow(FunctionElement[datetime]):
+    inherit_cache = True
+    name = "ledger_now"
+    type = Moment()
+
+
+@compiles(_LedgerNow, "postgresql")
+def _now_postgresql(element: _LedgerNow, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401 - passed on
+    return f"(clock_timestamp() + make_interval(secs => {compiler.process(element.clauses, **options)}))"
+
+
+@compiles(_LedgerNow, "sqlite")
+def _now_sqlite(element: _LedgerNow, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401 - passed on
+    return f"((julianday('now') - 2440587.5) * 86400.0 + {compiler.process(element.clauses, **options)})"
+
+
+def ledger_now(offset_seconds: float = 0) -> FunctionElement[datetime]:
+    """The database's clock as an SQL expression, ``offset_seconds`` later (or earlier, where negative)."""
+    return _LedgerNow(literal(float(offset_seconds), Double()))

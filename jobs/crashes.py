@@ -1,0 +1,33 @@
+"""Crash signatures: whether an attempt died as the attempt before it that crashed.
+
+A signature exists only where a live supervisor saw its child die; a lease that ran out is a plain
+failure and leaves none.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Engine, select
+
+from jobs.database import writing
+from jobs.fence import append_event, fenced
+from jobs.records import Claim
+from jobs.tables import job_events
+
+
+def record_crash(engine: Engine, claim: Claim, signature: Mapping[str, Any]) -> bool:
+    """Keep the signature as an event; returns whether the crash before this one had the same.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        before = connection.execute(
+            select(job_events.c.data)
+            .where(job_events.c.job_id == claim.job_id, job_events.c.type == "crash")
+            .order_by(job_events.c.seq.desc())
+            .limit(1)
+        ).scalar_one_or_none()
+        append_event(connection, drawn, "crash", {"attempt": claim.attempt, "signature": dict(signature)})
+        return before is not None and before.get("signature") == dict(signature)

@@ -1,0 +1,112 @@
+"""What can go wrong in the ledger, sorted by who must act.
+
+::
+
+    LedgerError
+    ├── UsageError           the caller: mend the request
+    │   ├── DocumentRefused      a job document with its complaints
+    │   ├── IdempotencyConflict  one key, two documents
+    │   ├── IdempotencyKeyRefused
+    │   ├── JobNotFound          absent, or another tenant's: the same answer
+    │   ├── JobStillActive       delete before cancel
+    │   └── PageRefused          a sort key, limit or cursor that means nothing
+    ├── TransientError       we, by trying again
+    │   ├── LedgerUnavailable    the database does not answer
+    │   └── LeaseLost            another attempt owns the job now: stop and write nothing
+    └── FatalError           the operator
+        ├── SettingsInvalid
+        ├── SchemaOutdated       migrate first
+        └── ArtifactDamaged      a file is not what was recorded
+"""
+
+from catalog.complaints import Complaint
+
+
+class LedgerError(Exception):
+    """Anything the ledger says no to."""
+
+
+class UsageError(LedgerError):
+    """The caller can mend it."""
+
+
+class TransientError(LedgerError):
+    """Trying again later can mend it."""
+
+
+class FatalError(LedgerError):
+    """Only the operator can mend it."""
+
+
+class DocumentRefused(UsageError):
+    """A body that is no job document; each complaint names a field and the remedy."""
+
+    def __init__(self, complaints: tuple[Complaint, ...]) -> None:
+        super().__init__("; ".join(f"{each.pointer or '(document)'} {each.message}" for each in complaints))
+        self.complaints = complaints
+
+
+class IdempotencyConflict(UsageError):
+    """The key was used before, with another document."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"this idempotency key already belongs to job {job_id} with another document; take a new key for a new job"
+        )
+        self.job_id = job_id
+
+
+class IdempotencyKeyRefused(UsageError):
+    """The key cannot be kept."""
+
+
+class JobNotFound(UsageError):
+    """No such job for this tenant."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__("there is no such job")
+        self.job_id = job_id
+
+
+class JobStillActive(UsageError):
+    """The job has an owner that writes to it."""
+
+    def __init__(self, job_id: str, state: str) -> None:
+        super().__init__(f"job {job_id} is {state}; cancel it and wait until it has ended")
+        self.job_id = job_id
+        self.state = state
+
+
+class PageRefused(UsageError):
+    """A page was asked for by a key, limit or cursor that means nothing here."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class LedgerUnavailable(TransientError):
+    """The database did not answer in time, or not at all."""
+
+
+class LeaseLost(TransientError):
+    """The fence moved on: this attempt no longer owns the job."""
+
+    def __init__(self, job_id: str, fence: int) -> None:
+        super().__init__(
+            f"job {job_id} is no longer held under fence {fence}; this attempt must stop and write nothing"
+        )
+        self.job_id = job_id
+        self.fence = fence
+
+
+class SettingsInvalid(FatalError):
+    """A setting is missing or makes no sense."""
+
+
+class SchemaOutdated(FatalError):
+    """The database's schema is not the one this code was written for."""
+
+
+class ArtifactDamaged(FatalError):
+    """A file is missing, or is not what was recorded."""

@@ -1,0 +1,95 @@
+"""How every write begins: one UPDATE that locks the job, checks who may write, and draws the next number.
+
+``UPDATE jobs SET event_seq = event_seq + 1 WHERE id = … AND fence = … AND state IN (…) RETURNING …``
+means the same on PostgreSQL and on SQLite (which silently drops FOR UPDATE and FOR SHARE). An
+attempt that lost its lease matches no row, so nothing of what follows in its transaction happens.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, delete, insert, update
+
+from jobs.clock import ledger_now
+from jobs.errors import LeaseLost
+from jobs.identifiers import new_id
+from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
+from jobs.records import Claim
+from jobs.tables import job_events, jobs, outbox
+
+
+def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
+    """Lock the one job that fits ``conditions`` and draw its next event number; None where none fits.
+
+    The row holds the job as it stands, with `event_seq` drawn and the database's `now`.
+    """
+    return connection.execute(
+        update(jobs)
+        .values(event_seq=jobs.c.event_seq + 1)
+        .where(*conditions)
+        .returning(*jobs.c, ledger_now().label("now"))
+    ).one_or_none()
+
+
+def fenced(connection: Connection, claim: Claim) -> Row[Any]:
+    """Draw as the holder of ``claim``.
+
+    Raises:
+        LeaseLost: If the fence moved on or the job has ended.
+    """
+    row = draw(connection, jobs.c.id == claim.job_id, jobs.c.fence == claim.fence, jobs.c.state.in_(HELD))
+    if row is None:
+        raise LeaseLost(claim.job_id, claim.fence)
+    return row
+
+
+def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -> None:
+    """Set columns of the job that ``drawn`` has locked."""
+    connection.execute(update(jobs).where(jobs.c.id == drawn.id).values(dict(values)))
+
+
+def append_event(connection: Connection, drawn: Row[Any], event_type: str, data: Mapping[str, Any]) -> None:
+    """Write the event under the number drawn; one draw, one event."""
+    connection.execute(
+        insert(job_events).values(
+            job_id=drawn.id,
+            tenant_id=drawn.tenant_id,
+            seq=drawn.event_seq,
+            at=ledger_now(),
+            type=event_type,
+            data=dict(data),
+        )
+    )
+
+
+def move(
+    connection: Connection,
+    drawn: Row[Any],
+    state: State,
+    values: Mapping[str, Any] | None = None,
+    reason: str | None = None,
+) -> None:
+    """Take the locked job to ``state``, with everything that goes with it: stamps, lease, doorbell, event.
+
+    Raises:
+        ValueError: If the table of legal moves does not hold this one.
+    """
+    if state not in LEGAL_MOVES[drawn.state]:
+        raise ValueError(f"no job goes from {drawn.state} to {state}; the legal moves are in jobs.lifecycle")
+    changes = {"state": state, **(values or {})}
+    if state not in HELD:
+        changes |= {"lease_owner": None, "lease_expires_at": None, "claim_token": None}
+    if state in TERMINAL:
+        changes["finished_at"] = ledger_now()
+    change(connection, drawn, changes)
+    if state == "queued":
+        post_doorbell(connection, drawn.id, drawn.tenant_id)
+    elif drawn.state == "queued":
+        connection.execute(delete(outbox).where(outbox.c.job_id == drawn.id))
+    told = {"state": state, "attempt": changes.get("attempt", drawn.attempt)}
+    append_event(connection, drawn, "state", told | ({"reason": reason} if reason else {}))
+
+
+def post_doorbell(connection: Connection, job_id: str, tenant_id: str) -> None:
+    """Leave a doorbell for the relay, in the transaction that queues the job: neither exists alone."""
+    connection.execute(insert(outbox).values(id=new_id(), job_id=job_id, tenant_id=tenant_id, created_at=ledger_now()))

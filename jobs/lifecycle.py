@@ -1,0 +1,37 @@
+"""The states of a job and the moves between them: one table, which the SQL takes its conditions from.
+
+::
+
+    queued ──> running ──> succeeded | failed
+      │ ↑ └──────┘ (handed back, reaped, transient failure)
+      │          └──> cancelling ──> cancelled
+      └────────────────────────────────↑
+
+A job that is being cancelled ends `cancelled` whatever its attempt reports meanwhile: who was
+told `cancelling` need not ask again.
+"""
+
+from typing import Literal
+
+State = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
+
+LEGAL_MOVES: dict[State, frozenset[State]] = {
+    "queued": frozenset({"running", "cancelled"}),
+    "running": frozenset({"queued", "cancelling", "succeeded", "failed"}),
+    "cancelling": frozenset({"cancelled"}),
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+    "cancelled": frozenset(),
+}
+
+STATES: tuple[State, ...] = tuple(LEGAL_MOVES)
+
+TERMINAL: frozenset[State] = frozenset(state for state, moves in LEGAL_MOVES.items() if not moves)
+
+HELD: frozenset[State] = frozenset({"running", "cancelling"})
+"""States in which an attempt holds a lease and may write."""
+
+
+def ending(state: State, wanted: State) -> State:
+    """Where a held job goes when its attempt wants it in ``wanted``."""
+    return "cancelled" if state == "cancelling" else wanted

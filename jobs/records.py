@@ -1,0 +1,153 @@
+"""What the ledger hands out: plain frozen records, never a row of the database."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal
+
+from catalog.record import record
+from jobs.lifecycle import TERMINAL, State
+
+LOCAL_TENANT = "local"
+"""Id and name of the one tenant of embedded mode; the first migration creates it."""
+
+Scope = Literal["read", "submit", "admin"]
+
+
+@record
+class Job:
+    """One job as its tenant sees it."""
+
+    id: str
+    tenant_id: str
+    kinds: tuple[str, ...]
+    document: Mapping[str, Any]
+    document_sha256: str
+    idempotency_key: str | None
+    state: State
+    priority: int
+    world_size: int
+    needs_bytes: int | None
+    attempt: int
+    """Claims so far; a drained claim is returned."""
+    failures: int
+    max_failures: int
+    fence: int
+    event_seq: int
+    """Grows with every write, so `(id, event_seq)` names a version of the job."""
+    cancel_requested_at: datetime | None
+    deadline_at: datetime | None
+    progress: Mapping[str, Any] | None
+    failure: Mapping[str, Any] | None
+    """`category, code, message, pointer, layer`; the operator's `detail` stays in the database."""
+    plan: Mapping[str, Any] | None
+    manifest: Mapping[str, Any] | None
+    summary: Mapping[str, Any] | None
+    created_at: datetime
+    queued_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.state in TERMINAL
+
+
+@record
+class Submitted:
+    """The answer to a submission."""
+
+    job: Job
+    created: bool
+    """False where the idempotency key brought back an earlier job."""
+
+
+@record
+class JobPage:
+    """Jobs, newest first."""
+
+    items: tuple[Job, ...]
+    next: str | None
+    """Give it as ``before`` to read on; null at the end."""
+
+
+@record
+class LayerRow:
+    """One stored layer result."""
+
+    kind: str
+    ordinal: int
+    layer: str
+    attempt: int
+    fence: int
+    sha256: str
+    """Over the canonical JSON of ``outcome``."""
+    outcome: Mapping[str, Any]
+    """Everything reproducible: `catalog.analysis.LayerResult` without `observed`."""
+    observed: Mapping[str, Any]
+
+
+@record
+class LayerPage:
+    """Layer rows in the order asked for."""
+
+    items: tuple[LayerRow, ...]
+    next: str | None
+    """Give it as ``after`` to read on; null at the end."""
+
+
+@record
+class Artifact:
+    """One file of a job."""
+
+    job_id: str
+    name: str
+    sha256: str
+    size_bytes: int
+    media_type: str
+    uri: str
+    """Path below the artifact root."""
+
+
+@record
+class Event:
+    """One line of a job's history."""
+
+    seq: int
+    at: datetime
+    type: str
+    data: Mapping[str, Any]
+
+
+@record
+class Claim:
+    """The right to write to a job, as long as its fence stands."""
+
+    job_id: str
+    tenant_id: str
+    kinds: tuple[str, ...]
+    document: Mapping[str, Any]
+    document_sha256: str
+    fence: int
+    attempt: int
+    failures: int
+    plan: Mapping[str, Any] | None
+    """Fixed by the first attempt that planned; later attempts follow it."""
+    manifest: Mapping[str, Any] | None
+    """What the last attempt that started said of itself."""
+    completed: tuple[tuple[str, int], ...]
+    """`(kind, ordinal)` of the layers that have rows already."""
+    cancel_requested_at: datetime | None
+    deadline_at: datetime | None
+
+
+@record
+class Caller:
+    """Whoever presented a valid key."""
+
+    tenant_id: str
+    scopes: frozenset[Scope]
+
+    def may(self, scope: Scope) -> bool:
+        """Whether the key carries ``scope``; `admin` carries all of them."""
+        return scope in self.scopes or "admin" in self.scopes

@@ -1,0 +1,104 @@
+"""Where the ledger lives and how patient it is: read once from the environment, at the process's edge."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+
+from catalog.record import record
+from jobs.errors import SettingsInvalid
+
+_MAX_SECRET_BYTES = 65_536
+
+
+@record
+class LedgerSettings:
+    """The operator's choice. Seconds are seconds of the database's clock."""
+
+    database_url: str = field(repr=False)  # holds a password
+    artifact_root: Path
+    heartbeat_seconds: float = 10
+    """Between two renewals of a lease."""
+    lease_seconds: float = 45
+    """A job whose owner is silent for this long is taken away."""
+    reaper_seconds: float = 10
+    """Between two looks for expired leases."""
+    relay_seconds: float = 5
+    """Between two rounds of ringing doorbells."""
+    unclaimed_seconds: float = 15
+    """A doorbell that nobody answered for this long is rung again."""
+
+    def __post_init__(self) -> None:
+        """Refuse times that would take running jobs away."""
+        for name in ("heartbeat_seconds", "lease_seconds", "reaper_seconds", "relay_seconds", "unclaimed_seconds"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise SettingsInvalid(f"{name} is {value}; take a positive number of seconds")
+        if self.lease_seconds < 2 * self.heartbeat_seconds:
+            raise SettingsInvalid(
+                f"lease_seconds is {self.lease_seconds:g} and heartbeat_seconds {self.heartbeat_seconds:g}; "
+                "a lease must outlive a missed heartbeat: make KRONOSCOPE_LEASE_SECONDS at least "
+                "twice KRONOSCOPE_HEARTBEAT_SECONDS"
+            )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> "LedgerSettings":
+        """Read the settings.
+
+        Raises:
+            SettingsInvalid: If the database is not named, or a number is none.
+        """
+        url = secret(environ, "KRONOSCOPE_DATABASE_URL") or secret(environ, "DATABASE_URL")
+        if url is None:
+            raise SettingsInvalid(
+                "no database is named; set KRONOSCOPE_DATABASE_URL (or KRONOSCOPE_DATABASE_URL_FILE), "
+                "for instance to postgresql://user:password@host/kronoscope or sqlite:////absolute/path/ledger.db"
+            )
+        return cls(
+            database_url=url,
+            artifact_root=Path(environ.get("KRONOSCOPE_ARTIFACTS") or ".kronoscope/artifacts").absolute(),
+            heartbeat_seconds=seconds(environ, "KRONOSCOPE_HEARTBEAT_SECONDS", 10),
+            lease_seconds=seconds(environ, "KRONOSCOPE_LEASE_SECONDS", 45),
+            reaper_seconds=seconds(environ, "KRONOSCOPE_REAPER_SECONDS", 10),
+            relay_seconds=seconds(environ, "KRONOSCOPE_RELAY_SECONDS", 5),
+            unclaimed_seconds=seconds(environ, "KRONOSCOPE_UNCLAIMED_SECONDS", 15),
+        )
+
+
+def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    """A duration from the environment.
+
+    Raises:
+        SettingsInvalid: If it is no number.
+    """
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError as error:
+        raise SettingsInvalid(f"{name} is no number; write seconds, such as {default:g}") from error
+
+
+def secret(environ: Mapping[str, str], name: str) -> str | None:
+    """A value given directly, or in the file that ``NAME_FILE`` points to (as containers hand secrets over).
+
+    Raises:
+        SettingsInvalid: If both are given, or the file cannot be read.
+    """
+    value, path = environ.get(name), environ.get(f"{name}_FILE")
+    if value and path:
+        raise SettingsInvalid(f"both {name} and {name}_FILE are set; keep one of them")
+    if not path:
+        return value or None
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(_MAX_SECRET_BYTES + 1)
+        text = raw.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsInvalid(
+            f"{name}_FILE cannot be read ({type(error).__name__}); point it to a text file"
+        ) from error
+    if not text or len(raw) > _MAX_SECRET_BYTES:
+        raise SettingsInvalid(f"{name}_FILE holds {len(raw):,} bytes; expected 1 to {_MAX_SECRET_BYTES:,}")
+    return text

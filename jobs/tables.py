@@ -1,0 +1,161 @@
+"""The ledger's tables. Every one of them carries the tenant; writers are fenced (see ``jobs.fence``).
+
+JSON is kept as the text it was written as (`json`, not `jsonb`): jsonb rewrites numbers, so that
+1e16 comes back as an integer and -0.0 as 0.0, and a digest over the text would no longer hold.
+"""
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+from jobs.clock import Moment
+from jobs.lifecycle import STATES
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+_Id = String(36)
+_Sha256 = String(64)
+
+
+def _json() -> JSON:
+    return JSON(none_as_null=True)
+
+
+def _tenant() -> Column[str]:
+    return Column("tenant_id", _Id, ForeignKey("tenants.id"), nullable=False)
+
+
+def _job(*, primary_key: bool = False) -> Column[str]:
+    return Column("job_id", _Id, ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, primary_key=primary_key)
+
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("name", String(100), nullable=False, unique=True),
+    Column("quotas", _json()),
+    Column("created_at", Moment(), nullable=False),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    _tenant(),
+    Column("prefix", String(32), nullable=False, unique=True),
+    Column("hmac", _Sha256, nullable=False),
+    Column("scopes", String(100), nullable=False),
+    Column("created_at", Moment(), nullable=False),
+    Column("expires_at", Moment()),
+    Column("revoked_at", Moment()),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    _tenant(),
+    Column("kind", String(500), nullable=False),  # several kinds are joined by commas
+    Column("document", _json(), nullable=False),
+    Column("document_sha256", _Sha256, nullable=False),
+    Column("idempotency_key", String(255)),
+    Column("state", String(16), nullable=False),
+    Column("priority", Integer, nullable=False, server_default=text("0")),
+    Column("world_size", Integer, nullable=False, server_default=text("1")),
+    Column("needs_bytes", BigInteger),
+    Column("attempt", Integer, nullable=False, server_default=text("0")),
+    Column("failures", Integer, nullable=False, server_default=text("0")),
+    Column("max_failures", Integer, nullable=False, server_default=text("5")),
+    Column("fence", BigInteger, nullable=False, server_default=text("0")),
+    Column("claim_token", String(64)),
+    Column("event_seq", BigInteger, nullable=False, server_default=text("0")),
+    Column("lease_owner", String(200)),
+    Column("lease_expires_at", Moment()),
+    Column("cancel_requested_at", Moment()),
+    Column("deadline_at", Moment()),
+    Column("progress", _json()),
+    Column("failure", _json()),
+    Column("plan", _json()),
+    Column("manifest", _json()),
+    Column("summary", _json()),
+    Column("created_at", Moment(), nullable=False),
+    Column("queued_at", Moment(), nullable=False),
+    Column("started_at", Moment()),
+    Column("finished_at", Moment()),
+    UniqueConstraint("tenant_id", "idempotency_key"),
+    CheckConstraint(f"state IN ({', '.join(repr(state) for state in STATES)})", name="state"),
+    Index(None, "tenant_id", "id"),
+    Index(None, "state", "lease_expires_at"),
+)
+
+outbox = Table(
+    "outbox",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    _tenant(),
+    _job(),
+    Column("created_at", Moment(), nullable=False),
+    Column("sent_at", Moment()),
+    Index(None, "job_id"),
+)
+
+job_events = Table(
+    "job_events",
+    metadata,
+    _job(primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    _tenant(),
+    Column("at", Moment(), nullable=False),
+    Column("type", String(40), nullable=False),
+    Column("data", _json(), nullable=False),
+)
+
+layer_results = Table(
+    "layer_results",
+    metadata,
+    _job(primary_key=True),
+    Column("kind", String(40), primary_key=True),
+    Column("ordinal", Integer, primary_key=True, autoincrement=False),
+    _tenant(),
+    Column("layer", Text, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("sha256", _Sha256, nullable=False),
+    Column("outcome", _json(), nullable=False),
+    Column("observed", _json(), nullable=False),
+)
+
+artifacts = Table(
+    "artifacts",
+    metadata,
+    _job(primary_key=True),
+    Column("name", String(500), primary_key=True),
+    _tenant(),
+    Column("attempt", Integer, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("sha256", _Sha256, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("media_type", String(200), nullable=False),
+    Column("uri", Text, nullable=False),
+)

@@ -1,0 +1,114 @@
+"""Real servers and fresh ledgers for every room's tests."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import psycopg
+import pytest
+from psycopg import sql
+from sqlalchemy import Engine, make_url
+
+from jobs.database import open_database, upgrade_schema
+from tests import servers
+
+Dialect = Literal["sqlite", "postgresql"]
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL server on which databases can be made."""
+    with servers.postgres() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A Redis server; the one of REDIS_URL may hold other people's keys, so flush nothing."""
+    with servers.redis() as url:
+        yield url
+
+
+class Databases:
+    """Makes databases, and drops those of PostgreSQL in the end.
+
+    Migrated ones are copies of one that was migrated from empty, so each test can have its own.
+    """
+
+    def __init__(self, request: pytest.FixtureRequest, folder: Path) -> None:
+        self._request = request
+        self._folder = folder
+        self._made: list[str] = []
+        self._templates: dict[Dialect, str] = {}
+        self._server: str | None = None
+
+    def empty(self, dialect: Dialect) -> str:
+        """The URL of a database without any table."""
+        name = f"kronoscope_test_{secrets.token_hex(6)}"
+        if dialect == "sqlite":
+            return f"sqlite:///{self._folder / name}.db"
+        return self._create(name, "template0")
+
+    def migrated(self, dialect: Dialect) -> str:
+        """The URL of a database with the current schema and nothing in it but the tenant `local`."""
+        if dialect not in self._templates:
+            self._templates[dialect] = self.empty(dialect)
+            upgrade_schema(self._templates[dialect])
+        template = make_url(self._templates[dialect])
+        if dialect == "sqlite":
+            url = self.empty("sqlite")
+            shutil.copyfile(str(template.database), str(make_url(url).database))
+            return url
+        return self._create(f"kronoscope_test_{secrets.token_hex(6)}", str(template.database))
+
+    def drop_all(self) -> None:
+        """Drop what was made on a server that stays, whoever still holds a connection."""
+        for name in self._made if "DATABASE_URL" in os.environ else ():
+            self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    def _create(self, name: str, template: str) -> str:
+        statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
+        self._execute(statement.format(sql.Identifier(name), sql.Identifier(template)))
+        self._made.append(name)
+        return make_url(self._postgres()).set(database=name).render_as_string(hide_password=False)
+
+    def _execute(self, statement: sql.Composed) -> None:
+        with psycopg.connect(self._postgres(), autocommit=True) as connection:
+            connection.execute(statement)
+
+    def _postgres(self) -> str:
+        if self._server is None:  # tests on SQLite alone start no server
+            given = str(self._request.getfixturevalue("postgres_url"))
+            self._server = given.replace("+psycopg", "", 1)  # libpq knows no driver name in the scheme
+        return self._server
+
+
+@pytest.fixture(scope="session")
+def databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
+    made = Databases(request, tmp_path_factory.mktemp("databases"))
+    yield made
+    made.drop_all()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """Both databases: what asks for this runs twice."""
+    chosen: Dialect = request.param
+    return chosen
+
+
+@pytest.fixture
+def ledger_url(databases: Databases, dialect: Dialect) -> str:
+    """A fresh ledger, migrated, on both databases."""
+    return databases.migrated(dialect)
+
+
+@pytest.fixture
+def ledger(ledger_url: str) -> Iterator[Engine]:
+    """The engine of a fresh ledger, on both databases."""
+    engine = open_database(ledger_url)
+    yield engine
+    engine.dispose()

@@ -1,0 +1,119 @@
+"""Both databases through the same functions: time, locks, and what a caller sees when one is away."""
+
+import threading
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, insert, select, text, update
+from sqlalchemy.exc import DBAPIError
+
+from jobs.clock import ledger_now
+from jobs.database import open_database, reading, writing
+from jobs.errors import LedgerUnavailable
+from jobs.tables import tenants
+
+
+def test_a_moment_comes_back_in_utc_and_below_the_second(ledger: Engine) -> None:
+    moment = datetime(2030, 2, 3, 4, 5, 6, 789_000, tzinfo=UTC)
+    abroad = moment.astimezone(tz=None).astimezone(UTC)
+    with writing(ledger) as connection:
+        connection.execute(insert(tenants).values(id="t", name="t", created_at=abroad))
+        read = connection.execute(select(tenants.c.created_at).where(tenants.c.id == "t")).scalar_one()
+    assert read == moment
+    assert read.utcoffset() == timedelta(0)
+
+
+def test_the_databases_clock_is_now_and_steps_finely(ledger: Engine) -> None:
+    with reading(ledger) as connection:
+        before = datetime.now(UTC)
+        seen = connection.execute(select(ledger_now())).scalar_one()
+        later = connection.execute(select(ledger_now(90.5))).scalar_one()
+        steps = {connection.execute(select(ledger_now())).scalar_one() for _ in range(200)}
+        after = datetime.now(UTC)
+    assert abs((seen - before).total_seconds()) < 5
+    assert 90.5 <= (later - seen).total_seconds() < 92
+    assert len(steps) >= min(10, int((after - before).total_seconds() * 1000) // 2)
+    assert any(step.microsecond for step in steps)
+
+
+def test_a_transaction_that_fails_leaves_nothing(ledger: Engine) -> None:
+    def fail_halfway() -> None:
+        with writing(ledger) as connection:
+            connection.execute(insert(tenants).values(id="t", name="t", created_at=ledger_now()))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_halfway()
+    with reading(ledger) as connection:
+        assert connection.execute(select(tenants.c.id)).scalars().all() == ["local"]
+
+
+def test_readers_are_not_held_up_by_a_writer(ledger: Engine) -> None:
+    with writing(ledger) as connection:
+        connection.execute(update(tenants).values(name="changed"))
+        names: list[Any] = []
+
+        def read() -> None:
+            with reading(ledger) as other:
+                names.append(other.execute(select(tenants.c.name)).scalar_one())
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join(5)
+        assert names == ["local"]
+
+
+def test_a_database_that_is_away_is_a_transient_fault_without_its_address() -> None:
+    engine = open_database("postgresql://nobody@127.0.0.1:1/none")
+    with pytest.raises(LedgerUnavailable) as seen, reading(engine):
+        pass
+    assert "127.0.0.1" not in str(seen.value)
+    assert "127.0.0.1" in str(seen.value.__cause__)
+    engine.dispose()
+
+
+def test_an_sqlite_file_that_cannot_be_opened_is_a_transient_fault(tmp_path: Any) -> None:
+    engine = open_database(f"sqlite:///{tmp_path / 'nowhere' / 'ledger.db'}")
+    with pytest.raises(LedgerUnavailable), reading(engine):
+        pass
+    engine.dispose()
+
+
+def test_a_faulty_statement_is_our_fault_and_says_so(ledger: Engine) -> None:
+    with pytest.raises(DBAPIError, match="no_such_table"), reading(ledger) as connection:
+        connection.execute(text("SELECT * FROM no_such_table"))
+
+
+def test_connections_killed_by_the_server_cost_at_most_one_call(databases: Any) -> None:
+    url = databases.migrated("postgresql")
+    engine, admin = open_database(url), open_database(url)
+
+    def interrupted() -> None:
+        with reading(engine) as connection:
+            backend = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+            with writing(admin) as other:
+                other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": backend})
+            connection.execute(text("SELECT 1"))
+
+    with pytest.raises(LedgerUnavailable):
+        interrupted()
+    with reading(engine) as connection:  # one that waited in the pool
+        waiting = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+    with writing(admin) as other:
+        other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": waiting})
+    with reading(engine) as connection:
+        assert connection.execute(text("SELECT pg_backend_pid()")).scalar_one() != waiting
+    engine.dispose()
+    admin.dispose()
+
+
+def test_statements_and_locks_are_bounded_in_time_on_postgresql(databases: Any) -> None:
+    engine = open_database(databases.migrated("postgresql"))
+    with reading(engine) as connection:
+        settings = {
+            name: connection.execute(text(f"SHOW {name}")).scalar_one()
+            for name in ("statement_timeout", "lock_timeout")
+        }
+    assert settings == {"statement_timeout": "30s", "lock_timeout": "5s"}
+    engine.dispose()

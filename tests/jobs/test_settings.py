@@ -1,0 +1,56 @@
+"""Settings say what is missing, and secrets stay out of sight."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs.database import open_database
+from jobs.errors import SettingsInvalid
+from jobs.settings import LedgerSettings, secret
+
+URL = "postgresql://user:canary@host/name"
+
+
+def test_the_environment_is_read_once_with_its_defaults() -> None:
+    read = LedgerSettings.from_environment({"KRONOSCOPE_DATABASE_URL": URL, "DATABASE_URL": "sqlite:///other"})
+    assert read.database_url == URL
+    assert (read.heartbeat_seconds, read.lease_seconds, read.reaper_seconds) == (10, 45, 10)
+    assert (read.relay_seconds, read.unclaimed_seconds) == (5, 15)
+    assert read.artifact_root == Path(".kronoscope/artifacts").absolute()
+
+
+def test_secrets_come_from_files_and_do_not_show(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text(f"{URL}\n")
+    read = LedgerSettings.from_environment({"DATABASE_URL_FILE": str(tmp_path / "url")})
+    assert read.database_url == URL
+    assert "canary" not in repr(read)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"DATABASE_URL": URL, "KRONOSCOPE_LEASE_SECONDS": "soon"},
+        {"DATABASE_URL": URL, "KRONOSCOPE_LEASE_SECONDS": "nan"},
+        {"DATABASE_URL": URL, "KRONOSCOPE_RELAY_SECONDS": "0"},
+        {"DATABASE_URL": URL, "KRONOSCOPE_LEASE_SECONDS": "12"},
+        {"DATABASE_URL": URL, "DATABASE_URL_FILE": "/x"},
+        {"DATABASE_URL_FILE": "/nowhere"},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(SettingsInvalid) as refused:
+        LedgerSettings.from_environment(environ)
+    assert "canary" not in str(refused.value)
+
+
+def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(SettingsInvalid, match="0 bytes"):
+        secret({"KEY_FILE": str(tmp_path / "empty")}, "KEY")
+
+
+@pytest.mark.parametrize("url", ["", "no url", "mysql://host/name", "sqlite://", "sqlite:///:memory:"])
+def test_databases_that_are_none_of_ours_are_refused(url: str) -> None:
+    with pytest.raises(SettingsInvalid):
+        open_database(url)
