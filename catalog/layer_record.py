@@ -75,7 +75,7 @@ class LayerRecord:
     rungs_G: tuple[str, ...] | None
     """The same of G."""
     planned_peak_bytes: int | None
-    """The plan's peak for the job that this layer belongs to."""
+    """The plan's peak for the job that this layer belongs to, without what the process held before."""
 
 
 @record

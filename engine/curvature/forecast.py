@@ -47,7 +47,7 @@ def forecast(
         for name, formula, size, source in sizes
     ]
     terms.append(
-        Term(name="process", formula="resident now", size_bytes=resident_bytes(), place="host", source="exact")
+        Term(name="process", formula="resident now", size_bytes=resident_bytes(), place="host", source="measured")
     )
     if place == "device" and workspace.model is not None:
         tensors = (*workspace.model.parameters(), *workspace.model.buffers())

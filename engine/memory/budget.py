@@ -34,7 +34,8 @@ class MemoryBudget:
         Raises:
             FieldError: If an amount cannot be read.
         """
-        host = amount_bytes("host", memory.host, free_host_bytes())
+        # what this process holds already is part of its own peak, so it is part of what it may hold
+        host = amount_bytes("host", memory.host, free_host_bytes() + resident_bytes())
         if device.type != "cuda":
             return cls(device_bytes=_UNLIMITED, host_bytes=host)
         free, _ = torch.cuda.mem_get_info(device)
