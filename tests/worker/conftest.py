@@ -1,0 +1,145 @@
+"""Real processes to kill, and ways to see them gone."""
+
+import io
+import json
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from sqlalchemy import Engine
+
+from jobs.codec import parse_document
+from jobs.records import LOCAL_TENANT, Event, Job
+from jobs.results import events_after
+from jobs.settings import LedgerSettings
+from jobs.store import read_job, submit
+from worker.logging_setup import configure_logging
+from worker.settings import WorkerSettings
+
+SCRIPTED_CHILD = Path(__file__).parent / "scripted_child.py"
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Callable[..., list[str]]:
+    """``scripted(["log", "hello"], ["finish"])``: the command of a child that does just that."""
+
+    def command(*steps: Sequence[object]) -> list[str]:
+        return [sys.executable, "-P", str(SCRIPTED_CHILD), json.dumps(steps)]
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def ended() -> Callable[..., bool]:
+    """``ended([pids], seconds)``: whether every process ends within the time."""
+
+    def wait(pids: Sequence[int], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        for pid in pids:
+            try:
+                handle = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            try:
+                readable, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            finally:
+                os.close(handle)
+            if not readable:
+                return False
+        return True
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., object]:
+    """``eventually(question, seconds)``: the first true answer; processes elsewhere can only be asked."""
+
+    def ask(question: Callable[[], object], seconds: float = 20) -> object:
+        deadline = time.monotonic() + seconds
+        while True:
+            answer = question()
+            if answer:
+                return answer
+            assert time.monotonic() < deadline, f"no answer from {question} within {seconds} s"
+            time.sleep(0.02)
+
+    return ask
+
+
+@pytest.fixture
+def settings(ledger_url: str, tmp_path: Path) -> Callable[..., WorkerSettings]:
+    """``settings(slots=2)``: a worker's settings with a heartbeat fast enough to watch."""
+
+    def make(lease_seconds: float = 5, **changes: Any) -> WorkerSettings:
+        ledger = LedgerSettings(
+            database_url=ledger_url,
+            artifact_root=tmp_path / "artifacts",
+            heartbeat_seconds=lease_seconds / 10,
+            lease_seconds=lease_seconds,
+            reaper_seconds=0.2,
+            relay_seconds=0.2,
+            unclaimed_seconds=1,
+        )
+        given = {"threads": 1, "poll_seconds": 0.1, "cancel_seconds": 0.1, "store": tmp_path / "store"} | changes
+        return WorkerSettings(ledger=ledger, **given)
+
+    return make
+
+
+@pytest.fixture
+def submitted(ledger: Engine) -> Callable[..., str]:
+    """``submitted()``: the id of a new job."""
+
+    def make(**changes: Any) -> str:
+        body = {
+            "kind": "capacity",
+            "model": {"source": "builtin", "name": "digits_mlp"},
+            "data": {"source": "builtin", "name": "digits"},
+            "task": {"type": "classification"},
+        }
+        return submit(ledger, LOCAL_TENANT, parse_document(json.dumps(body | changes).encode())).job.id
+
+    return make
+
+
+@pytest.fixture
+def job(ledger: Engine) -> Callable[[str], Job]:
+    """``job(id)``: the job as it stands."""
+
+    def read(job_id: str) -> Job:
+        found = read_job(ledger, LOCAL_TENANT, job_id)
+        assert found is not None
+        return found
+
+    return read
+
+
+@pytest.fixture
+def events(ledger: Engine) -> Callable[..., list[Event]]:
+    """``events(id, "crash")``: the job's events of one type."""
+
+    def read(job_id: str, kind: str) -> list[Event]:
+        return [each for each in events_after(ledger, LOCAL_TENANT, job_id) if each.type == kind]
+
+    return read
+
+
+@pytest.fixture
+def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """``log_lines()``: what was logged so far, every line of it parsed."""
+    stream = io.StringIO()
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    configure_logging("DEBUG", stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    logging.captureWarnings(capture=False)
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()

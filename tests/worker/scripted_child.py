@@ -1,0 +1,168 @@
+"""A child that does what its script says: it stands in for ``worker.execution`` where processes are made to fail.
+
+python -P scripted_child.py '[["log", "hello"], ["finish"]]' --frames FD
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from catalog.frames import (
+    ArtifactWritten,
+    Failed,
+    Finished,
+    LayerDone,
+    LogLine,
+    Planned,
+    Progress,
+    Started,
+    Stopped,
+    Summarised,
+    encode,
+)
+
+
+class Script:
+    """One run of the script; every method is a step."""
+
+    def __init__(self, frames: Any) -> None:
+        self.frames = frames
+        self.assignment = None
+
+    def send(self, frame: Any) -> None:
+        os.write(self.frames, encode(frame))
+
+    def read(self) -> None:
+        self.assignment = json.load(sys.stdin)
+
+    def echo_assignment(self) -> None:
+        self.log(json.dumps(self.assignment))
+
+    def echo_environment(self) -> None:
+        self.log(json.dumps(dict(os.environ)))
+
+    def log(self, message: Any, level: Any = "info") -> None:
+        self.send(LogLine(level=level, message=message))
+
+    def chatter(self, lines: Any) -> None:
+        for _ in range(lines):
+            self.log("x" * 1000)
+
+    def pids(self) -> None:
+        """Own pid, and that of a process of its own that would live for ten minutes."""
+        sleeper = subprocess.Popen(["sleep", "600"])
+        self.log(json.dumps([os.getpid(), sleeper.pid]))
+
+    def started(self) -> None:
+        self.send(Started(environment={"device": "cpu", "threads": self.assignment.get("threads")}))
+
+    def progress(self, stage: Any, done: Any, total: Any, unit: Any = "layers") -> None:
+        self.send(Progress(stage=stage, done=done, total=total, unit=unit))
+
+    def plan(self, plan: Any) -> None:
+        self.send(Planned(plan=plan))
+
+    def layer(self, ordinal: Any, layer: Any = None, kind: Any = "capacity", value: Any = 1.0) -> None:
+        if [kind, ordinal] not in self.assignment["completed"]:
+            self.send(_row(kind, ordinal, layer or f"layer{ordinal}", value))
+
+    def artifact(self, name: Any, text: Any, announced: Any = None) -> None:
+        path = Path(self.assignment["artifacts"]) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        content = (announced or text).encode()
+        digest = hashlib.sha256(content).hexdigest()
+        self.send(ArtifactWritten(name=name, sha256=digest, size_bytes=len(content), media_type="application/json"))
+
+    def summary(self, kind: Any = "capacity", **values: Any) -> None:
+        self.send(Summarised(kind=kind, summary={"layers": 1, "eigendecompositions": 2, **values}))
+
+    def say(self, text: Any) -> None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    def raw(self, text: Any) -> None:
+        os.write(self.frames, text.encode())
+
+    def flood(self, count: Any) -> None:
+        """Bytes without an end of line."""
+        for _ in range(count // 65_536):
+            os.write(self.frames, b"x" * 65_536)
+
+    def ignore_sigterm(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def wait_for_sigterm(self) -> None:
+        """As the real child does at a checkpoint."""
+        signal.sigwait([signal.SIGTERM])
+        self.send(Stopped())
+        sys.exit(5)
+
+    def wait_for(self, path: Any) -> None:
+        while not Path(path).exists():
+            time.sleep(0.01)
+
+    def sleep(self, seconds: Any) -> None:
+        time.sleep(seconds)
+
+    def kill_self(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill_self_once(self, path: Any) -> None:
+        """Die in the first attempt only."""
+        if not Path(path).exists():
+            Path(path).touch()
+            self.kill_self()
+
+    def exit(self, code: Any) -> None:
+        sys.exit(code)
+
+    def fail(self, category: Any, code: Any = "scripted", message: Any = "the script says so") -> None:
+        self.send(
+            Failed(category=category, code=code, message=message, pointer=None, layer=None, detail="for operators")
+        )
+        sys.exit({"usage": 2, "transient": 3, "fatal": 4}[category])
+
+    def finish(self) -> None:
+        self.send(Finished())
+        sys.exit(0)
+
+
+def _row(kind: Any, ordinal: Any, layer: Any, value: Any) -> Any:
+    record = {"in_dim": 3, "out_dim": 2, "branch": "eigendecomposition", "policy": "dense", "positions": 17,
+              "lambda_A": 0.01, "lambda_G": 0.5, "kappa_A": 10.0, "kappa_G": None}  # fmt: skip
+    outcome = {
+        "kind": kind,
+        "ordinal": ordinal,
+        "layer": layer,
+        "module": "Linear",
+        "status": "covered",
+        "reason": None,
+        "parameters": [f"{layer}.weight"],
+        "parameter_count": 6,
+        "metrics": {"effective_rank": value},
+        "record": record,
+    }
+    return LayerDone(
+        kind=kind, ordinal=ordinal, layer=layer, outcome=outcome, observed={"seconds": 0.1, "measured_peak_bytes": 5}
+    )
+
+
+if __name__ == "__main__":
+    # blocked before anything else, so that wait_for_sigterm misses none; other steps unblock it
+    steps = json.loads(sys.argv[1])
+    waits = any(step[0] == "wait_for_sigterm" for step in steps)
+    if waits:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    script = Script(int(sys.argv[sys.argv.index("--frames") + 1]))
+    if all(step[0] != "never_read" for step in steps):
+        script.read()
+    for name, *arguments in steps:
+        if name != "never_read":
+            getattr(script, name)(*arguments)

@@ -1,0 +1,147 @@
+"""The Agent: slots, doorbells, the poll that makes doorbells dispensable, and the drain."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jobs.claims import claim
+from jobs.records import LOCAL_TENANT
+from jobs.store import request_cancel
+from worker.agent import Agent
+from worker.sweeper import Sweeper
+
+
+@pytest.fixture
+def agent(ledger: Any, settings: Any, scripted: Any) -> Iterator[Any]:
+    """An Agent, drained after the test."""
+    made = []
+
+    def start(*steps: Any, poll: Any = True, **changes: Any) -> Any:
+        chosen = settings(**changes)
+        new = Agent(ledger, chosen, scripted(*steps))
+        made.append(new)
+        if poll:
+            new.start()
+        return new
+
+    yield start
+    assert all(each.drain() for each in made)
+
+
+def test_a_job_is_found_without_any_doorbell(agent: Any, submitted: Any, job: Any, eventually: Any) -> None:
+    job_id = submitted()
+    agent(["finish"])
+    eventually(lambda: job(job_id).state == "succeeded")
+
+
+def test_a_doorbell_takes_a_job_and_a_second_one_is_dropped(
+    agent: Any, submitted: Any, job: Any, eventually: Any, tmp_path: Any
+) -> None:
+    first, second = submitted(), submitted()
+    chosen = agent(["wait_for", str(tmp_path / "go")], ["finish"], poll=False)
+    assert chosen.offer(first)
+    assert not chosen.offer(first)
+    assert not chosen.offer(second)  # no slot
+    assert job(second).state == "queued"
+    (tmp_path / "go").touch()
+    eventually(lambda: job(first).state == "succeeded")
+    eventually(lambda: chosen.offer(second))
+    eventually(lambda: job(second).state == "succeeded")
+
+
+@pytest.mark.parametrize("doorbell", ["", "not an id", "0" * 36, "x" * 10_000])
+def test_a_doorbell_for_nothing_costs_nothing(
+    agent: Any, submitted: Any, job: Any, eventually: Any, doorbell: Any
+) -> None:
+    chosen = agent(["finish"], poll=False)
+    assert not chosen.offer(doorbell)
+    job_id = submitted()
+    assert chosen.offer(job_id)
+    eventually(lambda: job(job_id).state == "succeeded")
+
+
+def test_two_slots_run_two_jobs_at_once(agent: Any, submitted: Any, job: Any, eventually: Any, tmp_path: Any) -> None:
+    ids = [submitted() for _ in range(3)]
+    agent(["wait_for", str(tmp_path / "go")], ["finish"], slots=2)
+    eventually(lambda: [job(each).state for each in ids] == ["running", "running", "queued"])
+    (tmp_path / "go").touch()
+    eventually(lambda: all(job(each).state == "succeeded" for each in ids))
+
+
+def test_a_drain_hands_everything_back(
+    agent: Any, submitted: Any, job: Any, events: Any, eventually: Any, ended: Any
+) -> None:
+    ids = [submitted() for _ in range(2)]
+    chosen = agent(["pids"], ["wait_for_sigterm"], slots=2)
+    eventually(lambda: all(events(each, "log") for each in ids))
+    assert chosen.drain()
+    assert [(job(each).state, job(each).attempt) for each in ids] == [("queued", 0)] * 2
+    assert not chosen.offer(ids[0])
+    pids = [pid for each in ids for line in events(each, "log") for pid in json.loads(line.data["message"])]
+    assert ended(pids, 0)
+
+
+def test_begin_drain_alone_is_enough(agent: Any, submitted: Any, job: Any, events: Any, eventually: Any) -> None:
+    job_id = submitted()
+    chosen = agent(["pids"], ["wait_for_sigterm"])
+    eventually(lambda: events(job_id, "log"))
+    chosen.begin_drain()
+    eventually(lambda: job(job_id).state == "queued")
+
+
+def test_a_poison_job_ends_and_others_go_on(
+    agent: Any, submitted: Any, job: Any, eventually: Any, tmp_path: Any
+) -> None:
+    poison = submitted()
+    agent(["wait_for", str(tmp_path / "go")], ["kill_self"])
+    (tmp_path / "go").touch()
+    eventually(lambda: job(poison).state == "failed")
+    assert job(poison).failures == 2
+    other = submitted()
+    eventually(lambda: job(other).state == "failed")
+
+
+def test_cancelled_before_it_is_claimed_it_never_runs(ledger: Any, agent: Any, submitted: Any, job: Any) -> None:
+    job_id = submitted()
+    request_cancel(ledger, LOCAL_TENANT, job_id)
+    assert not agent(["finish"], poll=False).offer(job_id)
+    assert job(job_id).state == "cancelled"
+
+
+def test_the_sweeper_rings_and_takes_jobs_from_the_silent(
+    ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
+) -> None:
+    chosen = settings()
+    rung = []
+    job_id = submitted()
+    sweeper = Sweeper(ledger, chosen.ledger, rung.append)
+    sweeper.start()
+    try:
+        eventually(lambda: job_id in rung)
+
+        assert claim(ledger, job_id, "gone", "token", 0.5) is not None
+        eventually(lambda: job(job_id).state == "queued")
+        assert job(job_id).failures == 1
+        heard = len(rung)
+        eventually(lambda: len(rung) > heard)
+    finally:
+        sweeper.stop()
+
+
+def test_a_broker_that_is_down_stops_no_sweep(ledger: Any, settings: Any, submitted: Any, eventually: Any) -> None:
+    rung = []
+
+    def ring(job_id: Any) -> None:
+        rung.append(job_id)
+        if len(rung) == 1:
+            raise ConnectionError("no broker")
+
+    job_id = submitted()
+    sweeper = Sweeper(ledger, settings().ledger, ring)
+    sweeper.start()
+    try:
+        eventually(lambda: rung[1:] == [job_id])
+    finally:
+        sweeper.stop()

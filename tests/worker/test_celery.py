@@ -1,0 +1,233 @@
+"""A real Celery worker on a real Redis, and the embedded worker: neither holds torch, both do jobs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q"]
+EMBEDDED = [sys.executable, "-P", "-m", "worker.embedded"]
+USAGE = {"model": {"source": "factory", "factory": "not.listed:here"}}
+
+
+class Process:
+    """A worker process and every line that it logged, parsed."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
+        self.popen = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self.raw: list[str] = []
+        self.reader = threading.Thread(target=lambda: self.raw.extend(self.popen.stderr or ()))
+        self.reader.start()
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.raw]
+
+    def said(self, text: str) -> bool:
+        return any(text in line for line in self.raw)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+        try:
+            return self.popen.wait(30)
+        finally:
+            self.popen.kill()
+            self.popen.wait()
+            self.reader.join()
+            if self.popen.stderr is not None:
+                self.popen.stderr.close()
+
+
+@pytest.fixture
+def dialect(request: pytest.FixtureRequest) -> str:
+    """Each worker on the database that it is run with: every test here starts processes that take seconds."""
+    return "sqlite" if "embedded" in request.node.name else "postgresql"
+
+
+@pytest.fixture
+def broker(redis_url: str) -> Iterator[str]:
+    """A Redis database of its own on the test server; it is emptied, so it is the last, which nobody else uses."""
+    url = redis_url.rstrip("/").rsplit("/", 1)[0] if redis_url.count("/") > 2 else redis_url
+    chosen = f"{url}/15"
+    with redis.Redis.from_url(chosen) as client:
+        client.flushdb()
+    yield chosen
+    with redis.Redis.from_url(chosen) as client:
+        client.flushdb()
+
+
+@pytest.fixture
+def worker(ledger_url: str, broker: str, tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Start worker processes; they are told to end after the test."""
+    started: list[Process] = []
+
+    def start(command: list[str], **environment: str) -> Process:
+        ours = {
+            "KRONOSCOPE_DATABASE_URL": ledger_url,
+            "KRONOSCOPE_REDIS_URL": broker,
+            "KRONOSCOPE_ARTIFACTS": str(tmp_path / "artifacts"),
+            "KRONOSCOPE_STORE": str(tmp_path / "store"),
+            "KRONOSCOPE_REAPER_SECONDS": "0.5",
+            "KRONOSCOPE_RELAY_SECONDS": "0.5",
+            "OMP_NUM_THREADS": "1",
+        }
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("KRONOSCOPE_")}
+        process = Process(command, inherited | ours | environment, tmp_path)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.stop()
+
+
+def celery_command() -> list[str]:
+    return [*CELERY, "celery"]
+
+
+def mapped_libraries(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+def test_it_does_a_job_to_the_end_without_torch(
+    worker: Any, submitted: Any, job: Any, eventually: Any, command: list[str]
+) -> None:
+    process = worker(command)
+    job_id = submitted(**USAGE)
+    eventually(lambda: job(job_id).state == "failed", 60)
+    assert job(job_id).failure["category"] == "usage"  # told by the real child, which holds torch
+    assert "torch" not in mapped_libraries(process.popen.pid)
+    assert process.stop() == 0
+    first = process.lines()[0]
+    assert first["event"] == "worker starts"
+    assert first["device"].startswith(("cpu", "cuda"))
+    assert {"job": job_id, "attempt": 1, "fence": 1}.items() <= next(
+        line for line in process.lines() if line["event"] == "job claimed"
+    ).items()
+    assert process.lines()[-1]["event"] == "worker ends"
+
+
+def test_the_doorbell_is_answered_before_any_poll(
+    worker: Any, submitted: Any, job: Any, eventually: Any, broker: str
+) -> None:
+    process = worker(celery_command(), KRONOSCOPE_POLL_SECONDS="3600", KRONOSCOPE_RELAY_SECONDS="3600")
+    eventually(lambda: process.said("ready"), 60)
+    job_id = submitted(**USAGE)
+    _ring(broker, job_id)
+    eventually(lambda: job(job_id).state == "failed", 60)
+    for stray in (job_id, "not an id"):
+        _ring(broker, stray)
+    other = submitted(**USAGE)
+    _ring(broker, other)
+    eventually(lambda: job(other).state == "failed", 60)
+
+
+def test_the_relay_rings_for_jobs_that_redis_lost(
+    worker: Any, submitted: Any, job: Any, eventually: Any, broker: str
+) -> None:
+    job_id = submitted(**USAGE)  # nobody rang
+    worker(celery_command(), KRONOSCOPE_POLL_SECONDS="3600")
+    eventually(lambda: job(job_id).state == "failed", 60)
+
+
+def test_garbage_in_the_list_loses_no_job(worker: Any, submitted: Any, job: Any, eventually: Any, broker: str) -> None:
+    """Celery 5.7 ends on a raw item that is no message; the next process finds the job in the database."""
+    process = worker(celery_command())
+    eventually(lambda: process.said("ready"), 60)
+    with redis.Redis.from_url(broker) as client:
+        client.lpush("celery", "{this is not a message")
+    eventually(lambda: process.popen.poll() is not None, 60)
+    assert process.popen.returncode != 0
+    job_id = submitted(**USAGE)
+    worker(celery_command())
+    eventually(lambda: job(job_id).state == "failed", 60)
+
+
+def test_without_redis_jobs_are_done_all_the_same(worker: Any, submitted: Any, job: Any, eventually: Any) -> None:
+    process = worker(celery_command(), KRONOSCOPE_REDIS_URL="redis://127.0.0.1:1/0")
+    job_id = submitted(**USAGE)
+    eventually(lambda: job(job_id).state == "failed", 60)
+    assert process.popen.poll() is None
+
+
+@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+def test_an_outdated_schema_is_refused_with_the_remedy(
+    worker: Any, databases: Any, dialect: Any, command: list[str]
+) -> None:
+    process = worker(command, KRONOSCOPE_DATABASE_URL=databases.empty(dialect))
+    assert process.popen.wait(60) == 2
+    process.reader.join()
+    assert process.said("migrat")
+    assert not process.said("Traceback")
+
+
+def _ring(broker: str, job_id: str) -> None:
+    """As the API does, which knows the task by name only."""
+    with Celery(broker=broker, set_as_current=False) as sender:
+        try:
+            sender.send_task("worker.tasks.ring", args=[job_id], ignore_result=True)
+        except OperationalError as error:
+            pytest.fail(f"the test's Redis does not answer: {error}")
+
+
+def children_of(pid: int) -> list[int]:
+    """Every descendant's pid."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += [int(entry.name), *children_of(int(entry.name))]
+    return found
+
+
+def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
+    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any
+) -> None:
+    first = worker(celery_command())
+    job_id = submitted(model={"source": "builtin", "name": "digits_cnn"})  # is trained first: time enough
+    eventually(lambda: (job(job_id).progress or {}).get("stage") == "model", 60)
+    running = children_of(first.popen.pid)
+    assert len(running) >= 2  # guardian and child
+    assert first.stop() == 0
+    assert ended(running, 0)
+    handed = job(job_id)
+    assert (handed.state, handed.attempt, handed.failures) == ("queued", 0, 0)
+    worker(celery_command())
+    eventually(lambda: job(job_id).ended, 120)
+    done = job(job_id)
+    assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0), done.failure
+    assert done.summary["capacity"]["coverage"]["covered_share"] == 1.0
+
+
+def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
+    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any
+) -> None:
+    quick = {"KRONOSCOPE_HEARTBEAT_SECONDS": "0.5", "KRONOSCOPE_LEASE_SECONDS": "3"}
+    first = worker(celery_command(), **quick)
+    job_id = submitted(model={"source": "builtin", "name": "digits_cnn"})
+    eventually(lambda: (job(job_id).progress or {}).get("stage") == "model", 60)
+    running = children_of(first.popen.pid)
+    first.stop(signal.SIGKILL)
+    assert ended(running, 2)
+    second = worker(EMBEDDED, **quick)
+    eventually(lambda: job(job_id).ended, 120)
+    done = job(job_id)
+    assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1), done.failure
+    assert second.said("reaped")

@@ -1,0 +1,241 @@
+"""One job in the foreground: files, echo, exit codes, and nothing left running."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catalog.frames import Failed, Finished, LogLine, Stopped, Summarised, decode
+from worker.log_lines import closing_lines
+
+RUNNER = "import json, sys; from worker.foreground import main; sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
+DOCUMENT = {"kind": "capacity", "stabilisation": {"damping": 0.25}}
+
+
+@pytest.fixture
+def foreground(scripted: Any, tmp_path: Any) -> Iterator[Any]:
+    """Start a foreground run whose child follows a script; its standard input stays open."""
+    with contextlib.ExitStack() as started:
+
+        def start(
+            *steps: Any, output: Any = tmp_path / "out", frames: Any = True, request: Any = None, end: Any = b"\n"
+        ) -> Any:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", RUNNER, json.dumps(scripted(*steps)), "--output", str(output),
+                 *(["--frames-to-stdout"] if frames else [])],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            started.callback(_close, process)
+            raw = json.dumps({"document": DOCUMENT, "threads": 1}).encode() if request is None else request
+            process.stdin.write(raw + end)
+            process.stdin.flush()
+            return process
+
+        yield start
+
+
+def _close(process: Any) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+
+
+def frames_of(process: Any) -> Any:
+    return [decode(line) for line in process.stdout]
+
+
+def json_file(path: Any) -> Any:
+    return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} in {path}"))
+
+
+def test_a_run_fills_its_folder(foreground: Any, tmp_path: Any) -> None:
+    process = foreground(
+        ["started"], ["plan", {"peak_bytes": 10}], ["progress", "capacity", 0, 2],
+        ["layer", 0, "conv"], ["artifact", "spectra/0.json", "{}"], ["layer", 1, "fc"],
+        ["summary"], ["finish"],
+    )  # fmt: skip
+    frames = frames_of(process)
+    assert process.wait(10) == 0
+    assert frames[-1] == Finished()
+    out = tmp_path / "out"
+    job = json_file(out / "job.json")
+    assert job["state"] == "succeeded"
+    assert job["document"] == DOCUMENT
+    assert job["environment"] == {"device": "cpu", "threads": 1}
+    assert job["plan"] == {"peak_bytes": 10}
+    assert [each["name"] for each in job["artifacts"]] == ["spectra/0.json"]
+    assert (out / "artifacts" / "spectra" / "0.json").read_text() == "{}"
+    results = json_file(out / "results.json")
+    assert results["summary"] == {"capacity": {"layers": 1, "eigendecompositions": 2}}
+    assert [row["layer"] for row in results["layers"]] == ["conv", "fc"]
+    assert results["layers"][0]["observed"]["seconds"] == 0.1
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["ordinal"], line["layer"], line["status"]) for line in log] == [
+        ("capacity", 0, "conv", "covered"),
+        ("capacity", 1, "fc", "covered"),
+    ]
+    assert log[0]["policy"] == "dense"
+    assert log[0]["seconds"] == 0.1
+    assert sorted(path.name for path in out.iterdir()) == ["artifacts", "job.json", "log.jsonl", "results.json"]
+
+
+def test_it_says_one_line_per_layer_and_one_at_the_end(foreground: Any) -> None:
+    process = foreground(["layer", 0, "a\nb"], ["summary", "capacity"], ["finish"])
+    info = [frame.message for frame in frames_of(process) if isinstance(frame, LogLine) and frame.level == "info"]
+    assert len(info) == 2
+    for symbol in ("λ_G=0.5", "policy=dense", "T=17", "κ_A=10", "κ_G=-"):
+        assert symbol in info[0]
+    assert "\n" not in info[0]
+    for part in ("layers=1", "eigendecompositions=2", "policy=dense", "update_freq=1", "damping=0.25", "κ_max=1e+06"):
+        assert part in info[1]
+
+
+def test_layers_where_the_preconditioner_is_the_identity_are_warned_of() -> None:
+    lines = closing_lines(Summarised(kind="capacity", summary={"identity_layers": ["fc"]}), {}, [])
+    assert [line.level for line in lines] == ["info", "warning"]
+    assert "λ exceeds λ_max in 1 layer(s) (fc)" in lines[1].message
+
+
+@pytest.mark.parametrize(("category", "code"), [("usage", 2), ("transient", 3), ("fatal", 4)])
+def test_a_failure_is_told_and_written(foreground: Any, tmp_path: Any, category: Any, code: Any) -> None:
+    process = foreground(["layer", 0], ["fail", category])
+    frames = frames_of(process)
+    assert process.wait(10) == code
+    assert isinstance(frames[-1], Failed)
+    assert frames[-1].category == category
+    job = json_file(tmp_path / "out" / "job.json")
+    assert job["state"] == "failed"
+    assert job["failure"]["message"] == "the script says so"
+    assert len(json_file(tmp_path / "out" / "results.json")["layers"]) == 1
+
+
+def test_a_crash_says_where(foreground: Any, tmp_path: Any) -> None:
+    process = foreground(["progress", "capacity", 1, 5], ["layer", 3], ["kill_self"])
+    frames = frames_of(process)
+    assert process.wait(10) == 4
+    assert isinstance(frames[-1], Failed)
+    assert "SIGKILL" in frames[-1].message
+    assert "capacity/3" in frames[-1].message
+    assert json_file(tmp_path / "out" / "job.json")["failure"]["code"] == "crashed"
+
+
+@pytest.mark.parametrize("how", ["lifeline", signal.SIGTERM, signal.SIGINT])
+def test_it_stops_cleanly(foreground: Any, tmp_path: Any, ended: Any, how: Any) -> None:
+    process = foreground(["pids"], ["layer", 0], ["wait_for_sigterm"])
+    pids = json.loads(decode(process.stdout.readline()).message)
+    process.stdout.readline()
+    if how == "lifeline":
+        process.stdin.close()
+    else:
+        process.send_signal(how)
+    assert frames_of(process)[-1] == Stopped()
+    assert process.wait(10) == 5
+    assert ended(pids, 0)
+    assert json_file(tmp_path / "out" / "job.json")["state"] == "cancelled"
+
+
+def test_asked_twice_it_ends_a_child_that_will_not_stop(foreground: Any, ended: Any) -> None:
+    process = foreground(["ignore_sigterm"], ["pids"], ["sleep", 600])
+    pids = json.loads(decode(process.stdout.readline()).message)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    assert frames_of(process)[-1] == Stopped()
+    assert process.wait(5) == 5
+    assert ended(pids, 0)
+
+
+def test_killed_with_minus_9_it_leaves_nothing(foreground: Any, ended: Any) -> None:
+    process = foreground(["ignore_sigterm"], ["pids"], ["sleep", 600])
+    pids = json.loads(decode(process.stdout.readline()).message)
+    process.kill()
+    assert ended(pids, 2)
+
+
+def test_a_reader_who_goes_away_ends_the_run(foreground: Any, ended: Any) -> None:
+    process = foreground(["pids"], ["chatter", 200], ["wait_for_sigterm"])
+    pids = json.loads(decode(process.stdout.readline()).message)
+    process.stdout.close()
+    process.stdout = Path(os.devnull).open()  # noqa: SIM115 - closed with the process
+    assert process.wait(15) == 5
+    assert ended(pids, 0)
+
+
+def test_a_request_without_its_newline_leaves_the_lifeline_out(foreground: Any) -> None:
+    process = foreground(["log", "x"], ["finish"], end=b"")
+    process.stdin.close()
+    assert frames_of(process)[-1] == Finished()
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("request_", [b"", b"{", b"[]", b"{}", b"[" * 100_000])
+def test_a_request_that_is_none_is_a_usage_error(foreground: Any, tmp_path: Any, request_: Any) -> None:
+    process = foreground(["finish"], request=request_)
+    frames = frames_of(process)
+    assert process.wait(10) == 2
+    assert [type(frame) for frame in frames] == [Failed]
+    assert b"Traceback" not in process.stderr.read()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_is_a_file_is_a_usage_error(foreground: Any, tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("mine")
+    process = foreground(["finish"], output=tmp_path / "file")
+    frames = frames_of(process)
+    assert process.wait(10) == 2
+    assert frames[0].code == "output_refused"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_foreign_files_are_never_overwritten(foreground: Any, tmp_path: Any) -> None:
+    out = tmp_path / "out"
+    (out / "artifacts").mkdir(parents=True)
+    (out / "artifacts" / "thesis.txt").write_text("mine")
+    process = foreground(["finish"])
+    assert frames_of(process)[0].code == "output_refused"
+    assert process.wait(10) == 2
+    assert (out / "artifacts" / "thesis.txt").read_text() == "mine"
+
+
+def test_an_earlier_run_makes_way(foreground: Any, tmp_path: Any) -> None:
+    first = foreground(["artifact", "old.json", "{}"], ["layer", 0], ["finish"])
+    frames_of(first)
+    assert first.wait(10) == 0
+    second = foreground(["layer", 5], ["finish"])
+    frames_of(second)
+    assert second.wait(10) == 0
+    assert not (tmp_path / "out" / "artifacts" / "old.json").exists()
+    assert [row["ordinal"] for row in json_file(tmp_path / "out" / "results.json")["layers"]] == [5]
+    assert len((tmp_path / "out" / "log.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["../escape.json", "/etc/escape.json", "a/../../b.json", ".hidden", ""])
+def test_artifacts_stay_in_their_folder(foreground: Any, tmp_path: Any, name: Any) -> None:
+    announced = {"frame": "artifact", "name": name, "sha256": "0" * 64, "size_bytes": 0, "media_type": "x/y"}
+    process = foreground(["raw", json.dumps(announced) + "\n"], ["sleep", 600])
+    assert frames_of(process)[-1].code == "artifact_damaged"
+    assert process.wait(10) == 4
+
+
+def test_an_artifact_that_is_not_what_was_announced_ends_the_run(foreground: Any) -> None:
+    process = foreground(["artifact", "a.json", "one", "two"], ["sleep", 600])
+    frames = frames_of(process)
+    assert process.wait(10) == 4
+    assert frames[-1].code == "artifact_damaged"
+
+
+def test_without_frames_it_speaks_to_people(foreground: Any) -> None:
+    process = foreground(["say", "from the child"], ["fail", "usage"], frames=False)
+    assert process.stdout.read() == b""
+    assert process.wait(10) == 2
+    assert process.stderr.read().decode().splitlines() == ["from the child", "error: the script says so"]

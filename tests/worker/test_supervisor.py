@@ -1,0 +1,321 @@
+"""One job from claim to end, with a child that does what its script says, on both databases."""
+
+import json
+import os
+import secrets
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from jobs.artifacts import ArtifactFolder
+from jobs.claims import claim
+from jobs.clock import ledger_now
+from jobs.database import reading, writing
+from jobs.reaper import reap_expired
+from jobs.records import LOCAL_TENANT
+from jobs.results import layer_rows, list_artifacts
+from jobs.store import request_cancel
+from jobs.tables import jobs, outbox
+from worker import lease_watch
+from worker.supervisor import Supervisor
+
+
+@pytest.fixture
+def supervise(ledger: Any, settings: Any, scripted: Any) -> Any:
+    """Claim a job and run it to the end of the attempt, or in a thread."""
+
+    def run(job_id: Any, *steps: Any, background: Any = False, **changes: Any) -> Any:
+        chosen = settings(**changes)
+        held = claim(ledger, job_id, "test", secrets.token_hex(8), chosen.ledger.lease_seconds)
+        assert held is not None, "the job could not be claimed"
+        supervisor = Supervisor(ledger, held, chosen, scripted(*steps))
+        if not background:
+            supervisor.run()
+            return supervisor
+        thread = threading.Thread(target=supervisor.run)
+        thread.start()
+        return supervisor, thread
+
+    return run
+
+
+def pids_in(events: Any, job_id: Any) -> Any:
+    return [pid for line in events(job_id, "log") for pid in json.loads(line.data["message"])]
+
+
+def test_a_whole_job(ledger: Any, submitted: Any, supervise: Any, job: Any, settings: Any) -> None:
+    job_id = submitted()
+    supervise(
+        job_id,
+        ["started"], ["plan", {"peak_bytes": 10}], ["progress", "collection", 1, 2, "batches"],
+        ["progress", "capacity", 0, 2], ["layer", 0, "conv"], ["artifact", "spectra/0.json", "{}"],
+        ["layer", 1, "fc"], ["progress", "capacity", 2, 2], ["summary"], ["finish"],
+    )  # fmt: skip
+    done = job(job_id)
+    assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0)
+    assert done.manifest["environment"] == {"device": "cpu", "threads": 1}
+    assert done.plan == {"peak_bytes": 10, "threads": 1}
+    assert done.summary == {"capacity": {"layers": 1, "eigendecompositions": 2}}
+    assert done.progress["stage"] == "capacity"
+    assert (done.progress["layers_done"], done.progress["layers_total"], done.progress["percent"]) == (2, 2, 100.0)
+    rows = layer_rows(ledger, LOCAL_TENANT, job_id).items
+    assert [(row.ordinal, row.layer, row.observed["seconds"]) for row in rows] == [(0, "conv", 0.1), (1, "fc", 0.1)]
+    (artifact,) = list_artifacts(ledger, LOCAL_TENANT, job_id)
+    with ArtifactFolder(settings().ledger.artifact_root).open(artifact) as file:
+        assert file.read() == b"{}"
+
+
+def test_every_layer_is_said_in_one_line_that_carries_the_job(submitted: Any, supervise: Any, log_lines: Any) -> None:
+    job_id = submitted()
+    supervise(job_id, ["layer", 0, "con\u2028v\n{"], ["say", "\x1b[31m"], ["summary"], ["finish"])
+    said = [line for line in log_lines() if line["level"] == "info"]
+    (line,) = [each for each in said if each.get("layer") == "con\u2028v\n{"]
+    assert (line["job"], line["attempt"], line["fence"]) == (job_id, 1, 1)
+    for symbol in ("λ_G=", "policy=", "T=", "κ_A=", "κ_G="):
+        assert symbol in line["event"]
+    assert any("eigendecompositions=2" in each["event"] for each in said)
+
+
+def test_the_child_is_told_what_is_allowed_and_nothing_secret(
+    submitted: Any, supervise: Any, events: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("KRONOSCOPE_KEY_SECRET", "canary")
+    monkeypatch.setenv("DATABASE_URL", "canary")
+    job_id = submitted()
+    supervise(
+        job_id, ["echo_assignment"], ["echo_environment"], ["finish"],
+        factories=("a.b:c",), directories=("/srv/models",), threads=3,
+    )  # fmt: skip
+    told, environment = [json.loads(line.data["message"]) for line in events(job_id, "log")]
+    assert told["document"]["kind"] == "capacity"
+    assert told["allowed"] == {"factories": ["a.b:c"], "directories": ["/srv/models"]}
+    assert (told["threads"], told["completed"], told["offline"]) == (3, [], True)
+    assert "canary" not in json.dumps([told, environment])
+
+
+@pytest.mark.parametrize(("category", "state"), [("usage", "failed"), ("fatal", "failed"), ("transient", "queued")])
+def test_a_failure_goes_where_its_category_says(
+    submitted: Any, supervise: Any, job: Any, category: Any, state: Any
+) -> None:
+    job_id = submitted()
+    supervise(job_id, ["fail", category])
+    done = job(job_id)
+    assert (done.state, done.failures) == (state, 1)
+    if state == "failed":
+        assert done.failure["message"] == "the script says so"
+        assert "detail" not in done.failure
+
+
+def test_a_transient_failure_ends_at_the_limit(submitted: Any, supervise: Any, job: Any) -> None:
+    job_id = submitted()
+    for _ in range(job(job_id).max_failures):
+        assert job(job_id).state == "queued"
+        supervise(job_id, ["fail", "transient"])
+    assert (job(job_id).state, job(job_id).failures) == ("failed", 5)
+
+
+def test_a_crash_is_tried_again_and_keeps_what_was_done(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, tmp_path: Any
+) -> None:
+    job_id = submitted()
+    steps = (["layer", 0], ["kill_self_once", str(tmp_path / "died")], ["layer", 1], ["finish"])
+    supervise(job_id, *steps)
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
+    supervise(job_id, *steps)
+    assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 2)
+    assert [row.attempt for row in layer_rows(ledger, LOCAL_TENANT, job_id).items] == [1, 2]
+
+
+def test_the_same_crash_twice_is_poison(submitted: Any, supervise: Any, job: Any, events: Any) -> None:
+    job_id = submitted()
+    steps = (["progress", "capacity", 0, 5], ["layer", 0], ["kill_self"])
+    supervise(job_id, *steps)
+    assert job(job_id).state == "queued"
+    supervise(job_id, *steps)  # the row is there already, so the child sends none; the place is the same
+    done = job(job_id)
+    assert (done.state, done.failures) == ("failed", 2)
+    assert done.failure["code"] == "crashed"
+    assert "SIGKILL" in done.failure["message"]
+    assert "capacity/0" in done.failure["message"]
+    assert [event.data["signature"] for event in events(job_id, "crash")] == [
+        {"signal": "SIGKILL", "stage": "capacity", "layer": "capacity/0"}
+    ] * 2
+
+
+def test_two_different_crashes_are_bad_luck(submitted: Any, supervise: Any, job: Any) -> None:
+    job_id = submitted()
+    supervise(job_id, ["layer", 0], ["kill_self"])
+    supervise(job_id, ["layer", 1], ["kill_self"])
+    supervise(job_id, ["layer", 1], ["exit", 1])
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 3)
+
+
+@pytest.mark.parametrize("raw", ["garbage\n", '{"frame": "layer", "kind": 3}\n', '{"frame": "progress", "stage": 1}\n'])
+def test_a_child_that_loses_its_mind_has_crashed(
+    submitted: Any, supervise: Any, job: Any, events: Any, raw: Any
+) -> None:
+    job_id = submitted()
+    supervise(job_id, ["raw", raw], ["sleep", 600])
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
+    assert events(job_id, "crash")[0].data["signature"]["signal"] == "malformed frame"
+
+
+def test_frames_that_no_row_can_hold_are_a_crash_and_not_an_end_of_the_worker(
+    submitted: Any, supervise: Any, job: Any
+) -> None:
+    job_id = submitted()
+    frame = {"frame": "layer", "kind": "k" * 500, "ordinal": "zero", "layer": "x", "outcome": [], "observed": None}
+    supervise(job_id, ["raw", json.dumps(frame) + "\n"], ["sleep", 600])
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
+
+
+@pytest.mark.parametrize("name", ["../../escape", "/etc/passwd", "a//b", "missing.json"])
+def test_an_artifact_that_is_not_there_is_never_listed(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, name: Any
+) -> None:
+    job_id = submitted()
+    announced = {"frame": "artifact", "name": name, "sha256": "0" * 64, "size_bytes": 1, "media_type": "x/y"}
+    supervise(job_id, ["raw", json.dumps(announced) + "\n"], ["sleep", 600])
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
+    assert list_artifacts(ledger, LOCAL_TENANT, job_id) == ()
+
+
+def test_an_artifact_whose_bytes_differ_is_never_listed(ledger: Any, submitted: Any, supervise: Any, job: Any) -> None:
+    job_id = submitted()
+    supervise(job_id, ["artifact", "spectra/0.json", "one", "two"], ["sleep", 600])
+    assert job(job_id).state == "queued"
+    assert list_artifacts(ledger, LOCAL_TENANT, job_id) == ()
+
+
+def test_cancel_stops_the_child_at_its_checkpoint(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, ended: Any
+) -> None:
+    job_id = submitted()
+    _, thread = supervise(job_id, ["pids"], ["wait_for_sigterm"], background=True)
+    eventually(lambda: events(job_id, "log"))
+    request_cancel(ledger, LOCAL_TENANT, job_id)
+    thread.join(10)
+    assert job(job_id).state == "cancelled"
+    assert ended(pids_in(events, job_id), 0)
+
+
+def test_a_child_that_will_not_stop_is_killed_after_its_grace(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, ended: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(lease_watch, "STOP_GRACE_SECONDS", 0.5)
+    job_id = submitted()
+    _, thread = supervise(job_id, ["ignore_sigterm"], ["pids"], ["sleep", 600], background=True)
+    eventually(lambda: events(job_id, "log"))
+    request_cancel(ledger, LOCAL_TENANT, job_id)
+    thread.join(10)
+    assert job(job_id).state == "cancelled"
+    assert ended(pids_in(events, job_id), 0)
+
+
+def test_a_drain_hands_the_job_back_uncounted(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any
+) -> None:
+    job_id = submitted()
+    supervisor, thread = supervise(job_id, ["layer", 0], ["pids"], ["wait_for_sigterm"], background=True)
+    eventually(lambda: events(job_id, "log"))
+    supervisor.stop("drain")
+    thread.join(10)
+    assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
+    with reading(ledger) as connection:
+        assert connection.execute(select(outbox.c.job_id)).scalars().all() == [job_id]
+    supervise(job_id, ["layer", 0], ["layer", 1], ["finish"])
+    assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 1)
+
+
+def test_the_deadline_ends_the_job(ledger: Any, submitted: Any, supervise: Any, job: Any) -> None:
+    job_id = submitted()
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(1)))
+    supervise(job_id, ["wait_for_sigterm"])
+    assert job(job_id).state == "failed"
+    assert job(job_id).failure["code"] == "deadline_exceeded"
+
+
+def test_a_stop_that_nobody_asked_for_is_a_failure_like_any_other(
+    submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any
+) -> None:
+    job_id = submitted()
+    _, thread = supervise(job_id, ["pids"], ["wait_for_sigterm"], background=True)
+    eventually(lambda: events(job_id, "log"))
+    os.kill(pids_in(events, job_id)[0], signal.SIGTERM)
+    thread.join(10)
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
+
+
+def test_a_lost_lease_kills_the_child_and_writes_nothing(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, ended: Any
+) -> None:
+    job_id = submitted()
+    _, thread = supervise(job_id, ["ignore_sigterm"], ["pids"], ["sleep", 600], background=True)
+    eventually(lambda: events(job_id, "log"))
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(lease_expires_at=ledger_now(-1)))
+    assert reap_expired(ledger) == 1
+    before = job(job_id)
+    thread.join(10)
+    assert ended(pids_in(events, job_id), 0)
+    assert job(job_id) == before
+    assert (before.state, before.failures) == ("queued", 1)
+
+
+def test_heartbeats_keep_the_lease_of_a_child_that_says_nothing(
+    ledger: Any, submitted: Any, supervise: Any, job: Any
+) -> None:
+    job_id = submitted()
+    _, thread = supervise(job_id, ["sleep", 3], ["finish"], background=True, lease_seconds=1)
+    while thread.is_alive():
+        assert reap_expired(ledger) == 0
+        thread.join(0.1)
+    assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 1)
+
+
+def test_plan_and_threads_of_the_first_attempt_stand(submitted: Any, supervise: Any, job: Any, events: Any) -> None:
+    job_id = submitted()
+    supervise(job_id, ["plan", {"peak_bytes": 10}], ["fail", "transient"], threads=3)
+    supervise(job_id, ["echo_assignment"], ["plan", {"peak_bytes": 99}], ["finish"], threads=1)
+    told = json.loads(events(job_id, "log")[0].data["message"])
+    assert told["threads"] == 3
+    assert told["plan"] == job(job_id).plan == {"peak_bytes": 10, "threads": 3}
+
+
+def test_what_the_child_says_is_kept_for_the_operator_only(
+    ledger: Any, submitted: Any, supervise: Any, job: Any
+) -> None:
+    job_id = submitted()
+    supervise(job_id, ["say", "Traceback: secret path"], ["kill_self"])
+    supervise(job_id, ["say", "Traceback: secret path"], ["kill_self"])
+    assert "secret path" not in json.dumps(dict(job(job_id).failure))
+    with reading(ledger) as connection:
+        kept = connection.execute(select(jobs.c.failure).where(jobs.c.id == job_id)).scalar_one()
+    assert kept["detail"] == "Traceback: secret path"
+
+
+def test_factors_of_an_earlier_job_are_laid_out(submitted: Any, supervise: Any, job: Any, events: Any) -> None:
+    earlier = submitted(kind="factors")
+    supervise(earlier, ["artifact", "factors/0.safetensors", "tensor"], ["fail", "transient"])
+    supervise(earlier, ["artifact", "factors/factors.index.json", "{}"], ["finish"])
+    assert job(earlier).state == "succeeded"
+    later = submitted(model=None, data=None, task=None, factors={"job": earlier})
+    supervise(later, ["echo_assignment"], ["finish"])
+    told = json.loads(events(later, "log")[0].data["message"])
+    place = told["factors_path"]
+    assert sorted(path.name for path in Path(place).iterdir()) == ["0.safetensors", "factors.index.json"]
+
+
+def test_factors_that_are_not_there_are_the_callers_to_mend(submitted: Any, supervise: Any, job: Any) -> None:
+    earlier = submitted()
+    for _ in range(2):
+        later = submitted(model=None, data=None, task=None, factors={"job": earlier})
+        supervise(later, ["finish"])
+        assert (job(later).state, job(later).failure["pointer"]) == ("failed", "/factors/job")
+        if job(earlier).state == "queued":
+            supervise(earlier, ["finish"])

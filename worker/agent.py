@@ -1,0 +1,138 @@
+"""The Agent: owns this process's slots; doorbell and poller both ask it to take a job.
+
+Without a free slot a doorbell is dropped: the job stands in the database, where the next poll, here
+or elsewhere, finds it. So a worker deaf to its broker costs seconds, never a job.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import structlog
+from sqlalchemy import Engine
+
+from jobs.claims import claim, next_claimable
+from jobs.errors import LedgerUnavailable
+from jobs.records import Claim
+from worker.child import EXECUTION, STOP_GRACE_SECONDS
+from worker.settings import WorkerSettings
+from worker.supervisor import Supervisor
+
+DRAIN_SECONDS = STOP_GRACE_SECONDS + 7
+_CLAIM_TRIES = 3
+
+
+class Agent:
+    """One per worker process."""
+
+    def __init__(self, engine: Engine, settings: WorkerSettings, command: Sequence[str] = EXECUTION) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._command = command
+        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._slots = threading.Semaphore(settings.slots)
+        self._supervisors: set[Supervisor] = set()
+        self._lock = threading.Lock()
+        self._draining = False
+        self._nudge = threading.Event()
+        self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
+        self._log = structlog.get_logger("kronoscope.worker")
+
+    def start(self) -> None:
+        """Begin to look for work."""
+        self._poller.start()
+
+    def wake(self) -> None:
+        """Look into the queue now."""
+        self._nudge.set()
+
+    def offer(self, job_id: str) -> bool:
+        """Take the job if a slot is free and it can be claimed; whether it was taken."""
+        if self._draining or not self._slots.acquire(blocking=False):
+            return False
+        taken = False
+        try:
+            held = self._claim(job_id)
+            if held is not None:
+                self._supervise(held)
+                taken = True
+        except LedgerUnavailable:
+            self._log.warning("the database does not answer; the job stays in the queue", job=job_id)
+        finally:
+            if not taken:
+                self._slots.release()
+        return taken
+
+    def begin_drain(self) -> None:
+        """Take no more jobs and have the running ones stop; safe inside a signal handler (it takes no lock)."""
+        self._draining = True
+        self._nudge.set()
+
+    def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
+        """Hand every running job back, its attempt uncounted; whether all were within the time."""
+        self.begin_drain()
+        deadline = time.monotonic() + seconds
+        self._stop_all()
+        free = [self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(self._settings.slots)]
+        for taken in free:
+            if taken:
+                self._slots.release()  # nobody takes it any more, and draining twice finds the same
+        return all(free)
+
+    def _claim(self, job_id: str) -> Claim | None:
+        """Claim; one token for all tries, so that a claim whose reply was lost is recognised."""
+        token = secrets.token_hex(16)
+        for tries_left in reversed(range(_CLAIM_TRIES)):
+            try:
+                return claim(self._engine, job_id, self._owner, token, self._settings.ledger.lease_seconds)
+            except LedgerUnavailable:
+                if not tries_left:
+                    raise
+                time.sleep(0.2)
+        return None
+
+    def _supervise(self, held: Claim) -> None:
+        supervisor = Supervisor(self._engine, held, self._settings, self._command)
+        with self._lock:
+            self._supervisors.add(supervisor)
+        # a daemon: where a drain is cut short the process may end, and the lifeline ends the child
+        threading.Thread(target=self._run, args=(supervisor,), name=f"job-{held.job_id}", daemon=True).start()
+        if self._draining:
+            supervisor.stop("drain")
+
+    def _run(self, supervisor: Supervisor) -> None:
+        try:
+            supervisor.run()
+        finally:
+            with self._lock:
+                self._supervisors.discard(supervisor)
+            self._slots.release()
+            self._nudge.set()
+
+    def _stop_all(self) -> None:
+        with self._lock:
+            running = list(self._supervisors)
+        for supervisor in running:
+            supervisor.stop("drain")
+
+    def _poll(self) -> None:
+        while not self._draining:
+            self._nudge.clear()
+            try:
+                self._take_some()
+            except LedgerUnavailable:
+                self._log.warning("the database does not answer; the queue is looked into again")
+            except Exception:  # noqa: BLE001 - what makes lost doorbells harmless outlives whatever happens
+                self._log.exception("looking into the queue failed")
+            self._nudge.wait(self._settings.poll_seconds)
+        self._stop_all()
+
+    def _take_some(self) -> None:
+        if not self._slots.acquire(blocking=False):
+            return
+        self._slots.release()
+        for job_id in next_claimable(self._engine):
+            self.offer(job_id)

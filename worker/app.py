@@ -1,0 +1,97 @@
+"""The Celery application: ``celery -A worker.app worker -P threads`` is a worker of the service.
+
+Celery carries the doorbell and nothing else: messages are acknowledged at once, nothing is
+prefetched, no result is kept. Losing any of it costs seconds, because the database is the queue.
+Importing this module reads the broker's address and starts nothing.
+"""
+
+import os
+import sys
+from typing import Any
+
+from celery import Celery, signals
+
+from jobs.errors import LedgerError
+from worker.service import Service
+from worker.settings import WorkerSettings, redis_url
+
+_DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
+
+
+class Doorbell(Celery):  # type: ignore[misc]  # Celery publishes no types
+    """The application, and the Agent that its task rings for once a worker runs."""
+
+    agent: Any = None
+    service: Service | None = None
+
+
+def create_app(broker: str) -> Doorbell:
+    """The application on one broker."""
+    celery = Doorbell("kronoscope", broker=broker, include=["worker.tasks"])
+    celery.conf.update(
+        accept_content=["json"],
+        broker_connection_retry_on_startup=True,
+        broker_heartbeat=0,
+        broker_transport_options={"socket_connect_timeout": 3, "socket_keepalive": True, "health_check_interval": 15},
+        result_backend=None,
+        task_acks_late=False,
+        task_ignore_result=True,
+        task_publish_retry=False,
+        task_serializer="json",
+        result_serializer="json",
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_concurrency=2,  # doorbells are answered in milliseconds; jobs run in threads of the Agent's
+        worker_disable_prefetch=True,
+        worker_hijack_root_logger=False,
+        worker_pool="threads",
+        worker_prefetch_multiplier=1,
+        worker_redirect_stdouts=False,
+    )
+    return celery
+
+
+app = create_app(redis_url(os.environ) or _DEFAULT_BROKER)
+
+
+def ring(job_id: str) -> None:
+    """Send the doorbell of one job, or say at once that the broker does not answer."""
+    app.send_task("worker.tasks.ring", args=[job_id], retry=False, ignore_result=True)
+
+
+@signals.celeryd_init.connect(weak=False)  # type: ignore[untyped-decorator]
+def _open(instance: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishes no types
+    """Take up the ledger before the broker, so that the first line logged is ours."""
+    instance.quiet = True  # Celery's banner is no JSON, and it shows the broker's address
+    try:
+        app.service = Service(WorkerSettings.from_environment(os.environ), ring)
+    except LedgerError as error:
+        sys.stderr.write(f"the worker does not start: {error}\n")
+        raise SystemExit(2) from error
+    app.agent = app.service.agent
+
+
+@signals.setup_logging.connect(weak=False)  # type: ignore[untyped-decorator]
+def _keep_our_logging(**_: object) -> None:
+    """Being connected is what keeps Celery from setting up its own."""
+
+
+@signals.worker_init.connect(weak=False)  # type: ignore[untyped-decorator]
+def _start(sender: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishes no types
+    """Leave out what Celery's workers tell each other, and take jobs."""
+    sender.options.update(without_gossip=True, without_mingle=True, without_heartbeat=True)
+    if app.service is not None:
+        app.service.start()
+
+
+@signals.worker_shutting_down.connect(weak=False)  # type: ignore[untyped-decorator]
+def _begin_drain(**_: object) -> None:
+    """Inside Celery's signal handler: only note it."""
+    if app.agent is not None:
+        app.agent.begin_drain()
+
+
+@signals.worker_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
+def _drain(**_: object) -> None:
+    if app.service is not None:
+        app.service.stop()
+        app.service = app.agent = None

@@ -1,0 +1,55 @@
+"""What a child is told to do: one JSON object on its standard input."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MAX_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """One job, one attempt."""
+
+    document: dict[str, Any]
+    artifacts: Path
+    """Where artifacts go."""
+    store: Path
+    """The model store."""
+    completed: frozenset[tuple[str, int]]
+    threads: int | None
+    paths: tuple[Path, ...]
+    factories: tuple[str, ...]
+    directories: tuple[str, ...]
+    offline: bool
+    factors_path: Path | None
+
+
+def read_assignment(raw: bytes) -> Assignment:
+    """Read what the parent wrote.
+
+    Raises:
+        ValueError: If it is not an assignment; that is our own fault, never the caller's.
+    """
+    if len(raw) > _MAX_BYTES:
+        raise ValueError(f"an assignment of {len(raw):,} bytes; at most {_MAX_BYTES:,} are read")
+    try:
+        value = json.loads(raw)
+        allowed = value.get("allowed") or {}
+        factors_path = value.get("factors_path")
+        return Assignment(
+            document=value["document"],
+            artifacts=Path(value["artifacts"]),
+            store=Path(value.get("store") or Path.home() / ".cache" / "kronoscope"),
+            completed=frozenset((str(kind), int(ordinal)) for kind, ordinal in value.get("completed") or ()),
+            threads=value.get("threads"),
+            paths=tuple(Path(path) for path in value.get("paths") or ()),
+            factories=tuple(allowed.get("factories") or ()),
+            directories=tuple(allowed.get("directories") or ()),
+            offline=bool(value.get("offline", True)),
+            factors_path=Path(factors_path) if factors_path else None,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        message = f"not an assignment: {error!r}"
+        raise ValueError(message) from error

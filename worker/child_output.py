@@ -1,0 +1,33 @@
+"""What a child says outside its frames: read to the end, logged, the last lines kept for the operator."""
+
+import threading
+from collections import deque
+from typing import IO
+
+from structlog.typing import FilteringBoundLogger
+
+_LINE_BYTES = 1_000
+_KEPT_LINES = 40
+
+
+class ChildOutput:
+    """Reads in a thread of its own, so that a talkative child never blocks on a full pipe."""
+
+    def __init__(self, stream: IO[bytes], log: FilteringBoundLogger) -> None:
+        self._stream = stream
+        self._log = log
+        self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._thread = threading.Thread(target=self._read, name="child-output", daemon=True)
+        self._thread.start()
+
+    def tail(self) -> str | None:
+        """The last lines, once the child has ended."""
+        self._thread.join()
+        return "\n".join(self._kept) or None
+
+    def _read(self) -> None:
+        while line := self._stream.readline(_LINE_BYTES):
+            text = line.decode(errors="replace").rstrip().replace("\0", "")
+            if text:
+                self._kept.append(text)
+                self._log.debug("child says", text=text)

@@ -1,0 +1,76 @@
+"""A crash: the child died, or lost its mind, without a last frame.
+
+Its *signature* (how it ended, in which stage, after which layer) tells bad luck from poison: the
+same signature twice in a row means that a third try would end the same way.
+"""
+
+import signal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from catalog.frames import Failed, Frame, LayerDone, Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What two crashes must share to be the same crash."""
+
+    signal: str
+    """`SIGKILL`, or `exit 1`, or `malformed frame`."""
+    stage: str | None
+    layer: str | None
+    """The last row that stands, of this attempt or an earlier one."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For the ledger."""
+        return asdict(self)
+
+
+class Whereabouts:
+    """How far a child was: follows its frames."""
+
+    def __init__(self, last_row: str | None = None) -> None:
+        self.stage: str | None = None
+        self.layer = last_row
+
+    def follow(self, frame: Frame) -> None:
+        """Note stage and layer."""
+        if isinstance(frame, Progress):
+            self.stage = frame.stage
+        elif isinstance(frame, LayerDone):
+            self.stage = frame.kind
+            self.layer = row_name(frame.kind, frame.ordinal)
+
+
+def row_name(kind: str, ordinal: int) -> str:
+    """One row of the results, in a word."""
+    return f"{kind}/{ordinal}"
+
+
+def ending(code: int) -> str:
+    """An exit code in words: codes above 128 are signals."""
+    if code > 128:
+        try:
+            return signal.Signals(code - 128).name
+        except ValueError:
+            return f"signal {code - 128}"
+    return f"exit {code}"
+
+
+def crash_failure(signature: Signature, category: Literal["transient", "fatal"], detail: str | None) -> Failed:
+    """What the job's owner is told; `transient` where it will be tried again."""
+    where = f" during {signature.stage}" if signature.stage else " before it reported anything"
+    after = f", after layer {signature.layer}" if signature.layer else ""
+    remedy = (
+        "SIGKILL is most often the machine running out of memory: lower `collection.batch_size` or `memory.host`"
+        if signature.signal == "SIGKILL"
+        else "if it happens again, the operator's log of this job has the process's last lines"
+    )
+    return Failed(
+        category=category,
+        code="crashed",
+        message=f"the computing process ended without a word ({signature.signal}){where}{after}; {remedy}",
+        pointer=None,
+        layer=None,
+        detail=detail,
+    )

@@ -1,0 +1,1 @@
+"""Data of every source, one file each; all give a ``DataStream``."""

@@ -1,0 +1,18 @@
+"""Data ready to be passed through a model, any number of times, always the same."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Chunk = tuple[Any, ...]
+"""``(inputs, targets)`` or ``(inputs, targets, index)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStream:
+    """Chunks of examples, in an order that never changes."""
+
+    batches: Callable[[], Iterator[Chunk]]
+    """Begins a new pass."""
+    examples: int | None
+    """How many there are, where it is known beforehand."""

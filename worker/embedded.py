@@ -1,0 +1,46 @@
+"""The worker without Celery: the same Agent, fed by its own poll of the database.
+
+    python -P -m worker.embedded [--with-parent]
+
+SIGTERM or SIGINT hands running jobs back and ends it; ``--with-parent`` does so too when the process
+that started it is gone.
+"""
+
+import argparse
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+
+from jobs.errors import LedgerError
+from worker.service import Service
+from worker.settings import WorkerSettings
+
+_PARENT_POLL_SECONDS = 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until told to stop."""
+    parser = argparse.ArgumentParser(prog="worker.embedded")
+    parser.add_argument("--with-parent", action="store_true", help="end when the starting process ends")
+    options = parser.parse_args(arguments)
+    parent = os.getppid()
+    told, tell = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.write(tell, b"!"))
+    try:
+        service = Service(WorkerSettings.from_environment(os.environ, poll_seconds=1))
+    except LedgerError as error:
+        sys.stderr.write(f"the worker does not start: {error}\n")
+        return 2
+    service.start()
+    while not select.select([told], [], [], _PARENT_POLL_SECONDS)[0]:
+        if options.with_parent and os.getppid() != parent:
+            break
+    service.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""The child: computes one job and tells its parent about it in frames; writes nothing but artifacts.
+
+    python -P -m worker.execution --frames FD        (the assignment comes on standard input)
+
+The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 4 fatal) or
+``stopped`` (5). SIGTERM stops it at its next checkpoint: a batch, a layer, a training step.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from catalog import ANALYSES, DOCUMENT
+from catalog.analysis import LayerResult
+from catalog.complaints import complaints
+from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
+from catalog.job import JobDocument
+from catalog.record import plain
+from engine.errors import StopRequested
+from engine.memory.budget import MemoryBudget
+from engine.workspace import Workspace
+from worker.artifact_files import ArtifactFiles, StoredFactors, find_factors
+from worker.assignment import Assignment, read_assignment
+from worker.computing_environment import computing_environment
+from worker.data_loading.examined import examined
+from worker.data_loading.request import DataRequest
+from worker.data_loading.stream import DataStream
+from worker.failures import DocumentRefused, failure_of
+from worker.frame_pipe import FramePipe
+from worker.loaded_model import LoadedModel
+from worker.refusal import Refusal
+from worker.resolve import resolve
+from worker.surroundings import Surroundings
+
+EXIT_STOPPED = 5
+_EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
+
+MODEL_SOURCES = {
+    "builtin": "worker.model_loading.builtin:load",
+    "directory": "worker.model_loading.checkpoint:load",
+    "factory": "worker.model_loading.factory:load",
+    "huggingface": "worker.model_loading.huggingface:load",
+}
+DATA_SOURCES = {
+    "builtin": "worker.data_loading.builtin:load",
+    "factory": "worker.data_loading.factory:load",
+    "file": "worker.data_loading.file:load",
+    "huggingface": "worker.data_loading.huggingface:load",
+    "synthetic": "worker.data_loading.synthetic:load",
+}
+
+
+class StopFlag:
+    """Raised by a signal handler, looked at between units of work."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def install(self) -> None:
+        """Take SIGTERM. Ctrl-C is the parent's business."""
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._asked = True
+
+    def checkpoint(self) -> None:
+        """Stop here if it was asked for.
+
+        Raises:
+            StopRequested: If so.
+        """
+        if self._asked:
+            raise StopRequested
+
+
+def parse_document(document: Mapping[str, Any]) -> JobDocument:
+    """The document as a record, strictly: no string for a number, no number for a flag.
+
+    Raises:
+        DocumentRefused: With every complaint.
+    """
+    try:
+        raw = json.dumps(document, allow_nan=False)
+    except ValueError as error:
+        raise Refusal("the document holds NaN or Infinity; take ordinary numbers", pointer="") from error
+    try:
+        parsed: JobDocument = TypeAdapter(DOCUMENT).validate_json(raw, strict=True)
+    except ValidationError as error:
+        raise DocumentRefused(complaints(error.errors(include_url=False, include_input=False), DOCUMENT)) from error
+    return parsed
+
+
+def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> None:
+    """Run every analysis of the document, frame by frame.
+
+    Raises:
+        Exception: Whatever goes wrong; ``failures`` tells it.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _settle(assignment.threads, device)
+    pipe.send(Started(environment=computing_environment(device)))
+    document = parse_document(assignment.document)
+    _seed(document.collection.seed)
+    # before the model is there: the plan counts its weights
+    memory = MemoryBudget.measure(document.memory, device)
+    artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
+    workspace = Workspace(
+        model=None,
+        batches=None,
+        task=document.task,
+        collection=document.collection,
+        stabilisation=document.stabilisation,
+        memory=memory,
+        device=device,
+        keep=document.keep,
+        kinds=document.kinds,
+        artifacts=artifacts,
+        completed=assignment.completed,
+        report=pipe.report,
+        checkpoint=checkpoint.checkpoint,
+        log=pipe.log,
+        planned=pipe.planned,
+    )
+    surroundings = Surroundings(
+        store=assignment.store,
+        offline=assignment.offline,
+        paths=assignment.paths,
+        factories=assignment.factories,
+        directories=assignment.directories,
+        report=pipe.report,
+        checkpoint=checkpoint.checkpoint,
+        log=pipe.log,
+    )
+    if document.factors is not None:
+        workspace.stored = _stored(document, assignment, surroundings)
+    else:
+        loaded = _load_model(document, surroundings)
+        data = _load_data(document, loaded, surroundings)
+        workspace.model = loaded.model.to(device)
+        workspace.batches, workspace.examples = data.batches, data.examples
+        pipe.log("info", f"model: {loaded.provenance}")
+    for kind in document.kinds:
+        checkpoint.checkpoint()
+        _analyse(kind, document, workspace, pipe)
+
+
+def _settle(threads: int | None, device: torch.device) -> None:
+    """What must stand before the first tensor: the same numbers on the same machine."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        # not an error where an operation has no deterministic form: the digest will tell
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _seed(seed: int) -> None:
+    """For models and data that draw; our own labels are keyed by counters and need none."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
+
+
+def _load_model(document: JobDocument, surroundings: Surroundings) -> LoadedModel:
+    source: Any = document.model
+    loader = MODEL_SOURCES.get(source.source)
+    if loader is None:
+        raise Refusal(
+            f"`source: {source.source}` is not served here; take one of {', '.join(MODEL_SOURCES)}",
+            pointer="/model/source",
+            code="unsupported_source",
+        )
+    surroundings.report("model", 0, None, "models")
+    loaded: LoadedModel = resolve(loader)(source, document.task, surroundings)
+    surroundings.checkpoint()
+    return loaded
+
+
+def _load_data(document: JobDocument, loaded: LoadedModel, surroundings: Surroundings) -> DataStream:
+    source: Any = document.data
+    loader = DATA_SOURCES.get(source.source)
+    if loader is None or document.task is None:
+        raise Refusal(
+            f"`source: {source.source}` is not served here; take one of {', '.join(DATA_SOURCES)}",
+            pointer="/data/source",
+            code="unsupported_source",
+        )
+    surroundings.report("data", 0, None, "sources")
+    request = DataRequest(
+        task=document.task,
+        loaded=loaded,
+        batch_size=document.collection.batch_size,
+        seed=document.collection.seed,
+        surroundings=surroundings,
+    )
+    stream: DataStream = resolve(loader)(source, request)
+    surroundings.checkpoint()
+    return examined(stream, loaded, "/data")
+
+
+def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroundings) -> StoredFactors:
+    """The factors of an earlier job: its folder as the parent found it, or the path in the document."""
+    if assignment.factors_path is not None:
+        return find_factors(assignment.factors_path, "/factors")
+    path = document.factors.path if document.factors is not None else None
+    if path is None:
+        raise Refusal(
+            "names a job of the service; in the foreground give `factors: {path: FOLDER}`", pointer="/factors/job"
+        )
+    return find_factors(surroundings.allowed_path(path, "/factors/path"), "/factors/path")
+
+
+def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:
+    """Pull one analysis's rows and send each up; its return value is the summary."""
+    analysis = ANALYSES[kind]
+    params = getattr(document, kind) if analysis.params is not None else None
+    rows: Generator[LayerResult, None, Any] = resolve(analysis.function)(params, workspace)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration as end:
+            pipe.send(Summarised(kind=kind, summary=plain(end.value)))
+            return
+        pipe.send(layer_frame(row))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program."""
+    parser = argparse.ArgumentParser(prog="worker.execution", description="Compute one job; started by its parent.")
+    parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
+    pipe = FramePipe(parser.parse_args(arguments).frames)
+    stop = StopFlag()
+    stop.install()
+    try:
+        execute(read_assignment(sys.stdin.buffer.read()), pipe, stop)
+    except StopRequested:
+        pipe.send(Stopped())
+        return EXIT_STOPPED
+    except BrokenPipeError:
+        # nobody reads: the parent is gone, and the guardian is about to end this process
+        return _EXIT_CODES["fatal"]
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told
+        failed = failure_of(error)
+        pipe.send(failed)
+        return _EXIT_CODES[failed.category]
+    pipe.send(Finished())
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # frames are out and files are synced; a caller's threads and exit hooks have no say in how this ends
+    os._exit(code)

@@ -1,0 +1,66 @@
+"""The guardian: starts one command and never lets it outlive the process that asked for it.
+
+It leads its own session; the command and everything the command starts are in its process
+group. The parent holds the other end of the *lifeline*, a pipe on which nothing is ever
+written: however the parent dies, the kernel closes its end, the guardian reads end-of-file and
+kills the whole group. (PR_SET_PDEATHSIG is no answer: it fires when the starting *thread* ends.)
+
+Standard library only: it is started once per job and must be cheap and unbreakable.
+
+    python -P -m worker.guardian --lifeline FD -- COMMAND...
+"""
+
+import argparse
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code, 128 + n where signal n ended it."""
+    parser = argparse.ArgumentParser(prog="worker.guardian")
+    parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    return guard(options.command, options.lifeline)
+
+
+def guard(command: Sequence[str], lifeline: int) -> int:
+    """Start ``command``, forward SIGTERM to it, and kill the group when ``lifeline`` ends."""
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()  # killing the group must never reach whoever started us
+    asked, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    terminate_asked = False
+
+    def note(number: int, _frame: object) -> None:
+        nonlocal terminate_asked
+        terminate_asked = terminate_asked or number == signal.SIGTERM
+
+    # handlers stand before the command does, so that no signal falls between; they only wake the loop below
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGCHLD, note)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    # the lifeline is ours alone; the frame pipe, made inheritable by our parent, goes on to the command
+    os.set_inheritable(lifeline, False)
+    process = subprocess.Popen(command, close_fds=False)  # noqa: S603 - the parent's own command line, no shell
+    while True:
+        if terminate_asked:
+            terminate_asked = False
+            process.terminate()
+        code = process.poll()
+        if code is not None:
+            return code if code >= 0 else 128 - code
+        readable, _, _ = select.select([lifeline, asked], [], [])
+        if asked in readable:
+            os.read(asked, 512)
+        if lifeline in readable and not os.read(lifeline, 1):
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The clock beside a running child: heartbeats, cancellation, deadline, and the grace of a stop.
+
+It runs in a thread of its own, so that neither a long write nor a child that hangs can starve a
+heartbeat. Why a child was stopped stands here; what becomes of the job then is the supervisor's.
+"""
+
+import math
+import threading
+import time
+from typing import Literal
+
+from sqlalchemy import Engine, select
+from structlog.typing import FilteringBoundLogger
+
+from jobs.claims import heartbeat
+from jobs.clock import ledger_now
+from jobs.database import reading
+from jobs.errors import LeaseLost, LedgerUnavailable
+from jobs.records import Claim
+from jobs.store import read_job
+from worker.child import STOP_GRACE_SECONDS, Child
+from worker.settings import WorkerSettings
+
+StopReason = Literal["cancel", "deadline", "drain"]
+
+
+class LeaseWatch:
+    """Watches over one claim while its child runs."""
+
+    def __init__(self, engine: Engine, claim: Claim, settings: WorkerSettings, log: FilteringBoundLogger) -> None:
+        self.reason: StopReason | None = None
+        self.lost = threading.Event()
+        """Set once the job may be another's: nothing is written any more."""
+        self._engine = engine
+        self._claim = claim
+        self._settings = settings
+        self._log = log
+        self._child: Child | None = None
+        self._kill_at = math.inf
+        self._ended = threading.Event()
+        self._nudge = threading.Event()
+        self._lock = threading.Lock()
+        self._held_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"lease-{claim.job_id}", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the claim has just been made."""
+        self._thread.start()
+
+    def guard(self, child: Child) -> None:
+        """Name the child to stop; one that was to be stopped before it stood is stopped now."""
+        with self._lock:
+            self._child = child
+            if self.lost.is_set():
+                child.kill()
+            elif self.reason is not None:
+                self._terminate()
+
+    def stop(self, reason: StopReason) -> None:
+        """Have the child stop at its next checkpoint, and end it when it does not; the first reason counts."""
+        with self._lock:
+            if self.reason is None and not self._ended.is_set():
+                self.reason = reason
+                self._log.info("stopping", reason=reason)
+                self._terminate()
+        self._nudge.set()
+
+    def end(self) -> None:
+        """The attempt is over: the last heartbeat has been."""
+        self._ended.set()
+        self._nudge.set()
+        self._thread.join()
+
+    def _terminate(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+            self._kill_at = time.monotonic() + STOP_GRACE_SECONDS
+
+    def _lose(self, why: str) -> None:
+        self._log.warning("lease lost", why=why)
+        with self._lock:
+            self.lost.set()
+            if self._child is not None:
+                self._child.kill()
+
+    def _run(self) -> None:
+        every = self._settings.ledger.heartbeat_seconds
+        look_every = min(every, self._settings.cancel_seconds)
+        deadline = self._deadline()
+        next_beat, next_look = self._held_at + every, self._held_at + look_every
+        while not self._ended.is_set() and not self.lost.is_set():
+            now = time.monotonic()
+            if now >= next_beat:
+                self._beat()
+                next_beat, next_look = now + every, now + look_every
+            elif now >= next_look:
+                self._look()
+                next_look = now + look_every
+            if now >= deadline:
+                deadline = math.inf
+                self.stop("deadline")
+            if now >= self._kill_at and self._child is not None:
+                self._kill_at = math.inf
+                self._log.warning("killing", after_seconds=STOP_GRACE_SECONDS)
+                self._child.kill()
+            due = min(next_beat, next_look, deadline, self._kill_at)
+            self._nudge.wait(max(0.0, due - time.monotonic()))
+            self._nudge.clear()
+
+    def _beat(self) -> None:
+        asked = time.monotonic()  # the lease runs from before the question, not from after the answer
+        try:
+            cancel = heartbeat(self._engine, self._claim, self._settings.ledger.lease_seconds)
+        except LeaseLost as error:
+            self._lose(str(error))
+        except LedgerUnavailable:
+            silent = time.monotonic() - self._held_at
+            self._log.warning("heartbeat failed", silent_seconds=round(silent, 1))
+            if silent > self._settings.ledger.lease_seconds:
+                self._lose("the database did not answer for the length of the lease")
+        else:
+            self._held_at = asked
+            if cancel is not None:
+                self.stop("cancel")
+
+    def _look(self) -> None:
+        try:
+            job = read_job(self._engine, self._claim.tenant_id, self._claim.job_id)
+        except LedgerUnavailable:
+            return  # the heartbeat is what judges silence
+        if job is None or job.fence != self._claim.fence or job.ended:
+            self._lose("the job is gone, or another attempt's")
+        elif job.cancel_requested_at is not None:
+            self.stop("cancel")
+
+    def _deadline(self) -> float:
+        """On this process's monotonic clock, from the difference of two moments of the database's."""
+        if self._claim.deadline_at is None:
+            return math.inf
+        try:
+            with reading(self._engine) as connection:
+                now = connection.execute(select(ledger_now())).scalar_one()
+        except LedgerUnavailable:
+            return math.inf  # the next attempt will ask again; the lease is what protects the queue
+        left: float = (self._claim.deadline_at - now).total_seconds()
+        return time.monotonic() + left

@@ -1,0 +1,38 @@
+"""A model ready to be measured, with what the data must know about it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """How a model that reads tokens wants them."""
+
+    size: int
+    """Token ids lie below this."""
+    max_length: int | None
+    """Positions the model has; null where any length goes."""
+    tokenizer: Path | None
+    """`tokenizer.json`; null for a model that reads bytes."""
+    pad_id: int = 0
+    mask_token: str | None = None
+    arguments: frozenset[str] = frozenset()
+    """Names that ``forward`` takes besides `input_ids`; empty: it takes one tensor of ids."""
+    explicit_positions: bool = False
+    """Position ids are given, one row per example. By default a model looks up *one* row for the whole
+    batch, and the position embedding's gradient then arrives summed over the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model in ``eval()`` on the host."""
+
+    model: nn.Module
+    vocabulary: Vocabulary | None = None
+    """Null for a model of images or plain numbers."""
+    input_name: str | None = None
+    """The one input's name where ``forward`` is to be called by name (`pixel_values`)."""
+    provenance: str = ""
+    """Where the weights come from, pinned: for the manifest."""

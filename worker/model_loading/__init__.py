@@ -1,0 +1,1 @@
+"""Models of every source, one file each; all give a ``LoadedModel``."""

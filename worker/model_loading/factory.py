@@ -1,0 +1,28 @@
+"""A model that the caller's own code builds."""
+
+from torch import nn
+
+from catalog.inputs import ModelFactory, Task
+from worker.loaded_model import LoadedModel
+from worker.refusal import Refusal
+from worker.resolve import call_factory, resolve_factory
+from worker.surroundings import Surroundings
+
+_POINTER = "/model/factory"
+
+
+def load(source: ModelFactory, task: Task, surroundings: Surroundings) -> LoadedModel:  # noqa: ARG001 - as every loader
+    """Call the factory and take its module in ``eval()``.
+
+    Raises:
+        Refusal: If the factory cannot be imported, raises, or returns something else.
+    """
+    factory = resolve_factory(source.factory, surroundings.paths, surroundings.factories, _POINTER)
+    model = call_factory(factory, source.factory, dict(source.kwargs), _POINTER)
+    if not isinstance(model, nn.Module):
+        raise Refusal(
+            f"factory `{source.factory}` returned {type(model).__name__}; it must return a torch.nn.Module",
+            pointer=_POINTER,
+            code="wrong_type",
+        )
+    return LoadedModel(model=model.eval(), provenance=f"factory {source.factory}")

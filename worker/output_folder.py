@@ -1,0 +1,148 @@
+"""The folder that a foreground run fills: ``job.json``, ``results.json``, ``log.jsonl``, ``artifacts/``.
+
+``job.json`` says at any time how the run stands; a reader who finds it ``succeeded`` finds the rest
+complete. JSON files are replaced whole (temporary file, fsync, rename); the log grows by whole lines.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from catalog.frames import ArtifactWritten, Failed, Frame, LayerDone, Planned, Started, Summarised
+from catalog.record import canonical_json, plain
+from worker.artifact_check import require_artifact
+
+_FORMAT = "kronoscope.run/1"
+_OURS = ("results.json", "log.jsonl", "artifacts")
+
+
+class OutputRefused(ValueError):
+    """The folder cannot take the results; the message says why and what to do."""
+
+
+class OutputFolder:
+    """One run's folder; the only writer of everything in it but the artifacts' bytes."""
+
+    def __init__(self, path: Path, document: object) -> None:
+        """Take the folder over, ending what an earlier run left in it.
+
+        Raises:
+            OutputRefused: If it is a file, cannot be written, or holds files of our names that no run wrote.
+        """
+        self.path = path.absolute()
+        self.artifacts = self.path / "artifacts"
+        self._rows: list[dict[str, Any]] = []
+        self._summary: dict[str, Any] = {}
+        self._job: dict[str, Any] = {
+            "format": _FORMAT,
+            "document": document,
+            "state": "running",
+            "started_at": _now(),
+            "finished_at": None,
+            "seconds": None,
+            "environment": None,
+            "plan": None,
+            "failure": None,
+            "artifacts": [],
+        }
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._clear()
+            self._write("job.json", self._job)
+            self.artifacts.mkdir()
+            self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
+        except OSError as error:
+            raise OutputRefused(
+                f"the output folder {path} cannot be used: {error.strerror}; give a folder that you may write"
+            ) from error
+
+    def take(self, frame: Frame) -> None:
+        """Write down one frame.
+
+        Raises:
+            ArtifactMismatch: If an announced artifact is not what stands on the disk.
+            OSError: If the disk refuses.
+        """
+        match frame:
+            case Started():
+                self._job["environment"] = dict(frame.environment)
+                self._write("job.json", self._job)
+            case Planned():
+                self._job["plan"] = dict(frame.plan)
+                self._write("job.json", self._job)
+            case LayerDone():
+                self._rows.append({**frame.outcome, "observed": dict(frame.observed)})
+                self._log.write(canonical_json(_log_record(frame)).encode() + b"\n")
+            case ArtifactWritten():
+                require_artifact(self.artifacts, frame)
+                listed = plain(frame)
+                del listed["frame"]
+                self._job["artifacts"].append(listed)
+            case Summarised():
+                self._summary[frame.kind] = dict(frame.summary)
+            case _:
+                pass
+
+    def end(self, state: str, failure: Failed | None) -> None:
+        """Write the results, then the last state: in this order, so that `succeeded` promises them."""
+        self._log.close()
+        self._write("results.json", {"summary": self._summary, "layers": self._rows})
+        started = datetime.fromisoformat(self._job["started_at"])
+        self._job["state"] = state
+        self._job["finished_at"] = _now()
+        self._job["seconds"] = (datetime.now(UTC) - started).total_seconds()
+        if failure is not None:
+            self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
+        self._write("job.json", self._job)
+
+    def _clear(self) -> None:
+        left = [name for name in _OURS if (self.path / name).exists()]
+        if not left and not (self.path / "job.json").exists():
+            return
+        if not self._is_a_run():
+            raise OutputRefused(
+                f"the output folder {self.path} holds {', '.join(left) or 'job.json'} that no run of Kronoscope wrote;"
+                " give another folder, or an empty one"
+            )
+        for name in left:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _is_a_run(self) -> bool:
+        try:
+            found = json.loads((self.path / "job.json").read_bytes())
+        except (OSError, ValueError):
+            return False
+        return isinstance(found, dict) and found.get("format") == _FORMAT
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        temporary = self.path / f".{name}.{os.getpid()}"
+        with temporary.open("wb") as file:
+            file.write(json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path / name)
+
+
+def _log_record(frame: LayerDone) -> dict[str, Any]:
+    """One line of the reproducibility log, flat."""
+    return {
+        "kind": frame.kind,
+        "ordinal": frame.ordinal,
+        "layer": frame.layer,
+        "status": frame.outcome.get("status"),
+        "reason": frame.outcome.get("reason"),
+        **(frame.outcome.get("record") or {}),
+        **frame.observed,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()

@@ -1,0 +1,60 @@
+"""From a child's progress frames to what people watch: one stage, one percentage, rows done."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from catalog.frames import LayerDone, Progress
+
+COLLECTION_SHARE = 70.0
+"""Per cent of a job's bar that collecting takes; the analyses share the rest."""
+_WRITE_SECONDS = 0.5
+
+
+class ProgressView:
+    """Follows one attempt. Batches may come by the hundred a second; the ledger hears twice a second."""
+
+    def __init__(self, kinds: Sequence[str], done: Sequence[tuple[str, int]], *, collects: bool) -> None:
+        self._analyses = [kind for kind in kinds if kind != "factors"] or list(kinds)
+        self._rows = set(done)
+        self._kinds = len(kinds)
+        self._start = COLLECTION_SHARE if collects else 0.0
+        self._last: Progress | None = None
+        self._layers: int | None = None
+        self._percent = 0.0
+        self._written_stage: str | None = None
+        self._written_at = 0.0
+
+    def take_layer(self, frame: LayerDone) -> None:
+        """Count a row."""
+        self._rows.add((frame.kind, frame.ordinal))
+
+    def take(self, frame: Progress) -> Mapping[str, Any] | None:
+        """What to write now, or None while the last word is fresh enough."""
+        self._last = frame
+        if frame.unit == "layers" and frame.total is not None:
+            self._layers = frame.total * self._kinds
+        self._percent = max(self._percent, self._estimate(frame))
+        now = time.monotonic()
+        ended = frame.total is not None and frame.done >= frame.total
+        if frame.stage == self._written_stage and not ended and now - self._written_at < _WRITE_SECONDS:
+            return None
+        self._written_stage, self._written_at = frame.stage, now
+        return {
+            "stage": frame.stage,
+            "done": frame.done,
+            "total": frame.total,
+            "unit": frame.unit,
+            "layers_done": len(self._rows),
+            "layers_total": None if self._layers is None else max(self._layers, len(self._rows)),
+            "percent": round(self._percent, 1),
+        }
+
+    def _estimate(self, frame: Progress) -> float:
+        within = min(1.0, frame.done / frame.total) if frame.total else 0.0
+        if frame.stage == "collection":
+            return self._start * within
+        if frame.stage in self._analyses:
+            each = (100.0 - self._start) / len(self._analyses)
+            return self._start + each * (self._analyses.index(frame.stage) + within)
+        return 0.0

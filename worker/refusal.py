@@ -1,0 +1,33 @@
+"""What the child says when it cannot do a job: whose fault, which field, and the remedy."""
+
+from typing import Literal
+
+Category = Literal["usage", "transient", "fatal"]
+
+
+class Refusal(Exception):
+    """A job that cannot be done as asked; the message is for whoever asked."""
+
+    category: Category = "usage"
+
+    def __init__(self, message: str, *, pointer: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.message = message
+        self.pointer = pointer
+        self.code = code
+
+
+class Unavailable(Refusal):
+    """Something outside did not answer; the same job may succeed later."""
+
+    category: Category = "transient"
+
+
+def names(found: list[str], most: int = 5) -> str:
+    """A list of names for a sentence, cut after ``most``.
+
+    Names come from files that others wrote, so control characters are shown and length is bounded.
+    """
+    shown = ", ".join(f"`{name[:120]!s}`" if name.isprintable() else repr(name[:120]) for name in found[:most])
+    rest = len(found) - most
+    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -1,0 +1,48 @@
+"""What a worker process does from start to end, whether Celery or nobody rings its doorbell."""
+
+from collections.abc import Callable
+
+import structlog
+
+from jobs.database import open_database, require_current_schema
+from worker.agent import Agent
+from worker.device import describe_device
+from worker.logging_setup import configure_logging
+from worker.settings import WorkerSettings
+from worker.sweeper import Sweeper
+
+
+class Service:
+    """Agent and sweeper over one database connection pool."""
+
+    def __init__(self, settings: WorkerSettings, ring: Callable[[str], object] | None = None) -> None:
+        """Open the ledger.
+
+        Args:
+            settings: The operator's choice.
+            ring: How to ring for a job elsewhere; none wakes the Agent of this process.
+
+        Raises:
+            SchemaOutdated: If the database has to be migrated first.
+        """
+        configure_logging(settings.log_level)
+        log = structlog.get_logger("kronoscope.worker")
+        log.info("worker starts", device=describe_device(), slots=settings.slots, doorbell=ring is not None)
+        settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
+        self._engine = open_database(settings.ledger.database_url)
+        require_current_schema(self._engine)
+        self.agent = Agent(self._engine, settings)
+        self._sweeper = Sweeper(self._engine, settings.ledger, ring or (lambda _: self.agent.wake()))
+        self._log = log
+
+    def start(self) -> None:
+        """Take jobs from now on."""
+        self.agent.start()
+        self._sweeper.start()
+
+    def stop(self) -> None:
+        """Hand running jobs back and let go of the database."""
+        drained = self.agent.drain()
+        self._sweeper.stop()
+        self._log.info("worker ends", drained=drained)
+        self._engine.dispose()

@@ -1,0 +1,92 @@
+"""The worker's settings: read once from the environment, at the process's edge."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+
+from catalog.record import record
+from jobs.errors import SettingsInvalid
+from jobs.settings import LedgerSettings, seconds, secret
+
+
+@record
+class WorkerSettings:
+    """The operator's choice for one worker process."""
+
+    ledger: LedgerSettings
+    redis_url: str | None = field(default=None, repr=False)  # holds a password
+    """Where doorbells arrive; null in embedded mode."""
+    slots: int = 1
+    """Jobs at a time."""
+    threads: int | None = None
+    """Computing threads of a job's first attempt; null shares the machine's cores among the slots."""
+    poll_seconds: float = 3
+    """Between two looks into the queue, for doorbells that never rang."""
+    cancel_seconds: float = 1
+    """Between two looks whether a running job is to be cancelled."""
+    factories: tuple[str, ...] = ()
+    """`package.module:callable` that jobs may name; `*` allows all."""
+    directories: tuple[str, ...] = ()
+    """Folders that jobs may read from; `*` allows all."""
+    paths: tuple[str, ...] = ()
+    """Where listed factories are looked for, after everything installed."""
+    store: Path
+    """The model store."""
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        if not 1 <= self.slots <= 64:
+            raise SettingsInvalid(f"KRONOSCOPE_SLOTS is {self.slots}; take 1 to 64 jobs at a time")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise SettingsInvalid(f"KRONOSCOPE_THREADS is {self.threads}; take 1 to 1024, or leave it out")
+        for name in ("poll_seconds", "cancel_seconds"):
+            if not 0.01 <= getattr(self, name) <= 3600:
+                raise SettingsInvalid(f"{name} is {getattr(self, name)}; take 0.01 to 3600 seconds")
+        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise SettingsInvalid("KRONOSCOPE_LOG_LEVEL is none of DEBUG, INFO, WARNING, ERROR; take one of them")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], *, poll_seconds: float = 3) -> "WorkerSettings":
+        """Read the settings; ``poll_seconds`` is what holds where the environment names none.
+
+        Raises:
+            SettingsInvalid: If one is missing or makes no sense.
+        """
+        return cls(
+            ledger=LedgerSettings.from_environment(environ),
+            redis_url=redis_url(environ),
+            slots=_count(environ, "KRONOSCOPE_SLOTS") or 1,
+            threads=_count(environ, "KRONOSCOPE_THREADS"),
+            poll_seconds=seconds(environ, "KRONOSCOPE_POLL_SECONDS", poll_seconds),
+            cancel_seconds=seconds(environ, "KRONOSCOPE_CANCEL_SECONDS", 1),
+            factories=_listed(environ, "KRONOSCOPE_ALLOW_FACTORIES"),
+            directories=_listed(environ, "KRONOSCOPE_ALLOW_DIRECTORIES"),
+            paths=tuple(path for path in environ.get("KRONOSCOPE_FACTORY_PATH", "").split(os.pathsep) if path),
+            store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
+            log_level=environ.get("KRONOSCOPE_LOG_LEVEL") or "INFO",
+        )
+
+    def computing_threads(self) -> int:
+        """Threads for a first attempt."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.slots)
+
+
+def redis_url(environ: Mapping[str, str]) -> str | None:
+    """Where doorbells arrive, if anywhere."""
+    return secret(environ, "KRONOSCOPE_REDIS_URL") or secret(environ, "REDIS_URL")
+
+
+def _count(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise SettingsInvalid(f"{name} is no whole number; write one, such as 1") from error
+
+
+def _listed(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in environ.get(name, "").split(",") if part.strip())

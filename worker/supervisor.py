@@ -1,0 +1,185 @@
+"""The supervisor: one job from its claim to its end.
+
+It starts the child, has its frames written (``worker.ledger_sink``) under the eyes of the clock
+(``worker.lease_watch``), and decides what the attempt's end means for the job::
+
+    last frame   finished            -> succeeded
+                 failed              -> failed, or queued again where transient
+    stopped for  cancel              -> cancelled
+                 drain               -> queued again, uncounted
+                 deadline            -> failed
+    no last word                     -> crash: queued again; the same crash twice in a row -> failed
+    lease lost                       -> nothing is written
+"""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from sqlalchemy import Engine
+
+from catalog.frames import Failed, Finished, Frame, Stopped
+from catalog.record import plain
+from jobs import claims
+from jobs.artifacts import ArtifactFolder
+from jobs.crashes import record_crash
+from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable
+from jobs.lifecycle import State
+from jobs.records import Claim
+from worker.child import EXECUTION, Child, MalformedFrame, child_environment
+from worker.child_output import ChildOutput
+from worker.crash import Signature, Whereabouts, crash_failure, ending, row_name
+from worker.earlier_factors import FactorsUnavailable, lay_out_factors
+from worker.lease_watch import LeaseWatch, StopReason
+from worker.ledger_sink import LedgerSink
+from worker.logging_setup import job_logger
+from worker.settings import WorkerSettings
+
+_DEADLINE = "the job was stopped at its deadline; what was done stays, give a later deadline to go on"
+_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
+
+
+class Supervisor:
+    """Runs one claim; ``run`` returns when nothing of the attempt is left on this machine."""
+
+    def __init__(
+        self, engine: Engine, claim: Claim, settings: WorkerSettings, command: Sequence[str] = EXECUTION
+    ) -> None:
+        self._engine = engine
+        self._claim = claim
+        self._settings = settings
+        self._command = command
+        self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
+        self._watch = LeaseWatch(engine, claim, settings, self._log)
+        self._folder = ArtifactFolder(settings.ledger.artifact_root)
+        self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
+        self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
+        self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch.lost, self._log)
+
+    def stop(self, reason: StopReason) -> None:
+        """End the attempt early: `drain` hands the job back."""
+        self._watch.stop(reason)
+
+    def run(self) -> None:
+        """Start the child, write what it sends, and end the attempt."""
+        self._log.info("job claimed", kinds=self._claim.kinds, threads=self._threads)
+        self._watch.start()
+        try:
+            self._attempt()
+        except LeaseLost as error:
+            self._log.warning("nothing more is written", why=str(error))
+        except Exception:  # noqa: BLE001 - one job's fault must not end the worker
+            # the lease runs out and the reaper counts a failure: the honest end of a fault of ours
+            self._log.exception("the supervisor failed")
+        finally:
+            self._watch.end()
+
+    def _attempt(self) -> None:
+        if self._claim.cancel_requested_at is not None:
+            self._watch.stop("cancel")
+        last: Frame | None = None
+        fault: str | None = None
+        try:
+            assignment = self._sink.write(self._assignment)
+            child = Child.start(assignment, subprocess.PIPE, child_environment(os.environ), self._command)
+        except FactorsUnavailable as error:
+            self._fail(error.failure, None)
+            return
+        except ArtifactDamaged as error:
+            self._fail(_failure("fatal", "artifact_damaged", f"{error}"), None)
+            return
+        except OSError as error:
+            message = f"the computing process could not be started: {error.strerror or error}; it is tried again"
+            self._fail(_failure("transient", "not_started", message), None)
+            return
+        with contextlib.closing(child):
+            self._watch.guard(child)
+            output = ChildOutput(child.output, self._log)
+            try:
+                last = self._follow(child)
+            except (LeaseLost, LedgerUnavailable):
+                child.kill()
+                raise
+            except ArtifactDamaged as error:
+                last = _failure("transient", "artifact_damaged", f"{error}; it is computed again")
+                child.kill()
+            except Exception as error:  # noqa: BLE001 - whatever the child sent, this job's fault ends with this job
+                self._log.warning("the child sent what cannot be written", exc_info=True)
+                fault = "malformed frame" if isinstance(error, MalformedFrame) else f"unwritable {type(error).__name__}"
+                child.kill()
+            code = child.wait()
+            tail = output.tail()
+        self._log.info("child ended", code=code, last=None if last is None else last.frame)
+        if self._watch.lost.is_set():
+            raise LeaseLost(self._claim.job_id, self._claim.fence)
+        if last is None and (fault is not None or self._watch.reason is None):
+            self._crash(fault or ending(code), tail)
+        else:
+            self._end(last, tail)
+
+    def _assignment(self) -> dict[str, Any]:
+        artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
+        factors = lay_out_factors(self._engine, self._folder, self._claim)
+        return {
+            "document": plain(self._claim.document),
+            "artifacts": str(artifacts),
+            "completed": [list(row) for row in self._claim.completed],
+            "threads": self._threads,
+            "paths": list(self._settings.paths),
+            "allowed": {
+                "factories": list(self._settings.factories),
+                "directories": list(self._settings.directories),
+            },
+            "store": str(self._settings.store),
+            "offline": True,
+            "plan": None if self._claim.plan is None else plain(self._claim.plan),
+            "factors_path": None if factors is None else str(factors),
+        }
+
+    def _follow(self, child: Child) -> Frame | None:
+        """Write every frame; return the last one, if the child came to say it."""
+        last: Frame | None = None
+        for frame in child.frames():
+            if self._watch.lost.is_set():
+                raise LeaseLost(self._claim.job_id, self._claim.fence)
+            self._whereabouts.follow(frame)
+            if isinstance(frame, (Finished, Failed, Stopped)):
+                last = frame
+            else:
+                self._sink.take(frame)
+        return last
+
+    def _end(self, last: Frame | None, tail: str | None) -> None:
+        reason = self._watch.reason
+        if isinstance(last, Finished):
+            state = self._sink.write(lambda: claims.finish(self._engine, self._claim))
+        elif isinstance(last, Failed):
+            state = self._fail(last, tail)
+        elif reason == "deadline":
+            state = self._fail(_failure("usage", "deadline_exceeded", _DEADLINE), None)
+        elif reason == "cancel":
+            state = self._sink.write(lambda: claims.cancelled(self._engine, self._claim))
+        elif reason == "drain":
+            state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim))
+        else:
+            state = self._fail(_failure("transient", "stopped_from_outside", _FROM_OUTSIDE), tail)
+        self._log.info("attempt ended", state=state, reason=reason)
+
+    def _crash(self, how: str, tail: str | None) -> None:
+        signature = Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
+        repeated = self._sink.write(lambda: record_crash(self._engine, self._claim, signature.as_json()))
+        failure = crash_failure(signature, "fatal" if repeated else "transient", tail)
+        state = self._fail(failure, None)
+        self._log.warning("child crashed", state=state, poison=repeated, **signature.as_json())
+
+    def _fail(self, failure: Failed, tail: str | None) -> State:
+        if tail is not None and failure.detail is None:
+            failure = Failed(**{**vars(failure), "detail": tail})
+        self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
+        return self._sink.write(lambda: claims.fail(self._engine, self._claim, failure))
+
+
+def _failure(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:
+    return Failed(category=category, code=code, message=message, pointer=None, layer=None, detail=None)

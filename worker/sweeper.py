@@ -1,0 +1,58 @@
+"""The sweeper: reaper and relay, which run in every process of the service, so that no single one matters."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy import Engine
+
+from jobs.errors import LedgerUnavailable
+from jobs.outbox import relay
+from jobs.reaper import reap_expired
+from jobs.settings import LedgerSettings
+
+
+class Sweeper:
+    """A thread that takes jobs from silent workers and rings for jobs that nobody took."""
+
+    def __init__(self, engine: Engine, settings: LedgerSettings, ring: Callable[[str], object]) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._ring = ring
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sweeper", daemon=True)
+        self._log = structlog.get_logger("kronoscope.worker")
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the round under way."""
+        self._ended.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        next_reap = next_relay = time.monotonic()
+        while not self._ended.is_set():
+            now = time.monotonic()
+            if now >= next_reap:
+                next_reap = now + self._settings.reaper_seconds
+                self._round("reaped", lambda: reap_expired(self._engine))
+            if now >= next_relay:
+                next_relay = now + self._settings.relay_seconds
+                self._round("rang", lambda: relay(self._engine, self._ring, self._settings.unclaimed_seconds))
+            self._ended.wait(max(0.0, min(next_reap, next_relay) - time.monotonic()))
+
+    def _round(self, what: str, sweep: Callable[[], int]) -> None:
+        """One round; neither a silent database nor a silent broker ends the thread."""
+        try:
+            count = sweep()
+        except LedgerUnavailable:
+            self._log.warning("the database does not answer; swept again later", sweep=what)
+        except Exception as error:  # noqa: BLE001 - brokers raise what they like; the database keeps every job meanwhile
+            self._log.warning("sweeping failed; tried again later", sweep=what, error=type(error).__name__)
+        else:
+            if count:
+                self._log.info(what, jobs=count)
