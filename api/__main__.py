@@ -1,0 +1,73 @@
+"""``python -P -m api``: serve the API and its page over HTTP."""
+
+import logging
+import os
+import sys
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from api.main import create_app
+from api.settings import Settings
+from jobs.database import open_database, require_current_schema
+from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
+
+_KEEP_ALIVE_SECONDS = 10
+_SHUTDOWN_SECONDS = 10
+
+
+class _Server(uvicorn.Server):
+    """Tells long polls to answer as soon as the process is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note the signal as uvicorn does, and release those who wait."""
+        service = getattr(self._app.state, "service", None)
+        if service is not None:
+            service.stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def main() -> int:
+    """Serve until a signal ends it; returns the exit code (3 transient, 4 the operator must act)."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # the readiness probe asks it every second
+    try:
+        settings = Settings.from_environment(os.environ)
+        engine = open_database(settings.ledger.database_url)
+        try:
+            require_current_schema(engine)
+        finally:
+            engine.dispose()
+    except LedgerUnavailable as error:
+        sys.stderr.write(f"kronoscope api: {error}\n")
+        return 3
+    except (LedgerError, SchemaOutdated) as error:
+        sys.stderr.write(f"kronoscope api: {error}\n")
+        return 4
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        # a header that never ends is cut here; the body's limits are the routes'
+        http="h11",
+        h11_max_incomplete_event_size=32 * 1024,
+        proxy_headers=False,
+    )
+    server = _Server(config, app)
+    server.run()
+    return 0 if server.started else 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Who is asking: every route needs a key unless it is opened here by name.
+
+The check is a dependency of the application itself, so a new route is closed until someone
+writes ``@open_to_all`` above it; ``tests/api/test_auth_walk.py`` counts those.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
+
+from api.problems import Refusal
+from api.service import ServiceOf
+from jobs.keys import verify_key
+from jobs.records import LOCAL_TENANT, Caller, Scope
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
+
+_OPEN = "kronoscope_open_to_all"
+_LOCAL = Caller(tenant_id=LOCAL_TENANT, scopes=frozenset({"read", "submit", "admin"}))
+_BEARER = HTTPBearer(
+    scheme_name="key",
+    description="`Authorization: Bearer KEY`; `kronoscope keys create` makes keys. Embedded mode needs none.",
+    auto_error=False,
+)
+
+
+def open_to_all(endpoint: Endpoint) -> Endpoint:
+    """Serve this endpoint without a key: probes, and the page's own files."""
+    setattr(endpoint, _OPEN, True)
+    return endpoint
+
+
+def is_open(endpoint: object) -> bool:
+    """Whether ``endpoint`` was opened."""
+    return getattr(endpoint, _OPEN, False) is True
+
+
+def _unauthorised(detail: str) -> Refusal:
+    return Refusal(
+        401, "unauthorised", "An API key is needed", detail, headers={"www-authenticate": 'Bearer realm="kronoscope"'}
+    )
+
+
+def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depends(_BEARER)]) -> None:
+    """Let the request through with its caller noted, or refuse it."""
+    if is_open(request.scope.get("endpoint")):
+        return
+    if service.settings.embedded:
+        request.state.caller = _LOCAL
+        return
+    header = request.headers.get("authorization")
+    if header is None:
+        raise _unauthorised("send `Authorization: Bearer KEY`; `kronoscope keys create` makes keys")
+    scheme, _separator, presented = header.partition(" ")
+    caller = None
+    if scheme.lower() == "bearer" and service.settings.key_secret:
+        caller = verify_key(service.engine, service.settings.key_secret, presented)
+    if caller is None:
+        raise _unauthorised("this key is not valid: mistyped, revoked or expired")
+    request.state.caller = caller
+
+
+def _caller(scope: Scope) -> Callable[[Request], Caller]:
+    def holder(request: Request) -> Caller:
+        caller: Caller = request.state.caller
+        if not caller.may(scope):
+            raise Refusal(
+                403,
+                "scope-missing",
+                "The key may not do this",
+                f"this key lacks the scope `{scope}`; use one that has it",
+            )
+        return caller
+
+    return holder
+
+
+Reader = Annotated[Caller, Depends(_caller("read"))]
+Submitter = Annotated[Caller, Depends(_caller("submit"))]

@@ -1,0 +1,102 @@
+// Talks to the REST API of the same origin; the key lives in this tab's session storage.
+
+const KEY = "kronoscope.key";
+const PAGE = 100;
+
+export class Problem extends Error {
+  constructor(status, body) {
+    super(body.detail || body.title || `The service answered ${status}.`);
+    this.status = status;
+    this.errors = body.errors ?? [];
+    this.title = body.title ?? "";
+  }
+}
+
+export function storedKey() {
+  return sessionStorage.getItem(KEY);
+}
+
+export function rememberKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+function headers(more) {
+  const key = storedKey();
+  return key ? { ...more, Authorization: `Bearer ${key}` } : { ...more };
+}
+
+async function problemOf(response) {
+  let body = {};
+  try {
+    body = await response.json();
+  } catch {
+    // not JSON: the status alone has to do
+  }
+  const problem = new Problem(response.status, body);
+  if (response.status === 401) window.dispatchEvent(new CustomEvent("kronoscope:key", { detail: problem.message }));
+  return problem;
+}
+
+export async function request(path, options = {}) {
+  let response;
+  try {
+    response = await fetch(path, { cache: "no-store", ...options, headers: headers(options.headers) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(0, { detail: "The service does not answer. Is it running?" });
+  }
+  if (response.status === 304 || response.ok) return response;
+  throw await problemOf(response);
+}
+
+export async function get(path, signal) {
+  return (await request(path, { signal })).json();
+}
+
+/** The job, once it differs from the one with `etag`, or null when nothing changed within the wait. */
+export async function watchJob(id, etag, signal) {
+  const path = `/v1/jobs/${encodeURIComponent(id)}` + (etag ? "?wait=20" : "");
+  const response = await request(path, { signal, headers: etag ? { "If-None-Match": etag } : {} });
+  if (response.status === 304) return null;
+  return { job: await response.json(), etag: response.headers.get("ETag") };
+}
+
+export async function allPages(path, signal) {
+  const items = [];
+  let cursor = null;
+  do {
+    const query = `limit=${PAGE}` + (cursor ? `&after=${encodeURIComponent(cursor)}` : "");
+    const page = await get(`${path}${path.includes("?") ? "&" : "?"}${query}`, signal);
+    items.push(...page.items);
+    cursor = page.next;
+  } while (cursor);
+  return items;
+}
+
+export async function submit(text, validateOnly) {
+  const response = await request(`/v1/jobs${validateOnly ? "?validate_only=true" : ""}`, {
+    method: "POST",
+    headers: {
+      "Content-Type": "application/json",
+      ...(validateOnly ? {} : { "Idempotency-Key": crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}` }),
+    },
+    body: text,
+  });
+  return response.json();
+}
+
+export async function cancel(id) {
+  return (await request(`/v1/jobs/${encodeURIComponent(id)}:cancel`, { method: "POST" })).json();
+}
+
+/** Saves a file of the API; through a blob, since a plain link could not carry the key. */
+export async function download(path, name) {
+  const response = await request(path);
+  const url = URL.createObjectURL(await response.blob());
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}

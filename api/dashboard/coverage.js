@@ -1,0 +1,35 @@
+// The coverage bar: which share of the trainable parameters the results speak for.
+
+import { h } from "./dom.js";
+import { number, percent, several, words } from "./format.js";
+
+const REASONS = {
+  no_gradient: "the loss does not reach them",
+  zero_curvature: "the loss does not curve in them",
+  unsupported: "their kind of layer is not treated yet",
+};
+
+export function coverageCard(coverage) {
+  const total = coverage.trainable_parameters || 1;
+  const reasons = Object.entries(coverage.reasons ?? {}).sort((a, b) => b[1] - a[1]);
+  const label = `${percent(coverage.covered_share)} of ${number(coverage.trainable_parameters)} trainable parameters are covered`;
+  return h(
+    "section",
+    { class: "card stack tight", "aria-label": "Coverage" },
+    h("div", { class: "row apart" }, h("h2", {}, "Coverage"), h("span", { class: "muted small" }, `${several(coverage.layers_covered, "layer")} covered, ${number(coverage.layers_declared)} declared`)),
+    h(
+      "div",
+      { class: "coverage", role: "img", "aria-label": label },
+      h("span", { class: "covered", share: coverage.covered_parameters / total }),
+      reasons.map(([, count], index) => h("span", { class: "declared", "data-order": index % 3, share: count / total })),
+    ),
+    h(
+      "ul",
+      { class: "coverage-key" },
+      h("li", {}, h("i", { class: "covered" }), h("strong", {}, percent(coverage.covered_share)), ` covered: ${number(coverage.covered_parameters)} of ${number(coverage.trainable_parameters)} trainable parameters`),
+      reasons.map(([reason, count], index) =>
+        h("li", {}, h("i", { class: "declared", "data-order": index % 3 }), h("strong", {}, percent(count / total)), ` declared, ${REASONS[reason] ?? words(reason)}: ${number(count)} `, h("code", {}, reason)),
+      ),
+    ),
+  );
+}

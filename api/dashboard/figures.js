@@ -1,0 +1,91 @@
+// The closing figures of an analysis, each with a sentence that says what it means.
+
+import { h } from "./dom.js";
+import { bytes, number, percent, several, words } from "./format.js";
+
+const FIGURES = {
+  capacity: (summary) => [
+    {
+      name: "Effective dimension",
+      value: number(summary.effective_dimension, 4),
+      note: `of ${number(summary.dimension)} directions`,
+      text: "Directions in which the loss curves more than the damping: how many parameters the data really pins down.",
+    },
+    {
+      name: "Share in use",
+      value: percent(summary.effective_dimension_share, 2),
+      note: "effective dimension / dimension",
+      text: "The rest of the directions could move without the loss noticing at this damping.",
+    },
+    {
+      name: "Effective rank",
+      value: number(summary.effective_rank, 4),
+      note: "summed over layers",
+      text: "How evenly the curvature is spread: the size of a flat spectrum with the same entropy.",
+    },
+    {
+      name: "Trace",
+      value: number(summary.trace, 4),
+      note: "total curvature",
+      text: "The sum of all eigenvalues: how strongly the loss reacts to small changes of the weights.",
+    },
+  ],
+  factors: (summary) => [
+    { name: "Examples", value: number(summary.examples), note: `${several(summary.updates, "update")}, ${several(summary.passes, "pass", "passes")}`, text: "What the factors were averaged over." },
+    { name: "Layers", value: number(summary.layers), note: `${summary.fisher} Fisher, ${summary.sharing}`, text: "Layers whose A and G were collected." },
+    {
+      name: "Size of the factors",
+      value: bytes(summary.factor_bytes),
+      note: `${bytes(summary.dense_factor_bytes)} without sharing`,
+      text: "Layers that read the same input share one A.",
+    },
+  ],
+};
+
+const PLAIN = new Set(["coverage"]);
+
+function generic(summary) {
+  return Object.entries(summary)
+    .filter(([name, value]) => typeof value === "number" && !PLAIN.has(name))
+    .map(([name, value]) => ({ name: words(name), value: number(value, 4), note: "", text: "" }));
+}
+
+function notes(kind, summary) {
+  if (kind !== "capacity") return null;
+  const parts = [
+    `damping ${number(summary.damping)} (${summary.damping_mode})`,
+    summary.kappa_max ? `κ_max = ${number(summary.kappa_max)}` : "no clipping",
+    `${summary.fisher} Fisher`,
+    summary.sharing,
+    `log det ${number(summary.logdet_damped, 5)} (damped)`,
+    several(summary.eigendecompositions, "eigendecomposition"),
+  ];
+  const flat = summary.identity_layers?.length
+    ? h("p", { class: "notice warn small" }, `The damping exceeds every eigenvalue of ${summary.identity_layers.join(", ")}: a preconditioner would be the identity there.`)
+    : null;
+  return [h("p", { class: "muted small" }, parts.join(" · ")), flat];
+}
+
+export function figuresCard(kind, summary, title) {
+  const figures = (FIGURES[kind] ?? generic)(summary);
+  return h(
+    "section",
+    { class: "stack tight", "aria-label": title },
+    h("h2", {}, title),
+    h(
+      "div",
+      { class: "figures" },
+      figures.map((figure) =>
+        h(
+          "div",
+          { class: "card figure-card" },
+          h("span", { class: "label" }, figure.name),
+          h("span", { class: "big" }, figure.value),
+          figure.note ? h("span", { class: "muted small" }, figure.note) : null,
+          figure.text ? h("p", { class: "small" }, figure.text) : null,
+        ),
+      ),
+    ),
+    notes(kind, summary),
+  );
+}

@@ -1,0 +1,82 @@
+// Numbers, sizes, times and names as people read them.
+
+const WHOLE = new Intl.NumberFormat("en");
+const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+
+export function power(exponent) {
+  return "10" + String(exponent).replace(/./g, (sign) => SUPERSCRIPT[sign] ?? sign);
+}
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const [mantissa, exponent] = value.toExponential(Math.max(0, digits - 1)).split("e");
+  if (value === 10 ** Number(exponent) && (size >= 1e5 || size < 1e-2)) return power(Number(exponent));
+  if (Number.isInteger(value) && size < 1e7) return WHOLE.format(value).replace("-", "−");
+  if (size >= 1e6 || size < 1e-3) return `${mantissa.replace("-", "−")}·${power(Number(exponent))}`;
+  return new Intl.NumberFormat("en", { maximumSignificantDigits: digits }).format(value).replace("-", "−");
+}
+
+export function percent(share, digits = 1) {
+  if (share === null || share === undefined) return "–";
+  const value = share * 100;
+  if (value > 0 && value < 0.01) return "< 0.01 %";
+  if (value > 99.95 && value < 100) return "99.9 %";
+  return `${Number.isInteger(value) ? value : value.toFixed(value < 0.1 && value > 0 ? 2 : digits)} %`;
+}
+
+export function bytes(size) {
+  if (size === null || size === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  let left = size;
+  while (left >= 1024 && unit < units.length - 1) {
+    left /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 ? left : left.toFixed(left < 10 ? 1 : 0)} ${units[unit]}`;
+}
+
+export function seconds(span) {
+  if (span === null || span === undefined || Number.isNaN(span)) return "–";
+  if (span < 0.001) return "< 1 ms";
+  if (span < 1) return `${Math.round(span * 1000)} ms`;
+  if (span < 60) return `${span < 10 ? span.toFixed(1) : Math.round(span)} s`;
+  if (span < 3600) return `${Math.floor(span / 60)} min ${Math.round(span % 60)} s`;
+  if (span < 86400) return `${Math.floor(span / 3600)} h ${Math.round((span % 3600) / 60)} min`;
+  return `${Math.floor(span / 86400)} d`;
+}
+
+export function age(stamp, now = Date.now()) {
+  const span = Math.max(0, (now - Date.parse(stamp)) / 1000);
+  return span < 5 ? "just now" : `${seconds(span < 60 ? Math.round(span) : span)} ago`.replace(/ min \d+ s/, " min");
+}
+
+export function between(from, to) {
+  return from && to ? seconds((Date.parse(to) - Date.parse(from)) / 1000) : "–";
+}
+
+export function clock(stamp) {
+  return stamp ? new Date(stamp).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : "–";
+}
+
+export function sourceName(source) {
+  if (!source) return "–";
+  return source.name ?? source.id ?? source.factory ?? source.path ?? source.source;
+}
+
+export function modelName(job) {
+  const document = job.document ?? {};
+  if (document.model) return sourceName(document.model);
+  return document.factors ? "factors of an earlier job" : "–";
+}
+
+export function several(count, one, many = `${one}s`) {
+  return `${number(count)} ${count === 1 ? one : many}`;
+}
+
+export function words(name) {
+  return String(name).replaceAll("_", " ");
+}

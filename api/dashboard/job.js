@@ -1,0 +1,131 @@
+// One job: how far it is, what came of it, its layers, their spectra and its files.
+
+import { allPages, cancel, get, watchJob } from "./api.js";
+import { coverageCard } from "./coverage.js";
+import { h, replace } from "./dom.js";
+import { failureCard, filesCard, heading } from "./job_parts.js";
+import { figuresCard } from "./figures.js";
+import { seconds } from "./format.js";
+import { LayerTable } from "./layers.js";
+import { SpectrumPanel } from "./spectrum_panel.js";
+import { bar, ENDED, shareDone, stageSentence } from "./progress.js";
+
+const ROWS_EVERY_MS = 1_500;
+
+function progressCard(job) {
+  const progress = job.progress ?? {};
+  const share = shareDone(job);
+  const layers = progress.layers_total ? `${progress.layers_done ?? 0} of ${progress.layers_total} layers done` : null;
+  const running = job.started_at && job.state === "running" ? (Date.now() - Date.parse(job.started_at)) / 1000 : null;
+  const left = running && share > 0.05 && share < 1 ? `about ${seconds((running * (1 - share)) / share).replace(/ min \d+ s/, " min")} left` : null;
+  // stages before the layers do not move the whole yet: they get a thin bar of their own
+  const stageShare = progress.total && share < 0.01 ? progress.done / progress.total : null;
+  return h(
+    "section",
+    { class: "card stack tight", "aria-label": "Progress" },
+    h("div", { class: "row apart" }, h("h2", {}, stageSentence(job)), h("span", { class: "figure" }, `${Math.round(share * 100)} %`)),
+    bar(share, "Progress of the job", { state: job.state, large: true }),
+    stageShare === null ? null : bar(stageShare, "Progress of this stage", { thin: true }),
+    h("div", { class: "row apart muted small" }, h("span", {}, layers ?? " "), h("span", {}, left ?? "")),
+  );
+}
+
+function summaryParts(results, titles) {
+  const summaries = Object.entries(results.summary ?? {}).filter(([, summary]) => summary);
+  const coverage = summaries.map(([, summary]) => summary.coverage).find(Boolean);
+  // the analysis that answers comes before the collection that fed it
+  summaries.sort(([a], [b]) => (a === "factors") - (b === "factors"));
+  return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind)), coverage ? coverageCard(coverage) : null];
+}
+
+export async function showJob(main, id, signal) {
+  document.title = "Job · Kronoscope";
+  const base = `/v1/jobs/${encodeURIComponent(id)}`;
+  const first = await watchJob(id, null, signal);
+  const menu = await get("/v1/analyses", signal).catch(() => ({ items: [] }));
+  const titles = new Map(menu.items.map((item) => [item.kind, item.title]));
+  const top = h("div", { class: "stack" });
+  const live = h("div", { class: "stack" });
+  const summary = h("div", { class: "stack wide" });
+  const spectra = h("div", {});
+  const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
+  const files = h("div", { class: "stack" });
+  replace(main, h("div", { class: "stack wide" }, top, live, summary, spectra, layers, files));
+
+  const panel = new SpectrumPanel(spectra, base, signal, (ordinal) => table.mark(ordinal));
+  const table = new LayerTable(layers, (row) => panel.open(row, true));
+  let rowsSeen = -1;
+  let rowsAt = 0;
+  let rowsLater = 0;
+  let finalShown = false;
+
+  async function stop(event) {
+    event.target.disabled = true;
+    try {
+      draw(await cancel(id));
+    } catch (error) {
+      event.target.disabled = false;
+      if (!signal.aborted) replace(live, h("div", { class: "notice bad", role: "alert" }, error.message));
+    }
+  }
+
+  function draw(job) {
+    replace(top, heading(job, stop));
+    replace(live, ENDED.has(job.state) ? null : progressCard(job), job.failure ? failureCard(job) : null);
+  }
+
+  /** The rows so far; a burst of changes is answered at most every second and a half, the last one always. */
+  async function loadRows(job, force) {
+    clearTimeout(rowsLater);
+    const done = job.progress?.layers_done ?? 0;
+    if (!force && done === rowsSeen) return;
+    const due = rowsAt + ROWS_EVERY_MS - Date.now();
+    if (!force && due > 0) {
+      rowsLater = setTimeout(() => loadRows(job, false).catch(() => undefined), due);
+      return;
+    }
+    rowsAt = Date.now();
+    const rows = await allPages(`${base}/layers`, signal);
+    rowsSeen = done;
+    if (!rows.length || signal.aborted) return;
+    const kinds = job.kinds.filter((kind) => rows.some((row) => row.kind === kind));
+    table.show(rows, kinds);
+  }
+
+  async function finish(job) {
+    if (finalShown) return;
+    finalShown = true;
+    const results = await get(`${base}/results`, signal);
+    replace(summary, ...summaryParts(results, titles));
+    replace(files, filesCard(job, base, results));
+    await panel.show(results.artifacts, table.rows);
+  }
+
+  signal.addEventListener("abort", () => clearTimeout(rowsLater));
+  let { job, etag } = first;
+  for (;;) {
+    draw(job);
+    document.title = `${job.kinds.join(" + ")} · Kronoscope`;
+    const ended = ENDED.has(job.state);
+    await loadRows(job, ended);
+    if (ended) {
+      await finish(job);
+      return;
+    }
+    const next = await again(() => watchJob(id, etag, signal));
+    if (next) ({ job, etag } = next);
+  }
+
+  /** Waits out a service that restarts; everything else is the caller's. */
+  async function again(call) {
+    for (let wait = 1_000; ; wait = Math.min(wait * 2, 15_000)) {
+      try {
+        return await call();
+      } catch (error) {
+        if (signal.aborted || ![0, 502, 503, 504].includes(error.status)) throw error;
+        replace(live, h("div", { class: "notice warn", role: "status" }, `${error.message} Trying again.`));
+        await new Promise((resolve) => setTimeout(resolve, wait));
+      }
+    }
+  }
+}

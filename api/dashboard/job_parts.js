@@ -1,0 +1,96 @@
+// Parts of the job page that only show: the heading, a failure, the files.
+
+import { download } from "./api.js";
+import { h } from "./dom.js";
+import { age, between, bytes, clock, modelName, number, several, sourceName } from "./format.js";
+import { ENDED, statePill } from "./progress.js";
+
+const WHO = {
+  usage: "The job asks for something that cannot be done; change the document and submit it again.",
+  transient: "This can pass; submit the job again.",
+  fatal: "This is for the operator of the service.",
+};
+
+export function heading(job, stop) {
+  const task = job.document?.task?.type;
+  const facts = [
+    ["Analysis", job.kinds.join(" + ")],
+    ["Data", sourceName(job.document?.data)],
+    task ? ["Task", task.replaceAll("_", " ")] : null,
+    ["Submitted", h("time", { datetime: job.created_at, title: clock(job.created_at) }, age(job.created_at))],
+    job.finished_at ? ["Took", between(job.started_at ?? job.created_at, job.finished_at)] : null,
+    job.attempt > 1 ? ["Attempt", number(job.attempt)] : null,
+    ["Id", h("span", { class: "mono id" }, job.id)],
+  ].filter(Boolean);
+  const labels = Object.entries(job.labels ?? {});
+  return h(
+    "header",
+    { class: "stack tight" },
+    h(
+      "div",
+      { class: "row apart" },
+      h("div", { class: "row title" }, h("h1", {}, modelName(job)), statePill(job.state)),
+      ENDED.has(job.state)
+        ? null
+        : h("button", { type: "button", class: "danger", onclick: stop, disabled: job.state === "cancelling" }, job.state === "cancelling" ? "Cancelling…" : "Cancel job"),
+    ),
+    h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    labels.length ? h("div", { class: "row" }, labels.map(([name, value]) => h("span", { class: "tag" }, `${name}: ${value}`))) : null,
+  );
+}
+
+export function failureCard(job) {
+  const { failure } = job;
+  const where = [failure.layer ? ["Layer", failure.layer] : null, failure.pointer ? ["Field", failure.pointer] : null].filter(Boolean);
+  return h(
+    "section",
+    { class: "notice bad", role: "alert", "aria-label": "Failure" },
+    h("strong", {}, job.state === "failed" ? "The job failed" : "An attempt failed"),
+    h("p", {}, failure.message),
+    where.length ? h("p", {}, where.flatMap(([name, value]) => [`${name} `, h("code", {}, value), " "])) : null,
+    h("p", { class: "small" }, WHO[failure.category] ?? "", " ", h("code", {}, failure.code)),
+  );
+}
+
+function fileLine(path, name, note) {
+  return h(
+    "li",
+    {},
+    h("button", { type: "button", class: "file mono", onclick: (event) => save(event.currentTarget, path, name) }, name),
+    h("span", { class: "muted small" }, note),
+  );
+}
+
+async function save(button, path, name) {
+  const note = button.nextElementSibling;
+  const said = note.textContent;
+  try {
+    await download(path, name.split("/").pop());
+    note.textContent = said;
+  } catch (error) {
+    note.textContent = error.message;
+  }
+}
+
+export function filesCard(job, base, results) {
+  const artifacts = results.artifacts ?? [];
+  const fixed = [
+    ["log.jsonl", `${base}/log`, "reproducibility record of every layer"],
+    ["layers.csv", `${base}/layers.csv`, "the layer table for a spreadsheet"],
+    ["results.json", `${base}/results`, "summary and manifest"],
+  ];
+  const all = h(
+    "ul",
+    { class: "files" },
+    artifacts.map((file) => fileLine(`${base}/artifacts/${file.name.split("/").map(encodeURIComponent).join("/")}`, file.name, bytes(file.size_bytes))),
+  );
+  const total = artifacts.reduce((sum, file) => sum + file.size_bytes, 0);
+  return h(
+    "section",
+    { class: "card stack tight", "aria-label": "Files" },
+    h("h2", {}, "Files"),
+    h("ul", { class: "files" }, fixed.map(([name, path, note]) => fileLine(path, name, note))),
+    artifacts.length ? h("details", {}, h("summary", {}, `${several(artifacts.length, "artifact")}, ${bytes(total)}`), all) : null,
+    h("details", {}, h("summary", {}, "Job document"), h("pre", { tabindex: 0, "aria-label": "Job document" }, JSON.stringify(job.document, null, 2))),
+  );
+}

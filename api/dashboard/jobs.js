@@ -1,0 +1,144 @@
+// The list of jobs: filtered by state, refreshed while it is looked at, paged to older ones.
+
+import { get } from "./api.js";
+import { h, replace } from "./dom.js";
+import { age, clock, modelName, percent, sourceName } from "./format.js";
+import { bar, ENDED, shareDone, stageSentence, statePill } from "./progress.js";
+
+const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
+const BUSY_MS = 2_000;
+const CALM_MS = 8_000;
+
+function row(job) {
+  const kinds = job.kinds.join(" + ");
+  const share = shareDone(job);
+  const stage = ENDED.has(job.state) ? "" : stageSentence(job);
+  return h(
+    "tr",
+    { "data-state": job.state },
+    h("td", { class: "cell-state" }, statePill(job.state)),
+    h(
+      "td",
+      { class: "cell-name" },
+      h("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, class: "strong" }, modelName(job)),
+      h("span", { class: "under" }, `on ${sourceName(job.document?.data)}`),
+    ),
+    h("td", { class: "cell-kind" }, kinds),
+    h(
+      "td",
+      { class: "cell-progress" },
+      job.state === "failed"
+        ? h("span", { class: "failure-line", title: job.failure?.message ?? "" }, job.failure?.message ?? "failed")
+        : h(
+            "div",
+            { class: "progress-line" },
+            bar(share, `Progress of ${modelName(job)}`, { state: job.state }),
+            h("span", { class: "figure" }, percent(share, 0)),
+          ),
+      stage ? h("span", { class: "under" }, stage) : null,
+    ),
+    h("td", { class: "cell-age", title: clock(job.created_at) }, age(job.created_at)),
+    h("td", { class: "cell-id mono", title: job.id }, job.id.slice(-8)),
+  );
+}
+
+function table(jobs) {
+  const heads = ["State", "Model", "Analysis", "Progress", "Submitted", "Id"];
+  return h(
+    "div",
+    { class: "card flush" },
+    h(
+      "table",
+      { class: "jobs" },
+      h("caption", { class: "hidden-label" }, "Jobs, newest first"),
+      h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
+      h("tbody", {}, jobs.map(row)),
+    ),
+  );
+}
+
+function nothing(state) {
+  if (state) return h("div", { class: "empty" }, h("p", {}, `No job is ${state}.`));
+  return h(
+    "div",
+    { class: "empty" },
+    h("h2", {}, "No jobs yet"),
+    h("p", { class: "muted" }, "A job measures the curvature of one trained model. The example takes a few seconds."),
+    h("a", { class: "button primary", href: "#/new" }, "Submit the first job"),
+  );
+}
+
+export async function showJobs(main, signal) {
+  document.title = "Jobs · Kronoscope";
+  let state = "";
+  let pages = 1;
+  let timer = 0;
+  const body = h("div", { class: "stack" });
+  const filter = h(
+    "div",
+    { class: "segments", role: "group", "aria-label": "Show jobs by state" },
+    ["", ...STATES].map((name) =>
+      h("button", { type: "button", "data-name": name, "aria-pressed": String(name === ""), onclick: () => choose(name) }, name || "all"),
+    ),
+  );
+  replace(
+    main,
+    h(
+      "div",
+      { class: "stack" },
+      h("div", { class: "row apart" }, h("h1", {}, "Jobs"), filter),
+      body,
+    ),
+  );
+
+  function choose(name) {
+    state = name;
+    pages = 1;
+    for (const button of filter.children) button.setAttribute("aria-pressed", String(button.dataset.name === name));
+    refresh();
+  }
+
+  async function load() {
+    const jobs = [];
+    const path = `/v1/jobs?limit=25${state ? `&state=${state}` : ""}`;
+    let cursor = null;
+    for (let page = 0; page < pages; page += 1) {
+      const answer = await get(cursor ? `${path}&before=${encodeURIComponent(cursor)}` : path, signal);
+      jobs.push(...answer.items);
+      cursor = answer.next;
+      if (!cursor) break;
+    }
+    return { jobs, more: cursor !== null };
+  }
+
+  async function refresh() {
+    clearTimeout(timer);
+    let wait = CALM_MS;
+    try {
+      const wanted = state;
+      const { jobs, more } = await load();
+      if (wanted !== state || signal.aborted) return;
+      const focused = document.activeElement?.getAttribute?.("href");
+      replace(
+        body,
+        jobs.length ? table(jobs) : nothing(state),
+        more ? h("div", { class: "row" }, h("button", { type: "button", onclick: older }, "Show older jobs")) : null,
+      );
+      if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
+      if (jobs.some((job) => !ENDED.has(job.state))) wait = BUSY_MS;
+    } catch (error) {
+      if (signal.aborted) return;
+      replace(body, h("div", { class: "empty", role: "alert" }, h("p", {}, error.message)));
+      if (error.status === 401) return;
+    }
+    timer = setTimeout(refresh, document.hidden ? 30_000 : wait);
+  }
+
+  function older() {
+    pages += 1;
+    refresh();
+  }
+
+  signal.addEventListener("abort", () => clearTimeout(timer));
+  await refresh();
+}

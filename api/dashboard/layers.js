@@ -1,0 +1,190 @@
+// The layer table: one analysis at a time, sortable by every column, with small bars.
+
+import { h, replace } from "./dom.js";
+import { bytes, number, percent, seconds, words } from "./format.js";
+
+const shape = (row) => (row.record?.in_dim && row.record?.out_dim ? row.record.in_dim * row.record.out_dim : null);
+
+const LAYER = { name: "Layer", value: (row) => row.ordinal, text: true };
+const SIZE = {
+  name: "A × G",
+  title: "Rows of A and rows of G",
+  value: shape,
+  show: (row) => (row.record?.in_dim && row.record?.out_dim ? `${number(row.record.in_dim)} × ${number(row.record.out_dim)}` : "–"),
+};
+const PARAMETERS = { name: "Parameters", value: (row) => row.parameter_count };
+const SECONDS = { name: "Time", title: "Seconds this layer took", value: (row) => row.observed?.seconds ?? null, show: (row) => seconds(row.observed?.seconds) };
+
+const metric = (key, name, title, more = {}) => ({ key, name, title, value: (row) => row.metrics?.[key] ?? null, ...more });
+
+const COLUMNS = {
+  capacity: [
+    LAYER,
+    SIZE,
+    PARAMETERS,
+    metric("effective_dimension", "Effective dim.", "Σ λᵢ/(λᵢ + λ): directions that curve more than the damping; the bar is its share of all directions", {
+      share: (row) => row.metrics?.effective_dimension_share ?? null,
+    }),
+    metric("effective_rank", "Effective rank", "Exponential of the spectrum's entropy; the bar is its share of all directions", {
+      share: (row) => (row.metrics?.effective_rank ?? 0) / (row.metrics?.dimension || 1),
+    }),
+    metric("stable_rank", "Stable rank", "‖F‖_F² / ‖F‖₂²"),
+    metric("trace", "Trace", "Sum of all eigenvalues of F = G ⊗ A; the bar compares layers", { relative: true }),
+    metric("kappa", "κ", "λ_max/λ_min of F; ∞ where F is singular", { show: (row) => (row.metrics?.kappa == null ? "∞" : number(row.metrics.kappa)) }),
+    SECONDS,
+  ],
+  factors: [
+    LAYER,
+    SIZE,
+    PARAMETERS,
+    metric("trace_A", "Trace of A", "Sum of the eigenvalues of A", { relative: true }),
+    metric("trace_G", "Trace of G", "Sum of the eigenvalues of G", { relative: true }),
+    metric("calls", "Calls", "Calls of the module in one forward pass"),
+    { name: "Size", title: "Bytes of the dense factors", value: (row) => row.record?.factor_bytes ?? null, show: (row) => bytes(row.record?.factor_bytes) },
+    metric("shared_A_with", "A shared with", "Layer that reads the same input", { text: true }),
+    SECONDS,
+  ],
+};
+
+function columnsOf(kind, rows) {
+  if (COLUMNS[kind]) return COLUMNS[kind];
+  const sample = rows.find((row) => row.metrics)?.metrics ?? {};
+  const keys = Object.keys(sample).filter((key) => typeof sample[key] === "number").slice(0, 6);
+  return [LAYER, SIZE, PARAMETERS, ...keys.map((key) => metric(key, words(key), key)), SECONDS];
+}
+
+function compare(column, descending) {
+  return (a, b) => {
+    const left = column.value(a);
+    const right = column.value(b);
+    if (left === null || right === null) return (left === null) - (right === null);
+    const order = typeof left === "string" ? left.localeCompare(right) : left - right;
+    return descending ? -order : order;
+  };
+}
+
+/** Shows rows in `place`; `select(row)` is called when a layer is chosen. */
+export class LayerTable {
+  constructor(place, select) {
+    this.place = place;
+    this.select = select;
+    this.kind = null;
+    this.rows = [];
+    this.column = LAYER;
+    this.descending = false;
+    this.filter = "";
+    this.chosen = null;
+    this.tabs = h("div", { class: "segments", role: "group", "aria-label": "Analysis" });
+    this.search = h("input", {
+      type: "search",
+      class: "search",
+      placeholder: "Filter layers",
+      "aria-label": "Filter layers by name",
+      oninput: (event) => {
+        this.filter = event.target.value.toLowerCase();
+        this.draw();
+      },
+    });
+    this.count = h("span", { class: "muted small", role: "status" });
+    this.body = h("div", { class: "scroll", role: "region", "aria-label": "Layer table", tabindex: 0 });
+    this.shown = false;
+  }
+
+  show(rows, kinds) {
+    this.rows = rows;
+    if (!kinds.includes(this.kind)) this.kind = kinds.find((kind) => kind === "capacity") ?? kinds[0];
+    replace(
+      this.tabs,
+      kinds.length > 1
+        ? kinds.map((kind) => h("button", { type: "button", "aria-pressed": String(kind === this.kind), onclick: () => this.choose(kind, kinds) }, kind))
+        : [],
+    );
+    if (!this.shown) {
+      replace(
+        this.place,
+        h("div", { class: "row apart" }, h("div", { class: "row" }, h("h2", {}, "Layers"), this.count), h("div", { class: "row" }, this.tabs, this.search)),
+        h("div", { class: "card flush" }, this.body),
+      );
+      this.shown = true;
+    }
+    this.draw();
+  }
+
+  choose(kind, kinds) {
+    this.kind = kind;
+    this.column = LAYER;
+    this.descending = false;
+    this.show(this.rows, kinds);
+    this.tabs.querySelector('[aria-pressed="true"]')?.focus();
+  }
+
+  sort(column) {
+    this.descending = this.column === column ? !this.descending : !column.text;
+    this.column = column;
+    this.draw();
+    this.body.querySelector('th[aria-sort="ascending"] button, th[aria-sort="descending"] button')?.focus();
+  }
+
+  mark(ordinal) {
+    this.chosen = ordinal;
+    for (const row of this.body.querySelectorAll("tbody tr")) row.toggleAttribute("data-chosen", row.dataset.ordinal === String(ordinal));
+  }
+
+  draw() {
+    const rows = this.rows.filter((row) => row.kind === this.kind);
+    const columns = columnsOf(this.kind, rows);
+    const kept = rows.filter((row) => !this.filter || row.layer.toLowerCase().includes(this.filter));
+    kept.sort(compare(this.column, this.descending));
+    this.count.textContent = kept.length === rows.length ? `${number(rows.length)}` : `${number(kept.length)} of ${number(rows.length)}`;
+    const largest = new Map(columns.filter((column) => column.relative).map((column) => [column, Math.max(...rows.map((row) => column.value(row) ?? 0))]));
+    const head = columns.map((column) => {
+      const sort = this.column === column ? (this.descending ? "descending" : "ascending") : "none";
+      return h(
+        "th",
+        { scope: "col", class: column.text ? "" : "numeric", "aria-sort": sort },
+        h("button", { type: "button", class: "sort", title: column.title, onclick: () => this.sort(column) }, column.name),
+      );
+    });
+    replace(
+      this.body,
+      h(
+        "table",
+        { class: "layers" },
+        h("caption", { class: "hidden-label" }, `Layers, analysis ${this.kind}`),
+        h("thead", {}, h("tr", {}, head)),
+        h("tbody", {}, kept.map((row) => this.line(row, columns, largest))),
+      ),
+      kept.length ? null : h("p", { class: "muted pad" }, rows.length ? "No layer of this name." : "No layer has been measured yet."),
+    );
+  }
+
+  line(row, columns, largest) {
+    const declared = row.status === "declared";
+    const name = h(
+      "td",
+      { class: "cell-layer" },
+      declared
+        ? h("span", { class: "mono strong" }, row.layer || "(model)")
+        : h("button", { type: "button", class: "layer-name mono", onclick: () => this.select(row) }, row.layer || "(model)"),
+      h("span", { class: "under" }, row.module, row.status === "zero_curvature" ? h("span", { class: "tag" }, "zero curvature") : null),
+    );
+    const attributes = { "data-ordinal": row.ordinal, "data-status": row.status, "data-chosen": this.chosen === row.ordinal };
+    if (declared) {
+      const parameters = h("td", { class: "numeric" }, number(row.parameter_count));
+      const why = h("td", { colspan: columns.length - 3, class: "cell-why" }, h("span", { class: "tag" }, "declared"), ` ${words(row.reason ?? "")}`);
+      return h("tr", attributes, name, h("td", { class: "numeric muted" }, "–"), parameters, why);
+    }
+    return h("tr", attributes, name, columns.slice(1).map((column) => this.cell(row, column, largest)));
+  }
+
+  cell(row, column, largest) {
+    const value = column.value(row);
+    const text = column.show ? column.show(row) : number(value);
+    if (column.text) return h("td", { class: "mono small" }, value ?? "–");
+    let share = null;
+    if (column.share) share = column.share(row);
+    else if (column.relative && value !== null) share = value / (largest.get(column) || 1);
+    const bar = share === null ? null : h("span", { class: "small-bar", title: percent(share, 2) }, h("span", { share: Math.min(1, Math.max(0, share)) }));
+    return h("td", { class: "numeric" }, text, bar);
+  }
+}

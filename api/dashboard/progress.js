@@ -1,0 +1,52 @@
+// How a job stands: its state as a pill, its progress as a bar with words.
+
+import { h } from "./dom.js";
+import { number, words } from "./format.js";
+
+export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
+
+const SAID = {
+  queued: "Queued",
+  running: "Running",
+  cancelling: "Cancelling",
+  succeeded: "Succeeded",
+  failed: "Failed",
+  cancelled: "Cancelled",
+};
+
+export function statePill(state) {
+  return h("span", { class: "pill", "data-state": state }, SAID[state] ?? state);
+}
+
+export function shareDone(job) {
+  if (job.state === "succeeded") return 1;
+  const value = job.progress?.percent;
+  return typeof value === "number" ? Math.min(1, Math.max(0, value / 100)) : 0;
+}
+
+export function stageSentence(job) {
+  const progress = job.progress;
+  if (job.state === "queued") return job.failures ? `Waiting for a worker, after ${job.failures} failed attempts` : "Waiting for a worker";
+  if (!progress?.stage) return job.state === "running" ? "Starting" : "";
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature" }[progress.stage];
+  const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : "";
+  return [stage ?? `Measuring ${words(progress.stage)}`, done].filter(Boolean).join(" · ");
+}
+
+/** A bar that tells its share to assistive technology too. */
+export function bar(share, label, options = {}) {
+  const value = Math.round(share * 100);
+  return h(
+    "div",
+    {
+      class: `progress${options.large ? " large" : ""}${options.thin ? " thin" : ""}`,
+      role: "progressbar",
+      "aria-label": label,
+      "aria-valuemin": 0,
+      "aria-valuemax": 100,
+      "aria-valuenow": value,
+      "data-state": options.state,
+    },
+    h("span", { share }),
+  );
+}

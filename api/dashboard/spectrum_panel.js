@@ -1,0 +1,102 @@
+// The spectrum of one layer at a time, beside the facts of its reproducibility record.
+
+import { get } from "./api.js";
+import { h, replace } from "./dom.js";
+import { number } from "./format.js";
+import { drawSpectrum } from "./spectrum.js";
+
+function facts(row) {
+  const record = row.record ?? {};
+  const clipped = (count, size) => (count === null || count === undefined ? "–" : `${number(count)} of ${number(size)}`);
+  const lines = [
+    ["Kind of layer", row.module],
+    ["Branch", record.branch, record.why],
+    ["Condition of A, G", `${record.kappa_A === null ? "∞" : number(record.kappa_A)}, ${record.kappa_G === null ? "∞" : number(record.kappa_G)}`],
+    ["Damping λ_A, λ_G", `${number(record.lambda_A)}, ${number(record.lambda_G)}`],
+    ["Clipped in A", clipped(record.clipped_A, record.in_dim)],
+    ["Clipped in G", clipped(record.clipped_G, record.out_dim)],
+    ["Positions, terms", `${number(record.positions)}, ${number(record.terms)}`],
+  ];
+  return h("dl", { class: "facts column" }, lines.map(([name, value, title]) => h("div", { title }, h("dt", {}, name), h("dd", {}, value ?? "–"))));
+}
+
+export class SpectrumPanel {
+  constructor(place, base, signal, mark) {
+    this.place = place;
+    this.base = base;
+    this.signal = signal;
+    this.mark = mark;
+    this.rows = [];
+  }
+
+  /** Offers every covered layer whose spectrum was kept, and opens the first. */
+  async show(artifacts, rows) {
+    const kept = new Set((artifacts ?? []).map((file) => file.name));
+    const seen = new Map();
+    for (const row of rows) {
+      if (!kept.has(`spectra/${row.ordinal}.json`)) continue;
+      // the record of the analysis that read the spectrum says more than the collection's
+      if (!seen.has(row.ordinal) || row.kind !== "factors") seen.set(row.ordinal, row);
+    }
+    this.rows = [...seen.values()].sort((a, b) => a.ordinal - b.ordinal);
+    if (!this.rows.length) return;
+    this.select = h(
+      "select",
+      { "aria-label": "Layer", class: "mono", onchange: () => this.open(this.rows[this.select.selectedIndex]) },
+      this.rows.map((row) => h("option", {}, row.layer || "(model)")),
+    );
+    this.plot = h("div", { class: "plot" });
+    this.facts = h("div", { class: "plot-facts" });
+    const step = (by) => () => this.open(this.rows[(this.select.selectedIndex + by + this.rows.length) % this.rows.length]);
+    replace(
+      this.place,
+      h(
+        "section",
+        { class: "card stack tight", "aria-label": "Spectrum", id: "spectrum" },
+        h(
+          "div",
+          { class: "row apart" },
+          h("h2", {}, "Spectrum of A and G"),
+          h(
+            "div",
+            { class: "row tight-row" },
+            h("button", { type: "button", class: "step", "aria-label": "Previous layer", onclick: step(-1) }, "‹"),
+            this.select,
+            h("button", { type: "button", class: "step", "aria-label": "Next layer", onclick: step(1) }, "›"),
+          ),
+        ),
+        h("div", { class: "plot-row" }, this.plot, this.facts),
+      ),
+    );
+    const watcher = new ResizeObserver(() => this.redraw(false));
+    watcher.observe(this.plot);
+    this.signal.addEventListener("abort", () => watcher.disconnect());
+    await this.open(this.rows[0]);
+  }
+
+  /** Draws for the width there is, and again when it has changed: the type keeps its size. */
+  redraw(always) {
+    const width = this.plot.clientWidth;
+    if (!always && Math.abs(width - this.width) < 8) return;
+    this.width = width;
+    this.drawn?.();
+  }
+
+  async open(row, bringIntoView = false) {
+    const index = this.rows.findIndex((candidate) => candidate.ordinal === row.ordinal);
+    if (index < 0) return;
+    const shown = this.rows[index];
+    this.select.selectedIndex = index;
+    this.mark(shown.ordinal);
+    replace(this.facts, facts(shown));
+    if (bringIntoView) this.place.firstElementChild.scrollIntoView({ block: "nearest", behavior: "smooth" });
+    try {
+      const spectrum = await get(`${this.base}/artifacts/spectra/${shown.ordinal}.json`, this.signal);
+      if (this.select.selectedIndex !== index) return;
+      this.drawn = () => drawSpectrum(this.plot, spectrum, shown.record?.kappa_max);
+      this.redraw(true);
+    } catch (error) {
+      if (!this.signal.aborted) replace(this.plot, h("p", { class: "muted pad", role: "alert" }, error.message));
+    }
+  }
+}

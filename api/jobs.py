@@ -1,0 +1,238 @@
+"""Jobs over HTTP: create, list, read (with a long poll), cancel, delete."""
+
+import asyncio
+import hashlib
+import re
+import time
+from typing import Annotated
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
+
+from api.admission import admit
+from api.auth import Reader, Submitter
+from api.body import read_document_body
+from api.contract import document_body, refusals
+from api.problems import not_found, parameter_refused
+from api.schemas import JobListView, JobView, ValidationView, job_view
+from api.service import Service, ServiceOf
+from catalog import ANALYSES
+from catalog.job import JobDocument
+from jobs.codec import document_json, parse_document, sha256_of
+from jobs.lifecycle import STATES, State
+from jobs.records import Job
+from jobs.store import delete_job, list_jobs, read_job, request_cancel, submit
+
+MAX_WAIT_SECONDS = 30
+_POLL_SECONDS = 0.4
+_LONG_POLLS = 200
+_RETRY_SECONDS = 2
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
+_VIEW: TypeAdapter[JobView] = TypeAdapter(JobView)
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+@router.post(
+    "",
+    status_code=202,
+    response_model=JobView,
+    summary="Submit a job",
+    responses={
+        200: {"model": ValidationView, "description": "`validate_only=true`: sound, and nothing was stored"},
+        202: {
+            "description": "Accepted, and kept whatever happens to the service",
+            "headers": {
+                "Location": {"description": "The job", "schema": {"type": "string"}},
+                "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
+            },
+        },
+        **refusals(408, 413, 415, 422),
+    },
+    openapi_extra=document_body(),
+)
+async def create(
+    request: Request,
+    caller: Submitter,
+    service: ServiceOf,
+    idempotency_key: Annotated[
+        str | None,
+        Header(description="The same key and document give the same job; 1 to 255 visible ASCII characters."),
+    ] = None,
+    validate_only: Annotated[bool, Query(description="Run every check and store nothing.")] = False,
+) -> Response:
+    """Take a job document, answer with the job; a worker begins when one is free."""
+    settings = service.settings
+    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    document = await run_in_threadpool(parse_document, raw)
+    await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
+    if validate_only:
+        return _validated(document)
+    submitted = await run_in_threadpool(submit, service.engine, caller.tenant_id, document, idempotency_key)
+    if submitted.created:
+        service.caretaker.wake()
+    job = submitted.job
+    headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
+    return _answer(job, status=202, headers=headers)
+
+
+def _validated(document: JobDocument) -> Response:
+    body = document_json(document)
+    view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body))
+    return Response(TypeAdapter(ValidationView).dump_json(view), media_type="application/json")
+
+
+@router.get(
+    "",
+    summary="List jobs",
+    responses={
+        200: {"headers": {"Link": {"description": '`rel="next"`, where there is more', "schema": {"type": "string"}}}},
+        **refusals(422),
+    },
+)
+def list_all(
+    response: Response,
+    caller: Reader,
+    service: ServiceOf,
+    state: Annotated[str | None, Query(description=f"One of {', '.join(STATES)}.")] = None,
+    kind: Annotated[str | None, Query(description=f"One of {', '.join(ANALYSES)}.")] = None,
+    label: Annotated[str | None, Query(description="`name=value` of one of your labels.")] = None,
+    before: Annotated[str | None, Query(description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(description="1 to 100.")] = 20,
+) -> JobListView:
+    """Your jobs, newest first, in pages."""
+    if kind is not None and kind not in ANALYSES:
+        raise parameter_refused("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
+    page = list_jobs(
+        service.engine,
+        caller.tenant_id,
+        state=_state(state),
+        kind=kind,
+        label=_label(label),
+        before=before,
+        limit=limit,
+    )
+    if page.next is not None:
+        given = {"state": state, "kind": kind, "label": label, "before": page.next, "limit": str(limit)}
+        query = urlencode({name: value for name, value in given.items() if value is not None})
+        response.headers["link"] = f'</v1/jobs?{query}>; rel="next"'
+    return JobListView(items=tuple(job_view(job) for job in page.items), next=page.next)
+
+
+def _state(name: str | None) -> State | None:
+    for state in STATES:
+        if state == name:
+            return state
+    if name is not None:
+        raise parameter_refused("state", f"is no state; take one of {', '.join(STATES)}")
+    return None
+
+
+def _label(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    if not _LABEL.fullmatch(text):
+        raise parameter_refused("label", "is no label; write `name=value`")
+    name, _, value = text.partition("=")
+    return name, value
+
+
+@router.get(
+    "/{job_id}",
+    response_model=JobView,
+    summary="Read a job",
+    responses={
+        200: {"headers": {"ETag": {"description": "Names this version of the job", "schema": {"type": "string"}}}},
+        304: {"description": "Still the version of `If-None-Match`"},
+        **refusals(404, 422),
+    },
+)
+async def read(
+    job_id: str,
+    request: Request,
+    caller: Reader,
+    service: ServiceOf,
+    wait: Annotated[
+        float,
+        Query(
+            description="Seconds to wait, at most 30: with `If-None-Match` until the job has changed, "
+            "without until it has ended."
+        ),
+    ] = 0,
+    if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None,
+) -> Response:
+    """State, progress and failure of a job."""
+    if not 0 <= wait <= MAX_WAIT_SECONDS:
+        raise parameter_refused("wait", f"is out of range; take 0 to {MAX_WAIT_SECONDS} seconds")
+    job = await _awaited(request, service, caller.tenant_id, job_id, wait, if_none_match)
+    answer = _answer(job)
+    if if_none_match is not None and _matches(if_none_match, answer.headers["etag"]):
+        return Response(status_code=304, headers={"etag": answer.headers["etag"]})
+    return answer
+
+
+async def _awaited(
+    request: Request, service: Service, tenant_id: str, job_id: str, wait: float, known: str | None
+) -> Job:
+    until = time.monotonic() + wait
+    polls: set[object] = request.app.state.long_polls
+    ticket = object()
+    # beyond the cap a poll is answered at once, which every caller must expect anyway
+    waits = wait > 0 and len(polls) < _LONG_POLLS
+    if waits:
+        polls.add(ticket)
+    try:
+        while True:
+            job = await run_in_threadpool(read_job, service.engine, tenant_id, job_id)
+            if job is None:
+                raise not_found("there is no such job")
+            news = job.ended if known is None else not _matches(known, _etag(_json(job)))
+            left = until - time.monotonic()
+            if news or job.ended or not waits or left <= 0 or service.stopping.is_set():
+                return job
+            await asyncio.sleep(min(_POLL_SECONDS, left))
+            if await request.is_disconnected():
+                return job
+    finally:
+        polls.discard(ticket)
+
+
+@router.post(
+    "/{job_id}:cancel",
+    status_code=202,
+    response_model=JobView,
+    summary="Cancel a job",
+    responses=refusals(404),
+)
+def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
+    """Cancel a queued job, or ask a running one to stop within a layer; an ended job stays as it is."""
+    return _answer(request_cancel(service.engine, caller.tenant_id, job_id), status=202)
+
+
+@router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=refusals(404, 409))
+def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
+    """Delete an ended job with its results and files."""
+    delete_job(service.engine, caller.tenant_id, job_id)
+    service.artifacts.remove(job_id)
+    return Response(status_code=204)
+
+
+def _json(job: Job) -> bytes:
+    return _VIEW.dump_json(job_view(job))
+
+
+def _etag(body: bytes) -> str:
+    return f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def _matches(header: str, etag: str) -> bool:
+    return any(part.strip().removeprefix("W/") in (etag, "*") for part in header.split(","))
+
+
+def _answer(job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = _json(job)
+    return Response(
+        body, status_code=status, media_type="application/json", headers={"etag": _etag(body), **(headers or {})}
+    )

@@ -1,0 +1,94 @@
+"""The application: routes, guards and the caretaker thread, put together for one process.
+
+``create_app(settings)`` builds it; ``api.main:app`` builds it from the environment when a server
+asks for it. Nothing here imports torch.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import Depends, FastAPI
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from api import analyses, artifacts, contract, errors, health, jobs, page, results
+from api.auth import Reader, authenticate
+from api.caretaker import Caretaker, Doorbell
+from api.guard import Guard
+from api.service import Service
+from api.settings import Settings
+from jobs.artifacts import ArtifactFolder
+from jobs.database import open_database, require_current_schema
+
+_DESCRIPTION = """\
+Measure the curvature of trained neural networks, layer by layer.
+
+Submit a job document with `POST /v1/jobs`, follow it with `GET /v1/jobs/{job_id}?wait=30`, read
+`/results`, `/layers`, `/log` and `/artifacts`. Every error is `application/problem+json` (RFC 9457).
+"""
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Build the application; it connects to the database when it starts."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = _open(settings)
+        try:
+            await run_in_threadpool(require_current_schema, service.engine)
+            app.state.service = service
+            service.caretaker.start()
+            try:
+                yield
+            finally:
+                await run_in_threadpool(service.caretaker.stop)
+        finally:
+            service.engine.dispose()
+
+    app = FastAPI(
+        title="Kronoscope",
+        version=version("kronoscope"),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        # closed by default: a route is open only where its endpoint says so
+        dependencies=[Depends(authenticate)],
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.long_polls = set()
+    app.add_middleware(Guard, embedded=settings.embedded)
+    errors.install(app)
+    for router in (jobs.router, results.router, artifacts.router, analyses.router, health.router, page.router):
+        app.include_router(router)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi(_: Reader) -> JSONResponse:
+        return JSONResponse(contract.describe(app))
+
+    app.openapi = lambda: contract.describe(app)  # type: ignore[method-assign]  # FastAPI's own extension point
+    return app
+
+
+def _open(settings: Settings) -> Service:
+    engine = open_database(settings.ledger.database_url)
+    # embedded mode has no broker: its worker looks into the database by itself
+    rings = settings.redis_url and not settings.embedded
+    doorbell = Doorbell(settings.redis_url) if rings and settings.redis_url else None
+    settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
+    return Service(
+        settings=settings,
+        engine=engine,
+        artifacts=ArtifactFolder(settings.ledger.artifact_root),
+        caretaker=Caretaker(engine, settings.ledger, doorbell),
+    )
+
+
+def __getattr__(name: str) -> FastAPI:
+    """``app``, built when a server asks for it: importing this module reads no environment."""
+    if name == "app":
+        return create_app(Settings.from_environment(os.environ))
+    raise AttributeError(name)

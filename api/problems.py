@@ -1,0 +1,109 @@
+"""A *problem*: the one shape of every error, ``application/problem+json`` of RFC 9457.
+
+``type`` is a name for machines, ``detail`` a sentence for people, ``errors`` points at fields.
+``instance`` is the request's own id, which the operator finds in the log. Nothing that the
+caller sent is repeated.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from starlette.responses import Response
+
+from catalog.complaints import Complaint
+from catalog.record import plain, record
+
+MEDIA_TYPE = "application/problem+json"
+PREFIX = "urn:kronoscope:problem:"
+
+
+@record
+class Fault:
+    """One thing to mend."""
+
+    pointer: str | None
+    """JSON pointer (RFC 6901) into the body; null where a parameter or header is at fault."""
+    parameter: str | None
+    """Query parameter or header at fault."""
+    code: str
+    message: str
+
+
+@record
+class ProblemDocument:
+    """An error, as RFC 9457 describes it."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    """Id of the request, as in the header `X-Request-Id`."""
+    errors: tuple[Fault, ...]
+
+
+class Refusal(Exception):
+    """An answer that is a problem; raised anywhere below a route."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        title: str,
+        detail: str,
+        *,
+        errors: Sequence[Fault] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.kind = kind
+        self.title = title
+        self.detail = detail
+        self.errors = tuple(errors)
+        self.headers = dict(headers or {})
+
+
+def faults(complaints: Sequence[Complaint]) -> tuple[Fault, ...]:
+    """A document's complaints as faults."""
+    return tuple(
+        Fault(pointer=each.pointer, parameter=None, code=each.code, message=each.message) for each in complaints
+    )
+
+
+def parameter_refused(parameter: str, message: str, *, code: str = "invalid_value") -> Refusal:
+    """A query parameter or header that means nothing."""
+    return Refusal(
+        422,
+        "invalid-parameter",
+        "A parameter is not accepted",
+        f"`{parameter}` {message}",
+        errors=[Fault(pointer=None, parameter=parameter, code=code, message=message)],
+    )
+
+
+def not_found(what: str = "there is nothing at this address") -> Refusal:
+    """Absent, or another tenant's: the same answer."""
+    return Refusal(404, "not-found", "Not found", what)
+
+
+def internal() -> Refusal:
+    """What is said where nothing better is known."""
+    return Refusal(
+        500, "internal", "Internal error", "the service failed at this request; its operator finds it by the id below"
+    )
+
+
+def problem_response(refusal: Refusal, request_id: str) -> Response:
+    """The answer for ``refusal``."""
+    document = ProblemDocument(
+        type=PREFIX + refusal.kind,
+        title=refusal.title,
+        status=refusal.status,
+        detail=refusal.detail,
+        instance=f"urn:uuid:{request_id}",
+        errors=refusal.errors,
+    )
+    body = json.dumps(plain(document), ensure_ascii=False).encode("utf-8", "replace")
+    headers = {"cache-control": "no-store", **refusal.headers}
+    return Response(body, status_code=refusal.status, media_type=MEDIA_TYPE, headers=headers)

@@ -1,0 +1,109 @@
+"""What the operator decides about the service's front door: read once from the environment."""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+
+from catalog.record import record
+from jobs.errors import SettingsInvalid
+from jobs.keys import check_secret
+from jobs.settings import LedgerSettings, seconds, secret
+
+
+@record
+class Settings:
+    """The front door's settings, and the ledger's beneath them."""
+
+    ledger: LedgerSettings
+    embedded: bool = False
+    """One tenant, no keys: only on a loopback address."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key_secret: str | None = field(default=None, repr=False)
+    """Keys are stored as HMACs under it; needed unless embedded."""
+    redis_url: str | None = field(default=None, repr=False)  # holds a password
+    """Where the doorbell hangs; without it workers find jobs by looking."""
+    allowed_factories: tuple[str, ...] = ()
+    """Each `package.module:callable`, or `*`."""
+    allowed_directories: tuple[str, ...] = ()
+    """Folders whose contents jobs may name, or `*`."""
+    model_store: Path = Path(".kronoscope/models")
+    """Where a fetch step leaves hub models for offline reading."""
+    hub_fetch: bool = False
+    """Whether a worker may fetch from the hub itself, so that absent models are no reason to refuse."""
+    body_limit_bytes: int = 256 * 1024
+    body_seconds: float = 10
+    """How long a request's body may take to arrive."""
+    disk_floor_bytes: int = 256 * 2**20
+    """Below this much free space for artifacts the service is not ready."""
+
+    def __post_init__(self) -> None:
+        """Refuse a service that would be open to strangers, or that could verify no key."""
+        if self.embedded and not is_loopback(self.host):
+            raise SettingsInvalid(
+                f"KRONOSCOPE_HOST is {self.host}, but embedded mode asks nobody for a key: bind it to 127.0.0.1, "
+                "or unset KRONOSCOPE_EMBEDDED and create keys with `kronoscope keys create`"
+            )
+        if not self.embedded and not self.key_secret:
+            raise SettingsInvalid(
+                "KRONOSCOPE_KEY_SECRET (or KRONOSCOPE_KEY_SECRET_FILE) is missing: API keys are verified with it; "
+                "set it to the value that `kronoscope keys create` uses"
+            )
+        if self.key_secret:
+            check_secret(self.key_secret)
+        if not 1 <= self.port <= 65_535:
+            raise SettingsInvalid(f"KRONOSCOPE_PORT is {self.port}; take 1 to 65535")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
+        """Read the settings.
+
+        Raises:
+            SettingsInvalid: If one is missing or means nothing.
+        """
+        return cls(
+            ledger=LedgerSettings.from_environment(environ),
+            embedded=_flag(environ, "KRONOSCOPE_EMBEDDED"),
+            host=environ.get("KRONOSCOPE_HOST") or "127.0.0.1",
+            port=_whole(environ, "KRONOSCOPE_PORT", 8000),
+            key_secret=secret(environ, "KRONOSCOPE_KEY_SECRET"),
+            redis_url=secret(environ, "KRONOSCOPE_REDIS_URL") or secret(environ, "REDIS_URL"),
+            allowed_factories=_listed(environ, "KRONOSCOPE_ALLOW_FACTORIES"),
+            allowed_directories=_listed(environ, "KRONOSCOPE_ALLOW_DIRECTORIES"),
+            model_store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
+            hub_fetch=environ.get("KRONOSCOPE_HUB") == "fetch",
+            body_seconds=seconds(environ, "KRONOSCOPE_BODY_SECONDS", 10),
+            disk_floor_bytes=_whole(environ, "KRONOSCOPE_DISK_FLOOR_BYTES", 256 * 2**20),
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` reaches this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "").lower()
+    if value not in ("", "0", "1", "true", "false"):
+        raise SettingsInvalid(f"{name} is neither 0 nor 1")
+    return value in ("1", "true")
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise SettingsInvalid(f"{name} is no whole number; write one such as {default}") from error
+
+
+def _listed(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in environ.get(name, "").split(",") if part.strip())

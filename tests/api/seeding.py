@@ -1,0 +1,291 @@
+"""Jobs written straight into the ledger, as a worker would: plausible rows, spectra and summaries."""
+
+import hashlib
+import json
+import math
+import secrets
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine
+
+from catalog.analysis import Coverage, LayerResult
+from catalog.capacity import CapacityMetrics, CapacitySummary
+from catalog.factors import FactorsMetrics, FactorsSummary
+from catalog.frames import ArtifactWritten, Failed, Started, Summarised, layer_frame
+from catalog.layer_record import LayerRecord, Observed
+from catalog.record import plain
+from jobs import claims
+from jobs.artifacts import ArtifactFolder
+from jobs.codec import parse_document
+from jobs.records import Claim
+from jobs.store import submit
+
+DOCUMENT: dict[str, Any] = {
+    "kind": ["factors", "capacity"],
+    "model": {"source": "builtin", "name": "digits_cnn"},
+    "data": {"source": "builtin", "name": "digits"},
+    "task": {"type": "classification"},
+    "keep": ["spectra"],
+    "labels": {"purpose": "first look"},
+}
+
+# name, class, rows of A, rows of G, parameters
+LAYERS = [
+    ("features.0", "Conv2d", 10, 16, 160),
+    ("features.1", "BatchNorm2d", 1, 32, 32),
+    ("features.3", "Conv2d", 145, 32, 4640),
+    ("features.4", "BatchNorm2d", 1, 64, 64),
+    ("features.7", "Conv2d", 289, 48, 13872),
+    ("head.0", "Linear", 193, 64, 12352),
+    ("head.2", "Linear", 65, 10, 650),
+]
+DECLARED = ("head.temperature", "Scale", 1)
+
+
+def raw(document: dict[str, Any] = DOCUMENT) -> bytes:
+    return json.dumps(document).encode()
+
+
+def spectrum(rows: int, top: float, decay: float, dead: int = 0) -> list[float]:
+    """A power law that bends down at its end; ascending, the last directions at zero."""
+    values = [top * (k + 1) ** -decay * math.exp(-3.5 * (k / rows) ** 3) for k in range(rows - dead)]
+    return [0.0] * dead + sorted(values)
+
+
+def claimed(engine: Engine, tenant_id: str, document: dict[str, Any] = DOCUMENT) -> Claim:
+    job = submit(engine, tenant_id, parse_document(raw(document))).job
+    claim = claims.claim(engine, job.id, "test", secrets.token_hex(8), 600)
+    assert claim is not None
+    claims.write_started(engine, claim, Started(environment={"torch": "2.13.0", "device": "cpu", "threads": 1}))
+    return claim
+
+
+def running(engine: Engine, tenant_id: str, document: dict[str, Any] = DOCUMENT) -> Claim:
+    """A job in the middle of its collection."""
+    claim = claimed(engine, tenant_id, document)
+    progress(engine, claim, stage="collection", done=17, total=29, unit="batches", percent=41.0)
+    return claim
+
+
+def progress(engine: Engine, claim: Claim, **values: Any) -> None:
+    shown = {"layers_done": 0, "layers_total": len(LAYERS) * len(claim.kinds), **values}
+    claims.write_progress(engine, claim, shown)
+
+
+def failed(engine: Engine, tenant_id: str) -> str:
+    claim = claimed(engine, tenant_id, {**DOCUMENT, "kind": "capacity"})
+    failure = Failed(
+        category="usage",
+        code="non_finite_weights",
+        message="the tensor `features.3.weight` holds 3 values that are not finite; repair the checkpoint",
+        pointer="/model",
+        layer="features.3",
+        detail="SECRET traceback of the operator",
+    )
+    claims.fail(engine, claim, failure)
+    return claim.job_id
+
+
+def finished(
+    engine: Engine, root: Path, tenant_id: str, document: dict[str, Any] = DOCUMENT, *, with_factors: bool = False
+) -> str:
+    """A job that is done, with everything that the page draws."""
+    claim = claimed(engine, tenant_id, document)
+    write_rows(engine, root, claim)
+    if with_factors:
+        artifact(engine, root, claim, "factors/factors.index.json", b"{}", "application/json")
+    summarise(engine, claim)
+    claims.finish(engine, claim)
+    return claim.job_id
+
+
+def summarise(engine: Engine, claim: Claim) -> None:
+    for kind in claim.kinds:
+        claims.write_summary(engine, claim, Summarised(kind=kind, summary=plain(summary(kind))))
+
+
+def write_rows(engine: Engine, root: Path, claim: Claim) -> None:
+    for ordinal, (name, module, n, m, count) in enumerate(LAYERS):
+        A = spectrum(n, 3.0 / (ordinal + 1), 1.35, dead=n // 9 if n > 20 else 0)
+        G = spectrum(m, 0.02 * (ordinal + 1), 1.8)
+        for kind in claim.kinds:
+            claims.write_layer(engine, claim, layer_frame(row(kind, ordinal, name, module, count, A, G)))
+        body = {"layer": name, "ordinal": ordinal, "form": "kronecker", "A": A, "G": G}
+        artifact(engine, root, claim, f"spectra/{ordinal}.json", json.dumps(body).encode(), "application/json")
+    for kind in claim.kinds:
+        claims.write_layer(engine, claim, layer_frame(declared(kind, len(LAYERS))))
+
+
+def artifact(engine: Engine, root: Path, claim: Claim, name: str, content: bytes, media_type: str) -> None:
+    folder = ArtifactFolder(root)
+    path = folder.attempt_dir(claim.job_id, claim.fence) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    uri = folder.publish(claim.job_id, claim.fence, name, sha256=digest, size_bytes=len(content))
+    frame = ArtifactWritten(name=name, sha256=digest, size_bytes=len(content), media_type=media_type)
+    claims.write_artifact(engine, claim, frame, uri)
+
+
+def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[float], G: list[float]) -> LayerResult:
+    metrics: Any
+    if kind == "capacity":
+        products = [a * g for a in A for g in G]
+        trace, square, top = sum(products), sum(p * p for p in products), max(products)
+        damping = 1e-4 * trace / len(products)
+        used = sum(p / (p + damping) for p in products)
+        entropy = -sum(p / trace * math.log(p / trace) for p in products if p > 0)
+        metrics = CapacityMetrics(
+            form="kronecker",
+            dimension=len(products),
+            trace=trace,
+            frobenius_norm=math.sqrt(square),
+            spectral_norm=top,
+            stable_rank=square / top**2,
+            participation_ratio=trace**2 / square,
+            effective_rank=math.exp(entropy),
+            rank=sum(p > 1e-7 * top for p in products),
+            logdet=None,
+            damping=damping,
+            logdet_damped=sum(math.log(p + damping) for p in products),
+            effective_dimension=used,
+            effective_dimension_factored=used * 0.93,
+            effective_dimension_share=used / len(products),
+            kappa=None if min(A) <= 0 else top / min(products),
+            kappa_clipped=1e6,
+            trace_A=sum(A),
+            trace_G=sum(G),
+            effective_rank_A=None,
+            effective_rank_G=None,
+        )
+    else:
+        metrics = FactorsMetrics(form="kronecker", trace_A=sum(A), trace_G=sum(G), shared_A_with=None, calls=1)
+    return LayerResult(
+        kind=kind,
+        ordinal=ordinal,
+        layer=name,
+        module=module,
+        status="covered",
+        reason=None,
+        parameters=(f"{name}.weight", f"{name}.bias"),
+        parameter_count=count,
+        metrics=metrics,
+        record=record(A, G),
+        observed=observed(0.004 + 0.003 * ordinal),
+    )
+
+
+def record(A: list[float], G: list[float]) -> LayerRecord:
+    floor_a, floor_g = max(A) / 1e6, max(G) / 1e6
+    blank: dict[str, Any] = dict.fromkeys(LayerRecord.__annotations__)
+    return LayerRecord(
+        **blank
+        | {
+            "in_dim": len(A),
+            "out_dim": len(G),
+            "branch": "eigendecomposition",
+            "why": "the Woodbury branch is not part of this version",
+            "lambda_A": 1e-4 * sum(A) / len(A),
+            "lambda_G": 1e-4 * sum(G) / len(G),
+            "lambda_A_relative": 1e-4,
+            "lambda_G_relative": 1e-4,
+            "kappa_max": 1e6,
+            "kappa_A": max(A) / min(A) if min(A) > 0 else None,
+            "kappa_G": max(G) / min(G),
+            "clipped_A": sum(value < floor_a for value in A),
+            "clipped_G": sum(value < floor_g for value in G),
+            "update_freq": 1,
+            "update_index": 29,
+            "positions": 115_008,
+            "terms": 1797,
+            "world_size": 1,
+            "fisher": "mc",
+            "sharing": "expand",
+            "samples": 1,
+            "seed": 0,
+            "passes": 1,
+            "dtype": "float32",
+            "factor_bytes": 4 * (len(A) ** 2 + len(G) ** 2),
+            "digest_A": hashlib.sha256(repr(A).encode()).hexdigest(),
+            "digest_G": hashlib.sha256(repr(G).encode()).hexdigest(),
+        }
+    )
+
+
+def observed(seconds: float) -> Observed:
+    return Observed(
+        seconds=seconds,
+        allocated_before_bytes=None,
+        allocated_after_bytes=None,
+        reserved_before_bytes=None,
+        reserved_after_bytes=None,
+        host_before_bytes=410_000_000,
+        host_after_bytes=412_000_000,
+        measured_peak_bytes=412_000_000,
+    )
+
+
+def declared(kind: str, ordinal: int, name: str = DECLARED[0]) -> LayerResult:
+    blank: dict[str, Any] = dict.fromkeys(LayerRecord.__annotations__)
+    return LayerResult(
+        kind=kind,
+        ordinal=ordinal,
+        layer=name,
+        module=DECLARED[1],
+        status="declared",
+        reason="no_gradient",
+        parameters=(f"{name}.scale",),
+        parameter_count=DECLARED[2],
+        metrics=None,
+        record=LayerRecord(**blank | {"branch": "declared", "why": "no_gradient"}),
+        observed=observed(0.0),
+    )
+
+
+def coverage() -> Coverage:
+    covered = sum(count for *_, count in LAYERS)
+    return Coverage(
+        trainable_parameters=covered + 1,
+        covered_parameters=covered,
+        declared_parameters=1,
+        covered_share=covered / (covered + 1),
+        layers_covered=len(LAYERS),
+        layers_declared=1,
+        reasons={"no_gradient": 1},
+    )
+
+
+def summary(kind: str) -> CapacitySummary | FactorsSummary:
+    if kind == "factors":
+        return FactorsSummary(
+            coverage=coverage(),
+            layers=len(LAYERS),
+            eigendecompositions=0,
+            examples=1797,
+            updates=29,
+            passes=1,
+            fisher="mc",
+            sharing="expand",
+            update_freq=1,
+            factor_bytes=733_912,
+            dense_factor_bytes=733_912,
+        )
+    return CapacitySummary(
+        coverage=coverage(),
+        layers=len(LAYERS),
+        eigendecompositions=14,
+        dimension=31_764,
+        trace=1.2837,
+        effective_dimension=9218.4,
+        effective_dimension_share=0.2902,
+        effective_rank=412.7,
+        logdet_damped=-412_833.2,
+        damping=1e-4,
+        damping_mode="relative",
+        kappa_max=1e6,
+        fisher="mc",
+        sharing="expand",
+        update_freq=1,
+        identity_layers=(),
+    )

@@ -1,0 +1,92 @@
+"""The API as a process of its own, on a free port, ended by the id it was started with."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+
+KEY_SECRET = "a secret that only the tests know"
+START_SECONDS = 60
+
+
+class Server:
+    """One running API."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self.port = int(url.rpartition(":")[2])
+        self.process = process
+        self.log = log
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=40)
+
+
+def environment(database_url: str, artifacts: Path, port: int, more: Mapping[str, str]) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KRONOSCOPE_", "DATABASE_URL", "REDIS_URL"))
+    }
+    return {
+        **kept,
+        "KRONOSCOPE_DATABASE_URL": database_url,
+        "KRONOSCOPE_ARTIFACTS": str(artifacts),
+        "KRONOSCOPE_PORT": str(port),
+        "KRONOSCOPE_MODEL_STORE": str(artifacts / "models"),
+        # what the process only murmurs about is a fault here, as in the tests themselves
+        "PYTHONWARNINGS": "error",
+        **more,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(database_url: str, folder: Path, more: Mapping[str, str]) -> Iterator[Server]:
+    """Start an API and wait until it answers; afterwards it must end at SIGTERM."""
+    port = free_port()
+    log = folder / f"api-{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "api"],
+            env=environment(database_url, folder / "artifacts", port, more),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _await_answer(server)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def _await_answer(server: Server) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and server.process.poll() is None:
+        try:
+            if httpx.get(f"{server.url}/livez", trust_env=False, timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError(f"the API did not start:\n{server.log.read_text()}")

@@ -1,0 +1,223 @@
+"""The page in a real browser: no console error, no breach of its own policy, everything it promises to show."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from catalog.frames import layer_frame
+from jobs import claims
+from jobs.records import LOCAL_TENANT
+from jobs.store import read_job
+from tests.api import seeding
+from tests.api.conftest import Embedded, Keyed
+
+pytestmark = pytest.mark.browser
+
+MARKUP = "<img src=x onerror=\"document.title='broken'\">"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """The system's Chromium, else the one that playwright brought."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser, embedded: Embedded) -> Iterator[Page]:
+    """A fresh tab that fails its test at any console error, uncaught exception or policy breach."""
+    context = browser.new_context(base_url=embedded.server.url, viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(10_000)
+    opened = context.new_page()
+    complaints: list[str] = []
+    opened.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("requestfailed", lambda failed: complaints.append(f"{failed.url}: {failed.failure}"))
+    opened.add_init_script(
+        "document.addEventListener('securitypolicyviolation', e => console.error('CSP', e.violatedDirective))"
+    )
+    yield opened
+    # requests that a navigation aborts, and the 422 that a bad document is meant to bring, are no faults
+    left = [each for each in complaints if "ERR_ABORTED" not in each and "status of 422" not in each]
+    context.close()
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def finished(embedded: Embedded) -> str:
+    return seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+
+
+def test_the_job_page_shows_results(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
+    expect(page.get_by_text("Succeeded")).to_be_visible()
+    expect(page.get_by_text("Effective dimension").first).to_be_visible()
+    rows = page.locator("table.layers tbody tr")
+    expect(rows).to_have_count(8)
+    expect(rows.nth(7)).to_contain_text("declared")
+    expect(rows.nth(7)).to_contain_text("no gradient")
+    expect(page.get_by_role("img", name="trainable parameters are covered")).to_be_visible()
+
+
+def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    page.get_by_role("button", name="features.3", exact=True).click()
+    picture = page.locator("svg.spectrum")
+    expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
+    paths = picture.locator("path.curve")
+    expect(paths).to_have_count(2)
+    expect(page.locator("line.floor")).to_have_count(2)
+    # log-log: a power law of slope -1.35 is a straight line of that slope, in units of the axes' decades
+    points = [
+        tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", paths.nth(0).get_attribute("d") or "")
+    ]
+    A = [value for value in seeding.spectrum(145, 1.0, 1.35, dead=16) if value > 0][::-1]
+    assert len(points) == len(A)
+    (x1, y1), (x2, y2) = points[0], points[9]
+    (left, _), (_, low) = points[0], points[-1]
+    per_decade_x = (points[99][0] - left) / 2
+    assert (x2 - x1) == pytest.approx(per_decade_x, rel=0.01)
+    per_decade_y = (low - y1) / math.log10(A[0] / A[-1])
+    assert (y2 - y1) == pytest.approx(per_decade_y * math.log10(A[0] / A[9]), rel=0.01)
+    # the read-out by keyboard says the value
+    picture.focus()
+    page.keyboard.press("Home")
+    expect(page.locator(".readout")).to_contain_text("№ 1")
+    page.keyboard.press("End")
+    expect(page.locator(".readout")).to_contain_text("№ 129")
+
+
+def test_the_table_sorts_by_keyboard_and_filters(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    expect(page.locator("table.layers tbody tr")).to_have_count(8)
+    page.get_by_role("button", name="Parameters").focus()
+    page.keyboard.press("Enter")
+    head = page.get_by_role("columnheader", name="Parameters")
+    expect(head).to_have_attribute("aria-sort", "descending")
+    expect(page.locator("table.layers tbody tr").first).to_contain_text("features.7")
+    page.keyboard.press("Enter")
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    expect(page.locator("table.layers tbody tr").first).to_contain_text("head.temperature")
+    page.get_by_role("button", name="factors", exact=True).click()
+    expect(page.get_by_role("columnheader", name="Trace of A")).to_be_visible()
+    page.get_by_label("Filter layers by name").fill("head")
+    expect(page.locator("table.layers tbody tr")).to_have_count(3)
+
+
+def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    bar = page.get_by_role("progressbar", name="Progress of the job")
+    expect(bar).to_have_attribute("aria-valuenow", "41")
+    expect(page.get_by_text("17 of 29 batches")).to_be_visible()
+    seeding.progress(embedded.engine, claim, stage="collection", done=25, total=29, unit="batches", percent=60.0)
+    expect(bar).to_have_attribute("aria-valuenow", "60")
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim)
+    seeding.progress(
+        embedded.engine, claim, stage="capacity", done=7, total=7, unit="layers", percent=99.0, layers_done=14
+    )
+    expect(page.locator("table.layers tbody tr")).to_have_count(8)
+    seeding.summarise(embedded.engine, claim)
+    claims.finish(embedded.engine, claim)
+    expect(page.get_by_text("Succeeded")).to_be_visible()
+    expect(page.locator("svg.spectrum path.curve")).to_have_count(2)
+    expect(bar).to_have_count(0)
+
+
+def test_cancelling(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    page.get_by_role("button", name="Cancel job").click()
+    expect(page.get_by_role("button", name="Cancelling…")).to_be_disabled()
+    job = read_job(embedded.engine, LOCAL_TENANT, claim.job_id)
+    assert job is not None
+    assert job.state == "cancelling"
+    claims.cancelled(embedded.engine, claim)
+    expect(page.get_by_text("Cancelled", exact=True)).to_be_visible()
+
+
+def test_a_failure_says_why(page: Page, embedded: Embedded) -> None:
+    page.goto(f"/#/jobs/{seeding.failed(embedded.engine, LOCAL_TENANT)}")
+    alert = page.get_by_role("alert", name="Failure")
+    expect(alert).to_contain_text("holds 3 values that are not finite")
+    expect(alert).to_contain_text("features.3")
+    assert "SECRET" not in page.content()
+
+
+def test_names_from_the_server_are_text(page: Page, embedded: Embedded) -> None:
+    document = {**seeding.DOCUMENT, "labels": {"note": MARKUP}}
+    claim = seeding.claimed(embedded.engine, LOCAL_TENANT, document)
+    claims.write_layer(embedded.engine, claim, layer_frame(seeding.declared("capacity", 0, MARKUP)))
+    claims.finish(embedded.engine, claim)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    expect(page.locator("table.layers tbody tr")).to_contain_text(MARKUP)
+    assert page.locator("main img").count() == 0
+    assert page.title() != "broken"
+
+
+def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
+    page.goto("/")
+    page.get_by_role("link", name="New job").first.click()
+    editor = page.get_by_label("Job document")
+    expect(editor).to_have_value(re.compile("digits_cnn"))
+    document: dict[str, Any] = json.loads(editor.input_value())
+    editor.fill(json.dumps({**document, "collection": {"batch_size": -1}}, indent=2))
+    page.get_by_role("button", name="Check only").click()
+    expect(page.get_by_role("alert")).to_contain_text("take 1 to 65536")
+    page.get_by_role("button", name="/collection/batch_size").click()
+    assert page.evaluate("getSelection().toString()") == '"batch_size": -1'
+    editor.fill(json.dumps(document))
+    page.get_by_role("button", name="Submit job").click()
+    expect(page.get_by_text("Waiting for a worker")).to_be_visible()
+    expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
+    page.get_by_role("link", name="Jobs", exact=True).click()
+    row = page.locator("table.jobs tbody tr").first
+    expect(row).to_contain_text("Queued")
+    page.get_by_role("button", name="succeeded").click()
+    expect(page.locator("table.jobs tbody tr[data-state=queued]")).to_have_count(0)
+
+
+def test_downloads(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="log.jsonl").click()
+    assert waiting.value.suggested_filename == "log.jsonl"
+    assert len(waiting.value.path().read_text().splitlines()) == 16
+
+
+@pytest.mark.parametrize("width", [320, 480, 768])
+def test_nothing_sticks_out_where_it_is_narrow(page: Page, finished: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    for address in ("/#/", "/#/new", f"/#/jobs/{finished}"):
+        page.goto(address)
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, keyed: Keyed) -> None:
+    context = browser.new_context(base_url=keyed.server.url)
+    tab = context.new_page()
+    tab.goto("/")
+    dialog = tab.get_by_role("dialog", name="API key")
+    dialog.get_by_label("Key").fill("wrong")
+    dialog.get_by_role("button", name="Use this key").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("not valid")
+    dialog.get_by_label("Key").fill(keyed.key)
+    dialog.get_by_role("button", name="Use this key").click()
+    expect(dialog).to_be_hidden()
+    expect(tab.get_by_role("heading", name="Jobs", exact=True)).to_be_visible()
+    expect(tab.get_by_text("No jobs yet")).to_be_visible()
+    tab.reload()
+    expect(tab.get_by_text("No jobs yet")).to_be_visible()
+    assert tab.evaluate("localStorage.length") == 0
+    context.close()
