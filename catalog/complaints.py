@@ -48,7 +48,22 @@ def complaints(errors: Iterable[Mapping[str, Any]], document: type) -> tuple[Com
             break
         complaint = _complaint(error, document)
         said.setdefault((complaint.pointer, complaint.message), complaint)
-    return tuple(said.values())
+    return tuple(complaint for complaint in said.values() if not _is_other_branch(complaint, list(said.values())))
+
+
+def _is_other_branch(complaint: Complaint, said: list[Complaint]) -> bool:
+    """Whether the fault is of a union's member that the writer did not mean.
+
+    `kind: [x]` is no choice itself besides holding a wrong one; `kind: x` is no list besides being
+    a wrong choice. The nearer fault is the one to mend.
+    """
+    for other in said:
+        if complaint.code == "invalid_choice" and other.pointer.startswith(f"{complaint.pointer}/"):
+            return True
+        same = other.pointer == complaint.pointer and other.code == "invalid_choice"
+        if same and complaint.code.endswith("_type"):
+            return True
+    return False
 
 
 def _complaint(error: Mapping[str, Any], document: type) -> Complaint:

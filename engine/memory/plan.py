@@ -1,7 +1,7 @@
 """The plan: how many bytes a collection will hold, term by term, before it holds them.
 
-Every term names its formula and where it comes from: ``exact`` from shapes, ``estimated`` where
-a library decides, ``measured`` for what the process holds already. The plan is compared with the
+Every term names its formula and where it comes from: ``exact`` from shapes, ``estimated`` where a
+library decides, ``measured`` for what the process holds already. The plan is compared with the
 budget before anything large is allocated; what does not fit is refused with the terms that make
 it so.
 """

@@ -100,6 +100,12 @@ def test_bad_documents_name_the_field_and_the_remedy(change: dict[str, Any], poi
     assert any(found == pointer and message in text for found, text in said), said
 
 
+def test_only_the_meant_branch_of_a_union_is_blamed() -> None:
+    assert refusals({**GOOD, "kind": "hessian"}) == [("/kind", "is not a choice here; take 'factors' or 'capacity'")]
+    assert [pointer for pointer, _ in refusals({**GOOD, "kind": ["capacity", "hessian"]})] == ["/kind/1"]
+    assert refusals({**GOOD, "memory": {"host": True}}) != []
+
+
 def test_many_unknown_keys_are_answered_shortly() -> None:
     assert len(refusals({**GOOD, **{f"k{n}": 1 for n in range(200)}})) == 20
 
