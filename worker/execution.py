@@ -110,6 +110,10 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _settle(assignment.threads, device)
+    # read when the hub's libraries are imported, which the loaders do first
+    os.environ.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    if assignment.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
     pipe.send(Started(environment=computing_environment(device)))
     document = parse_document(assignment.document)
     _seed(document.collection.seed)

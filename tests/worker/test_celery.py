@@ -78,7 +78,7 @@ def worker(ledger_url: str, broker: str, tmp_path: Path) -> Iterator[Callable[..
             "KRONOSCOPE_DATABASE_URL": ledger_url,
             "KRONOSCOPE_REDIS_URL": broker,
             "KRONOSCOPE_ARTIFACTS": str(tmp_path / "artifacts"),
-            "KRONOSCOPE_STORE": str(tmp_path / "store"),
+            "KRONOSCOPE_MODEL_STORE": str(tmp_path / "store"),
             "KRONOSCOPE_REAPER_SECONDS": "0.5",
             "KRONOSCOPE_RELAY_SECONDS": "0.5",
             "OMP_NUM_THREADS": "1",

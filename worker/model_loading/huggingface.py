@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-import httpx
+import httpx2
 import huggingface_hub
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -28,17 +28,21 @@ _FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "token
 
 def load(source: HuggingFaceModel, task: Task, surroundings: Surroundings) -> LoadedModel:
     """Fetch, or find in the store, and load by our own rules."""
-    if not _ID.fullmatch(source.id):
-        raise Refusal("is no model id; write `owner/name`", pointer="/model/id")
-    if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
-        raise Refusal("is no branch, tag or commit", pointer="/model/revision")
-    folder = _snapshot(source, surroundings)
+    folder = snapshot(source, surroundings)
     surroundings.log("info", f"{source.id} at commit {folder.name}")
     return load_checkpoint(folder, task, surroundings, "/model/id")
 
 
-def _snapshot(source: HuggingFaceModel, surroundings: Surroundings) -> Path:
-    """The folder of one commit, named by its hash."""
+def snapshot(source: HuggingFaceModel, surroundings: Surroundings) -> Path:
+    """The folder of one commit, named by its hash.
+
+    Raises:
+        Refusal: If the id is none, or the model is neither here nor to be had.
+    """
+    if not _ID.fullmatch(source.id):
+        raise Refusal("is no model id; write `owner/name`", pointer="/model/id")
+    if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
+        raise Refusal("is no branch, tag or commit", pointer="/model/revision")
     cache = surroundings.store / "hub"
     named = f"{source.id}{f' at {source.revision}' if source.revision else ''}"
     try:
@@ -67,7 +71,7 @@ def _snapshot(source: HuggingFaceModel, surroundings: Surroundings) -> Path:
             pointer="/model/id",
             code="not_fetched",
         ) from error
-    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError) as error:
+    except (HfHubHTTPError, httpx2.HTTPError, ConnectionError, TimeoutError) as error:
         raise Unavailable(
             f"the hub did not answer for {named} ({type(error).__name__}); try again, or take `source: directory`",
             pointer="/model/id",

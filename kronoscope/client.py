@@ -1,0 +1,239 @@
+"""The service from Python, synchronously: ``Client("http://127.0.0.1:8000").submit(document)``.
+
+Every error of the service is a ``ClientError`` whose text is the service's own sentences; a
+service that does not answer is ``ServiceUnreachable``.
+"""
+
+import hashlib
+import ipaddress
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from catalog.complaints import Complaint
+from kronoscope.views import Artifact, Job, Layer, Results, job_of, layer_of, results_of
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_WAIT_SECONDS = 20.0
+_CONNECT_SECONDS = 5.0
+
+
+class ClientError(Exception):
+    """The service refused; ``lines`` are its sentences, one per fault."""
+
+    def __init__(self, status: int, title: str, detail: str, complaints: tuple[Complaint, ...] = ()) -> None:
+        self.status = status
+        self.title = title
+        self.detail = detail
+        self.complaints = complaints
+        super().__init__("; ".join(self.lines))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What to mend: each fault with the field it is about, else the service's one sentence."""
+        if self.complaints:
+            return tuple(f"{each.pointer} {each.message}".strip() for each in self.complaints)
+        return (self.detail or self.title,)
+
+
+class ServiceUnreachable(ClientError):
+    """Nobody answers at the address."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            0, "The service does not answer", f"nothing answers at {url} ({reason}); is `kronoscope serve` running?"
+        )
+
+
+class Client:
+    """One service, one key."""
+
+    def __init__(self, url: str | None = None, key: str | None = None, *, timeout_seconds: float = 30) -> None:
+        self.url = (url or os.environ.get("KRONOSCOPE_URL") or DEFAULT_URL).rstrip("/")
+        key = key or os.environ.get("KRONOSCOPE_KEY")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout_seconds, connect=_CONNECT_SECONDS),
+            # a proxy in the environment has no business between here and this machine; a key follows no redirect
+            trust_env=not _is_local(self.url),
+            follow_redirects=False,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._http.close()
+
+    def submit(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> Job:
+        """Submit a job. The same idempotency key and document give the same job, however often.
+
+        Raises:
+            ClientError: If the document is not accepted.
+        """
+        headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
+        return job_of(self._call("POST", "/v1/jobs", json=dict(document), headers=headers))
+
+    def validate(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The document as it would be stored, every default written out; nothing is stored."""
+        answer: Mapping[str, Any] = self._call(
+            "POST", "/v1/jobs", json=dict(document), params={"validate_only": "true"}
+        )
+        return dict(answer["document"])
+
+    def job(self, job_id: str, *, wait_seconds: float = 0) -> Job:
+        """One job, now or when it has ended, whichever comes first within ``wait_seconds`` (at most 30)."""
+        return job_of(self._call("GET", _path(job_id), params={"wait": str(wait_seconds)} if wait_seconds else None))
+
+    def follow(self, job_id: str) -> Iterator[Job]:
+        """The job each time that it has changed, until it has ended."""
+        tag: str | None = None
+        while True:
+            headers = {"if-none-match": tag} if tag else {}
+            answer = self._send("GET", _path(job_id), params={"wait": str(_WAIT_SECONDS)} if tag else None,
+                                headers=headers)  # fmt: skip
+            if answer.status_code == httpx.codes.NOT_MODIFIED:
+                continue
+            tag = answer.headers.get("etag")
+            job = job_of(answer.json())
+            yield job
+            if job.ended:
+                return
+
+    def jobs(self, *, state: str | None = None, kind: str | None = None, label: str | None = None) -> Iterator[Job]:
+        """Your jobs, newest first, page after page."""
+        given = {"state": state, "kind": kind, "label": label, "limit": "100"}
+        params = {name: value for name, value in given.items() if value is not None}
+        yield from (job_of(item) for item in self._pages("/v1/jobs", params, cursor="before"))
+
+    def cancel(self, job_id: str) -> Job:
+        """Cancel a queued or running job; an ended one stays as it is."""
+        return job_of(self._call("POST", f"{_path(job_id)}:cancel"))
+
+    def delete(self, job_id: str) -> None:
+        """Delete an ended job with its results and files."""
+        self._send("DELETE", _path(job_id))
+
+    def results(self, job_id: str) -> Results:
+        """Summaries, manifest and the list of files."""
+        return results_of(self._call("GET", f"{_path(job_id)}/results"))
+
+    def layers(self, job_id: str, *, kind: str | None = None) -> Iterator[Layer]:
+        """Every row, page after page."""
+        params = {"limit": "100"} | ({"kind": kind} if kind else {})
+        yield from (layer_of(item) for item in self._pages(f"{_path(job_id)}/layers", params, cursor="after"))
+
+    def log(self, job_id: str) -> str:
+        """The reproducibility log: JSON lines, one record per layer."""
+        return self._send("GET", f"{_path(job_id)}/log").text
+
+    def download(self, job_id: str, artifact: Artifact, folder: Path) -> Path:
+        """One file, into ``folder``; it appears there only when its digest has been checked.
+
+        Raises:
+            ClientError: If the bytes are not those that the job recorded.
+        """
+        root = folder.resolve()
+        target = (root / artifact.name).resolve()
+        if not target.is_relative_to(root):
+            raise ClientError(0, "Unsafe name", f"the service names a file {artifact.name!r} outside the folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".part-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for part in self._stream(f"{_path(job_id)}/artifacts/{quote(artifact.name)}"):
+                    digest.update(part)
+                    file.write(part)
+            if digest.hexdigest() != artifact.sha256:
+                raise ClientError(0, "Damaged file", f"{artifact.name} arrived damaged; download it again")
+            Path(temporary).replace(target)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return target
+
+    def menu(self) -> Mapping[str, Any]:
+        """Every analysis with the JSON schemas of its options, metrics and summary."""
+        answer: Mapping[str, Any] = self._call("GET", "/v1/analyses")
+        return answer
+
+    def ready(self) -> bool:
+        """Whether the service can take jobs now."""
+        try:
+            return self._http.get("/readyz").status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def _pages(self, path: str, params: dict[str, str], *, cursor: str) -> Iterator[Mapping[str, Any]]:
+        while True:
+            page = self._call("GET", path, params=params)
+            yield from page["items"]
+            if page.get("next") is None:
+                return
+            params = {**params, cursor: page["next"]}
+
+    def _stream(self, path: str) -> Iterator[bytes]:
+        try:
+            with self._http.stream("GET", path) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise _refusal(answer)
+                yield from answer.iter_bytes()
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(self.url, type(error).__name__) from error
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - httpx's options, JSON back
+        return self._send(method, path, **options).json()
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's options
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(self.url, type(error).__name__) from error
+        if answer.is_error or (answer.is_redirect and answer.status_code != httpx.codes.NOT_MODIFIED):
+            raise _refusal(answer)
+        return answer
+
+
+def _refusal(answer: httpx.Response) -> ClientError:
+    """The service's problem document, or as much as can be said without one."""
+    try:
+        problem = answer.json()
+        complaints = tuple(
+            Complaint(
+                pointer=str(fault.get("pointer") or fault.get("parameter") or ""),
+                code=str(fault.get("code")),
+                message=str(fault.get("message")),
+            )
+            for fault in problem.get("errors") or ()
+        )
+        return ClientError(answer.status_code, str(problem["title"]), str(problem.get("detail") or ""), complaints)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        detail = f"{answer.request.url} answered {answer.status_code}, not as Kronoscope does; check the address"
+        return ClientError(answer.status_code, "Unexpected answer", detail)
+
+
+def _path(job_id: str) -> str:
+    return f"/v1/jobs/{quote(job_id, safe='')}"
+
+
+def _is_local(url: str) -> bool:
+    host = httpx.URL(url).host
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

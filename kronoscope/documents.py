@@ -1,0 +1,130 @@
+"""Read a job document from a YAML 1.2 or JSON file, with single values set on the command line.
+
+Only plain values are passed on (what JSON can say), and whether they mean anything is for the
+service, or the worker, to judge: there is one validator.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ruamel.yaml
+from ruamel.yaml.error import YAMLError
+
+MAX_DOCUMENT_BYTES = 256 * 1024
+_MAX_VALUES = 20_000
+_MAX_DEPTH = 16
+
+
+class DocumentUnreadable(ValueError):
+    """The file, or a `--set`, is no document; each fault is a sentence."""
+
+
+def read_document(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """The document in ``path`` with every ``field.path=value`` of ``settings`` put in.
+
+    Raises:
+        DocumentUnreadable: If the file is missing, too long, malformed, or no mapping.
+    """
+    document = _parse(path)
+    for setting in settings:
+        _put(document, setting)
+    _require_plain(document, path.name)
+    return document
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_DOCUMENT_BYTES + 1)
+    except OSError as error:
+        raise DocumentUnreadable(f"{path}: cannot be read ({error.strerror}); give a YAML or JSON file") from error
+    if len(raw) > MAX_DOCUMENT_BYTES:
+        raise DocumentUnreadable(f"{path}: has more than {MAX_DOCUMENT_BYTES:,} bytes; a job document is short")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DocumentUnreadable(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    value = _json(text, path) if path.suffix.lower() == ".json" else _yaml(text, path)
+    if not isinstance(value, dict):
+        raise DocumentUnreadable(f"{path}: holds no mapping; a job document begins with `kind: …`")
+    return value
+
+
+def _json(text: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file says
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise DocumentUnreadable(
+            f"{path}: is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DocumentUnreadable(f"{path}: is not valid JSON: {error}") from error
+
+
+def _yaml(text: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file says
+    # PyYAML reads YAML 1.1, where 1e-4 is a string and `no` is false
+    reader = ruamel.yaml.YAML(typ="safe", pure=True)
+    try:
+        return reader.load(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = " ".join(str(getattr(error, "problem", None) or "it cannot be parsed").split())
+        raise DocumentUnreadable(f"{path}: is not valid YAML{where}: {problem[:200]}") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise DocumentUnreadable(f"{path}: is not valid YAML: {str(error)[:200]}") from error
+
+
+def _put(document: dict[str, Any], setting: str) -> None:
+    """Set one value, making the blocks on its way."""
+    path, separator, text = setting.partition("=")
+    steps = path.strip().split(".")
+    if not separator or not all(steps):
+        raise DocumentUnreadable(f"--set {setting}: write it as `collection.batch_size=32`")
+    here = document
+    for depth, step in enumerate(steps[:-1], start=1):
+        below = here.setdefault(step, {})
+        if below is None:
+            below = here[step] = {}
+        if not isinstance(below, dict):
+            raise DocumentUnreadable(f"--set {setting}: `{'.'.join(steps[:depth])}` is a value, not a block")
+        here = below
+    here[steps[-1]] = _yaml(text, Path(f"--set {path}"))
+
+
+def _require_plain(value: Any, name: str) -> None:  # noqa: ANN401 - whatever the file says
+    """Only what JSON can say, and not too much of it: YAML's references can make a file of 1 kB endless."""
+    seen = 0
+    waiting: list[tuple[str, Any, int]] = [("", value, 0)]
+    while waiting:
+        path, item, depth = waiting.pop()
+        seen += 1
+        if seen > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise DocumentUnreadable(f"{name}: holds more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels")
+        if isinstance(item, dict):
+            for key, below in item.items():
+                if not isinstance(key, str):
+                    raise DocumentUnreadable(f"{name}: {path or '/'} has a key that is no string; put it in quotes")
+                waiting.append((f"{path}/{key}", below, depth + 1))
+        elif isinstance(item, list):
+            waiting.extend((f"{path}/{place}", below, depth + 1) for place, below in enumerate(item))
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise DocumentUnreadable(f"{name}: {path} is not a finite number; take an ordinary number")
+        elif item is not None and not isinstance(item, (str, int, float, bool)):
+            raise DocumentUnreadable(f"{name}: {path} is a {type(item).__name__}; put it in quotes")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"`{twice[:60]}` stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number; take an ordinary number")

@@ -1,0 +1,258 @@
+"""For a notebook: factors from a folder, and analyses in this very process. The one door to the engine."""
+
+import copy
+import json
+import pkgutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from catalog import ANALYSES
+from catalog.analysis import LayerResult
+from catalog.collection import Collection, Stabilisation
+from catalog.inputs import Task
+from catalog.memory import Memory
+from engine.curvature.collected import INDEX, Collected, read_collected
+from engine.curvature.factors import Factors, digest
+from engine.errors import BrokenFactors
+from engine.memory.budget import MemoryBudget
+from engine.workspace import Artifacts, Workspace
+
+Batches = Iterable[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]
+
+
+class LayerFactors:
+    """A and G of one layer, read when they are asked for."""
+
+    def __init__(self, name: str, load: Callable[[], Factors]) -> None:
+        self.name = name
+        self._load = load
+
+    @cached_property
+    def _factors(self) -> Factors:
+        return self._load()
+
+    @property
+    def form(self) -> str:
+        """`kronecker`, `diagonal` (A is stored as its diagonal) or `block` (A = 1)."""
+        return self._factors.form
+
+    @property
+    def A(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """(in_dim, in_dim) dense activation covariance; the bias's row and column last."""
+        stored = self._factors.A
+        return torch.diag(stored) if stored.ndim == 1 else stored
+
+    @property
+    def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """(out_dim, out_dim) dense gradient covariance."""
+        return self._factors.G
+
+    @property
+    def diagonal_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """(in_dim,) diagonal of A, without making a diagonal A dense."""
+        stored = self._factors.A
+        return stored if stored.ndim == 1 else stored.diagonal()
+
+
+class LayersFactors(Mapping[str, LayerFactors]):
+    """Factors by layer name, in the model's order."""
+
+    def __init__(self, collected: Collected) -> None:
+        self.collected = collected
+        self._layers = {
+            facts.name: LayerFactors(facts.name, lambda ordinal=facts.ordinal: collected.load(ordinal))  # type: ignore[misc]
+            for facts in collected.layers
+        }
+
+    def __getitem__(self, layer: str) -> LayerFactors:
+        return self._layers[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+class _Folder:
+    """Stored factors as the engine reads them: names below ``factors/`` are files of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        return safetensors.torch.load_file(self._folder / name.removeprefix("factors/"))
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
+        return json.loads((self._folder / name.removeprefix("factors/")).read_bytes())
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        del tensors, metadata
+        raise PermissionError(f"{name}: factors of an earlier job are read, never written")
+
+    def save_json(self, name: str, value: object) -> None:
+        del value
+        raise PermissionError(f"{name}: factors of an earlier job are read, never written")
+
+
+class _Held:
+    """Artifacts of an analysis in this process: kept in memory."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        del metadata
+        self._kept[name] = {key: tensor.detach().to("cpu").clone() for key, tensor in tensors.items()}
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        return dict(self._find(name))
+
+    def save_json(self, name: str, value: object) -> None:
+        self._kept[name] = copy.deepcopy(value)
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
+        return copy.deepcopy(self._find(name))
+
+    def _find(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
+        if name not in self._kept:
+            raise FileNotFoundError(name)
+        return self._kept[name]
+
+
+def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
+    """The factors in a folder: the one with ``factors.index.json``, a run's output, or its `artifacts`.
+
+    Args:
+        path: The folder.
+        verify: Read everything now and compare each digest with the index.
+
+    Raises:
+        BrokenFactors: If there is no index, or (when verifying) a factor is not the one recorded.
+    """
+    folder = Path(path)
+    for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
+        if (candidate / "factors.index.json").is_file():
+            found = LayersFactors(read_collected(_Folder(candidate)))
+            if verify:
+                _verify(candidate, found)
+            return found
+    raise BrokenFactors(
+        f"{folder} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote"
+    )
+
+
+def _verify(folder: Path, found: LayersFactors) -> None:
+    index = json.loads((folder / "factors.index.json").read_bytes())
+    for entry in index["layers"]:
+        factors = found.collected.load(int(entry["ordinal"]))
+        for side, tensor in (("activation_covariance", factors.A), ("gradient_covariance", factors.G)):
+            if digest(tensor) != entry[side]["sha256"]:
+                raise BrokenFactors(
+                    f"layer `{entry['name']}`: {side} in {entry[side]['file']} is not what the index records; "
+                    "collect the factors again",
+                    layer=str(entry["name"]),
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What ``measure`` found."""
+
+    layers: Sequence[LayerResult]
+    """All rows of all analyses, as a job would store them."""
+    summary: Mapping[str, Any]
+    """Each analysis's summary record, by kind."""
+    factors: LayersFactors
+    index: Mapping[str, Any]
+    """`factors.index.json` as a job would write it: facts and digests of every layer."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, kind: str) -> dict[str, LayerResult]:
+        """One analysis's rows by layer name."""
+        return {row.layer: row for row in self.layers if row.kind == kind}
+
+
+def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook writes them
+    model: nn.Module,
+    batches: Batches,
+    *,
+    task: Task | str,
+    kinds: Sequence[str] = ("capacity",),
+    collection: Collection | None = None,
+    stabilisation: Stabilisation | None = None,
+    memory: Memory | None = None,
+    params: Mapping[str, Any] | None = None,
+    report: Callable[[str, int, int | None, str], None] | None = None,
+) -> Measurement:
+    """Run analyses on a model in this process; the model and its gradients are left as they were.
+
+    Args:
+        model: Where its parameters are is where it is measured.
+        batches: Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``: a list, or a callable that
+            gives them anew. An iterator that runs dry is turned into a list first.
+        task: ``catalog.inputs.Task``, or its type alone (``"classification"``).
+        kinds: Analyses of the menu, over one collection.
+        collection: How curvature is collected.
+        stabilisation: Damping and clipping.
+        memory: Budgets; none is held where this is left out.
+        params: Each analysis's options record, by kind.
+        report: Receives ``(stage, done, total, unit)``.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+        KeyError: If a kind is not on the menu.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    kept = batches if callable(batches) or isinstance(batches, Sequence) else list(batches)
+    plan: dict[str, Any] = {}
+    workspace = Workspace(
+        model=model,
+        batches=lambda: iter(kept() if callable(kept) else kept),
+        task=task if isinstance(task, Task) else Task(type=task),  # type: ignore[arg-type] # checked by whoever reads it
+        artifacts=_artifacts(),
+        collection=collection or Collection(),
+        stabilisation=stabilisation or Stabilisation(),
+        memory=MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(memory, device),
+        device=device,
+        kinds=tuple(kinds),
+        keep=("factors",),
+        planned=plan.update,
+    )
+    if report is not None:
+        workspace.report = report
+    rows: list[LayerResult] = []
+    summary: dict[str, Any] = {}
+    for kind in kinds:
+        analysis = ANALYSES[kind]
+        given = (params or {}).get(kind)
+        options = analysis.params() if given is None and analysis.params is not None else given
+        function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(analysis.function)
+        summary[kind] = _pulled(rows, function(options, workspace))
+    return Measurement(
+        layers=tuple(rows),
+        summary=summary,
+        factors=LayersFactors(read_collected(workspace.artifacts)),
+        index=workspace.artifacts.load_json(INDEX),
+        plan=plan,
+    )
+
+
+def _artifacts() -> Artifacts:
+    return _Held()
+
+
+def _pulled(rows: list[LayerResult], analysis: Generator[LayerResult, None, Any]) -> Any:  # noqa: ANN401 - its summary
+    """Append what a generator yields, and give what it returns."""
+    while True:
+        try:
+            rows.append(next(analysis))
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,159 @@
+"""Results as tables that fit 100 columns: one row per layer, one closing line per analysis."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from kronoscope.views import Job, Layer
+
+Column = tuple[str, Callable[[Layer], str]]
+_WIDTH = 100
+_NAME_WIDTH = 40
+_LEAST_NAME = 16
+_MOST_DECLARED = 12
+
+
+def _metric(name: str) -> Callable[[Layer], str]:
+    return lambda row: number(_field(row.metrics, name))
+
+
+def _sides(row: Layer) -> str:
+    if row.record is None or row.record.in_dim is None:
+        return "–"
+    return f"{row.record.in_dim}×{row.record.out_dim}"
+
+
+def _share(row: Layer) -> str:
+    share = _field(row.metrics, "effective_dimension_share")
+    return "–" if share is None else f"{share:.1%}"
+
+
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "capacity": (
+        ("A×G", _sides),
+        ("trace", _metric("trace")),
+        ("eff. rank", _metric("effective_rank")),
+        ("eff. dim.", _metric("effective_dimension")),
+        ("share", _share),
+        ("κ", _metric("kappa")),
+    ),
+    "factors": (
+        ("A×G", _sides),
+        ("form", lambda row: str(_field(row.metrics, "form") or "–")),
+        ("trace A", _metric("trace_A")),
+        ("trace G", _metric("trace_G")),
+        ("κ_A", lambda row: number(row.record.kappa_A if row.record else None)),
+        ("κ_G", lambda row: number(row.record.kappa_G if row.record else None)),
+    ),
+}
+
+
+def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
+    """One analysis's covered rows. Figures are shown whole; names take what the width leaves them."""
+    covered = [row for row in rows if row.status != "declared"]
+    columns = _COLUMNS.get(kind) or _generic_columns(covered)
+    headings = ["parameters", *(heading for heading, _ in columns)]
+    figures = [[number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]
+    widths = [max(len(text) for text in column) for column in zip(headings, *figures, strict=True)]
+    left = _WIDTH - sum(widths) - 3 * len(widths)
+    longest = max(_LEAST_NAME, min(_NAME_WIDTH, left))
+    table = Table(title=f"{kind}: {len(covered)} layers", title_justify="left", pad_edge=False, show_edge=False)
+    table.add_column("layer", no_wrap=True)
+    for heading, width in zip(headings, widths, strict=True):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    for row, texts in zip(covered, figures, strict=True):
+        table.add_row(Text(shortened(row.layer or "(model)", longest)), *(Text(text) for text in texts))
+    return table
+
+
+def declared_lines(rows: Sequence[Layer]) -> list[str]:
+    """What is trainable and not covered, each with its reason; none is left out silently."""
+    declared = [row for row in rows if row.status == "declared"]
+    lines = [
+        f"not covered: {shortened(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
+        for row in declared[:_MOST_DECLARED]
+    ]
+    if len(declared) > _MOST_DECLARED:
+        lines.append(f"not covered: {len(declared) - _MOST_DECLARED} more; `--json` lists all")
+    return lines
+
+
+def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysis has its own record
+    """The whole model in a sentence."""
+    coverage = _field(summary, "coverage")
+    parts = [f"{kind}: {number(_field(summary, 'layers'))} layers"]
+    if coverage is not None:
+        share = _field(coverage, "covered_share")
+        parts.append(f"{share:.1%} of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
+        reasons = _field(coverage, "reasons") or {}
+        if reasons:
+            parts.append("declared: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()))
+    dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
+    if effective is not None:
+        parts.append(f"effective dimension {number(effective)}" + (f" of {dimension:,}" if dimension else ""))
+    rank = _field(summary, "effective_rank")
+    if rank is not None:
+        parts.append(f"effective rank {number(rank)}")
+    return "; ".join(parts)
+
+
+def job_table(jobs: Iterable[Job]) -> Table:
+    """Jobs, as a list."""
+    table = Table(pad_edge=False, show_edge=False)
+    for heading in ("id", "kind", "state", "progress", "created"):
+        table.add_column(heading, no_wrap=True)
+    for job in jobs:
+        percent = job.progress.percent if job.progress is not None else None
+        table.add_row(job.id, ", ".join(job.kinds), job.state, "–" if percent is None else f"{percent:.0f} %",
+                      (job.created_at or "")[:16].replace("T", " "))  # fmt: skip
+    return table
+
+
+def number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
+    """A figure in at most nine characters; a dash where it is undefined."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) and abs(value) < 10**7:
+        return f"{value:,}"
+    digits = f"{value:.4g}"
+    if "e" not in digits:
+        return digits
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def shortened(name: str, width: int = _NAME_WIDTH) -> str:
+    """A layer's name in ``width``: leading parts become initials (numbers stay), then the middle goes.
+
+    `encoder.layer.11.attention.self.query` → `e.l.11.attention.self.query`: its number and its end
+    tell layers apart.
+    """
+    plain = "".join(each if each.isprintable() else "�" for each in name)
+    parts = plain.split(".")
+    for place in range(len(parts) - 1):
+        if len(".".join(parts)) <= width:
+            break
+        if not parts[place].isdecimal():
+            parts[place] = parts[place][:1]
+    plain = ".".join(parts)
+    if len(plain) <= width:
+        return plain
+    start = width // 4
+    return f"{plain[:start]}…{plain[-(width - start - 1) :]}"
+
+
+def _generic_columns(rows: Sequence[Layer]) -> tuple[Column, ...]:
+    """The first five figures of an analysis that this client has no columns for."""
+    metrics: Any = next((row.metrics for row in rows if row.metrics is not None), {})
+    named = vars(metrics) if dataclasses.is_dataclass(metrics) else metrics
+    figures = [name for name, value in named.items() if isinstance(value, (int, float))][:5]
+    return tuple((name, _metric(name)) for name in figures) or (("status", lambda row: row.status),)
+
+
+def _field(source: Any, name: str) -> Any:  # noqa: ANN401 - records, or mappings of analyses unknown here
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)

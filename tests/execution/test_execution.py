@@ -1,0 +1,227 @@
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+from catalog.frames import ArtifactWritten, Failed, Finished, Frame, LayerDone, Progress, Started, Stopped, Summarised
+from engine.errors import NotConverged, WrongShape
+from worker.artifact_check import require_artifact
+from worker.child import Child
+from worker.execution import DATA_SOURCES, MODEL_SOURCES, parse_document
+from worker.failures import DocumentRefused, failure_of
+from worker.frame_pipe import FramePipe
+from worker.refusal import Refusal, Unavailable
+from worker.resolve import resolve
+
+DOCUMENT = {
+    "kind": ["factors", "capacity"],
+    "model": {"source": "builtin", "name": "digits_mlp"},
+    "data": {"source": "builtin", "name": "digits", "limit": 200},
+    "task": {"type": "classification"},
+}
+
+
+def assignment(store: Path, artifacts: Path, document: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "document": document,
+        "artifacts": str(artifacts),
+        "completed": [],
+        "threads": 1,
+        "paths": [],
+        "allowed": {"factories": ["*"], "directories": ["*"]},
+        "store": str(store),
+        "offline": True,
+        "factors_path": None,
+        **more,
+    }
+
+
+def start(given: dict[str, Any]) -> Child:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return Child.start(given, subprocess.DEVNULL, environment)
+
+
+def run(given: dict[str, Any]) -> tuple[list[Frame], int]:
+    child = start(given)
+    try:
+        frames = list(child.frames())
+        return frames, child.wait(60)
+    finally:
+        child.close()
+
+
+@pytest.fixture(scope="module")
+def done(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Frame], int, Path]:
+    artifacts = tmp_path_factory.mktemp("artifacts")
+    frames, code = run(assignment(store, artifacts, DOCUMENT))
+    return frames, code, artifacts
+
+
+def test_the_frames_of_a_job_come_in_their_order(done: tuple[list[Frame], int, Path]) -> None:
+    frames, code, artifacts = done
+    assert code == 0
+    assert isinstance(frames[0], Started)
+    assert isinstance(frames[-1], Finished)
+    assert frames[0].environment["threads"] == 1
+    assert [frame.kind for frame in frames if isinstance(frame, Summarised)] == ["factors", "capacity"]
+    rows = [(frame.kind, frame.ordinal) for frame in frames if isinstance(frame, LayerDone)]
+    assert rows == [(kind, ordinal) for kind in ("factors", "capacity") for ordinal in range(3)]
+    assert {frame.stage for frame in frames if isinstance(frame, Progress)} >= {"model", "data", "collection"}
+    written = [frame for frame in frames if isinstance(frame, ArtifactWritten)]
+    assert {frame.name for frame in written} >= {
+        "factors/factors.index.json",
+        "factors/0.safetensors",
+        "spectra/2.json",
+    }
+    for frame in written:
+        require_artifact(artifacts, frame)
+
+
+def test_completed_rows_are_not_sent_again(done: tuple[list[Frame], int, Path], store: Path, tmp_path: Path) -> None:
+    given = assignment(store, tmp_path, DOCUMENT, completed=[["factors", 0], ["factors", 2], ["capacity", 1]])
+    frames, code = run(given)
+    assert code == 0
+    rows = [frame for frame in frames if isinstance(frame, LayerDone)]
+    assert [(row.kind, row.ordinal) for row in rows] == [("factors", 1), ("capacity", 0), ("capacity", 2)]
+    first = {(row.kind, row.ordinal): row.outcome for row in done[0] if isinstance(row, LayerDone)}
+    for row in rows:
+        assert row.outcome["metrics"] == first[row.kind, row.ordinal]["metrics"]
+
+
+def test_factors_of_an_earlier_job_are_read_where_the_parent_found_them(
+    done: tuple[list[Frame], int, Path], store: Path, tmp_path: Path
+) -> None:
+    document = {"kind": "capacity", "factors": {"job": "0190"}}
+    frames, code = run(assignment(store, tmp_path, document, factors_path=str(done[2] / "factors")))
+    assert code == 0, frames[-1]
+    first = {
+        row.ordinal: row.outcome["metrics"] for row in done[0] if isinstance(row, LayerDone) and row.kind == "capacity"
+    }
+    assert {row.ordinal: row.outcome["metrics"] for row in frames if isinstance(row, LayerDone)} == first
+
+
+def test_sigterm_stops_at_a_checkpoint(store: Path, tmp_path: Path) -> None:
+    # training takes seconds and has a checkpoint at every step
+    child = start(
+        assignment(tmp_path / "empty-store", tmp_path, {**DOCUMENT, "model": {"source": "builtin", "name": "tiny_gpt"}})
+    )
+    try:
+        frames: list[Frame] = []
+        for frame in child.frames():
+            frames.append(frame)
+            if isinstance(frame, Progress) and frame.done > 0:
+                child.terminate()
+        assert isinstance(frames[-1], Stopped)
+        assert child.wait(30) == 5
+    finally:
+        child.close()
+
+
+def test_a_refused_document_is_one_failed_frame(store: Path, tmp_path: Path) -> None:
+    frames, code = run(assignment(store, tmp_path, {**DOCUMENT, "collection": {"batch_size": 0}, "keep": ["all"]}))
+    failed = frames[-1]
+    assert isinstance(failed, Failed)
+    assert code == 2
+    assert failed.category == "usage"
+    assert failed.pointer == "/collection/batch_size"
+    assert "/collection/batch_size is 0" in failed.message
+    assert "/keep/0" in failed.message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("part", "task"), [("model", "sentence_embedding"), ("data", "classification")])
+def test_what_was_never_fetched_is_not_looked_for_offline(store: Path, tmp_path: Path, part: str, task: str) -> None:
+    absent = {"source": "huggingface", "id": "nobody/nothing-of-this-name"}
+    document = {**DOCUMENT, "task": {"type": task}, part: absent}
+    frames, code = run(assignment(store, tmp_path, document))
+    failed = frames[-1]
+    assert isinstance(failed, Failed)
+    assert (code, failed.category, failed.pointer) == (2, "usage", f"/{part}/id")
+    assert "this machine" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"kind": "nothing"}, "/kind"),
+        ({"model": {"source": "nowhere"}}, "/model/source"),
+        ({"model": {"source": "builtin", "name": "resnet"}}, "/model/name"),
+        ({"collection": {"batch_size": "12"}}, "/collection/batch_size"),
+        ({"collection": {"batch_size": 3.0}}, "/collection/batch_size"),
+        ({"collection": {"batch_size": True}}, "/collection/batch_size"),
+        ({"stabilisation": {"damping": 0}}, "/stabilisation/damping"),
+        ({"memory": {"host": "-3GiB"}}, "/memory/host"),
+        ({"surprise": 1}, "/surprise"),
+    ],
+)
+def test_documents_are_validated_strictly(changes: dict[str, Any], pointer: str) -> None:
+    with pytest.raises(DocumentRefused) as refused:
+        parse_document({**DOCUMENT, **changes})
+    assert refused.value.complaints[0].pointer == pointer
+
+
+def test_whole_numbers_are_good_enough_for_real_ones() -> None:
+    assert parse_document({**DOCUMENT, "stabilisation": {"damping": 1}}).stabilisation.damping == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "category", "code"),
+    [
+        (Refusal("no", pointer="/model"), "usage", "invalid_value"),
+        (Unavailable("later", pointer="/model"), "transient", "invalid_value"),
+        (WrongShape("no", layer="fc"), "usage", "wrong_shape"),
+        (NotConverged("no", layer="fc"), "fatal", "not_converged"),
+        (MemoryError(), "usage", "out_of_memory"),
+        (OSError(28, "No space left on device"), "transient", "machine"),
+        (KeyError("secret-token"), "fatal", "unexpected"),
+    ],
+)
+def test_every_exception_says_who_acts(error: Exception, category: str, code: str) -> None:
+    failed = failure_of(error)
+    assert (failed.category, failed.code) == (category, code)
+    assert "secret-token" not in failed.message
+    assert failed.detail is not None
+
+
+def test_progress_is_throttled_but_its_ends_are_not() -> None:
+    read, write = os.pipe()
+    pipe = FramePipe(write)
+    for done in range(1, 1001):
+        pipe.report("collection", done, 1000, "batches")
+    os.close(write)
+    with os.fdopen(read) as lines:
+        sent = [json.loads(line)["done"] for line in lines]
+    assert sent[0] == 1
+    assert sent[-1] == 1000
+    assert len(sent) < 20
+
+
+@pytest.mark.parametrize("name", [*MODEL_SOURCES.values(), *DATA_SOURCES.values()])
+def test_every_source_resolves(name: str) -> None:
+    assert callable(resolve(name))
+
+
+def test_the_real_encoder_is_covered_or_declared(store: Path, tmp_path: Path, minilm: Path) -> None:
+    document = {
+        "kind": "factors",
+        "model": {"source": "directory", "path": str(minilm)},
+        "data": {"source": "builtin", "name": "english", "limit": 4},
+        "task": {"type": "sentence_embedding"},
+        "collection": {"batch_size": 4},
+        "keep": [],
+    }
+    frames, code = run(assignment(store, tmp_path, document))
+    assert code == 0, frames[-1]
+    (summary,) = (frame.summary for frame in frames if isinstance(frame, Summarised))
+    coverage = summary["coverage"]
+    assert coverage["trainable_parameters"] == 22_713_216
+    assert coverage["covered_parameters"] + coverage["declared_parameters"] == coverage["trainable_parameters"]
+    assert coverage["reasons"] == {"no_gradient": 147_840}
+    declared = [row for row in frames if isinstance(row, LayerDone) and row.outcome["status"] == "declared"]
+    assert [row.layer for row in declared] == ["pooler.dense"]
+    packed = safetensors.torch.load_file(tmp_path / "factors" / "0.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in packed.values())

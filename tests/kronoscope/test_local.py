@@ -1,0 +1,89 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from catalog.collection import Collection
+from engine.errors import BrokenFactors
+from kronoscope.local import load_factors, measure
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+@pytest.fixture
+def batches() -> list[tuple[Any, ...]]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, 5), torch.arange(8) % 3) for _ in range(3)]
+
+
+EXACT = Collection(fisher="type2", dtype="float64")
+
+
+def test_a_model_is_measured_in_this_process_and_left_as_it_was(model: nn.Module, batches: list[Any]) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model[0].weight.grad = torch.ones(4, 5)
+    model.train()
+    found = measure(model, batches, task="classification", kinds=("factors", "capacity"), collection=EXACT)
+    assert set(found.of("capacity")) == {"0", "2"}
+    assert found.summary["capacity"].coverage.covered_share == 1
+    rows = torch.cat([torch.cat([inputs for inputs, _ in batches]), torch.ones(24, 1)], 1).double()
+    torch.testing.assert_close(found.factors["0"].A, rows.T @ rows / 24)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 5))
+    assert model.training
+    assert found.plan["host_peak_bytes"] > 0
+
+
+def test_an_iterator_and_a_callable_give_what_a_list_gives(model: nn.Module, batches: list[Any]) -> None:
+    results = [
+        measure(model, given, task="classification", collection=EXACT).of("capacity")["2"].metrics
+        for given in (batches, iter(batches), lambda: iter(batches))
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_diagonal_A_is_dense_on_demand() -> None:  # noqa: N802 - the field's own symbol
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(8, 3))
+    batches = [(torch.tensor([[0, 1], [1, 2], [5, 5]]), torch.tensor([0, 1, 2]))]
+    factors = measure(model, batches, task="classification", kinds=("factors",), collection=EXACT).factors
+    counts = torch.tensor([1, 2, 1, 0, 0, 2], dtype=torch.float64)
+    torch.testing.assert_close(factors["0"].A, torch.diag(counts / 6))
+    torch.testing.assert_close(factors["0"].diagonal_A, counts / 6)
+
+
+def test_a_folder_without_factors_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(BrokenFactors, match=r"no factors\.index\.json.*keep: \[factors\]"):
+        load_factors(tmp_path)
+
+
+def test_a_flipped_bit_is_found_when_verifying(tmp_path: Path, model: nn.Module, batches: list[Any]) -> None:
+    from worker.artifact_files import ArtifactFiles  # noqa: PLC0415 - the test writes as the worker does
+
+    found = measure(model, batches, task="classification", kinds=("factors",), collection=EXACT)
+    held = found.factors.collected
+    files = ArtifactFiles(tmp_path, lambda *_: None)
+    for facts in held.layers:
+        factors = held.load(facts.ordinal)
+        upper = torch.triu_indices(facts.in_dim, facts.in_dim), torch.triu_indices(facts.out_dim, facts.out_dim)
+        tensors = {
+            "activation_covariance": factors.A[upper[0][0], upper[0][1]],
+            "gradient_covariance": factors.G[upper[1][0], upper[1][1]],
+        }
+        files.save_tensors(f"factors/{facts.ordinal}.safetensors", tensors, {})
+    files.save_json("factors/factors.index.json", found.index)
+    assert torch.equal(load_factors(tmp_path, verify=True)["2"].G, found.factors["2"].G)
+    path = tmp_path / "factors" / "1.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors["gradient_covariance"][0] += 1e-9
+    safetensors.torch.save_file(tensors, path)
+    load_factors(tmp_path)
+    with pytest.raises(BrokenFactors, match=r"layer `2`: gradient_covariance in 1\.safetensors"):
+        load_factors(tmp_path, verify=True)

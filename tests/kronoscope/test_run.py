@@ -1,0 +1,186 @@
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from kronoscope.local import load_factors
+from tests.kronoscope.conftest import KRONOSCOPE, environment, settings
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def ran(folder: Path, kronoscope: Run) -> Path:
+    done = kronoscope("run", "job.yaml", "--output", "out", "--verbose")
+    assert done.returncode == 0, done.stderr
+    assert "factors: 2 layers" in done.stdout
+    assert "100.0% of 83 trainable parameters covered" in done.stdout
+    for said in ("λ_G=", "policy=", "T=", "κ_A=", "κ_G="):
+        assert said in done.stderr
+    return folder / "out"
+
+
+def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None:
+    job = json.loads((ran / "job.json").read_text())
+    assert job["state"] == "succeeded"
+    assert job["environment"]["packages"]["torch"] == torch.__version__
+    assert job["plan"]["host_peak_bytes"] > 0
+    results = json.loads((ran / "results.json").read_text())
+    assert set(results["summary"]) == {"factors", "capacity"}
+    assert [(row["kind"], row["layer"]) for row in results["layers"]] == [
+        ("factors", "0"), ("factors", "2"), ("capacity", "0"), ("capacity", "2"),
+    ]  # fmt: skip
+    records = lines_of(ran / "log.jsonl")
+    assert len(records) == 4
+    assert records[0]["in_dim"] == 7
+    assert records[0]["digest_A"]
+    assert records[0]["positions"] == 40
+    written = {path.relative_to(ran / "artifacts").as_posix() for path in (ran / "artifacts").rglob("*.*")}
+    assert written == {
+        "factors/0.safetensors",
+        "factors/1.safetensors",
+        "factors/factors.index.json",
+        "spectra/0.json",
+        "spectra/1.json",
+    }
+    spectrum = json.loads((ran / "artifacts" / "spectra" / "0.json").read_text())
+    assert len(spectrum["A"]) == 7
+    assert spectrum["A"] == sorted(spectrum["A"])
+    packed = safetensors.torch.load_file(ran / "artifacts" / "factors" / "0.safetensors")
+    assert packed["activation_covariance"].shape == (28,)
+    a = load_factors(ran, verify=True)["0"].A
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)).double()
+    rows = torch.cat([inputs, torch.ones(40, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(a, rows.T @ rows / 40, rtol=1e-12, atol=1e-12)
+
+    # the same job again: every digest is equal
+    again = kronoscope("run", "job.yaml", "--output", "again")
+    assert again.returncode == 0, again.stderr
+    digests = [
+        {entry["name"]: entry["sha256"] for entry in json.loads((out / "job.json").read_text())["artifacts"]}
+        for out in (ran, ran.parent / "again")
+    ]
+    assert digests[0] == digests[1]
+
+    # factors that were kept are analysed without model or data, to the same metrics
+    (ran.parent / "stored.yaml").write_text("kind: capacity\nfactors: {path: out}\n")
+    stored = kronoscope("run", "stored.yaml", "--output", "stored", "--json")
+    assert stored.returncode == 0, stored.stderr
+    assert json.loads(stored.stdout)["finished"]
+    found = json.loads((ran.parent / "stored" / "results.json").read_text())["layers"]
+    fresh = [row for row in results["layers"] if row["kind"] == "capacity"]
+    assert [row["metrics"] for row in found] == [row["metrics"] for row in fresh]
+
+
+BAD = {
+    "several faults at once": (
+        ["kind=cappacity", "model={source: nowhere}", "collection.damping=1e-4", "task.loss=3"],
+        ["/kind", "factors", "/model/source", "/collection/damping", "stabilisation.damping", "/task/loss"],
+    ),
+    "no model": (["model=null"], ["/model is missing"]),
+    "a negative batch size": (["collection.batch_size=-2", "collection.seed=-1"], ["/collection/batch_size is -2"]),
+    "NaN weights": (["model.kwargs={poison: true}"], ["`2.weight`", "NaN"]),
+    "no examples": (["data.kwargs={examples: 0}"], ["/data", "no example"]),
+    "inputs of another width": (["data.kwargs={width: 5}"], ["/data", "5"]),
+    "labels out of range": (["data.kwargs={top: 4}"], ["/data", "classes 0 to 2"]),
+    "a factory that raises": (["data.factory=mine_for_kronoscope:explodes"], ["/data/factory", "no such file of mine"]),
+    "a factory that is not there": (["model.factory=mine_for_kronoscope:absent"], ["/model/factory", "`absent`"]),
+    "an upload": (["model={source: upload, id: x}"], ["/model/source", "not served here"]),
+    "a folder that is not there": (["model={source: directory, path: nowhere}"], ["/model/path", "does not exist"]),
+    "a document with NaN": (["stabilisation.damping=.nan"], ["/stabilisation/damping is not a finite number"]),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_sentence_per_fault_and_leaves_nothing(folder: Path, kronoscope: Run, what: str) -> None:
+    changes, said = BAD[what]
+    done = kronoscope("run", "job.yaml", "--output", "out", *settings(changes))
+    assert done.returncode == 2, done.stderr
+    for part in said:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "error: " in done.stderr
+    assert done.stdout == ""
+    assert not (folder / "out").exists()
+
+
+def test_a_pickle_under_another_name_is_not_read(folder: Path, kronoscope: Run) -> None:
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "bert"}')
+    (model / "model.safetensors").write_bytes(b"\x80\x04\x95" + b"x" * 64)
+    done = kronoscope("run", "job.yaml", "-o", "out", *settings(["model={source: directory, path: model}"]), *settings(
+        ["task.type=sequence_classification"]))  # fmt: skip
+    assert done.returncode == 2
+    assert "is a pickle, not safetensors" in done.stderr
+
+
+def test_an_output_folder_that_is_not_ours_is_left_alone(folder: Path, kronoscope: Run) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "results.json").write_text("precious")
+    done = kronoscope("run", "job.yaml", "--output", "out")
+    assert done.returncode == 2
+    assert "no run of Kronoscope wrote" in done.stderr
+    assert (folder / "out" / "results.json").read_text() == "precious"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_a_run_ends_nothing_runs_on(folder: Path, number: signal.Signals) -> None:
+    os.mkfifo(folder / "pid")
+    changes = ["data.factory=mine_for_kronoscope:endless", f"data.kwargs={{path: {folder / 'pid'}}}"]
+    with subprocess.Popen(
+        [*KRONOSCOPE, "run", "job.yaml", "--output", "out", *settings(changes)],
+        cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+    ) as running:  # fmt: skip
+        told: list[int] = []
+        # a pipe with a name: reading it waits until the child has begun its pass
+        reader = threading.Thread(target=lambda: told.append(int((folder / "pid").read_text())), daemon=True)
+        reader.start()
+        reader.join(timeout=60)
+        assert told, "the child never began"
+        child = os.pidfd_open(told[0])
+        running.send_signal(number)
+        _, said = running.communicate(timeout=40)
+        try:
+            signal.pidfd_send_signal(child, 0)
+            # SIGKILL leaves us no time to wait for it; its end is the lifeline's work
+            ended = number != signal.SIGKILL or threading.Event().wait(0) or _gone(child)
+        except ProcessLookupError:
+            ended = True
+        assert ended or _gone(child)
+        os.close(child)
+    assert running.returncode == (5 if number != signal.SIGKILL else -9)
+    if number != signal.SIGKILL:
+        assert b"stopped; nothing runs on" in said
+        assert json.loads((folder / "out" / "job.json").read_text())["state"] == "cancelled"
+
+
+def _gone(child: int) -> bool:
+    """Wait for a process that is not ours to end: its descriptor becomes readable."""
+    import select  # noqa: PLC0415 - only here
+
+    return bool(select.select([child], [], [], 30)[0])
+
+
+def test_the_menu_and_the_exit_codes_are_told(kronoscope: Run) -> None:
+    listed = json.loads(kronoscope("menu", "--json").stdout)
+    assert [entry["kind"] for entry in listed] == ["factors", "capacity"]
+    help_text = kronoscope("run", "--help").stdout
+    for said in ("0 done", "2 wrong input", "3 service", "4 an operator", "5 stopped"):
+        assert said in " ".join(help_text.split())
+    assert kronoscope("run").returncode == 2
+    nobody = kronoscope("submit", "job.yaml", "--url", "http://127.0.0.1:9")
+    assert nobody.returncode == 3
+    assert "nothing answers at http://127.0.0.1:9" in nobody.stderr

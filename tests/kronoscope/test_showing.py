@@ -1,0 +1,101 @@
+import io
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kronoscope.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
+from kronoscope.tables import declared_lines, layer_table, number, shortened, summary_line
+from kronoscope.views import job_of, layer_of
+
+ROW = {
+    "kind": "capacity", "ordinal": 0, "layer": "encoder.layer.11.attention.self.query", "module": "Linear",
+    "status": "covered", "reason": None, "parameters": ["weight"], "parameter_count": 147_840,
+    "metrics": {"trace": 1.5, "effective_rank": 12.25, "effective_dimension": 33.0,
+                "effective_dimension_share": 0.25, "kappa": None},
+    "record": None, "observed": None,
+}  # fmt: skip
+
+
+def printed(thing: Any) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(thing)
+    text = console.file.getvalue()
+    assert isinstance(text, str)
+    return text
+
+
+def metrics_row(**changes: Any) -> Any:
+    full = dict.fromkeys(["form", "dimension", "frobenius_norm", "spectral_norm", "stable_rank", "participation_ratio",
+                          "rank", "logdet", "damping", "logdet_damped", "effective_dimension_factored", "kappa_clipped",
+                          "trace_A", "trace_G", "effective_rank_A", "effective_rank_G"])  # fmt: skip
+    return layer_of(ROW | {"metrics": full | dict(ROW["metrics"])} | changes)  # type: ignore[call-overload]
+
+
+def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
+    long = "module." * 30 + "weight\x1b[31m\n"
+    rows = [
+        metrics_row(),
+        metrics_row(layer=long),
+        metrics_row(status="declared", metrics=None, reason="no_gradient", layer="pooler"),
+    ]
+    text = printed(layer_table("capacity", rows))
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert "\x1b" not in text
+    assert declared_lines(rows) == ["not covered: pooler, 147,840 parameters, no_gradient"]
+    assert "25.0%" in text
+    assert "…" not in "".join(line.partition("│")[2] for line in text.splitlines())  # no figure is cut
+
+
+def test_names_keep_their_numbers_and_their_end() -> None:
+    assert shortened("encoder.layer.11.attention.self.query", 28) == "e.l.11.attention.self.query"
+    assert shortened("a.b.query", 28) == "a.b.query"
+    assert len(shortened("a" * 60)) == 40
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "–"), (3, "3"), (12_345, "12,345"), (1.23456789, "1.235"), (1.2345e-12, "1.23e-12"), (10**9, "1e9")],
+)
+def test_numbers_are_short(value: Any, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_an_analysis_of_a_newer_service_is_shown_by_its_own_figures() -> None:
+    row = layer_of(ROW | {"kind": "brand_new", "metrics": {"novelty": 0.5}})
+    assert "novelty" in printed(layer_table("brand_new", [row]))
+    assert "brand_new" in summary_line("brand_new", {"layers": 1})
+    job = job_of({"id": "1", "state": "queued", "kinds": ["x"], "document": {}, "unknown": 1, "progress": {"eta": 3}})
+    assert job.kinds == ("x",)
+
+
+def test_plain_lines_come_at_a_stages_ends_only() -> None:
+    out = io.StringIO()
+    with LineDisplay(Console(file=out, width=100)) as display:
+        display.update("model", 0, None, "models")
+        for done in range(1, 101):
+            display.update("collection", done, 100, "batches")
+    assert out.getvalue().splitlines() == ["model:", "collection: 1/100 batches", "collection: 100/100 batches"]
+
+
+def test_bars_survive_unknown_totals_and_appear_only_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True)
+    with BarDisplay(console) as display:
+        display.update("model", 0, None, "models")
+    assert out.getvalue() == ""
+    began = time.monotonic()
+    with BarDisplay(console) as display:
+        monkeypatch.setattr(time, "monotonic", lambda: began + 60)
+        display.update("model", 0, None, "models")
+        display.update("collection", 3, None, "batches")
+        display.update("collection", 4, 7, "batches")
+        display.line("[bold]not markup")
+    assert "collection" in out.getvalue()
+    assert "[bold]not markup" in out.getvalue()
+
+
+def test_machines_hear_nothing() -> None:
+    assert isinstance(display_for(Console(file=io.StringIO()), silent=True), SilentDisplay)
+    assert isinstance(display_for(Console(file=io.StringIO())), LineDisplay)
