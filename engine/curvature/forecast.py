@@ -26,8 +26,9 @@ def forecast(
     sides = [side for layer in treated for side in _sides(layer, follows=layer.name in shared)]
     accumulators = sum(side * side if dense else side for side, dense in sides)
     largest = max((side for side, dense in sides if dense), default=0)
+    batch = min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
     # rows of the dry run; a layer that sees flattened positions has more, never fewer
-    scale = workspace.collection.batch_size / min((call.entered.shape[0] for call in calls), default=1)
+    scale = batch / min((call.entered.shape[0] for call in calls), default=1)
     held = sum(call.entered.numel() + call.output.numel() for call in calls)
     patches = max((_patches(call) for call in calls), default=0)
     sizes: tuple[tuple[str, str, int, Literal["exact", "estimated"]], ...] = (
