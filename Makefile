@@ -1,0 +1,111 @@
+# Kronoscope. `make` or `make help` lists what there is; `make demo` and `make test` set up everything themselves.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# the first interpreter that is new enough; `make demo PYTHON=/path/to/python3.12` overrides
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
+
+.PHONY: help demo test check format bench test-docker env clean
+
+help: ## this list
+	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+# --- the environment: made once, mended only when its two inputs changed -------------------------------------------
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 to 3.13 was found. Install one, or name it: make demo PYTHON=/path/to/python3" >&2; exit 2; }
+	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "==> $(PYTHON) cannot make environments yet: installing python3-venv"; \
+			apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null; \
+		else \
+			echo "$(PYTHON) lacks its venv module. As root: apt-get install python3-venv" >&2; exit 2; \
+		fi; \
+	fi
+	@[ -x $(PY) ] || { echo "==> Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> Installing the dependencies pinned in constraints.txt into $(VENV) (about 2 minutes the first time)"
+	@$(PY) -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# --- the two commands of the README --------------------------------------------------------------------------------
+
+demo: $(STAMP) ## train a small CNN, start the service, run a job through it, show its layers (ONCE=1 ends there)
+	@$(PY) -P examples/demo.py $(if $(filter-out 0,$(ONCE)),--once)
+
+test: $(STAMP) ## every check and every test that needs neither a GPU nor Docker; installs PostgreSQL, Redis, Chromium
+	@echo "==> Servers that the tests need"
+	@$(PY) -m tests.servers install
+	@$(MAKE) browser
+	@$(MAKE) check
+	@echo "==> Tests"
+	@$(PYTEST) -m "not gpu and not docker"
+
+check: $(STAMP) ## formatting, lints, types, import contracts
+	@echo "==> ruff format";  $(BIN)/ruff format --check --quiet .
+	@echo "==> ruff check";   $(BIN)/ruff check --quiet .
+	@echo "==> mypy";         $(BIN)/mypy
+	@echo "==> lint-imports"; $(BIN)/lint-imports --no-logo
+
+format: $(STAMP) ## rewrite the formatting, apply the lints' safe mends
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## run benchmarks/*.py; each writes benchmarks/results/<name>.json
+	@mkdir -p benchmarks/results
+	@for script in benchmarks/*.py; do \
+		[ -e "$$script" ] || { echo "There is no benchmark yet."; break; }; \
+		grep -q '__main__' "$$script" || continue; \
+		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -P "$$script"; \
+	done
+
+test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it (needs a Docker engine)
+	@docker info >/dev/null 2>&1 || { echo "No Docker engine answers; start one, then run this again." >&2; exit 2; }
+	@docker compose version >/dev/null || { echo "Compose v2 is missing: install the plugin docker-compose." >&2; exit 2; }
+	@$(PYTEST) -m docker tests/docker
+
+env: ## write .env with random passwords for Docker Compose; an existing one is kept
+	@if [ -e .env ]; then echo "==> .env is there already, and left as it is"; else $(MAKE) .env; fi
+
+# --- what the targets above call -----------------------------------------------------------------------------------
+
+.PHONY: browser
+browser:
+	@found() { command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		$(PY) -c 'import os, sys; from playwright.sync_api import sync_playwright as s; p = s().start(); e = p.chromium.executable_path; p.stop(); sys.exit(not os.path.exists(e))'; }; \
+	if found >/dev/null 2>&1; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "==> Installing Chromium for the page's tests (apt)"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || true; \
+	fi; \
+	found >/dev/null 2>&1 || { echo "==> Installing Chromium for the page's tests (playwright)"; $(BIN)/playwright install chromium || true; }; \
+	found >/dev/null 2>&1 || echo "WARNING: no Chromium was found, and none could be installed: the tests of the page will fail. Install the package 'chromium', then run 'make test' again." >&2
+
+.env:
+	@umask 077; while IFS= read -r line; do case "$$line" in \
+		*=change-me) echo "$${line%change-me}$$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')" ;; \
+		*) echo "$$line" ;; \
+	esac; done < .env.example > .env.part
+	@if docker info --format '{{json .Runtimes}}' 2>/dev/null | grep -q '"nvidia"'; then \
+		echo "COMPOSE_FILE=docker-compose.yml:docker-compose.gpu.yml" >> .env.part; \
+		echo "==> An NVIDIA runtime answers: .env names docker-compose.gpu.yml too"; \
+	else \
+		echo "==> No NVIDIA runtime answers: Compose will use the CPU"; \
+	fi
+	@mv .env.part .env
+	@echo "==> .env is written, with random passwords and mode 0600; docker compose up -d comes next"
+
+clean: ## remove the environment, the caches and the demo's data; .env and other data stay
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "==> Removed $(VENV), caches and .kronoscope/demo"

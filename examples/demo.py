@@ -1,0 +1,151 @@
+"""`make demo`: train a small CNN, start the service, run one job through it, show what came back.
+
+Everything stays in ``.kronoscope/demo``. With ``--once`` the service ends after the table; without it
+the page stays until ctrl-C.
+"""
+
+import argparse
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from kronoscope import Client
+from kronoscope.client import ClientError
+from kronoscope.progress import display_for
+from kronoscope.tables import layer_table, summary_line
+
+DATA = Path(".kronoscope/demo")
+USUAL_PORT = 8000
+START_SECONDS = 60
+END_SECONDS = 30
+DOCUMENT = {
+    "kind": ["factors", "capacity"],
+    "model": {"source": "builtin", "name": "digits_cnn"},
+    "data": {"source": "builtin", "name": "digits"},
+    "task": {"type": "classification"},
+    "labels": {"example": "demo"},
+}
+
+console = Console(highlight=False)
+if not console.is_terminal:
+    console = Console(highlight=False, width=100)
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why, and what to look at."""
+
+
+def say(sentence: str) -> None:
+    """One line about what is happening."""
+    console.print(f"[bold cyan]==>[/] {sentence}", soft_wrap=True)
+
+
+def free_port() -> int:
+    """The usual port, or any other where that is taken."""
+    for port in (USUAL_PORT, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise DemoError("no port of 127.0.0.1 is free")
+
+
+def train() -> None:
+    """Have the small CNN in the model store; a second run finds it there."""
+    say("A small CNN on scikit-learn's handwritten digits: trained the first time, then kept")
+    command = [sys.executable, "-P", "-m", "worker.model_loading.builtin", "digits_cnn", "--store", DATA / "models"]
+    if subprocess.run(command, check=False).returncode:  # noqa: S603 - our own module
+        raise DemoError("the CNN could not be trained; the lines above say why")
+
+
+@contextlib.contextmanager
+def service() -> Iterator[Client]:
+    """The service in embedded mode, ready; it is ended when the block is left."""
+    say("The service in embedded mode: API and worker as two processes over SQLite")
+    port, log = free_port(), DATA / "service.log"
+    command = Path(sys.executable).with_name("kronoscope")
+    with log.open("wb") as sink:
+        running = subprocess.Popen(  # noqa: S603 - our own command
+            [command, "serve", "--embedded", "--port", str(port), "--data-dir", DATA],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # ctrl-C is for the demo, which then ends the service in order
+        )
+    try:
+        with Client(f"http://127.0.0.1:{port}") as client:
+            deadline = time.monotonic() + START_SECONDS
+            while not client.ready():
+                if running.poll() is not None or time.monotonic() > deadline:
+                    raise DemoError(f"the service did not start:\n{log.read_text(errors='replace')[-3000:]}")
+                time.sleep(0.1)
+            yield client
+    finally:
+        running.terminate()
+        try:
+            running.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+
+
+def run_job(client: Client) -> str:
+    """Submit over REST, follow to the end, show the table; returns the job's id."""
+    say(f"A capacity job over REST: POST {client.url}/v1/jobs")
+    job = submitted = client.submit(DOCUMENT)
+    with display_for(console) as display:
+        for job in client.follow(submitted.id):
+            progress = job.progress
+            if progress is None or progress.stage is None:
+                display.update(job.state, 0, None, "")
+            else:
+                display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "")
+    if job.state != "succeeded":
+        raise DemoError(f"the job {job.state}: {job.failure.message if job.failure else 'no reason was given'}")
+    console.print()
+    console.print(layer_table("capacity", list(client.layers(job.id, kind="capacity"))))
+    console.print(summary_line("capacity", client.results(job.id).summary["capacity"]), soft_wrap=True)
+    console.print()
+    return job.id
+
+
+def demo(*, once: bool) -> None:
+    """The whole walk."""
+    DATA.mkdir(parents=True, exist_ok=True)
+    train()
+    with service() as client:
+        page = f"{client.url}/#/jobs/{run_job(client)}"
+        if once:
+            say(f"Its page was {page} (without ONCE=1 it stays)")
+            return
+        say(f"Its page: {page}   (ctrl-C ends the service)")
+        signal.pause()
+
+
+def main() -> int:
+    """Run it; a failure is one sentence."""
+    arguments = argparse.ArgumentParser(description="Run one job through the service, from nothing.")
+    arguments.add_argument("--once", action="store_true", help="end the service after the table")
+    once = arguments.parse_args().once
+    # `kill` ends the demo as ctrl-C does, and with it the service
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        demo(once=once)
+    except (DemoError, ClientError) as error:
+        console.print(f"The demo stopped: {error}", style="bold red", markup=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        say("Ended")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
