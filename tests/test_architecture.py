@@ -1,0 +1,168 @@
+"""The house's rules, checked on the tree itself: floors, names, sizes, and what an import drags in."""
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from catalog import ANALYSES
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("api", "catalog", "engine", "jobs", "kronoscope", "migrations", "worker")
+NAMES_WITHOUT_A_NOUN = {"utils", "helpers", "common", "misc", "base", "core", "manager", "types", "constants"}
+LONGEST_FILE = 400
+TEXT = {".cfg", ".css", ".html", ".ini", ".js", ".json", ".md", ".mako", ".py", ".toml", ".txt", ".yaml", ".yml", ""}
+
+
+def modules() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        timeout=30,
+    )
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"]
+    # the folder it runs in comes first on its path, before the installed packages
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def copied_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return tree
+
+
+def test_the_import_contracts_hold(copied_tree: Path) -> None:
+    report = lint_imports(copied_tree)
+    assert report.returncode == 0, report.stdout + report.stderr
+    assert re.search(r"Contracts: [1-9]\d* kept, 0 broken", report.stdout)
+
+
+@pytest.mark.parametrize(
+    ("planted_in", "line"),
+    [
+        ("jobs/records.py", "import torch"),
+        ("engine/errors.py", "import jobs"),
+        ("catalog/record.py", "import pydantic"),
+        ("engine/workspace.py", "import numpy"),
+        ("api/__init__.py", "import worker"),
+        ("kronoscope/cli.py", "import jobs"),
+    ],
+)
+def test_a_planted_violation_is_caught(copied_tree: Path, planted_in: str, line: str) -> None:
+    victim = copied_tree / planted_in
+    before = victim.read_text()
+    victim.write_text(f"{before}\n{line}\n")
+    try:
+        report = lint_imports(copied_tree)
+    finally:
+        victim.write_text(before)
+    assert report.returncode == 1, report.stdout + report.stderr
+    assert "BROKEN" in report.stdout
+    assert planted_in.removesuffix(".py").removesuffix("/__init__").replace("/", ".") in report.stdout
+
+
+def test_catalog_needs_no_installed_package() -> None:
+    names = sorted(f"catalog.{path.stem}" for path in (ROOT / "catalog").glob("*.py") if path.stem != "__init__")
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import catalog, {', '.join(names)}; print('imported')"
+    # -S leaves site-packages out, -I the environment and the working directory
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "imported\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "api.main",
+        "jobs.store",
+        "kronoscope.cli",
+        "worker.app",
+        "worker.embedded",
+        "worker.supervisor",
+        "worker.foreground",
+        "worker.guardian",
+    ],
+)
+def test_a_process_that_does_not_compute_imports_no_torch(module: str, tmp_path: Path) -> None:
+    program = f"import sys, {module}; print(sorted({{'torch', 'engine', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("KRONOSCOPE_")},
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("kind", ANALYSES)
+def test_every_analysis_names_a_function_of_the_engine(kind: str) -> None:
+    module, _, name = ANALYSES[kind].function.partition(":")
+    assert module.startswith("engine.analyses.")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_modules_are_named_after_what_they_hold() -> None:
+    bad = [str(path.relative_to(ROOT)) for path in modules() if NAMES_WITHOUT_A_NOUN & {path.stem, path.parent.name}]
+    assert bad == []
+
+
+def test_no_file_is_longer_than_one_sitting() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def test_every_module_opens_with_a_sentence() -> None:
+    silent = []
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        first = (ast.get_docstring(tree) or "").split("\n\n")[0].strip()
+        if tree.body and not first.endswith((".", ":", "?")):
+            silent.append(str(path.relative_to(ROOT)))
+    assert silent == []
+
+
+def test_imports_stand_at_the_top() -> None:
+    """Only the child's ``resolve`` imports while it runs, and it does so by name."""
+    hidden = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules()
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert hidden == []
+
+
+def test_no_file_speaks_of_the_machine_it_was_written_on() -> None:
+    homes = re.compile(r"(?<![\w./-])/(?:home|Users)/\w+")
+    found = []
+    for path in tracked():
+        if path.suffix in TEXT:
+            text = path.read_text(errors="replace")
+            if str(ROOT) in text or homes.search(text):
+                found.append(str(path.relative_to(ROOT)))
+    assert found == []

@@ -1,0 +1,100 @@
+"""What the documents say is so: links lead somewhere, examples are accepted, the table of spellings is current.
+
+Run as a script, it writes the table anew.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+from ruamel.yaml import YAML
+
+from catalog import DOCUMENT
+from catalog.complaints import spellings
+from catalog.job import JobDocument
+
+ROOT = Path(__file__).resolve().parents[1]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+BEGIN, END = "<!-- spellings: begin -->\n", "<!-- spellings: end -->\n"
+# written for a reader who copies them: the lines of the README that are job documents
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+def parse(path: Path) -> JobDocument:
+    # through JSON, as the client sends it; strict, as the API reads it
+    document = YAML(typ="safe", pure=True).load(path.read_text())
+    return TypeAdapter(DOCUMENT).validate_json(json.dumps(document), strict=True)
+
+
+def spelling_table() -> str:
+    rows = [f"| `{name}` | `{place}` |" for name, place in sorted(spellings(DOCUMENT).items()) if name != place]
+    return "\n".join(["| you write | it is here |", "|---|---|", *rows]) + "\n"
+
+
+def test_the_glossary_lists_every_known_spelling() -> None:
+    written = GLOSSARY.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert written == spelling_table(), "run: .venv/bin/python -P tests/test_documentation.py"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_accepted(path: Path) -> None:
+    parse(path)
+
+
+def test_the_paper_preset_is_what_such_a_script_used() -> None:
+    document = parse(ROOT / "examples" / "paper.yaml")
+    assert document.stabilisation.damping == 1e-4
+    assert document.stabilisation.damping_mode == "absolute"
+    assert document.stabilisation.kappa_max == 1e6
+    assert document.collection.update_freq == 10
+    assert document.collection.ema_decay is None
+    assert document.collection.fisher == "empirical"
+
+
+def markdown() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("page", markdown(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    local = [target for target in targets if "://" not in target and not target.startswith("mailto:")]
+    missing = [target for target in local if not (page.parent / target).exists()]
+    assert missing == []
+    assert all((page.parent / target).resolve().is_relative_to(ROOT) for target in local)
+
+
+def test_named_files_exist() -> None:
+    """Files that prose names in backticks: a path with a folder and a known ending."""
+    name = re.compile(
+        r"`((?:api|catalog|docs|engine|examples|jobs|kronoscope|migrations|tests|worker)/[\w./-]+\.(?:py|md|yaml))`"
+    )
+    placeholders = ("sharpness",)  # the invented analysis of adding-an-analysis.md
+    missing: dict[str, Any] = {}
+    for page in markdown():
+        gone = {
+            found
+            for found in name.findall(page.read_text())
+            if not (ROOT / found).exists() and not any(word in found for word in placeholders)
+        }
+        if gone:
+            missing[page.name] = gone
+    assert missing == {}
+
+
+if __name__ == "__main__":
+    text = GLOSSARY.read_text()
+    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
+    GLOSSARY.write_text(f"{head}{BEGIN}{spelling_table()}{END}{tail}")
