@@ -1,0 +1,68 @@
+# Two images from one file: `api` (no torch) and `worker` (with it).
+#   docker build --target api .      docker build --target worker .
+# Dependencies are layers of their own, below the code, so that a changed line of ours rebuilds in seconds.
+
+FROM python:3.11-slim AS base
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PATH=/opt/kronoscope/bin:$PATH
+# the data folders belong to the user, and named volumes take that over when they are first mounted
+RUN groupadd --gid 10001 kronoscope \
+    && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home --shell /usr/sbin/nologin kronoscope \
+    && mkdir -p /data/artifacts /data/models \
+    && chown -R kronoscope:kronoscope /data \
+    && python -m venv /opt/kronoscope
+WORKDIR /app
+# hatchling wants the files that pyproject.toml names; an empty package stands in until the code comes
+COPY pyproject.toml constraints.txt LICENSE ./
+RUN mkdir catalog && touch README.md catalog/__init__.py \
+    && pip install -c constraints.txt hatchling
+
+# --- dependencies --------------------------------------------------------------------------------------------------
+
+FROM base AS api-dependencies
+RUN pip install -c constraints.txt --no-build-isolation '.[api,client]' && pip uninstall -y kronoscope
+
+FROM base AS worker-dependencies
+# `--build-arg PIP_EXTRA_INDEX_URL=…` takes torch from an index with smaller CPU builds
+ARG PIP_EXTRA_INDEX_URL
+RUN pip install -c constraints.txt --no-build-isolation '.[worker]' && pip uninstall -y kronoscope
+
+# --- code ----------------------------------------------------------------------------------------------------------
+
+FROM api-dependencies AS api
+COPY README.md ./
+COPY migrations migrations
+COPY catalog catalog
+COPY jobs jobs
+COPY kronoscope kronoscope
+COPY api api
+RUN pip install --no-deps --no-build-isolation . && rm -rf /app/*
+USER 10001:10001
+WORKDIR /data
+ENV HOME=/tmp \
+    KRONOSCOPE_ARTIFACTS=/data/artifacts \
+    KRONOSCOPE_MODEL_STORE=/data/models \
+    KRONOSCOPE_HOST=0.0.0.0 \
+    KRONOSCOPE_PORT=8000
+EXPOSE 8000
+CMD ["python", "-P", "-m", "api"]
+
+FROM worker-dependencies AS worker
+COPY README.md ./
+COPY migrations migrations
+COPY catalog catalog
+COPY jobs jobs
+COPY engine engine
+COPY worker worker
+RUN pip install --no-deps --no-build-isolation . && rm -rf /app/*
+USER 10001:10001
+WORKDIR /data
+ENV HOME=/tmp \
+    HF_HUB_OFFLINE=1 \
+    KRONOSCOPE_ARTIFACTS=/data/artifacts \
+    KRONOSCOPE_MODEL_STORE=/data/models
+CMD ["celery", "--app", "worker.app", "worker", "--pool", "threads", "--loglevel", "info"]

@@ -1,0 +1,107 @@
+"""A Compose project of its own: brought up from this tree, spoken to through the CLI, removed afterwards."""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ("postgres", "redis", "api", "worker")
+
+
+def run(*command: str, timeout: float = 120, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Stack:
+    """One project: its name, its passwords, its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = f"kronoscope-test-{secrets.token_hex(4)}"
+        self.port = free_port()
+        self.passwords = {
+            name: secrets.token_hex(24) for name in ("POSTGRES_PASSWORD", "REDIS_PASSWORD", "KRONOSCOPE_KEY_SECRET")
+        }
+        lines = [f"{name}={value}" for name, value in self.passwords.items()]
+        self.settings = folder / "compose.env"
+        self.settings.write_text("\n".join([*lines, f"KRONOSCOPE_PORT={self.port}", ""]))
+
+    def compose(self, *words: str, timeout: float = 120) -> str:
+        # the caller's own .env and COMPOSE_FILE are for the caller's own service
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
+        files = ("--file", str(ROOT / "docker-compose.yml"), "--env-file", str(self.settings))
+        return run(
+            "docker",
+            "compose",
+            "--project-name",
+            self.project,
+            *files,
+            *words,
+            timeout=timeout,
+            environment=environment,
+        )
+
+    def up(self) -> None:
+        self.compose("up", "--detach", "--scale", "worker=2", timeout=300)
+        self.await_healthy()
+
+    def await_healthy(self) -> None:
+        def healthy() -> bool:
+            states = [self.inspect(container)["State"] for container in self.containers(*SERVICES)]
+            return len(states) == len(SERVICES) + 1 and all(
+                state.get("Health", {}).get("Status") == "healthy" for state in states
+            )
+
+        try:
+            until(healthy, 120, "every container is healthy")
+        except AssertionError as error:
+            logs = self.compose("logs", "--no-color", "--tail", "40")
+            raise AssertionError(f"{error}\n{self.compose('ps', '--all')}\n{logs}") from None
+
+    def containers(self, *services: str) -> list[str]:
+        return self.compose("ps", "--all", "--quiet", *services).split()
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        (found,) = json.loads(run("docker", "inspect", container))
+        return dict(found)
+
+    def client(self, key: str) -> httpx.Client:
+        return httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}",
+            headers={"Authorization": f"Bearer {key}"},
+            trust_env=False,
+            timeout=30,
+            transport=httpx.HTTPTransport(retries=3),
+        )
+
+    def sql(self, query: str) -> list[str]:
+        command = ("psql", "--username", "kronoscope", "--no-align", "--tuples-only", "--command", query)
+        return self.compose("exec", "--no-TTY", "postgres", *command).splitlines()
+
+
+def until(holds: Callable[[], Any], seconds: float, what: str) -> Any:
+    """The first true answer; containers give no event to wait for, so it is asked again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = holds()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"after {seconds:g} s it does not hold yet that {what}"
+        time.sleep(0.3)

@@ -1,0 +1,197 @@
+"""The service in containers: what runs, as whom, reachable how, and that jobs outlive the containers."""
+
+import json
+import subprocess
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.docker.stack import ROOT, Stack, run, until
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
+
+DIGITS = {
+    "kind": ["factors", "capacity"],
+    "model": {"source": "builtin", "name": "digits_cnn"},
+    "data": {"source": "builtin", "name": "digits"},
+    "task": {"type": "classification"},
+}
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+def submit(client: httpx.Client) -> str:
+    answer = client.post("/v1/jobs", json=DIGITS)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def ended(client: httpx.Client, job_id: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        job = client.get(f"/v1/jobs/{job_id}").raise_for_status().json()
+        return job if job["state"] in ENDED else None
+
+    return dict(until(look, 240, f"job {job_id} has ended"))
+
+
+def digests(client: httpx.Client, job_id: str) -> dict[tuple[str, int], str]:
+    page = client.get(f"/v1/jobs/{job_id}/layers", params={"limit": 100}).raise_for_status().json()
+    return {(row["kind"], row["ordinal"]): row["sha256"] for row in page["items"]}
+
+
+@pytest.mark.parametrize("files", [["docker-compose.yml"], ["docker-compose.yml", "docker-compose.gpu.yml"]])
+def test_the_compose_files_are_sound(files: list[str]) -> None:
+    words = [word for name in files for word in ("--file", str(ROOT / name))]
+    done = subprocess.run(
+        ["docker", "compose", "--env-file", str(ROOT / ".env.example"), *words, "config", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_nothing_but_the_api_is_published(stack: Stack) -> None:
+    published = {
+        stack.inspect(container)["Config"]["Labels"]["com.docker.compose.service"]: bindings
+        for container in stack.containers()
+        if (bindings := {port: at for port, at in stack.inspect(container)["NetworkSettings"]["Ports"].items() if at})
+    }
+    assert published == {"api": {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(stack.port)}]}}
+
+
+def test_every_container_is_hardened(stack: Stack) -> None:
+    for container in stack.containers():
+        facts = stack.inspect(container)
+        host, service = facts["HostConfig"], facts["Config"]["Labels"]["com.docker.compose.service"]
+        assert host["ReadonlyRootfs"], service
+        assert host["CapDrop"] == ["ALL"], service
+        assert host["SecurityOpt"] == ["no-new-privileges:true"], service
+        assert not host["Privileged"], service
+        assert host["Memory"] > 0, service
+        assert host["PidsLimit"] > 0, service
+        if service != "postgres":
+            assert not host["CapAdd"], service
+
+
+def test_no_process_of_the_service_is_root(stack: Stack) -> None:
+    for service in ("api", "worker", "postgres", "redis"):
+        for container in stack.containers(service):
+            # the first line is the heading; Docker's own init is all that may keep the entry point's user
+            processes = [
+                line.split(None, 2) for line in run("docker", "top", container, "-o", "pid,uid,args").splitlines()
+            ]
+            users = {uid for _, uid, command in processes[1:] if not command.startswith("/sbin/docker-init")}
+            assert users, service
+            assert "0" not in users, (service, processes)
+            if service in ("api", "worker"):
+                assert users == {"10001"}, processes
+
+
+def test_the_root_cannot_be_written_and_the_data_can(stack: Stack) -> None:
+    refused = "! touch /app/x 2>/dev/null && ! touch /opt/x 2>/dev/null"
+    attempt = f"{refused} && touch /data/artifacts/x && rm /data/artifacts/x && echo fine"
+    for service in ("api", "worker"):
+        assert stack.compose("exec", "--no-TTY", service, "sh", "-c", attempt) == "fine\n"
+
+
+def test_torch_is_in_the_worker_alone(stack: Stack) -> None:
+    look = (
+        "from importlib.util import find_spec; print([n for n in ('torch', 'engine', 'worker', 'api') if find_spec(n)])"
+    )
+    assert stack.compose("exec", "--no-TTY", "api", "python", "-P", "-c", look) == "['api']\n"
+    assert stack.compose("exec", "--no-TTY", "worker", "python", "-P", "-c", look) == "['torch', 'engine', 'worker']\n"
+
+
+@pytest.mark.parametrize(("service", "packages"), [("api", "api jobs migrations"), ("worker", "engine jobs worker")])
+def test_every_module_finds_what_it_imports(stack: Stack, service: str, packages: str) -> None:
+    # an image holds its own extras only: here a dependency shows that pyproject.toml does not list
+    look = (
+        "import importlib, pkgutil, sys\n"
+        "for package in sys.argv[1:]:\n"
+        "    module = importlib.import_module(package)\n"
+        "    for found in pkgutil.walk_packages(module.__path__, f'{package}.'):\n"
+        "        if not found.name.startswith('migrations.'):\n"
+        "            importlib.import_module(found.name)\n"
+        "print('all')"
+    )
+    done = stack.compose("exec", "--no-TTY", service, "python", "-P", "-c", look, *packages.split())
+    assert done == "all\n"
+
+
+def test_no_container_of_the_service_has_a_way_out(stack: Stack) -> None:
+    def network(name: str) -> dict[str, Any]:
+        (found,) = json.loads(run("docker", "network", "inspect", f"{stack.project}_{name}"))
+        return dict(found)
+
+    assert network("backend")["Internal"] is True
+    assert network("front")["Options"]["com.docker.network.bridge.enable_ip_masquerade"] == "false"
+    for container in stack.containers():
+        facts = stack.inspect(container)
+        joined = {name.removeprefix(f"{stack.project}_") for name in facts["NetworkSettings"]["Networks"]}
+        service = facts["Config"]["Labels"]["com.docker.compose.service"]
+        assert joined == ({"backend", "front"} if service == "api" else {"backend"}), service
+
+
+@pytest.mark.parametrize("command", ["EVAL 1 0", "CONFIG GET maxmemory", "FLUSHALL", "MODULE LIST"])
+def test_redis_refuses_what_a_queue_does_not_need(stack: Stack, command: str) -> None:
+    shell = f"REDISCLI_AUTH=$REDIS_PASSWORD redis-cli --user kronoscope {command}"
+    assert stack.compose("exec", "--no-TTY", "redis", "sh", "-c", shell).startswith("NOPERM")
+
+
+def test_redis_answers_nobody_without_the_password(stack: Stack) -> None:
+    assert stack.compose("exec", "--no-TTY", "redis", "redis-cli", "ping").startswith("NOAUTH")
+
+
+def test_a_key_is_needed(stack: Stack) -> None:
+    answer = httpx.get(f"http://127.0.0.1:{stack.port}/v1/jobs", trust_env=False)
+    assert answer.status_code == 401
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_two_jobs_run_one_on_each_worker_and_outlive_the_containers(
+    stack: Stack, client: httpx.Client, key: str
+) -> None:
+    jobs = [submit(client), submit(client)]
+    owners = until(lambda: holders(stack, jobs), 60, "both jobs run, each on its own worker")
+    assert len(set(owners)) == 2
+    stack.compose("restart", "api")
+    stack.await_healthy()
+    for job_id in jobs:
+        job = ended(client, job_id)
+        assert job["state"] == "succeeded", job["failure"]
+    first, second = (digests(client, job_id) for job_id in jobs)
+    assert first
+    assert first == second
+    before = [client.get(f"/v1/jobs/{job_id}/results").raise_for_status().json() for job_id in jobs]
+    assert before[0]["artifacts"]
+
+    stack.compose("down", "--timeout", "20", timeout=180)
+    stack.up()
+
+    with stack.client(key) as again:
+        after = [again.get(f"/v1/jobs/{job_id}/results").raise_for_status().json() for job_id in jobs]
+        assert after == before
+        for artifact in before[0]["artifacts"]:
+            again.get(f"/v1/jobs/{jobs[0]}/artifacts/{artifact['name']}").raise_for_status()
+
+
+def holders(stack: Stack, jobs: list[str]) -> list[str] | None:
+    """Who holds the jobs, when both are held at once."""
+    wanted = ",".join(f"'{job_id}'" for job_id in jobs)
+    held = stack.sql(f"SELECT lease_owner FROM jobs WHERE id IN ({wanted}) AND lease_owner IS NOT NULL")
+    return held if len(held) == len(jobs) else None
+
+
+def test_nothing_of_the_passwords_is_in_the_logs(stack: Stack, key: str) -> None:
+    logs = stack.compose("logs", "--no-color")
+    assert [name for name, value in stack.passwords.items() if value in logs] == []
+    assert key not in logs
+
+
+def test_the_worker_says_first_what_it_computes_on(stack: Stack) -> None:
+    container = stack.containers("worker")[0]
+    done = subprocess.run(["docker", "logs", container], capture_output=True, text=True, timeout=30, check=True)
+    first = (done.stdout + done.stderr).splitlines()[0]
+    assert "cpu" in first.lower() or "cuda" in first.lower() or "gpu" in first.lower()
