@@ -1,0 +1,90 @@
+"""The same numbers on a GPU as on a CPU, and the same again."""
+
+import pytest
+import torch
+from torch import nn
+
+from catalog.capacity import CapacityParams
+from catalog.memory import Memory
+from engine.analyses.capacity import measure_capacity
+from engine.analyses.factors import collect_factors
+from engine.curvature.collection import collected
+from engine.memory.budget import MemoryBudget
+from engine.workspace import Workspace
+from tests.oracles import relative_error, workspace
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Flatten(), nn.LayerNorm(384),
+        nn.Linear(384, 10),
+    )  # fmt: skip
+
+
+def on(device: str, **options: object) -> Workspace:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(50, 1, 8, 8, generator=generator)
+    y = torch.randint(0, 10, (50,), generator=generator)
+    space = workspace(net(), [(x, y)], "classification", **({"batch_size": 16} | options))
+    space.device = torch.device(device)
+    assert space.model is not None
+    space.model = space.model.to(device)
+    return space
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type2", "empirical", "forward_only"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_equal_those_of_the_cpu(fisher: str, sharing: str) -> None:
+    here, there = (collected(on(device, fisher=fisher, sharing=sharing)) for device in ("cpu", "cuda"))
+    assert [layer.name for layer in there.layers] == [layer.name for layer in here.layers]
+    for layer in here.layers:
+        left, right = here.load(layer.ordinal), there.load(layer.ordinal)
+        assert relative_error(right.A.cpu(), left.A) < 1e-11
+        assert relative_error(right.G.cpu(), left.G) < 1e-11
+
+
+def test_embedding_and_tokens_on_the_device() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 9)).cuda()
+    ids = torch.randint(0, 9, (6, 5))
+    space = workspace(model, [(ids, ids)], "causal_lm", fisher="mc")
+    space.device = torch.device("cuda")
+    whole = collected(space)
+    counts = torch.bincount(ids[ids != 0], minlength=9).double()
+    assert relative_error(whole.load(0).A.cpu(), counts / counts.sum()) < 1e-12
+
+
+def test_same_digests_twice_in_float32() -> None:
+    runs = []
+    for _ in range(2):
+        space = on("cuda", fisher="mc", dtype="float32")
+        space.kinds = ("factors",)
+        runs.append([(row.record.digest_A, row.record.digest_G) for row in collect_factors(None, space)])
+    assert runs[0] == runs[1]
+
+
+def test_capacity_on_the_device_records_its_rungs_and_bytes() -> None:
+    rows = list(measure_capacity(CapacityParams(), on("cuda", fisher="mc")))
+    assert rows[0].record.rungs_A == ("device_float64",)
+    assert rows[0].observed.reserved_after_bytes
+    assert rows[0].metrics.effective_dimension > 0
+
+
+def test_device_budget_is_measured() -> None:
+    budget = MemoryBudget.measure(Memory(device=0.5), torch.device("cuda"))
+    free, _ = torch.cuda.mem_get_info()
+    assert budget.device_bytes == pytest.approx(free / 2, rel=0.1)
+
+
+def test_model_stays_on_its_device() -> None:
+    space = on("cuda", fisher="mc", dtype="float64")
+    assert space.model is not None
+    collected(space)
+    assert {parameter.device.type for parameter in space.model.parameters()} == {"cuda"}
+    assert {parameter.dtype for parameter in space.model.parameters()} == {torch.float32}
