@@ -198,8 +198,10 @@ def test_downloads(page: Page, finished: str) -> None:
 @pytest.mark.parametrize("width", [320, 480, 768])
 def test_nothing_sticks_out_where_it_is_narrow(page: Page, finished: str, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
-    for address in ("/#/", "/#/new", f"/#/jobs/{finished}"):
+    for address, heading in (("/#/", "Jobs"), ("/#/new", "New job"), (f"/#/jobs/{finished}", "digits_cnn")):
         page.goto(address)
+        # a change of the hash loads nothing: only what is shown tells that the view is there
+        expect(page.get_by_role("heading", level=1, name=heading)).to_be_visible()
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, address
 
