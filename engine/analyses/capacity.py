@@ -1,5 +1,6 @@
 """`capacity`: how many directions of each layer the loss really curves in."""
 
+import math
 from collections.abc import Generator
 
 import torch
@@ -9,6 +10,7 @@ from catalog.capacity import CapacityMetrics, CapacityParams, CapacitySummary
 from engine.analyses.measured import Measured, coverage, declared_results, measured_layers
 from engine.curvature import kronecker_spectrum as spectrum
 from engine.curvature.collection import collected
+from engine.errors import NonFiniteFactor
 from engine.workspace import Workspace
 
 
@@ -64,6 +66,11 @@ def layer_metrics(layer: Measured, params: CapacityParams) -> CapacityMetrics:
     """Every metric of one layer's F = G ⊗ A."""
     a, g, damped = layer.spectrum_A, layer.spectrum_G, layer.damping
     dimension = a.numel() * g.numel()
+    if not math.isfinite(float(a.sum()) * float(g.sum())):
+        raise NonFiniteFactor(
+            f"layer `{layer.facts.name}`: the eigenvalues of G ⊗ A exceed float64; scale the model's inputs or loss",
+            layer=layer.facts.name,
+        )
     tolerance = params.rank_tolerance
     if tolerance is None:
         precision = torch.float64 if layer.record.dtype == "float64" else torch.float32

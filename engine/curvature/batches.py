@@ -42,10 +42,14 @@ class Batch:
         return None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """The batch on ``device``, floating-point numbers as ``dtype``."""
+        """A copy on ``device``, floating-point numbers as ``dtype``.
+
+        The model may write to its inputs, and a gradient must not reach the caller's tensors.
+        """
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+            own = tensor.detach()
+            return own.to(device, dtype, copy=True) if tensor.is_floating_point() else own.to(device, copy=True)
 
         return Batch(
             inputs=mapped(self.inputs, moved), targets=mapped(self.targets, moved), index=self.index.to(device)

@@ -17,18 +17,27 @@ from catalog.inputs import Task
 from engine.curvature.batches import Batch, batched, mapped
 from engine.curvature.collected import Collected, LayerFacts, read_collected
 from engine.curvature.factors import Factors, mirrored_
-from engine.curvature.forecast import forecast
-from engine.curvature.hooks import Call, Collector, SharingBroken, followers, untouched, watched
+from engine.curvature.forecast import DryRun, forecast
+from engine.curvature.hooks import Collector, SharingBroken, followers, unattributed, untouched, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare, survey
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 from engine.curvature.loss import directions
 from engine.curvature.prediction import positions, predict
 from engine.curvature.statistics import LayerStatistics
-from engine.errors import EmptyData, NonFiniteFactor, NonFiniteModel, NothingToAnalyse
+from engine.errors import (
+    EmptyData,
+    EngineError,
+    ModelRefused,
+    NonFiniteFactor,
+    NonFiniteModel,
+    NothingToAnalyse,
+    Unwinding,
+)
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
-_DRY_EXAMPLES = 2
+_DRY_EXAMPLES = (2, 3)
+"""One example, repeated. Not once alone: a model may squeeze a batch of one away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +82,20 @@ def _collect(workspace: Workspace) -> Collected:
     surveyed = _surveyed(job.model)
     with untouched(job.model, dtype):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        calls = _dry_run(job, surveyed)
-        shared = followers(calls)
-        plan = forecast(workspace, dtype, surveyed.treated, calls, shared)
-        del calls
+        seen, mixed = _dry_run(job, surveyed)
+        shared = followers(seen.calls, surveyed.treated)
+        plan = forecast(workspace, dtype, surveyed.treated, seen, shared)
+        del seen
         workspace.planned(plan.as_json())
         plan.require(workspace.memory)
         passes = 1
         while True:
             try:
-                statistics, examples, updates = _run(job, surveyed.treated, shared)
+                statistics, examples, updates = _run(job, surveyed.treated, shared, mixed)
                 break
             except SharingBroken as broken:
                 # rare: a model that feeds its layers differently from batch to batch
-                shared = {name: leader for name, leader in shared.items() if name != broken.follower.layer.name}
+                shared = {name: leader for name, leader in shared.items() if name not in broken.followers}
                 passes += 1
         return _finished(job, surveyed, statistics, plan, (examples, updates, passes))
 
@@ -111,7 +120,14 @@ def _surveyed(model: nn.Module) -> Survey:
 
 def _require_finite(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if nn.parameter.is_lazy(tensor):
+            raise ModelRefused(
+                f"the model's tensor `{name}` has no shape yet; call the model once on a batch before it is measured",
+                layer=name.rpartition(".")[0],
+                pointer="/model",
+            )
+        # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
+        if tensor.layout == torch.strided and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise NonFiniteModel(
                 f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "
@@ -121,37 +137,51 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _dry_run(job: _Job, surveyed: Survey) -> list[Call]:
-    """Every call of a treated layer for the first few examples."""
+def _dry_run(job: _Job, surveyed: Survey) -> tuple[DryRun, frozenset[str]]:
+    """What one example, repeated, shows of the model; and the layers that mix examples."""
     batch = next(job.batches())
-    few = Batch(
-        inputs=mapped(batch.inputs, lambda tensor: tensor[:_DRY_EXAMPLES]),
-        targets=mapped(batch.targets, lambda tensor: tensor[:_DRY_EXAMPLES]),
-        index=batch.index[:_DRY_EXAMPLES],
+    if job.collection.batch_size == 1:
+        # every position is the only example's
+        return _seen(job, surveyed, batch, 1), frozenset()
+    few, more = (_seen(job, surveyed, batch, times) for times in _DRY_EXAMPLES)
+    return few, unattributed(few.calls, more.calls, _DRY_EXAMPLES)
+
+
+def _seen(job: _Job, surveyed: Survey, batch: Batch, times: int) -> DryRun:
+    def repeated(tensor: Tensor) -> Tensor:
+        return tensor[:1].repeat_interleave(times, 0)
+
+    same = Batch(
+        inputs=mapped(batch.inputs, repeated), targets=mapped(batch.targets, repeated), index=repeated(batch.index)
     )
     with torch.no_grad(), watched(surveyed.treated) as calls:
-        predict(job.model, few, job.task)
-    return calls
+        prediction = predict(job.model, same, job.task)
+    return DryRun(calls=calls, examples=times, outputs=prediction.outputs.numel())
 
 
 def _run(
-    job: _Job, treated: tuple[TreatedLayer, ...], shared: dict[str, str]
+    job: _Job, treated: tuple[TreatedLayer, ...], shared: dict[str, str], mixed: frozenset[str]
 ) -> tuple[tuple[LayerStatistics, ...], int, int]:
     """One pass over the data: statistics, examples that entered them, updates."""
     workspace, collection = job.workspace, job.collection
     by_name: dict[str, LayerStatistics] = {}
     for layer in treated:
         sharing = collection.sharing if layer.form == "kronecker" else "expand"
+        # a leader stands before its followers
         leader = by_name[shared[layer.name]] if layer.name in shared else None
         statistics = LayerStatistics(layer=layer, sharing=sharing, leader=leader)
-        if collection.fisher == "forward_only" and isinstance(layer, BlockLayer):
+        if layer.name in mixed:
+            statistics.flaw = "batch_not_first"
+        elif collection.fisher == "forward_only" and isinstance(layer, BlockLayer):
             statistics.flaw = "needs_gradients"
         statistics.allocate(job.dtype, workspace.device)
         by_name[layer.name] = statistics
     all_statistics = tuple(by_name.values())
-    collector = Collector(statistics=all_statistics)
+    collector = Collector(statistics=all_statistics, gradients=collection.fisher != "forward_only")
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     examples = updates = terms = 0
+    # a model that draws numbers in evaluation mode draws the same ones in every run
+    torch.manual_seed(collection.seed)
     with collector.attached(), torch.enable_grad():
         for number, batch in enumerate(job.batches()):
             workspace.checkpoint()
@@ -174,23 +204,37 @@ def _run(
 def _update(job: _Job, batch: Batch, collector: Collector) -> int:
     """Let one batch enter the statistics; returns its loss terms."""
     collector.begin(batch.size, positions(batch, job.task))
-    with torch.set_grad_enabled(job.collection.fisher != "forward_only"):
+    with torch.set_grad_enabled(collector.gradients):
         prediction = predict(job.model, batch, job.task)
+    collector.returning = True
     terms = prediction.terms
     for statistics in collector.statistics:
         statistics.weight_G += terms
         statistics.terms += terms
-    if not prediction.outputs.requires_grad or terms == 0:
-        return terms
-    waiting: Tensor | None = None
-    for direction in directions(prediction, batch.index, job.task.likelihood, job.collection):
+    if prediction.outputs.requires_grad and terms:
+        waiting: Tensor | None = None
+        for direction in directions(prediction, batch.index, job.task.likelihood, job.collection):
+            if waiting is not None:
+                _pull_back(prediction.outputs, waiting, retain_graph=True)
+            waiting = direction
         if waiting is not None:
-            torch.autograd.backward(prediction.outputs, waiting, retain_graph=True)
-        waiting = direction
-    if waiting is not None:
-        # the last one frees the graph as it goes
-        torch.autograd.backward(prediction.outputs, waiting)
+            # the last one frees the graph as it goes
+            _pull_back(prediction.outputs, waiting, retain_graph=False)
+    collector.end()
     return terms
+
+
+def _pull_back(outputs: Tensor, direction: Tensor, *, retain_graph: bool) -> None:
+    try:
+        torch.autograd.backward(outputs, direction, retain_graph=retain_graph)
+    except (EngineError, Unwinding, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise ModelRefused(
+            f"the model raised in its backward pass: {type(error).__name__}: {str(error)[:500]}; "
+            "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",
+            pointer="/model",
+        ) from error
 
 
 def _finished(
@@ -204,6 +248,11 @@ def _finished(
             covered.append(found)
         else:
             declared.append(declare(found.layer, reason))
+    if not covered:
+        reasons = ", ".join(sorted({layer.reason for layer in declared}))
+        raise NothingToAnalyse(
+            f"no layer of the model ({type(job.model).__name__}) could be measured: {reasons}", pointer="/model"
+        )
     factors: dict[int, Factors] = {}
     facts: list[LayerFacts] = []
     for ordinal, found in enumerate(covered):
@@ -250,8 +299,9 @@ def _activation(found: LayerStatistics) -> Tensor:
     """A, normalised and symmetric; the 1×1 matrix 1 for an exact block; the leader's where that was declared."""
     holder = found.leader if found.leader is not None else found
     if holder.A is None:
-        return torch.ones(1, 1, dtype=found.G.dtype if found.G is not None else torch.float32)
-    normalised = holder.A.div_(max(holder.weight_A, 1.0))
+        return torch.ones(1, 1, dtype=found.G.dtype, device=found.G.device) if found.G is not None else torch.ones(1, 1)
+    # a decayed count may lie below one; without any position the sum is zero
+    normalised = holder.A.div_(holder.weight_A or 1.0)
     holder.weight_A = 1.0
     return normalised if normalised.ndim == 1 else mirrored_(normalised)
 
@@ -261,7 +311,7 @@ def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
         raise ValueError(f"layer `{found.layer.name}` was never allocated")
     if collection.fisher == "forward_only":
         return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device)
-    return mirrored_(found.G.div_(max(found.weight_G, 1.0)))
+    return mirrored_(found.G.div_(found.weight_G or 1.0))
 
 
 def _facts(ordinal: int, found: LayerStatistics, leader: LayerStatistics | None, shared_with: int | None) -> LayerFacts:

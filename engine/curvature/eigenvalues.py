@@ -24,6 +24,8 @@ from torch import Tensor
 from engine.errors import NonFiniteFactor, NotConverged
 
 _JITTER = 1e-10
+_LARGEST = 46_340
+"""LAPACK counts in 32 bits: a matrix of more than 2³¹ numbers is beyond it."""
 _TRACE_TOLERANCE = 1e-6
 
 
@@ -49,6 +51,12 @@ def eigenvalues(factor: Tensor, layer: str, rank_bound: int | None = None) -> tu
         raise NonFiniteFactor(f"layer `{layer}`: the factor holds NaN or Inf", layer=layer)
     if factor.ndim == 1:
         return torch.sort(factor.to("cpu", torch.float64)).values.clamp_min_(0), ("diagonal",)
+    if factor.shape[0] > _LARGEST:
+        raise NotConverged(
+            f"layer `{layer}`: a {factor.shape[0]}×{factor.shape[0]} factor is beyond LAPACK's 32-bit indices, "
+            f"which reach {_LARGEST} rows",
+            layer=layer,
+        )
     taken: list[str] = []
     for rung, solve in _rungs(factor):
         taken.append(rung)
@@ -79,7 +87,11 @@ def _attempt(solve: Callable[[Tensor], Tensor], factor: Tensor) -> Tensor | None
     """The values, unless the solver failed or its values do not add up to the trace."""
     try:
         values = solve(factor)
-    except RuntimeError:  # torch's LinAlgError is one
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch's LinAlgError is one
+        if "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
         return None
     # some library versions return NaN, or wrong values, without an error
     trace = float(factor.diagonal().to(torch.float64).sum())

@@ -6,6 +6,7 @@ follows from shapes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,23 +18,35 @@ from engine.memory.plan import Plan, Term
 from engine.workspace import Workspace
 
 
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a forward pass of very few examples has shown."""
+
+    calls: list[Call]
+    """Every call of a treated layer, with its tensors."""
+    examples: int
+    outputs: int
+    """Numbers in the model's outputs."""
+
+
 def forecast(
-    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], calls: list[Call], shared: dict[str, str]
+    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
 ) -> Plan:
-    """The plan for collecting ``treated``, whose ``calls`` a dry run of a few examples has shown."""
+    """The plan for collecting ``treated``, of which a dry run has shown the sizes."""
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     item = torch.empty((), dtype=dtype).element_size()
     sides = [side for layer in treated for side in _sides(layer, follows=layer.name in shared)]
     accumulators = sum(side * side if dense else side for side, dense in sides)
     largest = max((side for side, dense in sides if dense), default=0)
     batch = min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
-    # rows of the dry run; a layer that sees flattened positions has more, never fewer
-    scale = batch / min((call.entered.shape[0] for call in calls), default=1)
-    held = sum(call.entered.numel() + call.output.numel() for call in calls)
-    patches = max((_patches(call) for call in calls), default=0)
+    scale = batch / seen.examples
+    held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
+    patches = max((_patches(call) for call in seen.calls), default=0)
     sizes: tuple[tuple[str, str, int, Literal["exact", "estimated"]], ...] = (
         ("accumulators", "Σ in² + Σ out²", accumulators * item, "exact"),
         ("activations", "2 · batch · (inputs + outputs)", int(2 * scale * held * item), "estimated"),
+        # logits, their softmax, its gradient and the gradient's copy in the graph
+        ("outputs", "4 · batch · terms · width", int(4 * scale * seen.outputs * item), "estimated"),
         ("patches", "batch · positions · in", int(scale * patches * item), "estimated"),
         ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated"),
     )

@@ -6,7 +6,9 @@ nothing else. They are bitwise the same and cost about half the backward pass.
 """
 
 import contextlib
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +25,11 @@ from engine.errors import Unwinding
 
 
 class SharingBroken(Unwinding):
-    """A layer that shared its input with another in the first batch no longer does."""
+    """Layers that shared their input with another in the dry run no longer do."""
 
-    def __init__(self, follower: LayerStatistics) -> None:
-        super().__init__(follower.layer.name)
-        self.follower = follower
+    def __init__(self, followers: tuple[str, ...]) -> None:
+        super().__init__(", ".join(followers))
+        self.followers = followers
 
 
 @contextlib.contextmanager
@@ -44,25 +46,69 @@ def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for tensor in (*model.parameters(), *model.buffers())
         if tensor.is_floating_point() and tensor.dtype != dtype
     ]
-    precision = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    # a model may write to its buffers, or put others in their place
+    buffers = [
+        (module, name, buffer, buffer.data, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()  # noqa: SLF001 - own buffers, each beside its module
+        if buffer is not None and buffer.layout == torch.strided
+    ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.inference_mode(mode=False), torch.random.fork_rng(devices=devices), _full_precision(), _eager():
         try:
             model.eval()
             for parameter, _ in flags:
                 parameter.requires_grad_(False)
             for tensor, data in contents:
                 tensor.data = data.to(dtype)
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = precision
             for tensor, data in contents:
                 tensor.data = data
+            for module, name, buffer, data, kept in buffers:
+                buffer.data = data
+                if not torch.equal(data, kept):
+                    data.copy_(kept)
+                module._buffers[name] = buffer  # noqa: SLF001
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
             for module, training in modes:
                 module.training = training
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32."""
+    switches = _switches()
+    before = [getattr(place, name) for place, name, _ in switches]
+    try:
+        for place, name, exact in switches:
+            setattr(place, name, exact)
+        yield
+    finally:
+        for (place, name, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+
+
+def _switches() -> list[tuple[Any, str, Any]]:
+    """What decides the precision of products, as (place, attribute, value that rounds nothing)."""
+    backends: Any = torch.backends
+    host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
+    try:
+        device = [(place, "allow_tf32", place.allow_tf32 and False) for place in (backends.cuda.matmul, backends.cudnn)]
+    except RuntimeError:
+        # a caller has used the newer switches, and then torch refuses to read the older ones
+        newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        device = [(place, "fp32_precision", "ieee") for place in newer]
+    return [switch for switch in (*host, *device) if hasattr(switch[0], switch[1])]
+
+
+def _eager() -> contextlib.AbstractContextManager[object]:
+    """Run what the caller compiled as plain Python: code traced without our hooks would pass them by."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @dataclass
@@ -72,6 +118,8 @@ class Call:
     layer: TreatedLayer
     entered: Tensor
     output: Tensor
+    version: int
+    """Writes to ``entered`` before this call."""
 
 
 @contextlib.contextmanager
@@ -81,11 +129,12 @@ def watched(layers: tuple[TreatedLayer, ...]) -> Iterator[list[Call]]:
 
     def watch(layer: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
-            calls.append(Call(layer, _entered(args, kwargs), output))
+            entered = _entered(args, kwargs)
+            calls.append(Call(layer, entered, output, _version(entered)))
 
         return after
 
-    handles = [layer.module.register_forward_hook(watch(layer), with_kwargs=True) for layer in layers]
+    handles = [layer.module.register_forward_hook(watch(layer), with_kwargs=True, prepend=True) for layer in layers]
     try:
         yield calls
     finally:
@@ -100,30 +149,81 @@ def _entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return entered
 
 
+def _version(tensor: Tensor) -> int:
+    """Writes to ``tensor`` so far; an inference tensor does not count them."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own guard, with no other name
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """What a sharing layer was last called with."""
+
+    tensor: "weakref.ref[Tensor]"
+    version: int
+
+
 @dataclass
 class Collector:
-    """Attached hooks: each call of a treated layer adds to its statistics."""
+    """Attached hooks: each call of a treated layer adds to its statistics.
+
+    A call counts once, though activation checkpointing runs a layer again during the backward
+    pass. A call without a graph leaves no trace, unless that is how the checkpoint runs it first:
+    then the second run counts.
+    """
 
     statistics: tuple[LayerStatistics, ...]
+    gradients: bool = True
+    """Gradients are wanted: a call without a graph is none of the loss's."""
     examples: int = 0
     """Examples of the current batch."""
     positions: Tensor | None = None
     """(N, T) booleans of the current batch; None where all positions count."""
-    _inputs: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)
-    _calls: dict[int, int] = field(default_factory=dict)
+    returning: bool = False
+    """The backward pass has begun."""
+    _seen: dict[str, _Entered] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
+    _ungraphed: Counter[str] = field(default_factory=Counter)
+    """Calls of the forward pass that left no graph."""
+    _pairs: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """(follower, leader) of every pair that a layer belongs to."""
+
+    def __post_init__(self) -> None:
+        """Look up who shares with whom, once."""
+        for follower in self.statistics:
+            if follower.leader is not None:
+                pair = follower.layer.name, follower.leader.layer.name
+                for name in pair:
+                    self._pairs.setdefault(name, []).append(pair)
 
     def begin(self, examples: int, positions: Tensor | None) -> None:
         """Prepare for one batch."""
         self.examples = examples
         self.positions = None if positions is None or bool(positions.all()) else positions
-        self._inputs.clear()
-        self._calls.clear()
+        self.returning = False
+        for record in (self._seen, self._calls, self._ungraphed):
+            record.clear()
+
+    def end(self) -> None:
+        """Close one batch.
+
+        Raises:
+            SharingBroken: If only one of two layers that share A was called.
+        """
+        broken = tuple(
+            follower
+            for name, pairs in self._pairs.items()
+            for follower, leader in pairs
+            if name == follower and (follower in self._seen) != (leader in self._seen)
+        )
+        if broken:
+            raise SharingBroken(broken)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Watch the layers while inside."""
+        # before the caller's own hooks, which may put something else in the output's place
         handles = [
-            statistics.layer.module.register_forward_hook(self._after(statistics), with_kwargs=True)
+            statistics.layer.module.register_forward_hook(self._after(statistics), with_kwargs=True, prepend=True)
             for statistics in self.statistics
         ]
         try:
@@ -135,26 +235,52 @@ class Collector:
     def _after(self, statistics: LayerStatistics) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             entered = _entered(args, kwargs)
-            calls = self._calls[id(statistics)] = self._calls.get(id(statistics), 0) + 1
-            statistics.calls = max(statistics.calls, calls)
-            self._check_sharing(statistics, entered, calls)
+            counts = self._counts(statistics)
+            if counts:
+                self._check_sharing(statistics, entered)
             if statistics.flaw is None and not statistics.layer.batch_first(entered, self.examples):
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:
                 return None
             kept = self._kept(statistics.layer, entered.detach())
-            statistics.add_input_(entered.detach(), self.examples, kept)
+            if counts:
+                statistics.add_input_(entered.detach(), self.examples, kept)
             return self._follow(statistics, entered, output, kept)
 
         return after
 
-    def _check_sharing(self, statistics: LayerStatistics, entered: Tensor, calls: int) -> None:
-        self._inputs[id(statistics)] = weakref.ref(entered)
-        if statistics.leader is None:
-            return
-        known = self._inputs.get(id(statistics.leader))
-        if calls > 1 or known is None or known() is not entered:
-            raise SharingBroken(statistics)
+    def _counts(self, statistics: LayerStatistics) -> bool:
+        """Whether this call's input enters A."""
+        name, graphed = statistics.layer.name, torch.is_grad_enabled() or not self.gradients
+        if self.returning:
+            again = graphed and self._ungraphed[name] > 0
+            self._ungraphed[name] -= again
+            return again
+        self._calls[name] += 1
+        statistics.calls = max(statistics.calls, self._calls[name])
+        self._ungraphed[name] += not graphed
+        return graphed
+
+    def _check_sharing(self, statistics: LayerStatistics, entered: Tensor) -> None:
+        """Compare with what the layers that share this one's A were called with.
+
+        Raises:
+            SharingBroken: If that was another tensor, the same one since overwritten, or a second call.
+        """
+        name = statistics.layer.name
+        again = name in self._seen
+        self._seen[name] = _Entered(weakref.ref(entered), _version(entered))
+        broken = tuple(
+            follower for follower, leader in self._pairs.get(name, ()) if again or self._differ(follower, leader)
+        )
+        if broken:
+            raise SharingBroken(broken)
+
+    def _differ(self, left: str, right: str) -> bool:
+        one, other = self._seen.get(left), self._seen.get(right)
+        if one is None or other is None:
+            return False  # not yet called; ``end`` looks again
+        return one.tensor() is not other.tensor() or one.version != other.version
 
     def _kept(self, layer: TreatedLayer, entered: Tensor) -> Tensor | None:
         """(P,) booleans of the positions that count for this call."""
@@ -190,24 +316,46 @@ class Collector:
         return leaf.clone()
 
 
-def followers(calls: list[Call]) -> dict[str, str]:
-    """Layers that are fed by the very tensor another layer got first: follower → leader.
+def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, str]:
+    """Layers that are fed by the very tensor that another one is fed by: follower → leader.
 
-    Only linear layers with the same column of ones share; identity of the tensor decides, never
-    equality of its values.
+    Only linear layers with the same column of ones share; identity of the tensor decides, unless
+    it was written to in between, and never equality of its values. The leader is the first of
+    ``layers``, whichever is called first.
     """
-    count: dict[str, int] = {}
-    for call in calls:
-        count[call.layer.name] = count.get(call.layer.name, 0) + 1
-    leaders: dict[tuple[int, bool, bool], str] = {}
+    count = Counter(call.layer.name for call in calls)
+    own = {call.layer.name: call for call in calls if count[call.layer.name] == 1}
+    leaders: dict[tuple[int, int, bool, bool], str] = {}
     shared: dict[str, str] = {}
-    for call in calls:
-        layer = call.layer
-        if not isinstance(layer, LinearLayer) or count[layer.name] > 1:
+    for layer in layers:
+        if not isinstance(layer, LinearLayer) or layer.name not in own:
             continue
-        key = (id(call.entered), layer.weight, layer.bias)
-        if key in leaders:
-            shared[layer.name] = leaders[key]
-        else:
-            leaders[key] = layer.name
+        call = own[layer.name]
+        leader = leaders.setdefault((id(call.entered), call.version, layer.weight, layer.bias), layer.name)
+        if leader != layer.name:
+            shared[layer.name] = leader
     return shared
+
+
+def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int]) -> frozenset[str]:
+    """Layers whose positions do not belong to one example each.
+
+    ``fewer`` and ``more`` are the calls for one example, repeated as often as ``examples`` says. A
+    layer that is called once for the whole batch (a table of positions that is then broadcast),
+    or has the examples elsewhere than first, sees other sizes than in proportion to them.
+    """
+    mixed = {
+        call.layer.name
+        for calls, repeated in zip((fewer, more), examples, strict=True)
+        for call in calls
+        if not call.layer.batch_first(call.entered, repeated)
+    }
+    left, right = (_sizes(calls) for calls in (fewer, more))
+    return frozenset(mixed | {name for name in left | right if left[name] * examples[1] != right[name] * examples[0]})
+
+
+def _sizes(calls: list[Call]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for call in calls:
+        sizes[call.layer.name] += call.entered.numel()
+    return sizes

@@ -53,11 +53,11 @@ def stable_rank(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
 
 def rank(spectrum_a: Tensor, spectrum_g: Tensor, tolerance: float) -> int:
     """Products above ``tolerance`` times the largest, for ascending spectra."""
-    largest = float(spectrum_a[-1]) * float(spectrum_g[-1])
-    if largest <= 0:
+    if float(spectrum_a[-1]) <= 0 or float(spectrum_g[-1]) <= 0:
         return 0
-    positive = spectrum_a[spectrum_a > 0]
-    above = torch.searchsorted(spectrum_g, tolerance * largest / positive, right=True)
+    # each side scaled by its largest first: the product of two small ones underflows
+    positive = spectrum_a[spectrum_a > 0] / spectrum_a[-1]
+    above = torch.searchsorted(spectrum_g / spectrum_g[-1], tolerance / positive, right=True)
     return int((spectrum_g.numel() - above).sum())
 
 

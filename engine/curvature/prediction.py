@@ -6,6 +6,7 @@ one term of d numbers for a pooled sentence embedding. Terms whose target is ign
 position is padding, are not valid.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,13 +67,16 @@ def positions(batch: Batch, task: Task) -> Tensor | None:
     """Positions (N, T) of the sequences that count; None where all do.
 
     With an attention mask the mask alone selects them; without one the non-ignored targets of a
-    token task do.
+    token task do, and with a causal shift also the position before such a target, whose output
+    answers for it.
     """
     if batch.mask is not None:
         return batch.mask
     targets = batch.targets
     if task.type in ("causal_lm", "masked_lm") and isinstance(targets, Tensor) and targets.ndim == 2:
         kept = targets != task.ignore_index
+        if task.type == "causal_lm":
+            kept[:, :-1] |= kept[:, 1:].clone()
         return None if bool(kept.all()) else kept
     return None
 
@@ -100,9 +104,9 @@ def _call(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: AN
 
 
 def _tensor(returned: Any, *names: str) -> Tensor:  # noqa: ANN401
-    """The output tensor: itself, one of the named fields of a model's output object, or a tuple's first."""
+    """The output tensor: itself, one of the named fields of a model's output or mapping, or a tuple's first."""
     for name in names:
-        value = getattr(returned, name, None)
+        value = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
         if isinstance(value, Tensor):
             return value
     if isinstance(returned, Tensor):
@@ -110,7 +114,7 @@ def _tensor(returned: Any, *names: str) -> Tensor:  # noqa: ANN401
     if isinstance(returned, (tuple, list)) and returned and isinstance(returned[0], Tensor):
         return returned[0]
     raise WrongShape(
-        f"the model returned {type(returned).__name__}; the task needs a tensor or an output with {', '.join(names)}",
+        f"the model returned {type(returned).__name__}; the task needs a tensor, or an output with {', '.join(names)}",
         pointer="/model",
     )
 
@@ -124,7 +128,11 @@ def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: A
         raise WrongShape("`loss: model` needs targets in the data", pointer="/data")
     shifted = targets[:, 1:] if task.type == "causal_lm" else targets
     classes = not targets.is_floating_point()
-    valid = shifted.reshape(batch.size, -1) != task.ignore_index if classes else torch.ones(batch.size, 1).bool()
+    if classes:
+        valid = shifted.reshape(batch.size, -1) != task.ignore_index
+    else:
+        # (N, …, C) numbers are one term for each vector of C
+        valid = torch.ones(batch.size, math.prod(targets.shape[1:-1]), dtype=torch.bool, device=targets.device)
     return Prediction(outputs=loss.reshape(1, 1, 1), targets=None, valid=valid)
 
 

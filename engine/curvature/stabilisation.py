@@ -10,6 +10,7 @@ References:
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from catalog.collection import Stabilisation
 
 @dataclass(frozen=True, kw_only=True)
 class Damping:
-    """Damping of one layer in absolute numbers; null where the layer has no curvature."""
+    """Damping of one layer in absolute numbers; null where there is no curvature, or none that float64 can hold."""
 
     joint: float | None
     """λ of F + λI."""
@@ -51,10 +52,12 @@ def damping(spectrum_a: Tensor, spectrum_g: Tensor, options: Stabilisation, *, b
         return Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)
     relative = options.damping_mode == "relative"
     joint = options.damping * mean_a * mean_g if relative else options.damping
+    if not sys.float_info.min <= joint <= sys.float_info.max:
+        return Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)
     if block:
         damped_a, damped_g = 0.0, joint
     else:
-        pi = math.sqrt(mean_a / mean_g)
+        pi = math.sqrt(mean_a) / math.sqrt(mean_g)
         damped_a, damped_g = pi * math.sqrt(joint), math.sqrt(joint) / pi
     if options.damping_A is not None:
         damped_a = options.damping_A * (mean_a if relative else 1)
@@ -71,11 +74,10 @@ def clipping(spectrum: Tensor, kappa_max: float | None) -> Clipping:
     kappa = _finite(largest / smallest) if smallest > 0 else None
     if kappa_max is None:
         return Clipping(kappa=kappa, kappa_clipped=kappa, clipped=0)
-    floor = largest / kappa_max
     return Clipping(
         kappa=kappa,
-        kappa_clipped=largest / max(smallest, floor),
-        clipped=int((spectrum < floor).sum()),
+        kappa_clipped=kappa_max if kappa is None else min(kappa, kappa_max),
+        clipped=int((spectrum / largest < 1 / kappa_max).sum()),
     )
 
 

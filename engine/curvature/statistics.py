@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.curvature.gram import add_gram_
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 
 
@@ -73,6 +74,9 @@ class LayerStatistics:
             self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())
             return
         rows = layer.activation_rows(entered)
+        if rows.is_floating_point() and self.G is not None:
+            # a model may compute parts of itself more narrowly (autocast) than the sums are kept
+            rows = rows.to(self.G.dtype)
         if layer.form == "diagonal":
             ids = rows if kept is None else rows[kept]
             self.positions += ids.numel()
@@ -92,19 +96,24 @@ class LayerStatistics:
             self._add_outer_(self.A, rows)
 
     def _pooled(self, rows: Tensor, examples: int, kept: Tensor | None) -> tuple[Tensor, int]:
-        """Mean of ``a`` over each example's positions (N, d), and how many positions there were."""
+        """Mean of ``a`` over each example's positions (N, d), and how many positions there were.
+
+        An example without any position is left out.
+        """
         grouped = rows.view(examples, -1, rows.shape[-1])
         if kept is None:
             return grouped.mean(1), rows.shape[0]
         weights = kept.view(examples, -1, 1).to(rows.dtype)
-        return (grouped * weights).sum(1) / weights.sum(1).clamp_min(1), int(kept.sum())
+        counts = weights.sum(1)
+        means = (grouped * weights).sum(1) / counts.clamp_min(1)
+        return means[counts[:, 0] > 0], int(kept.sum())
 
     def _add_outer_(self, total: Tensor, rows: Tensor) -> None:
         """Add ``Σ [a 1]ᵀ[a 1]`` without writing the column of ones beside every row."""
         layer = self.layer
         width = layer.fan_in if layer.weight else 0
         if layer.weight:
-            total[:width, :width].addmm_(rows.T, rows)
+            add_gram_(total[:width, :width], rows)
         if layer.bias:
             if layer.weight:
                 total[:width, width] += rows.sum(0)
@@ -126,5 +135,6 @@ class LayerStatistics:
                 rows = rows * kept[:, None]
             if self.sharing == "reduce" and layer.form == "kronecker":
                 rows = rows.view(examples, -1, rows.shape[-1]).sum(1)
+        rows = rows.to(self.G.dtype)
         self.rows_G += rows.shape[0]
-        self.G.addmm_(rows.T, rows)
+        add_gram_(self.G, rows)

@@ -276,6 +276,20 @@ def test_without_a_mask_ignored_targets_are_no_positions() -> None:
     assert whole.layers[0].terms == 2 + 4
 
 
+def test_last_prompt_position_answers_for_a_term_and_counts() -> None:
+    torch.manual_seed(0)
+    model = Tokens().double()
+    ids = torch.randint(0, 9, (3, 6))
+    targets = ids.clone()
+    targets[:, :3] = -100
+    whole = collect(model, [(ids, targets)], "causal_lm")
+    head = whole.layers[3]
+    assert (head.positions, head.terms) == (3 * 4, 3 * 3)
+    probability = torch.softmax(model(ids)[:, 2:5], -1).detach().flatten(0, 1)
+    exact = (torch.diag_embed(probability) - probability[:, :, None] * probability[:, None]).mean(0)
+    assert relative_error(whole.load(3).G, exact) < 1e-12
+
+
 def test_averaging_modes() -> None:
     x, y = data(16)
     halves = [collect(small_net(), [(x[s], y[s])], "classification") for s in (slice(0, 8), slice(8, 16))]

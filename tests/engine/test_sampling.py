@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from engine.curvature import sampling
 from engine.curvature.sampling import _mixed, categories, normals, uniforms
 
 
@@ -39,3 +41,11 @@ def test_categories_follow_the_softmax() -> None:
     assert int(share[3]) == 0
     # the ends of the interval stay inside the classes
     assert categories(logits[None].expand(2, 4), torch.tensor([0.0, 1.0])).tolist() == [0, 3]
+
+
+def test_categories_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, uniform = torch.randn(3, 5, 7), torch.rand(3, 5, dtype=torch.float64)
+    whole = categories(logits, uniform)
+    monkeypatch.setattr(sampling, "_NUMBERS_AT_ONCE", 30)
+    assert whole.shape == (3, 5)
+    assert torch.equal(categories(logits, uniform), whole)

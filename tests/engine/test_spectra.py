@@ -145,3 +145,17 @@ def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spectrum, "_PRODUCTS_AT_ONCE", 25)
     cut = spectrum.effective_dimension(a, g, 0.1), spectrum.logdet_damped(a, g, 0.1)
     assert cut == pytest.approx(whole, rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("a", "g", "rank"),
+    [([1e-300, 1e-300], [1e-300, 1e-299], 4), ([1e-200, 1e-150], [1e-200, 1e-160], 1), ([1e-300], [1e300], 1)],
+)
+def test_extreme_spectra_give_null_and_no_error(a: list[float], g: list[float], rank: int) -> None:
+    left, right = (torch.tensor(values, dtype=torch.float64) for values in (a, g))
+    found = damping(left, right, Stabilisation(), block=False)
+    product = float(left.mean()) * float(right.mean()) * 1e-4
+    assert found.joint == (pytest.approx(product) if product > 1e-307 else None)
+    assert spectrum.rank(left, right, 1e-15) == rank
+    assert clipping(left, 1e30).kappa_clipped == pytest.approx(min(float(left[-1] / left[0]), 1e30))
+    assert clipping(torch.tensor([0.0, 1e-300], dtype=torch.float64), 1e30).kappa_clipped == 1e30

@@ -105,8 +105,9 @@ def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:
 
 def _treat(name: str, module: nn.Module, trainable: set[str]) -> tuple[TreatedLayer | None, str]:
     for kind, refusal in _families(module):
-        if refusal is not None:
-            return None, refusal
+        if refusal is not None or "forward" in vars(module):
+            # the class is known, but this one module's forward may have been replaced
+            return None, refusal or "overridden_forward"
         if hasattr(module, "parametrizations"):
             return None, "parametrised"
         if not trainable <= {"weight", "bias"}:

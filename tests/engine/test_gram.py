@@ -1,0 +1,23 @@
+import pytest
+import torch
+
+from engine.curvature.factors import mirrored_
+from engine.curvature.gram import add_gram_
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 383, 384, 390, 1001])
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_upper_triangle_of_the_product(size: int, rows: int) -> None:
+    matrix = torch.randn(rows, size, dtype=torch.float64)
+    before = torch.randn(size, size, dtype=torch.float64)
+    found = mirrored_(add_gram_(before.clone(), matrix))
+    expected = mirrored_(before + matrix.T @ matrix)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+def test_a_view_into_a_larger_matrix_is_filled() -> None:
+    total = torch.zeros(6, 6)
+    add_gram_(total[:5, :5], torch.ones(2, 5))
+    assert total[:5, :5].triu().eq(torch.full((5, 5), 2.0).triu()).all()
+    assert not total[5].any()
+    assert not total[:, 5].any()
