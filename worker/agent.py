@@ -80,6 +80,8 @@ class Agent:
         for taken in free:
             if taken:
                 self._slots.release()  # nobody takes it any more, and draining twice finds the same
+        if self._poller.is_alive():  # its last look may be under way, and the caller is about to close the database
+            self._poller.join(max(0.0, deadline - time.monotonic()))
         return all(free)
 
     def _claim(self, job_id: str) -> Claim | None:

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from catalog.frames import MAX_FRAME_BYTES, Frame, decode
-from worker.process_group import wait_until_gone
+from worker.pipe_lines import lines
+from worker.process_group import kill_descendants, wait_until_gone
 
 EXECUTION = (sys.executable, "-P", "-m", "worker.execution")
 STOP_GRACE_SECONDS = 8.0
@@ -72,6 +73,7 @@ class Child:
         self._lock = threading.Lock()
         self._reaped = False
         self._gone = threading.Event()
+        self._gone_read, self._gone_write = os.pipe()  # the same for readers that wait for bytes
         threading.Thread(target=self._reap, name=f"reaper-{process.pid}", daemon=True).start()
 
     @classmethod
@@ -118,21 +120,20 @@ class Child:
         """Of the guardian, which is also the group's id."""
         return self._process.pid
 
-    @property
-    def output(self) -> IO[bytes]:
-        """Standard output and error together, where ``start`` was given ``subprocess.PIPE``."""
+    def output(self, limit: int) -> Iterator[bytes]:
+        """Lines of standard output and error, where ``start`` was given ``subprocess.PIPE``; long ones in pieces."""
         if self._process.stdout is None:
             raise ValueError("this child was started with an output of its own; there is no pipe to read")
-        return self._process.stdout
+        return lines(self._process.stdout.fileno(), self._gone_read, limit)
 
     def frames(self) -> Iterator[Frame]:
-        """Frames in order, until the child's end of the pipe closes.
+        """Frames in order, until the child's end of the pipe closes or the group is gone.
 
         Raises:
             MalformedFrame: If a line is too long or no frame. A line cut short by the child's
                 death is no frame and no fault: the death itself is what counts.
         """
-        while line := self._frames.readline(MAX_FRAME_BYTES + 1):
+        for line in lines(self._frames.fileno(), self._gone_read, MAX_FRAME_BYTES + 1):
             if not line.endswith(b"\n"):
                 if len(line) > MAX_FRAME_BYTES:
                     raise MalformedFrame(f"a line of more than {MAX_FRAME_BYTES:,} bytes came over the frame pipe")
@@ -172,6 +173,7 @@ class Child:
         self.wait()
         self._frames.close()
         os.close(self._lifeline)
+        os.close(self._gone_read)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
@@ -183,10 +185,12 @@ class Child:
             self._process.wait()
             self._reaped = True
         wait_until_gone(self.pid, _GROUP_GONE_SECONDS)
+        os.close(self._gone_write)  # readers see its end
         self._gone.set()
 
     def _kill_group(self) -> None:
         if not self._reaped:
+            kill_descendants(self.pid)  # what left the group is still below its guardian
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 

@@ -2,19 +2,18 @@
 
 import threading
 from collections import deque
-from typing import IO
+from collections.abc import Iterable
 
 from structlog.typing import FilteringBoundLogger
 
-_LINE_BYTES = 1_000
 _KEPT_LINES = 40
 
 
 class ChildOutput:
     """Reads in a thread of its own, so that a talkative child never blocks on a full pipe."""
 
-    def __init__(self, stream: IO[bytes], log: FilteringBoundLogger) -> None:
-        self._stream = stream
+    def __init__(self, lines: Iterable[bytes], log: FilteringBoundLogger) -> None:
+        self._lines = lines
         self._log = log
         self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
         self._thread = threading.Thread(target=self._read, name="child-output", daemon=True)
@@ -26,7 +25,7 @@ class ChildOutput:
         return "\n".join(self._kept) or None
 
     def _read(self) -> None:
-        while line := self._stream.readline(_LINE_BYTES):
+        for line in self._lines:
             text = line.decode(errors="replace").rstrip().replace("\0", "")
             if text:
                 self._kept.append(text)

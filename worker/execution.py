@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # nobody reads: the parent is gone, and the guardian is about to end this process
         return _EXIT_CODES["fatal"]
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent is told
         failed = failure_of(error)
         pipe.send(failed)
         return _EXIT_CODES[failed.category]

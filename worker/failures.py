@@ -19,9 +19,10 @@ from catalog.complaints import Complaint
 from catalog.frames import Failed
 from catalog.record import FieldError
 from engine.errors import EngineError
-from worker.refusal import Refusal
+from worker.refusal import Refusal, writable
 
 _TRANSIENT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE})
+_HOST_ALLOCATOR = ("not enough memory", "can't allocate memory")  # torch has no type for it, and two ways to say it
 _MAX_MESSAGE = 4_000
 
 
@@ -51,7 +52,7 @@ def failure_of(error: BaseException) -> Failed:
 def _machine_failure(error: BaseException) -> Failed:
     """What nobody foresaw in a sentence of their own."""
     exhausted = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if exhausted or (isinstance(error, RuntimeError) and "not enough memory" in str(error)):
+    if exhausted or (isinstance(error, RuntimeError) and any(text in str(error) for text in _HOST_ALLOCATOR)):
         message = "the job ran out of memory; take a smaller `collection.batch_size` or a smaller model"
         return _failed(error, "usage", "out_of_memory", message, pointer="/collection/batch_size")
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
@@ -81,8 +82,8 @@ def _failed(
     return Failed(
         category="usage" if category == "usage" else "transient" if category == "transient" else "fatal",
         code=code,
-        message=message[:_MAX_MESSAGE],
+        message=writable(message[:_MAX_MESSAGE]),
         pointer=pointer,
         layer=layer,
-        detail="".join(traceback.format_exception(error))[-20_000:],
+        detail=writable("".join(traceback.format_exception(error))[-20_000:]),
     )

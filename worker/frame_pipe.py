@@ -4,6 +4,7 @@ import os
 import time
 
 from catalog.frames import ArtifactWritten, Frame, LogLine, Planned, Progress, encode
+from worker.refusal import writable
 
 _PROGRESS_SECONDS = 0.2
 
@@ -37,6 +38,7 @@ class FramePipe:
 
     def log(self, level: str, message: str) -> None:
         """Send a line for the job's log."""
+        message = writable(message)
         known: dict[str, LogLine] = {
             "debug": LogLine(level="debug", message=message),
             "warning": LogLine(level="warning", message=message),

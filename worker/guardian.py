@@ -5,18 +5,27 @@ group. The parent holds the other end of the *lifeline*, a pipe on which nothing
 written: however the parent dies, the kernel closes its end, the guardian reads end-of-file and
 kills the whole group. (PR_SET_PDEATHSIG is no answer: it fires when the starting *thread* ends.)
 
-Standard library only: it is started once per job and must be cheap and unbreakable.
+What the command starts in a session of its own is in no group of ours; the guardian is the
+*subreaper* of all of it, so that it can be found below the guardian and ends with the rest.
+
+Standard library only, and one module of ours that is too: it is started once per job and must be cheap and unbreakable.
 
     python -P -m worker.guardian --lifeline FD -- COMMAND...
 """
 
 import argparse
+import contextlib
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+
+from worker.process_group import kill_descendants
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +41,7 @@ def guard(command: Sequence[str], lifeline: int) -> int:
     """Start ``command``, forward SIGTERM to it, and kill the group when ``lifeline`` ends."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()  # killing the group must never reach whoever started us
+    _adopt_orphans()
     asked, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     terminate_asked = False
@@ -52,14 +62,32 @@ def guard(command: Sequence[str], lifeline: int) -> int:
         if terminate_asked:
             terminate_asked = False
             process.terminate()
+        _reap_orphans(process.pid)
         code = process.poll()
         if code is not None:
+            kill_descendants(os.getpid())
             return code if code >= 0 else 128 - code
         readable, _, _ = select.select([lifeline, asked], [], [])
         if asked in readable:
             os.read(asked, 512)
         if lifeline in readable and not os.read(lifeline, 1):
+            kill_descendants(os.getpid())
             os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what the command's children leave behind; Linux alone can."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap_orphans(command: int) -> None:
+    """Take the exit codes of adopted processes; the command's own is left for its Popen."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == command:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 if __name__ == "__main__":

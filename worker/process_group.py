@@ -1,4 +1,4 @@
-"""Whether anything of a process group still runs.
+"""What still runs of a process group, or below a process; and the end of all that runs below it.
 
 The kernel keeps a dead process as a zombie until somebody reaps it, and orphans are reaped by
 whatever is process 1, at its leisure; a zombie whose threads are gone holds no file, no memory and
@@ -7,6 +7,7 @@ no device, so it does not count.
 
 import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -24,6 +25,36 @@ def wait_until_gone(group: int, seconds: float) -> bool:
     return True
 
 
+def kill_descendants(root: int) -> None:
+    """Kill everything below ``root``, also what left its process group; ``root`` itself goes on.
+
+    Repeated until a look finds nothing new, since what is about to die may still start something.
+    """
+    killed: set[int] = set()
+    while found := _descendants(root) - killed:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(FileNotFoundError):  # no /proc, no list: the group is what can be killed there
+        for entry in _PROC.iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it ended while we looked
+                    parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                    children.setdefault(parent, []).append(int(entry.name))
+    below: set[int] = set()
+    left = [root]
+    while left:
+        found = children.get(left.pop(), [])
+        below.update(found)
+        left += found
+    return below
+
+
 def _runs(group: int) -> bool:
     try:
         os.killpg(group, 0)
@@ -39,7 +70,7 @@ def _runs(group: int) -> bool:
 def _counts(entry: Path, group: int) -> bool:
     """Whether one process is of the group and more than a zombie."""
     with contextlib.suppress(OSError):  # it ended while we looked
-        state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        state, _, its_group = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
         if int(its_group) == group:
             return state not in "ZX" or len(list((entry / "task").iterdir())) > 1
     return False

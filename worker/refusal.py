@@ -23,6 +23,11 @@ class Unavailable(Refusal):
     category: Category = "transient"
 
 
+def writable(text: str) -> str:
+    """``text`` as UTF-8 and every database can hold it: halves of surrogate pairs and NUL are spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
 def names(found: list[str], most: int = 5) -> str:
     """A list of names for a sentence, cut after ``most``.
 

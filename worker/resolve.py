@@ -7,7 +7,6 @@ theirs can take the place of an installed package; where that hides theirs, it i
 
 import importlib
 import importlib.machinery
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 from worker.refusal import Refusal, names
 
-_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _OURS = frozenset({"api", "catalog", "engine", "jobs", "kronoscope", "migrations", "worker"})
 
 
@@ -30,11 +28,9 @@ def resolve_factory(name: str, paths: Sequence[Path], allowed: Sequence[str], po
     """A caller's factory.
 
     Raises:
-        Refusal: If the name is malformed or not allowed here, is hidden by an installed package,
+        Refusal: If the name is not allowed here, is hidden by an installed package,
             cannot be imported, or is not callable.
     """
-    if not _FACTORY.fullmatch(name):
-        raise Refusal(f"{name[:200]!r} is no factory; write `package.module:callable`", pointer=pointer)
     if "*" not in allowed and name not in allowed:
         raise Refusal(
             f"factory `{name}` is not listed by this service's operator; use a listed one, or `kronoscope run`",
@@ -56,9 +52,9 @@ def resolve_factory(name: str, paths: Sequence[Path], allowed: Sequence[str], po
             pointer=pointer,
             code="factory_not_found",
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refusal(
-            f"importing `{module_name}` raised {type(error).__name__}: {str(error)[:500]}",
+            f"importing `{module_name}` raised {raised(error)}",
             pointer=pointer,
             code="factory_failed",
         ) from error
@@ -74,12 +70,18 @@ def call_factory(factory: Callable[..., Any], name: str, kwargs: dict[str, Any],
     """Call a caller's code; whatever it raises is the caller's to mend."""
     try:
         return factory(**kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refusal(
-            f"factory `{name}` raised {type(error).__name__}: {str(error)[:500]}",
+            f"factory `{name}` raised {raised(error)}",
             pointer=pointer,
             code="factory_failed",
         ) from error
+
+
+def raised(error: BaseException) -> str:
+    """An exception of a caller's code, in a word or a sentence."""
+    text = str(error)[:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _require_reachable(top: str, paths: Sequence[Path], pointer: str) -> None:

@@ -37,6 +37,7 @@ from worker.ledger_sink import LedgerSink
 from worker.logging_setup import job_logger
 from worker.settings import WorkerSettings
 
+_OUTPUT_LINE_BYTES = 1_000
 _DEADLINE = "the job was stopped at its deadline; what was done stays, give a later deadline to go on"
 _FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
@@ -96,7 +97,7 @@ class Supervisor:
             return
         with contextlib.closing(child):
             self._watch.guard(child)
-            output = ChildOutput(child.output, self._log)
+            output = ChildOutput(child.output(_OUTPUT_LINE_BYTES), self._log)
             try:
                 last = self._follow(child)
             except (LeaseLost, LedgerUnavailable):

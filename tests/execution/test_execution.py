@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from catalog.frames import ArtifactWritten, Failed, Finished, Frame, LayerDone, Progress, Started, Stopped, Summarised
+from catalog.frames import (
+    ArtifactWritten,
+    Failed,
+    Finished,
+    Frame,
+    LayerDone,
+    Progress,
+    Started,
+    Stopped,
+    Summarised,
+    decode,
+    encode,
+)
 from engine.errors import NotConverged, WrongShape
 from worker.artifact_check import require_artifact
 from worker.child import Child
@@ -176,15 +188,23 @@ def test_whole_numbers_are_good_enough_for_real_ones() -> None:
         (WrongShape("no", layer="fc"), "usage", "wrong_shape"),
         (NotConverged("no", layer="fc"), "fatal", "not_converged"),
         (MemoryError(), "usage", "out_of_memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), "usage", "out_of_memory"),
         (OSError(28, "No space left on device"), "transient", "machine"),
+        (SystemExit(3), "fatal", "unexpected"),
         (KeyError("secret-token"), "fatal", "unexpected"),
     ],
 )
-def test_every_exception_says_who_acts(error: Exception, category: str, code: str) -> None:
+def test_every_exception_says_who_acts(error: BaseException, category: str, code: str) -> None:
     failed = failure_of(error)
     assert (failed.category, failed.code) == (category, code)
     assert "secret-token" not in failed.message
     assert failed.detail is not None
+
+
+def test_a_failure_that_quotes_halves_of_characters_can_be_sent() -> None:
+    failed = failure_of(Refusal("names `\ud800` and `\0`"))
+    assert failed.message == "names `\\ud800` and `\\x00`"
+    assert decode(encode(failed)) == failed
 
 
 def test_progress_is_throttled_but_its_ends_are_not() -> None:

@@ -59,6 +59,15 @@ class Script:
         sleeper = subprocess.Popen(["sleep", "600"])
         self.log(json.dumps([os.getpid(), sleeper.pid]))
 
+    def detached(self) -> None:
+        """The pid of a process in a session of its own, with all pipes of this one, that would live for ten minutes."""
+        daemon = os.fork()
+        if not daemon:
+            os.setsid()
+            time.sleep(600)
+            os._exit(0)
+        self.log(str(daemon))
+
     def started(self) -> None:
         self.send(Started(environment={"device": "cpu", "threads": self.assignment.get("threads")}))
 

@@ -1,6 +1,7 @@
 """The Agent: slots, doorbells, the poll that makes doorbells dispensable, and the drain."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,12 @@ def test_a_drain_hands_everything_back(
     assert not chosen.offer(ids[0])
     pids = [pid for each in ids for line in events(each, "log") for pid in json.loads(line.data["message"])]
     assert ended(pids, 0)
+
+
+def test_nothing_looks_into_the_queue_after_a_drain(agent: Any) -> None:
+    running = agent(["finish"])
+    running.drain(5)
+    assert "poller" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_begin_drain_alone_is_enough(agent: Any, submitted: Any, job: Any, events: Any, eventually: Any) -> None:

@@ -89,6 +89,38 @@ def test_what_a_finished_child_left_running_is_gone_when_wait_returns(start: Any
     assert ended([own, sleeper], 0)
 
 
+def test_what_left_its_group_is_gone_when_wait_returns(start: Any, ended: Any) -> None:
+    child = start(["detached"], ["finish"], output=subprocess.PIPE)
+    frames = child.frames()
+    daemon = int(next(frames).message)
+    assert list(frames) == [Finished()]
+    assert list(child.output(1_000)) == []
+    child.wait(10)
+    assert ended([daemon], 0)
+
+
+def test_kill_ends_what_left_its_group(start: Any, ended: Any) -> None:
+    child = start(["detached"], ["sleep", 600])
+    daemon = int(next(child.frames()).message)
+    child.kill()
+    child.wait(5)
+    assert ended([daemon], 1)  # its new parent reaps it when it likes
+
+
+def test_nobody_else_with_the_pipe_can_make_its_reader_wait(start: Any) -> None:
+    child = start(["detached"], ["log", "last words"], ["sleep", 600], output=subprocess.PIPE)
+    frames = child.frames()
+    daemon = int(next(frames).message)
+    assert next(frames).message == "last words"
+    os.kill(child.pid, signal.SIGKILL)  # without its guardian nobody finds what left the group
+    try:
+        assert list(frames) == []
+        assert list(child.output(1_000)) == []
+        assert child.wait(10) == 128 + signal.SIGKILL
+    finally:
+        os.kill(daemon, signal.SIGKILL)
+
+
 def test_a_killed_guardian_takes_the_group_with_it(start: Any, ended: Any) -> None:
     child = start(["pids"], ["sleep", 600])
     frames = child.frames()
@@ -145,5 +177,5 @@ def test_a_service_hands_no_secret_down(start: Any) -> None:
 
 def test_its_own_words_can_be_read(start: Any) -> None:
     child = start(["say", "a line for humans"], ["finish"], output=subprocess.PIPE)
-    assert child.output.read() == b"a line for humans\n"
+    assert list(child.output(1_000)) == [b"a line for humans\n"]
     assert child.wait(10) == 0

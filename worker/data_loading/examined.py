@@ -13,6 +13,7 @@ from torch import Tensor
 from worker.data_loading.stream import Chunk, DataStream
 from worker.loaded_model import LoadedModel, Vocabulary
 from worker.refusal import Refusal
+from worker.resolve import raised
 
 
 def examined(stream: DataStream, loaded: LoadedModel, pointer: str) -> DataStream:
@@ -44,10 +45,8 @@ def guarded(make: Callable[[], Any], name: str, pointer: str) -> Iterator[Any]:
         yield from make()
     except Refusal:
         raise
-    except Exception as error:
-        raise Refusal(
-            f"`{name}` raised {type(error).__name__}: {str(error)[:500]}", pointer=pointer, code="factory_failed"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise Refusal(f"`{name}` raised {raised(error)}", pointer=pointer, code="factory_failed") from error
 
 
 def _require_chunk(chunk: Any, pointer: str) -> None:  # noqa: ANN401 - a caller's code yields anything

@@ -4,7 +4,7 @@ from torch import nn
 
 from catalog.inputs import ModelFactory, Task
 from worker.loaded_model import LoadedModel
-from worker.refusal import Refusal
+from worker.refusal import Refusal, names, writable
 from worker.resolve import call_factory, resolve_factory
 from worker.surroundings import Surroundings
 
@@ -25,4 +25,16 @@ def load(source: ModelFactory, task: Task, surroundings: Surroundings) -> Loaded
             pointer=_POINTER,
             code="wrong_type",
         )
+    _require_writable_names(model)
     return LoadedModel(model=model.eval(), provenance=f"factory {source.factory}")
+
+
+def _require_writable_names(model: nn.Module) -> None:
+    """Rows and files carry names as they are, so one that cannot be stored cannot be measured."""
+    wrong = [name for name, _ in model.named_parameters() if writable(name) != name]
+    if wrong:
+        raise Refusal(
+            f"names of the model hold NUL or half of a surrogate pair: {names(wrong)}; rename those modules",
+            pointer=_POINTER,
+            code="invalid_name",
+        )
