@@ -82,8 +82,13 @@ async def download(
     if part is not None:
         headers["content-range"] = f"bytes {first}-{last}/{artifact.size_bytes}"
     chunks = _chunks(file, first, last - first + 1, None if part else artifact.sha256)
+    # read before anything is sent: the damage of a file of one chunk can still be said in an answer
+    begin = await anext(chunks, b"")
     return StreamingResponse(
-        chunks, status_code=206 if part else 200, headers=headers, media_type=headers.pop("content-type")
+        _resumed(begin, chunks),
+        status_code=206 if part else 200,
+        headers=headers,
+        media_type=headers.pop("content-type"),
     )
 
 
@@ -129,11 +134,17 @@ def _part(header: str, size: int) -> tuple[int, int] | None:
     return first, last
 
 
+async def _resumed(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield begin
+    async for chunk in rest:
+        yield chunk
+
+
 async def _chunks(file: BinaryIO, first: int, length: int, sha256: str | None) -> AsyncIterator[bytes]:
     """The bytes; of a whole file the last chunk leaves only if the digest over all of them is right.
 
     Raises:
-        ArtifactDamaged: If it is not; the connection then ends before its declared length.
+        ArtifactDamaged: If it is not; after the first chunk the connection then ends before its declared length.
     """
     digest = hashlib.sha256()
     left = length

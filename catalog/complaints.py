@@ -68,13 +68,13 @@ def _is_other_branch(complaint: Complaint, said: list[Complaint]) -> bool:
 
 def _complaint(error: Mapping[str, Any], document: type) -> Complaint:
     kind = str(error["type"])
-    path = _steps(error["loc"], document)
+    path, owners = _steps(error["loc"], document)
     context = error.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, FieldError):
         return Complaint(pointer=_pointer((*path, cause.field)), code="invalid_value", message=cause.message)
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        message = _unknown(path, document)
+        message = _unknown(str(path[-1]), owners, document)
         return Complaint(pointer=_pointer(path), code="unknown_field", message=message)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = str(context["discriminator"]).strip("'")
@@ -90,28 +90,37 @@ def _complaint(error: Mapping[str, Any], document: type) -> Complaint:
     return Complaint(pointer=_pointer(path), code=kind, message=message)
 
 
-def _steps(loc: Iterable[Any], document: type) -> tuple[str | int, ...]:
-    """Drop what pydantic adds for union members (`builtin`, `tuple[...]`), which no document holds."""
+def _steps(loc: Iterable[Any], document: type) -> tuple[tuple[str | int, ...], list[type]]:
+    """The path, without what pydantic adds for union members (`builtin`, `tuple[...]`) and no document holds.
+
+    And the records that could hold its last step.
+    """
     steps: list[str | int] = []
     here: Any = document
+    owners: list[type] = []
     for step in loc:
         if isinstance(step, int):
             steps.append(step)
             here = None
+            owners = []
             continue
         members = _records(here)
+        # the union's tag comes before any field, and may be spelled like one: `factory`
+        chosen = next((member for member in members if len(members) > 1 and _tag(member) == step), None)
+        if chosen is not None:
+            here = chosen
+            continue
+        owners = members
         field = next((get_type_hints(m, include_extras=True)[step] for m in members if step in _names(m)), None)
         if field is not None:
             steps.append(step)
             here = field
-        elif members and any(_tag(member) == step for member in members):
-            here = next(member for member in members if _tag(member) == step)
         elif members or (here is None and not _is_branch(step)):
             steps.append(step)
             here = None
         elif not _is_branch(step):
             steps.append(step)
-    return tuple(steps)
+    return tuple(steps), owners
 
 
 def _is_branch(step: str) -> bool:
@@ -136,21 +145,12 @@ def _tag(member: type) -> str | None:
     return str(get_args(get_type_hints(member)["source"])[0])
 
 
-def _unknown(path: tuple[str | int, ...], document: type) -> str:
+def _unknown(wrong: str, owners: list[type], document: type) -> str:
     """Say where the field's meaning lives here, or the nearest spelling, or what there is."""
-    wrong = str(path[-1])
     known = spellings(document)
     if wrong in known:
         return f"is no field here; it is `{known[wrong]}`"
-    here: list[type] = [document]
-    for step in path[:-1]:
-        here = [
-            found
-            for member in here
-            if step in _names(member)
-            for found in _records(get_type_hints(member, include_extras=True)[str(step)])
-        ]
-    names = sorted(set().union(*(_names(member) for member in here))) if here else []
+    names = sorted(set().union(*(_names(member) for member in owners)))
     near = difflib.get_close_matches(wrong, names, n=1)
     if near:
         return f"is no field here; did you mean `{near[0]}`?"

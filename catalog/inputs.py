@@ -4,6 +4,7 @@
 in the CLI; the service takes them only where its operator lists them.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,8 @@ Loss = Literal["cross_entropy", "mse", "bce", "model"]
 TaskType = Literal[
     "classification", "causal_lm", "masked_lm", "sequence_classification", "regression", "sentence_embedding"
 ]
+
+_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 _USUAL_LOSS: dict[str, Loss] = {
     "classification": "cross_entropy",
@@ -51,6 +54,10 @@ class DirectoryModel:
     source: Literal["directory"]
     path: str
 
+    def __post_init__(self) -> None:
+        """Refuse an empty path, which would mean wherever the worker stands."""
+        require_path("path", self.path)
+
 
 @record
 class UploadedModel:
@@ -68,6 +75,10 @@ class ModelFactory:
     factory: str
     """`package.module:callable`."""
     kwargs: Mapping[str, Any] = option(dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what names no callable."""
+        require_factory("factory", self.factory)
 
 
 ModelSource = Annotated[
@@ -123,7 +134,8 @@ class DataFile:
     """Texts are cut at this many tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes below one."""
+        """Refuse an empty path and sizes below one."""
+        require_path("path", self.path)
         require_positive("limit", self.limit)
         require_positive("sequence_length", self.sequence_length)
 
@@ -180,6 +192,10 @@ class DataFactory:
     """`package.module:callable`."""
     kwargs: Mapping[str, Any] = option(dict)
 
+    def __post_init__(self) -> None:
+        """Refuse what names no callable."""
+        require_factory("factory", self.factory)
+
 
 DataSource = Annotated[
     BuiltinData | HuggingFaceData | DataFile | UploadedData | SyntheticData | DataFactory, Tagged("source")
@@ -201,6 +217,8 @@ class Task:
         classes = self.type in ("causal_lm", "masked_lm")
         if classes and self.loss not in (None, "cross_entropy", "model"):
             raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`; take `cross_entropy` or `model`")
+        if self.type == "regression" and self.loss == "cross_entropy":
+            raise FieldError("loss", "`cross_entropy` needs classes; take `mse` or `bce`, or `type: classification`")
         if self.type == "sentence_embedding" and self.loss not in (None, "mse"):
             raise FieldError("loss", f"`{self.loss}` does not fit `sentence_embedding`, a Gaussian model: take `mse`")
 
@@ -214,3 +232,15 @@ def require_positive(field: str, value: int | None) -> None:
     """Raise unless ``value`` is absent or at least one."""
     if value is not None and value < 1:
         raise FieldError(field, f"is {value}; take 1 or more")
+
+
+def require_path(field: str, value: str) -> None:
+    """Raise unless ``value`` can name a file or folder."""
+    if not value or "\0" in value:
+        raise FieldError(field, "names nothing; give the path of a file or folder")
+
+
+def require_factory(field: str, value: str) -> None:
+    """Raise unless ``value`` is written ``package.module:callable``."""
+    if not _FACTORY.fullmatch(value):
+        raise FieldError(field, "is no factory; write `package.module:callable`")

@@ -288,11 +288,8 @@ def _finished(
 def _flaw(found: LayerStatistics, collection: Collection) -> str | None:
     if found.flaw is not None:
         return found.flaw
-    if found.calls == 0:
-        return "not_called"
-    if found.gradients == 0 and collection.fisher != "forward_only":
-        return "no_gradient"
-    return None
+    reached = found.gradients > 0 or collection.fisher == "forward_only"
+    return None if found.calls > 0 and reached else "no_gradient"
 
 
 def _activation(found: LayerStatistics) -> Tensor:

@@ -65,18 +65,22 @@ class Plan:
             needed = self.peak_bytes("device" if place == "device" else "host")
             if needed > allowed:
                 raise BudgetExceeded(
-                    f"the plan needs {mebibytes(needed)} of {place} memory and the budget is {mebibytes(allowed)}: "
+                    f"the plan needs {readable_bytes(needed)} of {place} memory "
+                    f"and the budget is {readable_bytes(allowed)}: "
                     + ", ".join(_largest(self.terms, place))
                     + f"; raise `memory.{place}`, lower `collection.batch_size`, or analyse fewer layers at a time",
                     pointer=f"/memory/{place}",
                 )
 
 
-def mebibytes(size_bytes: int) -> str:
+def readable_bytes(size_bytes: int) -> str:
     """Bytes as a person reads them."""
-    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes} B"
 
 
 def _largest(terms: Iterable[Term], place: str) -> list[str]:
     here = sorted((term for term in terms if term.place == place), key=lambda term: -term.size_bytes)
-    return [f"{term.name} {mebibytes(term.size_bytes)} ({term.formula})" for term in here[:4]]
+    return [f"{term.name} {readable_bytes(term.size_bytes)} ({term.formula})" for term in here[:4]]

@@ -5,6 +5,7 @@ import csv
 import hashlib
 import io
 import json
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from catalog.frames import layer_frame
 from jobs import claims
 from jobs.keys import verify_key
+from kronoscope.client import Client, ClientError
+from kronoscope.views import Artifact
 from tests.api import seeding
 from tests.api.conftest import Keyed
 from tests.api.expect import problem
@@ -191,10 +194,28 @@ def test_a_flipped_byte_is_not_served(keyed: Keyed, ours: httpx.Client) -> None:
     content = bytearray(path.read_bytes())
     content[5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(httpx.RemoteProtocolError):
-        ours.get(address)
+    problem(ours.get(address), 500)
     path.write_bytes(content[:-1])
     problem(ours.get(address), 500)
     path.unlink()
     problem(ours.get(address), 500)
     assert ours.get("/livez").status_code == 200
+
+
+def test_a_flipped_byte_of_a_long_file_ends_the_connection_early(
+    keyed: Keyed, ours: httpx.Client, tmp_path: Path
+) -> None:
+    caller = verify_key(keyed.engine, KEY_SECRET, keyed.key)
+    assert caller is not None
+    claim = seeding.claimed(keyed.engine, caller.tenant_id)
+    name, content = "factors/0.safetensors", bytes(300 * 1024)  # more than is read before an answer begins
+    seeding.artifact(keyed.engine, keyed.artifacts, claim, name, content, "application/octet-stream")
+    claims.finish(keyed.engine, claim)
+    (path,) = keyed.artifacts.glob(f"{claim.job_id}/*/{name}")
+    path.write_bytes(b"\1" + content[1:])
+    with pytest.raises(httpx.RemoteProtocolError):
+        ours.get(f"/v1/jobs/{claim.job_id}/artifacts/{name}")
+    listed = Artifact(name=name, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content), media_type="x/y")
+    with Client(str(ours.base_url), keyed.key) as client, pytest.raises(ClientError, match="broke off; try again"):
+        client.download(claim.job_id, listed, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -68,6 +68,10 @@ def test_every_analysis_has_its_block() -> None:
         ({"model": {"name": "x"}}, "/model/source", "is missing; take one of"),
         ({"model": {"source": "builtin", "name": "resnet"}}, "/model/name", "is not a choice here"),
         ({"model": {"source": "builtin"}}, "/model/name", "is missing"),
+        ({"model": {"source": "builtin", "name": "digits_mlp", "factory": "a:b"}}, "/model/factory", "there are name"),
+        ({"model": {"source": "factory", "factory": "a:b", "kwargs": []}}, "/model/kwargs", "must be an object"),
+        ({"model": {"source": "factory", "factory": 3}}, "/model/factory", "must be a string"),
+        ({"model": {"source": "factory", "factory": "a:b", "kwarg": {}}}, "/model/kwarg", "did you mean `kwargs`?"),
         ({"collection": {"batch_size": -1}}, "/collection/batch_size", "is -1; take 1 to 65536"),
         ({"collection": {"batch_size": 2**40}}, "/collection/batch_size", "take 1 to 65536"),
         ({"collection": {"batch_size": "12"}}, "/collection/batch_size", "must be an integer"),
@@ -85,6 +89,14 @@ def test_every_analysis_has_its_block() -> None:
         ({"max_condition_number": 1e6}, "/max_condition_number", "it is `stabilisation.kappa_max`"),
         ({"memory": {"host": "20 parsecs"}}, "/memory/host", "is not a size"),
         ({"memory": {"device": 2.5}}, "/memory/device", "a fraction in (0, 1]"),
+        (
+            {"model": {"source": "factory", "factory": "os.system(x)"}},
+            "/model/factory",
+            "write `package.module:callable`",
+        ),
+        ({"model": {"source": "directory", "path": ""}}, "/model/path", "names nothing"),
+        ({"data": {"source": "file", "path": ""}}, "/data/path", "names nothing"),
+        ({"task": {"type": "regression", "loss": "cross_entropy"}}, "/task/loss", "needs classes"),
         ({"task": {"type": "causal_lm", "loss": "bce"}}, "/task/loss", "does not fit `causal_lm`"),
         ({"task": {"type": "classification", "loss": "model"}}, "/task", "`collection.fisher: empirical`"),
         ({"data": {"source": "synthetic", "shape": [4], "examples": 0}}, "/data/examples", "take 1 or more"),
@@ -98,6 +110,13 @@ def test_every_analysis_has_its_block() -> None:
 def test_bad_documents_name_the_field_and_the_remedy(change: dict[str, Any], pointer: str, message: str) -> None:
     said = refusals({**GOOD, **change})
     assert any(found == pointer and message in text for found, text in said), said
+
+
+@pytest.mark.parametrize("factory", ["nothing", "a b:c", "os:system('x')", ":f", "a.:f", "a:f.g", "ä:f"])
+def test_factories_are_named_in_one_way(factory: str) -> None:
+    for part in ("model", "data"):
+        said = refusals({**GOOD, part: {"source": "factory", "factory": factory}})
+        assert said == [(f"/{part}/factory", "is no factory; write `package.module:callable`")]
 
 
 def test_only_the_meant_branch_of_a_union_is_blamed() -> None:

@@ -194,7 +194,7 @@ def test_every_trainable_parameter_is_covered_or_declared() -> None:
         "head": "tied",
         "grouped": "grouped_convolution",
         "recurrent": "unsupported_layer",
-        "unused": "not_called",
+        "unused": "no_gradient",
         "ignored": "no_gradient",
         "normed": "parametrised",
         "normed.parametrizations.weight": "parametrised",

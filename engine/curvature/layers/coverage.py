@@ -8,7 +8,7 @@ A parameter is counted once, by identity. Reasons:
 - ``parametrised``: the weight is computed from other parameters (weight norm and its like);
 - ``overridden_forward``, ``grouped_convolution``, ``embedding_renormalised``,
   ``batch_statistics``: the family knows the class, not this variant of it;
-- ``no_gradient``: the outputs never reached the loss; ``not_called``: the model never ran it;
+- ``no_gradient``: the layer never ran, or its outputs never reached the loss;
 - ``batch_not_first``: its positions cannot be told apart by example;
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from.
 """
