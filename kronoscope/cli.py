@@ -24,7 +24,7 @@ from kronoscope.progress import Display, display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
 from kronoscope.tables import declared_lines, job_table, layer_table, summary_line
-from kronoscope.views import Job, Layer, layer_of, summary_of
+from kronoscope.views import Job, Layer, Results, layer_of, summary_of
 
 OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
 _CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
@@ -161,10 +161,7 @@ def results(
             if not found.job.ended:
                 _err().print(f"the job is {found.job.state}: these are the layers so far")
         if download is not None:
-            with display_for(_err(), silent=as_json) as display:
-                for done, artifact in enumerate(found.artifacts, start=1):
-                    client.download(job_id, artifact, download)
-                    display.update("download", done, len(found.artifacts), "files")
+            _download(client, found, download, silent=as_json)
 
 
 @app.command(epilog=_CODES)
@@ -252,6 +249,16 @@ def revoke_key(key: Annotated[str, typer.Argument(help="The key, or its prefix."
 def show_version() -> None:
     """Print the version."""
     sys.stdout.write(f"kronoscope {version('kronoscope')}\n")
+
+
+def _download(client: Client, found: Results, folder: Path, *, silent: bool) -> None:
+    try:
+        with display_for(_err(), silent=silent) as display:
+            for done, artifact in enumerate(found.artifacts, start=1):
+                client.download(found.job.id, artifact, folder)
+                display.update("download", done, len(found.artifacts), "files")
+    except OSError as error:
+        _fail(USAGE, [f"{folder} cannot be written ({error.strerror}); give a folder that you may write, with room"])
 
 
 def _document(path: Path, settings: list[str] | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ service that does not answer is ``ServiceUnreachable``.
 import hashlib
 import ipaddress
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from kronoscope.views import Artifact, Job, Layer, Results, job_of, layer_of, re
 DEFAULT_URL = "http://127.0.0.1:8000"
 _WAIT_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
+_VISIBLE = re.compile(r"[!-~]{1,255}")  # what a header can carry
 
 
 class ClientError(Exception):
@@ -57,7 +59,12 @@ class Client:
 
     def __init__(self, url: str | None = None, key: str | None = None, *, timeout_seconds: float = 30) -> None:
         self.url = (url or os.environ.get("KRONOSCOPE_URL") or DEFAULT_URL).rstrip("/")
+        _require_address(self.url)
         key = key or os.environ.get("KRONOSCOPE_KEY")
+        if key and not _VISIBLE.fullmatch(key):
+            raise ClientError(
+                0, "No key", "KRONOSCOPE_KEY is no key of a service; it has visible ASCII characters only"
+            )
         self._http = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -81,8 +88,11 @@ class Client:
         """Submit a job. The same idempotency key and document give the same job, however often.
 
         Raises:
-            ClientError: If the document is not accepted.
+            ClientError: If the document or the key is not accepted.
         """
+        if idempotency_key is not None and not _VISIBLE.fullmatch(idempotency_key):
+            message = "an idempotency key is 1 to 255 visible ASCII characters, such as a UUID"
+            raise ClientError(0, "No idempotency key", message)
         headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
         return job_of(self._call("POST", "/v1/jobs", json=dict(document), headers=headers))
 
@@ -171,10 +181,15 @@ class Client:
 
     def ready(self) -> bool:
         """Whether the service can take jobs now."""
+        return self.unready() is None
+
+    def unready(self) -> str | None:
+        """Why the service cannot take jobs now; None where it can."""
         try:
-            return self._http.get("/readyz").status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
+            self._send("GET", "/readyz")
+        except ClientError as error:
+            return "; ".join(error.lines)
+        return None
 
     def _pages(self, path: str, params: dict[str, str], *, cursor: str) -> Iterator[Mapping[str, Any]]:
         while True:
@@ -191,6 +206,10 @@ class Client:
                     answer.read()
                     raise _refusal(answer)
                 yield from answer.iter_bytes()
+        except httpx.RemoteProtocolError as error:
+            # also how a service ends a file whose last bytes are not what it recorded
+            message = f"{path} broke off; try again, and if it breaks off again, the file is damaged in the service"
+            raise ClientError(0, "Download broke off", message) from error
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
@@ -227,6 +246,16 @@ def _refusal(answer: httpx.Response) -> ClientError:
 
 def _path(job_id: str) -> str:
     return f"/v1/jobs/{quote(job_id, safe='')}"
+
+
+def _require_address(url: str) -> None:
+    try:
+        parsed = httpx.URL(url)
+        sound = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except httpx.InvalidURL:
+        sound = False
+    if not sound:
+        raise ClientError(0, "No address", f"{url!r} is no address of a service; write one like {DEFAULT_URL}")
 
 
 def _is_local(url: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import safetensors.torch
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from catalog import ANALYSES
 from catalog.analysis import LayerResult
 from catalog.collection import Collection, Stabilisation
-from catalog.inputs import Task
+from catalog.inputs import Task, TaskType
 from catalog.memory import Memory
 from engine.curvature.collected import INDEX, Collected, read_collected
 from engine.curvature.factors import Factors, digest
@@ -208,8 +208,10 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
 
     Raises:
         EngineError: As ``engine.errors`` lists.
-        KeyError: If a kind is not on the menu.
+        TypeError: If the model is no ``torch.nn.Module``.
+        ValueError: If a kind is not on the menu, or a task not one of the document's.
     """
+    _require_known(model, task, kinds)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     kept = batches if callable(batches) or isinstance(batches, Sequence) else list(batches)
     plan: dict[str, Any] = {}
@@ -243,6 +245,18 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         index=workspace.artifacts.load_json(INDEX),
         plan=plan,
     )
+
+
+def _require_known(model: object, task: Task | str, kinds: Sequence[str]) -> None:
+    if not isinstance(model, nn.Module):
+        message = f"`model` is {type(model).__name__}; give a torch.nn.Module"
+        raise TypeError(message)
+    chosen = task.type if isinstance(task, Task) else task
+    if chosen not in get_args(TaskType):
+        raise ValueError(f"`task` is {chosen!r}; take one of {', '.join(get_args(TaskType))}")
+    unknown = [kind for kind in kinds if kind not in ANALYSES]
+    if unknown or isinstance(kinds, str):
+        raise ValueError(f"`kinds` is {kinds!r}; give a list of {', '.join(ANALYSES)}")
 
 
 def _artifacts() -> Artifacts:

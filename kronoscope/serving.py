@@ -43,11 +43,14 @@ def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -
     """Migrate, start both, wait for readiness, and stay until ctrl-C, SIGTERM, or the death of one.
 
     Raises:
-        ServiceFailed: If the port is taken, or a process does not come up.
+        ServiceFailed: If folder or port cannot be used, or a process does not come up.
     """
     folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ServiceFailed(f"{folder} cannot be used ({error.strerror}); give a folder with --data-dir") from error
     chosen = port if port is not None else _free_port()
     require_free(chosen)
     environment = embedded_environment(os.environ, folder, chosen, Path.cwd(), folder / "models")
@@ -130,12 +133,10 @@ class _Group:
 def _await_ready(url: str, group: _Group) -> None:
     until = time.monotonic() + _READY_SECONDS
     with Client(url, timeout_seconds=5) as client:
-        while not group.asked and not client.ready():
+        while not group.asked and (why := client.unready()) is not None:
             group.require_alive()
             if time.monotonic() > until:
-                raise ServiceFailed(
-                    f"the service is not ready after {_READY_SECONDS:.0f} s; see the logs beside the ledger"
-                )
+                raise ServiceFailed(f"the service is not ready after {_READY_SECONDS:.0f} s: {why}")
             time.sleep(_POLL_SECONDS)
 
 

@@ -60,7 +60,7 @@ def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
     widths = [max(len(text) for text in column) for column in zip(headings, *figures, strict=True)]
     left = _WIDTH - sum(widths) - 3 * len(widths)
     longest = max(_LEAST_NAME, min(_NAME_WIDTH, left))
-    table = Table(title=f"{kind}: {len(covered)} layers", title_justify="left", pad_edge=False, show_edge=False)
+    table = Table(title=f"{kind}: {_layers(len(covered))}", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("layer", no_wrap=True)
     for heading, width in zip(headings, widths, strict=True):
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
@@ -70,7 +70,7 @@ def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
 
 
 def declared_lines(rows: Sequence[Layer]) -> list[str]:
-    """What is trainable and not covered, each with its reason; none is left out silently."""
+    """What is trainable and not covered, each with its reason, and layers that are no plain case; none is left out."""
     declared = [row for row in rows if row.status == "declared"]
     lines = [
         f"not covered: {shortened(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
@@ -78,13 +78,17 @@ def declared_lines(rows: Sequence[Layer]) -> list[str]:
     ]
     if len(declared) > _MOST_DECLARED:
         lines.append(f"not covered: {len(declared) - _MOST_DECLARED} more; `--json` lists all")
+    for status in dict.fromkeys(row.status for row in rows if row.status not in ("covered", "declared")):
+        concerned = [shortened(row.layer or "(model)") for row in rows if row.status == status]
+        more = f" and {len(concerned) - _MOST_DECLARED} more" if len(concerned) > _MOST_DECLARED else ""
+        lines.append(f"{status}: {', '.join(concerned[:_MOST_DECLARED])}{more}")
     return lines
 
 
 def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysis has its own record
     """The whole model in a sentence."""
     coverage = _field(summary, "coverage")
-    parts = [f"{kind}: {number(_field(summary, 'layers'))} layers"]
+    parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
     if coverage is not None:
         share = _field(coverage, "covered_share")
         parts.append(f"{share:.1%} of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
@@ -110,6 +114,10 @@ def job_table(jobs: Iterable[Job]) -> Table:
         table.add_row(job.id, ", ".join(job.kinds), job.state, "–" if percent is None else f"{percent:.0f} %",
                       (job.created_at or "")[:16].replace("T", " "))  # fmt: skip
     return table
+
+
+def _layers(count: Any) -> str:  # noqa: ANN401 - as summaries of analyses unknown here have it
+    return f"{number(count)} layer{'' if count == 1 else 's'}"
 
 
 def number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type

@@ -41,6 +41,20 @@ def test_a_model_is_measured_in_this_process_and_left_as_it_was(model: nn.Module
     assert found.plan["host_peak_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"task": "classify"}, ValueError, "take one of classification"),
+        ({"kinds": ["hessian"]}, ValueError, "give a list of factors, capacity"),
+        ({"kinds": "capacity"}, ValueError, "give a list of factors, capacity"),
+        ({"model": 3}, TypeError, "`model` is int"),
+    ],
+)
+def test_what_is_no_input_is_said(model: nn.Module, batches: list[Any], changes: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        measure(**{"model": model, "batches": batches, "task": "classification", **changes})
+
+
 def test_an_iterator_and_a_callable_give_what_a_list_gives(model: nn.Module, batches: list[Any]) -> None:
     results = [
         measure(model, given, task="classification", collection=EXACT).of("capacity")["2"].metrics

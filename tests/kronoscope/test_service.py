@@ -73,6 +73,9 @@ def test_a_job_goes_through_the_service_and_comes_back_typed(
     shown = kronoscope("results", job.id, "--json", "--download", "files", "--url", url)
     assert shown.returncode == 0, shown.stderr
     assert len(json.loads(shown.stdout)["layers"]) == 4
+    refused = kronoscope("results", job.id, "--download", "job.yaml", "--url", url)
+    assert refused.returncode == 2
+    assert "error: job.yaml cannot be written (" in refused.stderr
     factors = load_factors(folder / "files", verify=True)
     assert list(factors) == ["0", "2"]
     assert factors["2"].G.shape == (3, 3)

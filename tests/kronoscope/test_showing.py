@@ -48,6 +48,17 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
     assert "…" not in "".join(line.partition("│")[2] for line in text.splitlines())  # no figure is cut
 
 
+def test_layers_that_are_no_plain_case_are_named() -> None:
+    rows = [metrics_row(), *(metrics_row(status="zero_curvature", layer=str(place)) for place in range(14))]
+    assert declared_lines(rows) == [f"zero_curvature: {', '.join(map(str, range(12)))} and 2 more"]
+
+
+def test_one_layer_is_no_layers() -> None:
+    assert printed(layer_table("capacity", [metrics_row()])).splitlines()[0].rstrip() == "capacity: 1 layer"
+    assert summary_line("other", {"layers": 1}) == "other: 1 layer"
+    assert summary_line("other", {"layers": 2}) == "other: 2 layers"
+
+
 def test_names_keep_their_numbers_and_their_end() -> None:
     assert shortened("encoder.layer.11.attention.self.query", 28) == "e.l.11.attention.self.query"
     assert shortened("a.b.query", 28) == "a.b.query"
