@@ -238,6 +238,8 @@ class Collector:
             counts = self._counts(statistics)
             if counts:
                 self._check_sharing(statistics, entered)
+            if len(args) + len(kwargs) > 1:
+                statistics.flaw = "several_inputs"
             if statistics.flaw is None and not statistics.layer.batch_first(entered, self.examples):
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:

@@ -131,10 +131,12 @@ class LayerStatistics:
             rows = layer.example_gradients(entered, gradient, kept, examples)
         else:
             rows = layer.gradient_rows(gradient)
-            if kept is not None:
-                rows = rows * kept[:, None]
             if self.sharing == "reduce" and layer.form == "kronecker":
+                rows = rows if kept is None else rows * kept[:, None]
                 rows = rows.view(examples, -1, rows.shape[-1]).sum(1)
+            elif kept is not None:
+                # dropped before the product: half of a padded batch is often padding
+                rows = rows[kept]
         rows = rows.to(self.G.dtype)
         self.rows_G += rows.shape[0]
         add_gram_(self.G, rows)

@@ -1,13 +1,19 @@
-"""Two-dimensional convolution: its input patches are the positions (im2col).
+"""Convolutions in one to three dimensions, transposed ones too: their input patches are the positions.
 
-``y[n, :, t] = W · patch(n, t) + b`` with W flattened over (channel, row, column), the order of
-``torch.nn.functional.unfold``. Padding is applied explicitly beforehand, so that every padding
-mode, and `same`, gives the patches the module itself sees.
+``y[n, :, t] = W · patch(n, t) + b`` with W as (out, in · kernel), channels before kernel axes. The
+patches are one strided view of the padded input and one copy of it. Padding is applied explicitly
+beforehand, so that every padding mode, and `same`, gives the patches that the module itself sees.
+
+A transposed convolution is the convolution of its input, spread out with ``stride − 1`` zeros
+between neighbours, with the kernel reversed; its weight is stored (in, out, kernel), the
+convention's transpose.
 
 References:
     Grosse & Martens (2016), A Kronecker-factored approximate Fisher matrix for convolution layers
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -15,18 +21,20 @@ from torch.nn import functional
 
 from engine.curvature.layers.layer import TreatedLayer
 
+_FORWARDS = {cls.forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+_TRANSPOSED_FORWARDS = {cls.forward for cls in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
+
 
 @dataclass(eq=False)
 class ConvolutionLayer(TreatedLayer):
-    """``nn.Conv2d`` with one group."""
+    """``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d`` with one group."""
 
-    module: nn.Conv2d
+    module: nn.modules.conv._ConvNd
 
     @property
     def fan_in(self) -> int:
         """Numbers in one patch."""
-        rows, columns = self.module.kernel_size
-        return self.module.in_channels * rows * columns
+        return self.module.in_channels * math.prod(self.module.kernel_size)
 
     @property
     def fan_out(self) -> int:
@@ -37,7 +45,7 @@ class ConvolutionLayer(TreatedLayer):
         """Patches of every output position.
 
         Memory:
-            P · C·kh·kw numbers.
+            P · C·k numbers, k the kernel's volume.
         """
         module = self.module
         padded = entered
@@ -45,21 +53,64 @@ class ConvolutionLayer(TreatedLayer):
         if any(widths):
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
             padded = functional.pad(entered, widths, mode=mode)
-        patches = functional.unfold(padded, module.kernel_size, dilation=module.dilation, stride=module.stride)
-        return patches.transpose(1, 2).reshape(-1, self.fan_in)
+        return _patches(padded, module.kernel_size, module.stride, module.dilation).reshape(-1, self.fan_in)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """Output channels of every position."""
         return gradient.flatten(2).transpose(1, 2).reshape(-1, self.fan_out)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Images are (N, C, H, W)."""
-        return entered.ndim == 4 and entered.shape[0] == examples
+        """Inputs are (N, C, …)."""
+        return entered.ndim == len(self.module.kernel_size) + 2 and entered.shape[0] == examples
 
 
-def treats_convolution(module: nn.Conv2d) -> str | None:
+@dataclass(eq=False)
+class TransposedConvolutionLayer(ConvolutionLayer):
+    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d`` with one group."""
+
+    def activation_rows(self, entered: Tensor) -> Tensor:
+        """Patches of every output position, in the order of the stored kernel.
+
+        Memory:
+            P · C·k numbers, and the spread-out input.
+        """
+        module = self.module
+        axes = range(len(module.kernel_size))
+        spread = entered.new_zeros(
+            *entered.shape[:2], *((entered.shape[2 + axis] - 1) * module.stride[axis] + 1 for axis in axes)
+        )
+        spread[(slice(None), slice(None), *(slice(None, None, step) for step in module.stride))] = entered
+        widths: list[int] = []
+        for axis in reversed(axes):
+            # negative where the module cuts more than the kernel overhangs: then the pad cuts
+            overhang = module.dilation[axis] * (module.kernel_size[axis] - 1) - int(module.padding[axis])
+            widths += [overhang, overhang + module.output_padding[axis]]
+        patches = _patches(functional.pad(spread, widths), module.kernel_size, [1] * len(axes), module.dilation)
+        return patches.flip([-1 - axis for axis in axes]).reshape(-1, self.fan_in)
+
+
+def _patches(
+    padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:  # (N, *positions, C, *kernel), a view
+    axes = range(len(kernel))
+    extents = [(padded.shape[2 + axis] - dilation[axis] * (kernel[axis] - 1) - 1) // stride[axis] + 1 for axis in axes]
+    steps = padded.stride()
+    return padded.as_strided(
+        (padded.shape[0], *extents, padded.shape[1], *kernel),
+        (
+            steps[0],
+            *(steps[2 + axis] * stride[axis] for axis in axes),
+            steps[1],
+            *(steps[2 + axis] * dilation[axis] for axis in axes),
+        ),
+        padded.storage_offset(),
+    )
+
+
+def treats_convolution(module: nn.modules.conv._ConvNd) -> str | None:
     """None where ``module`` is treated, else why not."""
-    if type(module).forward is not nn.Conv2d.forward:
+    known = _TRANSPOSED_FORWARDS if module.transposed else _FORWARDS
+    if type(module).forward not in known:
         return "overridden_forward"
     if module.groups != 1:
         return "grouped_convolution"

@@ -9,6 +9,7 @@ A parameter is counted once, by identity. Reasons:
 - ``overridden_forward``, ``grouped_convolution``, ``embedding_renormalised``,
   ``batch_statistics``: the family knows the class, not this variant of it;
 - ``no_gradient``: the layer never ran, or its outputs never reached the loss;
+- ``several_inputs``: it was called with more than one input, which changes what it computes;
 - ``batch_not_first``: its positions cannot be told apart by example;
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from.
 """
@@ -19,7 +20,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from engine.curvature.layers.convolution import ConvolutionLayer, treats_convolution
+from engine.curvature.layers.convolution import (
+    ConvolutionLayer,
+    TransposedConvolutionLayer,
+    treats_convolution,
+)
 from engine.curvature.layers.embedding import EmbeddingLayer, treats_embedding
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.linear import (
@@ -30,9 +35,14 @@ from engine.curvature.layers.linear import (
 )
 from engine.curvature.layers.normalisation import (
     BatchNormLayer,
+    GroupNormLayer,
     LayerNormLayer,
+    RMSNormLayer,
+    is_rms_norm,
     treats_batch_norm,
+    treats_group_norm,
     treats_layer_norm,
+    treats_rms_norm,
 )
 
 
@@ -124,11 +134,16 @@ def _families(module: nn.Module) -> Iterator[tuple[type[TreatedLayer], str | Non
         yield LinearLayer, treats_linear(module)
     elif is_transposed_linear(module):
         yield TransposedLinearLayer, None
-    elif isinstance(module, nn.Conv2d):
-        yield ConvolutionLayer, treats_convolution(module)
+    elif isinstance(module, nn.modules.conv._ConvNd):  # noqa: SLF001 - the common ancestor has no other name
+        kind = TransposedConvolutionLayer if module.transposed else ConvolutionLayer
+        yield kind, treats_convolution(module)
     elif isinstance(module, nn.Embedding):
         yield EmbeddingLayer, treats_embedding(module)
     elif isinstance(module, nn.LayerNorm):
         yield LayerNormLayer, treats_layer_norm(module)
+    elif is_rms_norm(module):
+        yield RMSNormLayer, treats_rms_norm(module)
+    elif isinstance(module, (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)):  # noqa: SLF001 - likewise
+        yield GroupNormLayer, treats_group_norm(module)
     elif isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the common ancestor has no other name
         yield BatchNormLayer, treats_batch_norm(module)

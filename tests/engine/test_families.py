@@ -1,0 +1,192 @@
+"""Every family of layers against the autodiff Gauss-Newton, and against the family it is a case of."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from engine.curvature.layers.coverage import survey
+from tests.oracles import collect, ggn_block, kronecker, relative_error, row_vector, stacked
+
+EXACT = 1e-12
+
+
+class Averaged(nn.Module):
+    """A convolution averaged over its positions: where `reduce` is exact."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).flatten(2).mean(2)
+
+
+class Everywhere(Averaged):
+    """A loss term at every position: where `expand` is exact."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).flatten(2).transpose(1, 2)
+
+
+CONVOLUTIONS = [
+    (nn.Conv1d, {}, (7,)),
+    (nn.Conv1d, {"padding": "same", "dilation": 2, "bias": False}, (7,)),
+    (nn.Conv1d, {"padding": 2, "padding_mode": "replicate", "stride": 2}, (7,)),
+    (nn.Conv3d, {"padding": 1, "stride": (1, 2, 1)}, (3, 4, 3)),
+    (nn.Conv3d, {"padding": 1, "padding_mode": "circular"}, (3, 3, 3)),
+    (nn.ConvTranspose1d, {}, (5,)),
+    (nn.ConvTranspose1d, {"stride": 2, "padding": 1, "output_padding": 1, "dilation": 2}, (5,)),
+    (nn.ConvTranspose2d, {"stride": 2, "padding": 3}, (5, 4)),
+    (nn.ConvTranspose2d, {"stride": (1, 3), "padding": (1, 0), "bias": False}, (3, 4)),
+    (nn.ConvTranspose3d, {"stride": 2, "padding": 1, "output_padding": 1}, (2, 3, 2)),
+]
+
+
+@pytest.mark.parametrize(("around", "sharing"), [(Everywhere, "expand"), (Averaged, "reduce")])
+@pytest.mark.parametrize(("kind", "options", "extent"), CONVOLUTIONS)
+def test_convolutions_are_exact(
+    kind: type[nn.Module], options: dict[str, object], extent: tuple[int, ...], around: type[Averaged], sharing: str
+) -> None:
+    torch.manual_seed(0)
+    model = around(kind(2, 3, 3, **options)).double()
+    x = torch.randn(4, 2, *extent, dtype=torch.float64)
+    y = torch.randn_like(model(x)).detach()
+    bias = "conv.bias" if options.get("bias", True) else None
+    names = ("conv.weight",) if bias is None else ("conv.weight", bias)
+    arrange = row_vector("conv.weight", bias)
+    if "Transpose" in kind.__name__:
+        # stored (in, out, kernel): the convention's transpose
+        def arrange(jacobian: dict[str, Tensor], inner: object = arrange) -> Tensor:
+            return inner({**jacobian, "conv.weight": jacobian["conv.weight"].transpose(1, 2)})  # type: ignore[operator]
+
+    truth = ggn_block(model, x, y, "mse", names, arrange)
+    whole = collect(model, [(x, y)], "regression", sharing=sharing)
+    assert whole.declared == ()
+    assert relative_error(kronecker(whole, "conv"), truth) < EXACT
+
+
+def test_one_by_one_convolutions_are_linear() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 2).double()
+    x, y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 5, 2, dtype=torch.float64)
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x)
+
+    for sharing in ("expand", "reduce"):
+        truth = kronecker(collect(Plain(), [(x, y)], "regression", sharing=sharing), "conv")
+        for kind, axes in ((nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3), (nn.ConvTranspose1d, 1)):
+            conv = kind(3, 2, 1).double()
+            shape = conv.weight.shape
+            stored = linear.weight.data.T if "Transpose" in kind.__name__ else linear.weight.data
+            conv.weight.data = stored.reshape(shape).clone()
+            conv.bias.data = linear.bias.data.clone()
+            images = x.transpose(1, 2).reshape(4, 3, 5, *[1] * (axes - 1))
+            found = kronecker(collect(Everywhere(conv), [(images, y)], "regression", sharing=sharing), "conv")
+            assert relative_error(found, truth) < EXACT
+
+
+def test_dilation_is_a_kernel_with_zeros() -> None:
+    torch.manual_seed(0)
+    dilated = nn.Conv2d(2, 3, 2, dilation=2).double()
+    stuffed = nn.Conv2d(2, 3, 3).double()
+    stuffed.weight.data.zero_()
+    stuffed.weight.data[:, :, ::2, ::2] = dilated.weight.data
+    stuffed.bias.data = dilated.bias.data.clone()
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    y = torch.randn(4, 9, 3, dtype=torch.float64)
+    left, right = (collect(Everywhere(conv), [(x, y)], "regression").load(0) for conv in (dilated, stuffed))
+    kept = [c * 9 + row * 3 + column for c in range(2) for row in (0, 2) for column in (0, 2)] + [18]
+    assert relative_error(left.A, right.A[kept][:, kept]) < EXACT
+    assert relative_error(left.G, right.G) < EXACT
+
+
+NORMS = [
+    (nn.RMSNorm, (6,), (5, 6)),
+    (nn.RMSNorm, ((5, 6),), (5, 6)),
+    (LlamaRMSNorm, (6,), (5, 6)),
+    (GemmaRMSNorm, (6,), (5, 6)),
+    (nn.GroupNorm, (2, 6), (6, 5)),
+    (nn.GroupNorm, (3, 6), (6, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "shape"), NORMS)
+def test_norm_blocks_are_exact_in_a_nonlinear_net(
+    kind: type[nn.Module], arguments: tuple[object, ...], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = kind(*arguments)
+            self.head = nn.Linear(shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1), 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.norm(torch.sin(x)).to(x.dtype)).flatten(1))
+
+    model = Net().double()
+    for parameter in model.norm.parameters():
+        nn.init.normal_(parameter)
+    x, y = torch.randn(6, *shape, dtype=torch.float64), torch.randint(0, 3, (6,))
+    names = tuple(f"norm.{name}" for name, _ in model.norm.named_parameters())
+    truth = ggn_block(model, x, y, "cross_entropy", names, stacked(*names))
+    whole = collect(model, [(x, y)], "classification")
+    # the model libraries' own compute in float32 inside
+    tolerance = 1e-6 if kind.__module__.startswith("transformers") else EXACT
+    assert whole.declared == ()
+    assert relative_error(kronecker(whole, "norm"), truth) < tolerance
+
+
+def test_instance_norm_is_a_group_norm_of_single_channels() -> None:
+    torch.manual_seed(0)
+    instance, group = nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(4, 4)
+    x, y = torch.randn(5, 4, 3, 3, dtype=torch.float64), torch.randint(0, 4, (5,))
+    blocks = []
+    for norm in (instance, group):
+        model = nn.Sequential(norm, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+        blocks.append(collect(model, [(x, y)], "classification").load(0).G)
+    assert relative_error(blocks[0], blocks[1]) < EXACT
+
+
+def test_what_only_looks_like_an_rms_norm_is_declared() -> None:
+    class DoubledRMSNorm(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    class OtherRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.shift = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight + self.shift
+
+    found = survey(nn.Sequential(DoubledRMSNorm(4), OtherRMSNorm(), nn.RMSNorm(4)))
+    assert [layer.name for layer in found.treated] == ["2"]
+    assert [layer.reason for layer in found.declared] == ["unsupported_layer", "unsupported_layer"]
+
+
+def test_running_statistics_of_an_instance_norm_are_declared() -> None:
+    found = survey(nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)))
+    assert [layer.reason for layer in found.declared] == ["unsupported_layer"]
+
+
+def test_output_size_of_a_transposed_convolution_is_declared() -> None:
+    class Sized(Averaged):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x, output_size=[12]).flatten(2).mean(2)
+
+    model = nn.Sequential(Sized(nn.ConvTranspose1d(2, 3, 3, stride=2)), nn.Linear(3, 2)).double()
+    x, y = torch.randn(4, 2, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    whole = collect(model, [(x, y)], "regression")
+    assert [(layer.name, layer.reason) for layer in whole.declared] == [("0.conv", "several_inputs")]
