@@ -7,7 +7,7 @@ import torch
 
 from catalog.analysis import LayerResult
 from catalog.capacity import CapacityMetrics, CapacityParams, CapacitySummary
-from engine.analyses.measured import Measured, coverage, declared_results, measured_layers
+from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.curvature import kronecker_spectrum as spectrum
 from engine.curvature.collection import collected
 from engine.errors import NonFiniteFactor
@@ -37,7 +37,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
                 "the damped inverse is the identity there: lower `stabilisation.damping` or take `relative`",
             )
         if ("capacity", layer.facts.ordinal) not in workspace.completed:
-            yield _result(layer, metrics)
+            yield covered_result("capacity", layer, metrics)
         workspace.report("capacity", done, total, "layers")
     yield from declared_results("capacity", workspace)
     dimension = sum(row.dimension for row in rows)
@@ -113,20 +113,3 @@ def _product(left: float | None, right: float | None) -> float | None:
         return None
     product = left * right
     return product if product < float("inf") else None
-
-
-def _result(layer: Measured, metrics: CapacityMetrics) -> LayerResult:
-    facts = layer.facts
-    return LayerResult(
-        kind="capacity",
-        ordinal=facts.ordinal,
-        layer=facts.name,
-        module=facts.module,
-        status="covered" if layer.status == "covered" else "zero_curvature",
-        reason=None,
-        parameters=facts.parameters,
-        parameter_count=facts.parameter_count,
-        metrics=metrics,
-        record=layer.record,
-        observed=layer.observed,
-    )

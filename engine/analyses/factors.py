@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 from catalog.analysis import LayerResult
 from catalog.factors import FactorsMetrics, FactorsSummary
-from engine.analyses.measured import Measured, coverage, declared_results, measured_layers
+from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
 from engine.workspace import Workspace
@@ -23,7 +23,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
     for done, layer in enumerate(measured_layers(workspace), start=1):
         layers.append(layer)
         if ("factors", layer.facts.ordinal) not in workspace.completed:
-            yield _result(layer, whole)
+            yield covered_result("factors", layer, _metrics(layer, whole))
         workspace.report("factors", done, total, "layers")
     yield from declared_results("factors", workspace)
     return FactorsSummary(
@@ -41,27 +41,14 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
     )
 
 
-def _result(layer: Measured, whole: Collected) -> LayerResult:
-    facts = layer.facts
-    leader = facts.shared_A_with
-    return LayerResult(
-        kind="factors",
-        ordinal=facts.ordinal,
-        layer=facts.name,
-        module=facts.module,
-        status="covered" if layer.status == "covered" else "zero_curvature",
-        reason=None,
-        parameters=facts.parameters,
-        parameter_count=facts.parameter_count,
-        metrics=FactorsMetrics(
-            form=facts.form,
-            trace_A=layer.trace_A,
-            trace_G=layer.trace_G,
-            shared_A_with=None if leader is None else whole.layers[leader].name,
-            calls=facts.calls,
-        ),
-        record=layer.record,
-        observed=layer.observed,
+def _metrics(layer: Measured, whole: Collected) -> FactorsMetrics:
+    leader = layer.facts.shared_A_with
+    return FactorsMetrics(
+        form=layer.facts.form,
+        trace_A=layer.trace_A,
+        trace_G=layer.trace_G,
+        shared_A_with=None if leader is None else whole.layers[leader].name,
+        calls=layer.facts.calls,
     )
 
 

@@ -7,6 +7,7 @@ collection neither decompose nor write anything twice.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Measured:
     observed: Observed
 
     @property
-    def status(self) -> str:
+    def status(self) -> Literal["covered", "zero_curvature"]:
         """`covered`, or `zero_curvature` where the layer has no curvature at all."""
         return "covered" if self.trace_A > 0 and self.trace_G > 0 else "zero_curvature"
 
@@ -175,6 +176,24 @@ def _observed(
         host_before_bytes=before[2],
         host_after_bytes=after[2],
         measured_peak_bytes=peak_bytes(device),
+    )
+
+
+def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
+    """The row of a covered layer with one analysis's metrics."""
+    facts = layer.facts
+    return LayerResult(
+        kind=kind,
+        ordinal=facts.ordinal,
+        layer=facts.name,
+        module=facts.module,
+        status=layer.status,
+        reason=None,
+        parameters=facts.parameters,
+        parameter_count=facts.parameter_count,
+        metrics=metrics,
+        record=layer.record,
+        observed=layer.observed,
     )
 
 
