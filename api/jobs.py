@@ -23,7 +23,7 @@ from catalog.job import JobDocument
 from jobs.codec import document_json, parse_document, sha256_of
 from jobs.lifecycle import STATES, State
 from jobs.records import Job
-from jobs.store import delete_job, list_jobs, read_job, request_cancel, submit
+from jobs.store import delete_job, list_jobs, read_job, request_cancel, submit, submitted_earlier
 
 MAX_WAIT_SECONDS = 30
 _POLL_SECONDS = 0.4
@@ -67,10 +67,17 @@ async def create(
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     document = await run_in_threadpool(parse_document, raw)
-    await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
-    if validate_only:
-        return _validated(document)
-    submitted = await run_in_threadpool(submit, service.engine, caller.tenant_id, document, idempotency_key)
+    submitted = None
+    if idempotency_key is not None and not validate_only:
+        # a replay gets its job even where the same document would be refused by now
+        submitted = await run_in_threadpool(
+            submitted_earlier, service.engine, caller.tenant_id, document, idempotency_key
+        )
+    if submitted is None:
+        await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
+        if validate_only:
+            return _validated(document)
+        submitted = await run_in_threadpool(submit, service.engine, caller.tenant_id, document, idempotency_key)
     if submitted.created:
         service.caretaker.wake()
     job = submitted.job

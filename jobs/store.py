@@ -62,18 +62,26 @@ def submit(
             },
         )
         if job_id is None:
-            earlier = connection.execute(
-                select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.idempotency_key == idempotency_key)
-            ).one()
-            if earlier.document_sha256 != digest:
-                raise IdempotencyConflict(earlier.id)
-            return Submitted(job=_job(earlier), created=False)
+            earlier = _earlier(connection, tenant_id, idempotency_key, digest)
+            if earlier is None:
+                raise JobNotFound(idempotency_key or "")
+            return earlier
         drawn = draw(connection, jobs.c.id == job_id)
         if drawn is None:
             raise JobNotFound(job_id)
         append_event(connection, drawn, "state", {"state": "queued", "attempt": 0})
         post_doorbell(connection, job_id, tenant_id)
         return Submitted(job=_job(drawn), created=True)
+
+
+def submitted_earlier(engine: Engine, tenant_id: str, document: JobDocument, idempotency_key: str) -> Submitted | None:
+    """The job this key stored, or None; a replay is answered before anything else is looked at.
+
+    Raises:
+        IdempotencyConflict: If the key stored another document.
+    """
+    with reading(engine) as connection:
+        return _earlier(connection, tenant_id, idempotency_key, sha256_of(document_json(document)))
 
 
 def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
@@ -175,6 +183,17 @@ def artifact_record(row: Row[Any]) -> Artifact:
         media_type=row.media_type,
         uri=row.uri,
     )
+
+
+def _earlier(connection: Connection, tenant_id: str, idempotency_key: str | None, digest: str) -> Submitted | None:
+    row = connection.execute(
+        select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.idempotency_key == idempotency_key)
+    ).one_or_none()
+    if row is None:
+        return None
+    if row.document_sha256 != digest:
+        raise IdempotencyConflict(row.id)
+    return Submitted(job=_job(row), created=False)
 
 
 def _insert_job(connection: Connection, values: dict[str, Any]) -> str | None:

@@ -64,6 +64,17 @@ def test_one_key_makes_one_job(keyed: Keyed) -> None:
     assert len({answer.json()["id"] for answer in answers}) == 1
 
 
+def test_a_replay_gets_its_job_though_its_factors_are_gone(keyed: Keyed, ours: httpx.Client) -> None:
+    kept = seeding.finished(keyed.engine, keyed.artifacts, tenant(keyed), with_factors=True)
+    headers = {"idempotency-key": f"key-{new_id()}"}
+    document = {"kind": "capacity", "factors": {"job": kept}}
+    first = ours.post("/v1/jobs", json=document, headers=headers)
+    assert first.status_code == 202, first.text
+    assert ours.delete(f"/v1/jobs/{kept}").status_code == 204
+    problem(ours.post("/v1/jobs", json=document), 422)
+    assert ours.post("/v1/jobs", json=document, headers=headers).json()["id"] == first.json()["id"]
+
+
 def test_a_key_used_for_another_document(ours: httpx.Client, theirs: httpx.Client) -> None:
     headers = {"idempotency-key": f"key-{new_id()}"}
     first = ours.post("/v1/jobs", json=DOCUMENT, headers=headers).json()
