@@ -66,7 +66,7 @@ bench: $(STAMP) ## run benchmarks/*.py; each writes benchmarks/results/<name>.js
 	@for script in benchmarks/*.py; do \
 		[ -e "$$script" ] || { echo "There is no benchmark yet."; break; }; \
 		grep -q '__main__' "$$script" || continue; \
-		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -P "$$script"; \
+		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -P -m "benchmarks.$$(basename "$$script" .py)"; \
 	done
 
 test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it (needs a Docker engine)

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import results_file
 import torch
 from scipy.linalg import blas
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
+from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.curvature.collection import collected

@@ -6,11 +6,11 @@ projection, a Llama block feeds q, k and v (and gate and up) with one tensor eac
 
 from typing import Any
 
-import results_file
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.curvature.collected import write_factors
