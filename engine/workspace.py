@@ -65,6 +65,10 @@ class Workspace:
     """All analyses of this job; `factors` among them keeps the factors."""
     stored: Artifacts | None = None
     """Factors collected earlier, in place of model, batches and task."""
+    scratch: Artifacts | None = None
+    """Where collected factors wait that do not fit into memory together; without it, they must fit."""
+    parts: tuple[tuple[str, ...], ...] | None = None
+    """The passes of an earlier attempt's plan, to be made again: another partition is another plan."""
     examples: int | None = None
     """Examples in the data, where known: only for progress."""
     completed: frozenset[tuple[str, int]] = frozenset()

@@ -7,12 +7,15 @@ The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -119,6 +122,34 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     _seed(document.collection.seed)
     # before the model is there: the plan counts its weights
     memory = MemoryBudget.measure(document.memory, device)
+    with _scratch(assignment.artifacts) as scratch:
+        _compute(assignment, document, pipe, checkpoint, device, memory, scratch)
+
+
+@contextlib.contextmanager
+def _scratch(artifacts: Path) -> Iterator[ArtifactFiles]:
+    """A place beside the artifacts for factors that wait; whatever a killed attempt left there goes first."""
+    place = artifacts / ".waiting"
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        yield ArtifactFiles(place, _announce_nothing)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _announce_nothing(name: str, sha256: str, size_bytes: int, media_type: str) -> None:
+    del name, sha256, size_bytes, media_type
+
+
+def _compute(
+    assignment: Assignment,
+    document: JobDocument,
+    pipe: FramePipe,
+    checkpoint: StopFlag,
+    device: torch.device,
+    memory: MemoryBudget,
+    scratch: ArtifactFiles,
+) -> None:
     artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
     workspace = Workspace(
         model=None,
@@ -131,6 +162,8 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
         keep=document.keep,
         kinds=document.kinds,
         artifacts=artifacts,
+        scratch=scratch,
+        parts=assignment.parts,
         completed=assignment.completed,
         report=pipe.report,
         checkpoint=checkpoint.checkpoint,

@@ -129,7 +129,7 @@ def _measure(
             world_size=1,
             reduction="none",
             storage_device=whole.device,
-            storage_policy="resident",
+            storage_policy=whole.storage_policy,
             dtype=str(factors.G.dtype).removeprefix("torch."),
             factor_bytes=_size(factors, own_a=facts.shared_A_with is None),
             cholesky_jitter=None,

@@ -54,6 +54,8 @@ class Collected:
     passes: int
     collection: Collection
     device: str
+    storage_policy: str
+    """`resident`: in memory together; `laid aside`: in a scratch place; `stored`: of an earlier job."""
     planned_peak_bytes: int | None
     load: Callable[[int], Factors]
     """Factors of one ordinal."""
@@ -143,6 +145,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
         declared=declared,
         collection=collection,
         device="cpu",
+        storage_policy="stored",
         planned_peak_bytes=None,
         load=lambda ordinal: _load(artifacts, by_ordinal[ordinal]),
         **counts,

@@ -1,4 +1,4 @@
-"""Collection: pass the data through the model once and gather A and G of every treated layer.
+"""Collection: from a model and data to A and G of every treated layer.
 
 A dry run of a few examples comes first: it shows which layers are called, which are fed by the
 same tensor (they share one A), and how large everything will be, so that the plan is made and
@@ -6,55 +6,28 @@ checked before anything large is allocated.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from catalog.collection import Collection
-from catalog.inputs import Task
-from engine.curvature.batches import Batch, batched, mapped
+from engine.curvature.batches import Batch, mapped
 from engine.curvature.collected import Collected, LayerFacts, read_collected
-from engine.curvature.factors import Factors, mirrored_
 from engine.curvature.forecast import DryRun, forecast
-from engine.curvature.hooks import Collector, SharingBroken, followers, unattributed, untouched, watched
+from engine.curvature.hooks import followers, unattributed, untouched, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare, survey
-from engine.curvature.layers.layer import BlockLayer, TreatedLayer
-from engine.curvature.loss import directions
-from engine.curvature.prediction import positions, predict
+from engine.curvature.passes import Gathered, PassJob, flaw, gather
+from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
 from engine.errors import (
-    EmptyData,
-    EngineError,
     ModelRefused,
-    NonFiniteFactor,
     NonFiniteModel,
     NothingToAnalyse,
-    Unwinding,
 )
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
 _DRY_EXAMPLES = (2, 3)
 """One example, repeated. Not once alone: a model may squeeze a batch of one away."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The parts of a workspace that a collection needs, all present."""
-
-    workspace: Workspace
-    model: nn.Module
-    task: Task
-    collection: Collection
-    dtype: torch.dtype
-
-    def batches(self) -> Iterator[Batch]:
-        """The data, anew, in batches on the device."""
-        stream = self.workspace.batches() if self.workspace.batches is not None else iter(())
-        for batch in batched(stream, self.collection.batch_size):
-            yield batch.to(self.workspace.device, self.dtype)
 
 
 def collected(workspace: Workspace) -> Collected:
@@ -75,7 +48,7 @@ def _collect(workspace: Workspace) -> Collected:
     if workspace.model is None or workspace.task is None or workspace.batches is None:
         raise ValueError("a workspace without stored factors needs a model, batches and a task")
     dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
-    job = _Job(
+    job = PassJob(
         workspace=workspace, model=workspace.model, task=workspace.task, collection=workspace.collection, dtype=dtype
     )
     _require_finite(job.model)
@@ -88,16 +61,7 @@ def _collect(workspace: Workspace) -> Collected:
         del seen
         workspace.planned(plan.as_json())
         plan.require(workspace.memory)
-        passes = 1
-        while True:
-            try:
-                statistics, examples, updates = _run(job, surveyed.treated, shared, mixed)
-                break
-            except SharingBroken as broken:
-                # rare: a model that feeds its layers differently from batch to batch
-                shared = {name: leader for name, leader in shared.items() if name not in broken.followers}
-                passes += 1
-        return _finished(job, surveyed, statistics, plan, (examples, updates, passes))
+        return _finished(job, surveyed, gather(job, surveyed, shared, mixed, plan), plan)
 
 
 def _surveyed(model: nn.Module) -> Survey:
@@ -137,7 +101,7 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _dry_run(job: _Job, surveyed: Survey) -> tuple[DryRun, frozenset[str]]:
+def _dry_run(job: PassJob, surveyed: Survey) -> tuple[DryRun, frozenset[str]]:
     """What one example, repeated, shows of the model; and the layers that mix examples."""
     batch = next(job.batches())
     if job.collection.batch_size == 1:
@@ -147,7 +111,7 @@ def _dry_run(job: _Job, surveyed: Survey) -> tuple[DryRun, frozenset[str]]:
     return few, unattributed(few.calls, more.calls, _DRY_EXAMPLES)
 
 
-def _seen(job: _Job, surveyed: Survey, batch: Batch, times: int) -> DryRun:
+def _seen(job: PassJob, surveyed: Survey, batch: Batch, times: int) -> DryRun:
     def repeated(tensor: Tensor) -> Tensor:
         return tensor[:1].repeat_interleave(times, 0)
 
@@ -159,156 +123,42 @@ def _seen(job: _Job, surveyed: Survey, batch: Batch, times: int) -> DryRun:
     return DryRun(calls=calls, examples=times, outputs=prediction.outputs.numel())
 
 
-def _run(
-    job: _Job, treated: tuple[TreatedLayer, ...], shared: dict[str, str], mixed: frozenset[str]
-) -> tuple[tuple[LayerStatistics, ...], int, int]:
-    """One pass over the data: statistics, examples that entered them, updates."""
-    workspace, collection = job.workspace, job.collection
-    by_name: dict[str, LayerStatistics] = {}
-    for layer in treated:
-        sharing = collection.sharing if layer.form == "kronecker" else "expand"
-        # a leader stands before its followers
-        leader = by_name[shared[layer.name]] if layer.name in shared else None
-        statistics = LayerStatistics(layer=layer, sharing=sharing, leader=leader)
-        if layer.name in mixed:
-            statistics.flaw = "batch_not_first"
-        elif collection.fisher == "forward_only" and isinstance(layer, BlockLayer):
-            statistics.flaw = "needs_gradients"
-        statistics.allocate(job.dtype, workspace.device)
-        by_name[layer.name] = statistics
-    all_statistics = tuple(by_name.values())
-    collector = Collector(statistics=all_statistics, gradients=collection.fisher != "forward_only")
-    batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
-    examples = updates = terms = 0
-    # a model that draws numbers in evaluation mode draws the same ones in every run
-    torch.manual_seed(collection.seed)
-    with collector.attached(), torch.enable_grad():
-        for number, batch in enumerate(job.batches()):
-            workspace.checkpoint()
-            if number % collection.update_freq == 0:
-                if collection.ema_decay is not None and updates:
-                    for statistics in all_statistics:
-                        statistics.decay_(collection.ema_decay)
-                terms += _update(job, batch, collector)
-                examples += batch.size
-                updates += 1
-            workspace.report("collection", number + 1, batch_count, "batches")
-    if terms == 0:
-        raise EmptyData(
-            f"all targets of the {examples} examples are ignored, so there is no loss term; correct the targets",
-            pointer="/data",
-        )
-    return all_statistics, examples, updates
-
-
-def _update(job: _Job, batch: Batch, collector: Collector) -> int:
-    """Let one batch enter the statistics; returns its loss terms."""
-    collector.begin(batch.size, positions(batch, job.task))
-    with torch.set_grad_enabled(collector.gradients):
-        prediction = predict(job.model, batch, job.task)
-    collector.returning = True
-    terms = prediction.terms
-    for statistics in collector.statistics:
-        statistics.weight_G += terms
-        statistics.terms += terms
-    if prediction.outputs.requires_grad and terms:
-        waiting: Tensor | None = None
-        for direction in directions(prediction, batch.index, job.task.likelihood, job.collection):
-            if waiting is not None:
-                _pull_back(prediction.outputs, waiting, retain_graph=True)
-            waiting = direction
-        if waiting is not None:
-            # the last one frees the graph as it goes
-            _pull_back(prediction.outputs, waiting, retain_graph=False)
-    collector.end()
-    return terms
-
-
-def _pull_back(outputs: Tensor, direction: Tensor, *, retain_graph: bool) -> None:
-    try:
-        torch.autograd.backward(outputs, direction, retain_graph=retain_graph)
-    except (EngineError, Unwinding, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        raise ModelRefused(
-            f"the model raised in its backward pass: {type(error).__name__}: {str(error)[:500]}; "
-            "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",
-            pointer="/model",
-        ) from error
-
-
-def _finished(
-    job: _Job, surveyed: Survey, statistics: tuple[LayerStatistics, ...], plan: Plan, counts: tuple[int, int, int]
-) -> Collected:
+def _finished(job: PassJob, surveyed: Survey, gathered: Gathered, plan: Plan) -> Collected:
     declared: list[DeclaredLayer] = list(surveyed.declared)
     covered: list[LayerStatistics] = []
-    for found in statistics:
-        reason = _flaw(found, job.collection)
+    for layer in surveyed.treated:
+        found = gathered.statistics[layer.name]
+        reason = flaw(found, job.collection)
         if reason is None:
             covered.append(found)
         else:
-            declared.append(declare(found.layer, reason))
+            declared.append(declare(layer, reason))
     if not covered:
         reasons = ", ".join(sorted({layer.reason for layer in declared}))
         raise NothingToAnalyse(
             f"no layer of the model ({type(job.model).__name__}) could be measured: {reasons}", pointer="/model"
         )
-    factors: dict[int, Factors] = {}
-    facts: list[LayerFacts] = []
+    ordinals = {found.layer.name: ordinal for ordinal, found in enumerate(covered)}
+    facts = []
     for ordinal, found in enumerate(covered):
-        leader = found.leader if found.leader in covered else None
-        shared_with = covered.index(leader) if leader is not None else None
-        activation = factors[shared_with].A if shared_with is not None else _activation(found)
-        factors[ordinal] = Factors(
-            layer=found.layer.name,
-            form=found.layer.form,
-            bias=found.layer.bias,
-            A=activation,
-            G=_gradient(found, job.collection),
-        )
-        facts.append(_facts(ordinal, found, leader, shared_with))
-        _require_finite_factors(factors[ordinal])
+        leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
+        facts.append(_facts(ordinal, found, leader, None if leader is None else ordinals[leader.layer.name]))
+    factors = [gathered.factors[found.layer.name] for found in covered]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
-    examples, updates, passes = counts
     return Collected(
         layers=tuple(facts),
         declared=tuple(sorted(declared, key=lambda layer: order[layer.name])),
         trainable_parameters=sum(found.layer.parameter_count for found in covered)
         + sum(layer.parameter_count for layer in declared),
-        examples=examples,
-        updates=updates,
-        passes=passes,
+        examples=gathered.examples,
+        updates=gathered.updates,
+        passes=gathered.passes,
         collection=dataclasses.replace(job.collection),
         device=str(job.workspace.device),
+        storage_policy="resident" if len(plan.parts) == 1 else "laid aside",
         planned_peak_bytes=plan.largest_peak_bytes,
-        load=factors.__getitem__,
+        load=lambda ordinal: factors[ordinal](),
     )
-
-
-def _flaw(found: LayerStatistics, collection: Collection) -> str | None:
-    if found.flaw is not None:
-        return found.flaw
-    reached = found.gradients > 0 or collection.fisher == "forward_only"
-    return None if found.calls > 0 and reached else "no_gradient"
-
-
-def _activation(found: LayerStatistics) -> Tensor:
-    """A, normalised and symmetric; the 1×1 matrix 1 for an exact block; the leader's where that was declared."""
-    holder = found.leader if found.leader is not None else found
-    if holder.A is None:
-        return torch.ones(1, 1, dtype=found.G.dtype, device=found.G.device) if found.G is not None else torch.ones(1, 1)
-    # a decayed count may lie below one; without any position the sum is zero
-    normalised = holder.A.div_(holder.weight_A or 1.0)
-    holder.weight_A = 1.0
-    return normalised if normalised.ndim == 1 else mirrored_(normalised)
-
-
-def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
-    if found.G is None:
-        raise ValueError(f"layer `{found.layer.name}` was never allocated")
-    if collection.fisher == "forward_only":
-        return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device)
-    return mirrored_(found.G.div_(found.weight_G or 1.0))
 
 
 def _facts(ordinal: int, found: LayerStatistics, leader: LayerStatistics | None, shared_with: int | None) -> LayerFacts:
@@ -333,13 +183,3 @@ def _facts(ordinal: int, found: LayerStatistics, leader: LayerStatistics | None,
         rank_bound_G=found.rows_G or None,
         shared_A_with=shared_with,
     )
-
-
-def _require_finite_factors(factors: Factors) -> None:
-    for name, tensor in (("A", factors.A), ("G", factors.G)):
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteFactor(
-                f"layer `{factors.layer}`: {name} holds NaN or Inf after the last batch; activations or gradients "
-                f"overflow at {str(tensor.dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
-                layer=factors.layer,
-            )

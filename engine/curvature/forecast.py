@@ -5,7 +5,7 @@ outputs of the treated layers, which autograd and the model's other operations k
 follows from shapes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +14,11 @@ import torch
 from engine.curvature.hooks import Call
 from engine.curvature.layers.layer import TreatedLayer
 from engine.memory.budget import resident_bytes
-from engine.memory.plan import Plan, Term
+from engine.memory.plan import LIBRARY_BYTES, Plan, Term
 from engine.workspace import Workspace
+
+Source = Literal["exact", "estimated"]
+Phase = Literal["collection", "measuring", "throughout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +35,100 @@ class DryRun:
 def forecast(
     workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
 ) -> Plan:
-    """The plan for collecting ``treated``, of which a dry run has shown the sizes."""
+    """The plan for collecting ``treated``, of which a dry run has shown the sizes.
+
+    One pass where everything fits; else, given a scratch place for finished factors, as few
+    passes as the budget allows, each with as many neighbouring layers as fit by bytes.
+    """
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     item = torch.empty((), dtype=dtype).element_size()
+    groups = _groups(treated, shared, item)
+    whole = (tuple(layer.name for layer in treated),)
+    if workspace.parts is not None and {name for part in workspace.parts for name in part} == set(whole[0]):
+        return _plan(workspace, item, treated, seen, shared, groups, workspace.parts)
+    plan = _plan(workspace, item, treated, seen, shared, groups, whole)
+    allowed = workspace.memory.device_bytes if place == "device" else workspace.memory.host_bytes
+    if plan.peak_bytes(place) <= allowed or workspace.scratch is None:
+        return plan
+    empty = _plan(workspace, item, treated, seen, shared, groups, ((), ()))
+    parts = partition(groups, allowed - empty.phase_bytes(place, "collection"))
+    return plan if parts is None else _plan(workspace, item, treated, seen, shared, groups, parts)
+
+
+def partition(groups: Mapping[tuple[str, ...], int], allowed_bytes: int) -> tuple[tuple[str, ...], ...] | None:
+    """Cut ``groups`` (layers that must stay together, with their bytes) into runs of at most ``allowed_bytes``.
+
+    Filling each run before the next is opened gives the fewest runs that keep the order. None
+    where a single group is too large.
+    """
+    parts: list[tuple[str, ...]] = []
+    left = -1
+    for names, size in groups.items():
+        if size > allowed_bytes:
+            return None
+        if size > left or not parts:
+            parts.append(())
+            left = allowed_bytes
+        parts[-1] += names
+        left -= size
+    return tuple(parts)
+
+
+def _groups(treated: Sequence[TreatedLayer], shared: dict[str, str], item: int) -> dict[tuple[str, ...], int]:
+    """Layers of one shared A stay together; bytes of each group's sums, in the order of its first layer."""
+    members: dict[str, list[TreatedLayer]] = {}
+    for layer in treated:
+        members.setdefault(shared.get(layer.name, layer.name), []).append(layer)
+    return {
+        tuple(layer.name for layer in group): item
+        * sum(
+            side * side if dense else side
+            for layer in group
+            for side, dense in _sides(layer, follows=layer.name in shared)
+        )
+        for group in members.values()
+    }
+
+
+def _plan(
+    workspace: Workspace,
+    item: int,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    groups: Mapping[tuple[str, ...], int],
+    parts: tuple[tuple[str, ...], ...],
+) -> Plan:
+    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     sides = [side for layer in treated for side in _sides(layer, follows=layer.name in shared)]
-    accumulators = sum(side * side if dense else side for side, dense in sides)
     largest = max((side for side, dense in sides if dense), default=0)
     batch = min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
     scale = batch / seen.examples
     held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
     patches = max((_patches(call) for call in seen.calls), default=0)
-    sizes: tuple[tuple[str, str, int, Literal["exact", "estimated"]], ...] = (
-        ("accumulators", "Σ in² + Σ out²", accumulators * item, "exact"),
-        ("activations", "2 · batch · (inputs + outputs)", int(2 * scale * held * item), "estimated"),
-        # logits, their softmax, its gradient and the gradient's copy in the graph
-        ("outputs", "4 · batch · terms · width", int(4 * scale * seen.outputs * item), "estimated"),
-        ("patches", "batch · positions · in", int(scale * patches * item), "estimated"),
-        ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated"),
-    )
-    terms = [
-        Term(
-            name=name,
-            formula=formula,
-            size_bytes=size,
-            place=place,
-            source="exact" if source == "exact" else "estimated",
-        )
-        for name, formula, size, source in sizes
+    several = len(parts) > 1
+    most = max(sum(size for names, size in groups.items() if names[0] in part) for part in parts)
+    # logits, their softmax, its gradient and the gradient's copy in the graph
+    outputs = int(4 * scale * seen.outputs * item)
+    sizes: list[tuple[str, str, int, Source, Phase]] = [
+        ("accumulators", "Σ in² + Σ out²", most, "exact", "collection" if several else "throughout"),
+        ("activations", "2 · batch · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
+        ("outputs", "4 · batch · terms · width", outputs, "estimated", "collection"),
+        ("patches", "batch · positions · in", int(scale * patches * item), "estimated", "collection"),
+        ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "measuring"),
     ]
+    if several:
+        sizes.append(("packed factor", "n² / 2", largest * largest * item // 2, "exact", "collection"))
+        sizes.append(("one layer", "3 · n², read back", 3 * largest * largest * item, "exact", "measuring"))
+    terms = [
+        Term(name=name, formula=formula, size_bytes=size, place=place, source=source, phase=phase)
+        for name, formula, size, source, phase in sizes
+    ]
+    terms.append(
+        Term(
+            name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"
+        )
+    )
     terms.append(
         Term(name="process", formula="resident now", size_bytes=resident_bytes(), place="host", source="measured")
     )
@@ -67,7 +136,7 @@ def forecast(
         tensors = (*workspace.model.parameters(), *workspace.model.buffers())
         weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         terms.append(Term(name="weights", formula="Σ bytes", size_bytes=weights, place=place, source="exact"))
-    return Plan(terms=tuple(terms))
+    return Plan(terms=tuple(terms), parts=parts)
 
 
 def _patches(call: Call) -> int:

@@ -4,6 +4,7 @@ Measured when the job begins, from what is free then: the smaller of the kernel'
 the control group's remainder and the address-space limit, and on CUDA the driver's free bytes.
 """
 
+import ctypes
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,23 @@ def peak_bytes(device: torch.device) -> int:
     """Highest resident set so far on a CPU; highest reserved bytes on a device."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
+    status = Path("/proc/self/status")
+    if status.exists():
+        # not ru_maxrss: that one remembers the parent's peak from before this program was loaded
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def give_back_host_memory() -> None:
+    """Return what was freed to the system; glibc keeps it otherwise, and a later peak adds to it.
+
+    Without effect where the C library has no ``malloc_trim``.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def device_bytes(device: torch.device) -> tuple[int | None, int | None]:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
 
-OVERHEAD_BYTES = 256 * 2**20
-"""What the interpreter, torch and its thread buffers hold, measured on a CPU build."""
+LIBRARY_BYTES = 96 * 2**20
+"""What libraries take for themselves once work begins (BLAS, autograd's threads, files on their way
+to disk): 50 to 90 MB measured on a CPU build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +27,27 @@ class Term:
     size_bytes: int
     place: Literal["device", "host"]
     source: Literal["exact", "estimated", "measured"]
+    phase: Literal["collection", "measuring", "throughout"] = "throughout"
+    """When it is held: while the data passes through, while one layer is measured, or always."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All terms of a job, which may be held at the same time."""
+    """All terms of a job, and the passes that its layers are collected in."""
 
     terms: tuple[Term, ...]
+    parts: tuple[tuple[str, ...], ...] = ()
+    """Layers of each pass over the data; one pass collects them all wherever they fit."""
 
     def peak_bytes(self, place: Literal["device", "host"]) -> int:
-        """Bytes held at once in one place."""
-        return sum(term.size_bytes for term in self.terms if term.place == place)
+        """Bytes held at once in one place, in the phase that holds most."""
+        return max(self.phase_bytes(place, "collection"), self.phase_bytes(place, "measuring"))
+
+    def phase_bytes(self, place: Literal["device", "host"], phase: Literal["collection", "measuring"]) -> int:
+        """Bytes held at once in one place during one phase."""
+        return sum(
+            term.size_bytes for term in self.terms if term.place == place and term.phase in (phase, "throughout")
+        )
 
     @property
     def largest_peak_bytes(self) -> int:
@@ -53,6 +64,7 @@ class Plan:
             "device_peak_bytes": self.peak_bytes("device"),
             "host_peak_bytes": self.peak_bytes("host"),
             "terms": [asdict(term) for term in self.terms],
+            "parts": [list(part) for part in self.parts],
         }
 
     def require(self, budget: MemoryBudget) -> None:

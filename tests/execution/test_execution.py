@@ -66,6 +66,26 @@ def run(given: dict[str, Any]) -> tuple[list[Frame], int]:
         child.close()
 
 
+def test_passes_of_the_first_attempt_are_made_again(
+    store: Path, tmp_path: Path, done: tuple[list[Frame], int, Path]
+) -> None:
+    first = {
+        frame.ordinal: frame.outcome for frame in done[0] if isinstance(frame, LayerDone) and frame.kind == "factors"
+    }
+    names = [outcome["layer"] for outcome in first.values()]
+    (tmp_path / ".waiting").mkdir()
+    (tmp_path / ".waiting" / "of a killed attempt").touch()
+    frames, code = run(assignment(store, tmp_path, DOCUMENT, plan={"threads": 1, "parts": [[name] for name in names]}))
+    assert code == 0
+    assert not (tmp_path / ".waiting").exists()
+    again = [frame.outcome for frame in frames if isinstance(frame, LayerDone) and frame.kind == "factors"]
+    for outcome in again:
+        record, before = outcome["record"], first[outcome["ordinal"]]["record"]
+        assert (record["digest_A"], record["digest_G"]) == (before["digest_A"], before["digest_G"])
+        assert (record["passes"], record["storage_policy"]) == (len(names), "laid aside")
+        assert (before["passes"], before["storage_policy"]) == (1, "resident")
+
+
 @pytest.fixture(scope="module")
 def done(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Frame], int, Path]:
     artifacts = tmp_path_factory.mktemp("artifacts")
