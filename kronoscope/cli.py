@@ -209,8 +209,19 @@ def serve(
     ] = False,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port; default 8000, or any free one.")] = None,
     data_dir: Annotated[Path, typer.Option(help="Folder of ledger, artifacts, models and logs.")] = Path(".kronoscope"),
+    allow_factory: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:CALLABLE", help="A factory that jobs may name; * for all. May be repeated."),
+    ] = None,
+    allow_directory: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="A folder that jobs may read; * for all. May be repeated."),
+    ] = None,
 ) -> None:
     """Serve the API: with its worker (--embedded), or alone as KRONOSCOPE_* settings say."""
+    for name, listed in (("FACTORIES", allow_factory), ("DIRECTORIES", allow_directory)):
+        if listed:
+            os.environ[f"KRONOSCOPE_ALLOW_{name}"] = ",".join(listed)
     if embedded:
         raise typer.Exit(serve_embedded(data_dir, port, lambda text: _err().print(text, soft_wrap=True)))
     if port is not None:

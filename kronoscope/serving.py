@@ -23,7 +23,11 @@ class ServiceFailed(RuntimeError):
 def embedded_environment(
     environ: Mapping[str, str], folder: Path, port: int, factory_path: Path, model_store: Path
 ) -> dict[str, str]:
-    """What API and worker are told: one ledger, one folder, this machine's own files and factories allowed."""
+    """What API and worker are told: one ledger, one folder.
+
+    Factories and folders stay closed unless they are listed: there is no key on loopback, and every
+    account of the machine reaches it.
+    """
     return {
         **environ,
         "KRONOSCOPE_EMBEDDED": "1",
@@ -32,9 +36,6 @@ def embedded_environment(
         "KRONOSCOPE_DATABASE_URL": f"sqlite:///{folder / 'ledger.db'}",
         "KRONOSCOPE_ARTIFACTS": str(folder / "artifacts"),
         "KRONOSCOPE_MODEL_STORE": str(model_store),
-        # the person who starts it is the only one who reaches it
-        "KRONOSCOPE_ALLOW_FACTORIES": environ.get("KRONOSCOPE_ALLOW_FACTORIES", "*"),
-        "KRONOSCOPE_ALLOW_DIRECTORIES": environ.get("KRONOSCOPE_ALLOW_DIRECTORIES", "*"),
         "KRONOSCOPE_FACTORY_PATH": environ.get("KRONOSCOPE_FACTORY_PATH", str(factory_path)),
     }
 

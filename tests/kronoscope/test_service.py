@@ -27,8 +27,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    listed = [f"--allow-factory=mine_for_kronoscope:{name}" for name in ("model", "data", "endless")]
     with subprocess.Popen(
-        [*KRONOSCOPE, "serve", "--embedded", "--port", str(port), "--data-dir", "data"],
+        [*KRONOSCOPE, "serve", "--embedded", "--port", str(port), "--data-dir", "data", *listed],
         cwd=home, env=environment(), stderr=subprocess.PIPE, text=True,
     ) as serving:  # fmt: skip
         assert serving.stderr is not None
@@ -127,3 +128,13 @@ def test_a_taken_port_is_said(url: str, kronoscope: Run) -> None:
 
 
 assert JOB  # written into every test's folder
+
+
+def test_an_unlisted_factory_or_folder_is_refused(folder: Path, kronoscope: Run, url: str) -> None:
+    for change, pointer in (
+        ('model={source: factory, factory: "os:getcwd"}', "/model/factory"),
+        ("model={source: directory, path: /etc}", "/model/path"),
+    ):
+        done = kronoscope("submit", "job.yaml", "--set", change, "--url", url)
+        assert done.returncode == 2
+        assert pointer in done.stderr
