@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from engine.curvature.batches import Batch, mapped
 from engine.curvature.collected import Collected, LayerFacts, read_collected
 from engine.curvature.forecast import DryRun, forecast
-from engine.curvature.hooks import followers, unattributed, untouched, watched
+from engine.curvature.hooks import followers, unattributed, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare, survey
 from engine.curvature.passes import Gathered, PassJob, flaw, gather
 from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
+from engine.curvature.untouched import untouched
 from engine.errors import (
     ModelRefused,
     NonFiniteModel,

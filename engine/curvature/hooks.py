@@ -1,12 +1,11 @@
-"""Hooks: watch a model's treated layers, and leave the model exactly as it was found.
+"""Hooks: watch a model's treated layers and hand every call, and its gradient, to their statistics.
 
-No weight gradient is ever computed: every parameter is set to need none, and an output that then
-needs none either is made a leaf that does, so that gradients with respect to *outputs* flow and
-nothing else. They are bitwise the same and cost about half the backward pass.
+No weight gradient is ever computed: ``untouched`` has set every parameter to need none, and an
+output that then needs none either is made a leaf that does, so that gradients with respect to
+*outputs* flow and nothing else. They are bitwise the same and cost about half the backward pass.
 """
 
 import contextlib
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.embedding import EmbeddingLayer
-from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.curvature.layers.linear import LinearLayer
 from engine.curvature.statistics import LayerStatistics
 from engine.errors import Unwinding
@@ -30,85 +29,6 @@ class SharingBroken(Unwinding):
     def __init__(self, followers: tuple[str, ...]) -> None:
         super().__init__(", ".join(followers))
         self.followers = followers
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run ``model`` in ``eval()`` at ``dtype`` without parameter gradients; restore everything.
-
-    Flags, modes, weights, buffers, `.grad`s, hooks and the generators' state are as before
-    afterwards, whatever happens inside.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    contents = [
-        (tensor, tensor.data)
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.is_floating_point() and tensor.dtype != dtype
-    ]
-    # a model may write to its buffers, or put others in their place
-    buffers = [
-        (module, name, buffer, buffer.data, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()  # noqa: SLF001 - own buffers, each beside its module
-        if buffer is not None and buffer.layout == torch.strided
-    ]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.inference_mode(mode=False), torch.random.fork_rng(devices=devices), _full_precision(), _eager():
-        try:
-            model.eval()
-            for parameter, _ in flags:
-                parameter.requires_grad_(False)
-            for tensor, data in contents:
-                tensor.data = data.to(dtype)
-            yield
-        finally:
-            for tensor, data in contents:
-                tensor.data = data
-            for module, name, buffer, data, kept in buffers:
-                buffer.data = data
-                if not torch.equal(data, kept):
-                    data.copy_(kept)
-                module._buffers[name] = buffer  # noqa: SLF001
-            for parameter, flag in flags:
-                parameter.requires_grad_(flag)
-            for module, training in modes:
-                module.training = training
-
-
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32."""
-    switches = _switches()
-    before = [getattr(place, name) for place, name, _ in switches]
-    try:
-        for place, name, exact in switches:
-            setattr(place, name, exact)
-        yield
-    finally:
-        for (place, name, _), value in zip(switches, before, strict=True):
-            setattr(place, name, value)
-
-
-def _switches() -> list[tuple[Any, str, Any]]:
-    """What decides the precision of products, as (place, attribute, value that rounds nothing)."""
-    backends: Any = torch.backends
-    host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
-    try:
-        device = [(place, "allow_tf32", place.allow_tf32 and False) for place in (backends.cuda.matmul, backends.cudnn)]
-    except RuntimeError:
-        # a caller has used the newer switches, and then torch refuses to read the older ones
-        newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-        device = [(place, "fp32_precision", "ieee") for place in newer]
-    return [switch for switch in (*host, *device) if hasattr(switch[0], switch[1])]
-
-
-def _eager() -> contextlib.AbstractContextManager[object]:
-    """Run what the caller compiled as plain Python: code traced without our hooks would pass them by."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 @dataclass
@@ -244,10 +164,11 @@ class Collector:
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:
                 return None
-            kept = self._kept(statistics.layer, entered.detach())
+            plain = entered.detach()
+            use = Use(entered=plain, examples=self.examples, kept=self._kept(statistics.layer, plain))
             if counts:
-                statistics.add_input_(entered.detach(), self.examples, kept)
-            return self._follow(statistics, entered, output, kept)
+                statistics.add_input_(use)
+            return self._follow(statistics, use, output)
 
         return after
 
@@ -297,17 +218,15 @@ class Collector:
             kept = real if kept is None else kept & real
         return kept
 
-    def _follow(
-        self, statistics: LayerStatistics, entered: Tensor, output: Tensor, kept: Tensor | None
-    ) -> Tensor | None:
+    def _follow(self, statistics: LayerStatistics, use: Use, output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None
-        examples = self.examples
-        # only a block layer's gradient needs its input again
-        held = entered.detach() if isinstance(statistics.layer, BlockLayer) else None
+        if not isinstance(statistics.layer, BlockLayer):
+            # only a block layer's gradient needs its input again
+            use = use.without_input()
 
         def arrived(gradient: Tensor) -> None:
-            statistics.add_gradient_(gradient, held, examples, kept)
+            statistics.add_gradient_(use, gradient)
 
         if output.requires_grad:
             output.register_hook(arrived)  # type: ignore[no-untyped-call]

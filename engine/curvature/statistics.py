@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.curvature.gram import add_gram_
-from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 
 
 @dataclass(eq=False)
@@ -67,9 +67,9 @@ class LayerStatistics:
         self.weight_A *= past
         self.weight_G *= past
 
-    def add_input_(self, entered: Tensor, examples: int, kept: Tensor | None) -> None:
-        """Add ``Σ a aᵀ`` of one call; ``kept`` (P,) selects the positions that count, None takes all."""
-        layer = self.layer
+    def add_input_(self, use: Use) -> None:
+        """Add ``Σ a aᵀ`` of one call."""
+        layer, entered, kept = self.layer, use.input, use.kept
         if isinstance(layer, BlockLayer):
             self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())
             return
@@ -85,7 +85,7 @@ class LayerStatistics:
                 self.A += torch.bincount(ids, minlength=layer.fan_in).to(self.A.dtype)
             return
         if self.sharing == "reduce":
-            rows, positions = self._pooled(rows, examples, kept)
+            rows, positions = self._pooled(rows, use.examples, kept)
             self.positions += positions
         else:
             rows = rows if kept is None else rows[kept]
@@ -119,21 +119,19 @@ class LayerStatistics:
                 total[:width, width] += rows.sum(0)
             total[width, width] += rows.shape[0]
 
-    def add_gradient_(self, gradient: Tensor, entered: Tensor | None, examples: int, kept: Tensor | None) -> None:
-        """Add ``Σ g gᵀ`` of one call and one direction; ``entered`` is the input a block layer needs."""
-        layer = self.layer
+    def add_gradient_(self, use: Use, gradient: Tensor) -> None:
+        """Add ``Σ g gᵀ`` of one call and one direction; a block layer needs the call's input for it."""
+        layer, kept = self.layer, use.kept
         self.gradients += 1
         if self.G is None:
             return
         if isinstance(layer, BlockLayer):
-            if entered is None:
-                raise ValueError(f"layer `{layer.name}`: an exact block needs the layer's input")
-            rows = layer.example_gradients(entered, gradient, kept, examples)
+            rows = layer.example_gradients(use, gradient)
         else:
             rows = layer.gradient_rows(gradient)
             if self.sharing == "reduce" and layer.form == "kronecker":
                 rows = rows if kept is None else rows * kept[:, None]
-                rows = rows.view(examples, -1, rows.shape[-1]).sum(1)
+                rows = rows.view(use.examples, -1, rows.shape[-1]).sum(1)
             elif kept is not None:
                 # dropped before the product: half of a padded batch is often padding
                 rows = rows[kept]

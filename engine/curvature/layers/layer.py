@@ -6,13 +6,36 @@ Positions are ordered example by example, so P/N consecutive rows belong to one 
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 Form = Literal["kronecker", "diagonal", "block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One call of a layer: what entered it, and which of its positions count."""
+
+    entered: Tensor | None
+    """The module's input, detached; None once nothing needs it any more."""
+    examples: int
+    """N: the P positions lie example by example, P/N of each."""
+    kept: Tensor | None = None
+    """(P,) booleans: the positions that count; None where all do."""
+
+    def without_input(self) -> "Use":
+        """The same call, its input let go."""
+        return replace(self, entered=None)
+
+    @property
+    def input(self) -> Tensor:
+        """What entered; it must still be held."""
+        if self.entered is None:
+            raise ValueError("the input of this call was let go")
+        return self.entered
 
 
 @dataclass(eq=False)
@@ -106,17 +129,14 @@ class BlockLayer(TreatedLayer):
     def normalised(self, entered: Tensor) -> Tensor:
         """x̂ as (P, d): what the affine weight multiplies."""
 
-    def example_gradients(self, entered: Tensor, gradient: Tensor, kept: Tensor | None, examples: int) -> Tensor:
-        """Gradient of each example's loss with respect to (weight, bias), as (N, out_dim).
-
-        ``kept`` (P,) leaves masked positions out.
-        """
+    def example_gradients(self, use: Use, gradient: Tensor) -> Tensor:
+        """Gradient of each example's loss with respect to (weight, bias), as (N, out_dim)."""
         rows = self.gradient_rows(gradient)
-        if kept is not None:
-            rows = rows * kept[:, None]
+        if use.kept is not None:
+            rows = rows * use.kept[:, None]
         parts = []
         if self.weight:
-            parts.append((self.normalised(entered) * rows).view(examples, -1, self.fan_out).sum(1))
+            parts.append((self.normalised(use.input) * rows).view(use.examples, -1, self.fan_out).sum(1))
         if self.bias:
-            parts.append(rows.view(examples, -1, self.fan_out).sum(1))
+            parts.append(rows.view(use.examples, -1, self.fan_out).sum(1))
         return torch.cat(parts, dim=1)

@@ -1,0 +1,88 @@
+"""Untouched: run a model for measuring, and leave it exactly as it was found."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Run ``model`` in ``eval()`` at ``dtype`` without parameter gradients; restore everything.
+
+    Flags, modes, weights, buffers, `.grad`s, hooks and the generators' state are as before
+    afterwards, whatever happens inside.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    contents = [
+        (tensor, tensor.data)
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.is_floating_point() and tensor.dtype != dtype
+    ]
+    # a model may write to its buffers, or put others in their place
+    buffers = [
+        (module, name, buffer, buffer.data, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()  # noqa: SLF001 - own buffers, each beside its module
+        if buffer is not None and buffer.layout == torch.strided
+    ]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.inference_mode(mode=False), torch.random.fork_rng(devices=devices), _full_precision(), _eager():
+        try:
+            model.eval()
+            for parameter, _ in flags:
+                parameter.requires_grad_(False)
+            for tensor, data in contents:
+                tensor.data = data.to(dtype)
+            yield
+        finally:
+            for tensor, data in contents:
+                tensor.data = data
+            for module, name, buffer, data, kept in buffers:
+                buffer.data = data
+                if not torch.equal(data, kept):
+                    data.copy_(kept)
+                module._buffers[name] = buffer  # noqa: SLF001
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+            for module, training in modes:
+                module.training = training
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32."""
+    switches = _switches()
+    before = [getattr(place, name) for place, name, _ in switches]
+    try:
+        for place, name, exact in switches:
+            setattr(place, name, exact)
+        yield
+    finally:
+        for (place, name, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+
+
+def _switches() -> list[tuple[Any, str, Any]]:
+    """What decides the precision of products, as (place, attribute, value that rounds nothing)."""
+    backends: Any = torch.backends
+    host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
+    try:
+        device = [(place, "allow_tf32", place.allow_tf32 and False) for place in (backends.cuda.matmul, backends.cudnn)]
+    except RuntimeError:
+        # a caller has used the newer switches, and then torch refuses to read the older ones
+        newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        device = [(place, "fp32_precision", "ieee") for place in newer]
+    return [switch for switch in (*host, *device) if hasattr(switch[0], switch[1])]
+
+
+def _eager() -> contextlib.AbstractContextManager[object]:
+    """Run what the caller compiled as plain Python: code traced without our hooks would pass them by."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
