@@ -25,6 +25,8 @@ class Use:
     """N: the P positions lie example by example, P/N of each."""
     kept: Tensor | None = None
     """(P,) booleans: the positions that count; None where all do."""
+    owners: Tensor | None = None
+    """(P,) the example each position belongs to, where they do not lie example by example; else None."""
 
     def without_input(self) -> "Use":
         """The same call, its input let go."""
