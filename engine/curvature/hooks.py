@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.curvature.joint import Meeting
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.embedding import EmbeddingLayer
-from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
+from engine.curvature.layers.layer import TreatedLayer, Use
 from engine.curvature.layers.linear import LinearLayer
 from engine.curvature.statistics import LayerStatistics
 from engine.errors import Unwinding
@@ -106,9 +107,14 @@ class Collector:
     """Calls of the forward pass that left no graph."""
     _pairs: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     """(follower, leader) of every pair that a layer belongs to."""
+    _meetings: dict[str, Meeting] = field(default_factory=dict)
+    """Of the layers whose inputs and gradients are wanted together."""
 
     def __post_init__(self) -> None:
         """Look up who shares with whom, once."""
+        for statistics in self.statistics:
+            if statistics.joint:
+                self._meetings[statistics.layer.name] = Meeting(statistics.add_met_)
         for follower in self.statistics:
             if follower.leader is not None:
                 pair = follower.layer.name, follower.leader.layer.name
@@ -122,6 +128,11 @@ class Collector:
         self.returning = False
         for record in (self._seen, self._calls, self._ungraphed):
             record.clear()
+
+    def returned(self) -> None:
+        """Close one backward pass."""
+        for meeting in self._meetings.values():
+            meeting.close()
 
     def end(self) -> None:
         """Close one batch.
@@ -221,12 +232,15 @@ class Collector:
     def _follow(self, statistics: LayerStatistics, use: Use, output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None
-        if not isinstance(statistics.layer, BlockLayer):
-            # only a block layer's gradient needs its input again
+        name = statistics.layer.name
+        meeting = self._meetings.get(name)
+        if meeting is None:
             use = use.without_input()
 
         def arrived(gradient: Tensor) -> None:
             statistics.add_gradient_(use, gradient)
+            if meeting is not None:
+                meeting.arrive(use, gradient, self._calls[name])
 
         if output.requires_grad:
             output.register_hook(arrived)  # type: ignore[no-untyped-call]

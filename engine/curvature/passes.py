@@ -184,10 +184,12 @@ def _update(job: PassJob, batch: Batch, collector: Collector) -> int:
         for direction in directions(prediction, batch.index, job.task.likelihood, job.collection):
             if waiting is not None:
                 _pull_back(prediction.outputs, waiting, retain_graph=True)
+                collector.returned()
             waiting = direction
         if waiting is not None:
             # the last one frees the graph as it goes
             _pull_back(prediction.outputs, waiting, retain_graph=False)
+            collector.returned()
     collector.end()
     return terms
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.curvature.gram import add_gram_
+from engine.curvature.joint import Met, block_gradients
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 
 
@@ -119,22 +120,31 @@ class LayerStatistics:
                 total[:width, width] += rows.sum(0)
             total[width, width] += rows.shape[0]
 
+    @property
+    def joint(self) -> bool:
+        """Whether inputs and gradients are wanted together."""
+        return isinstance(self.layer, BlockLayer)
+
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Add ``Σ g gᵀ`` of one call and one direction; a block layer needs the call's input for it."""
+        """Add ``Σ g gᵀ`` of one call and one direction; a block layer's comes with ``add_met_``."""
         layer, kept = self.layer, use.kept
         self.gradients += 1
-        if self.G is None:
+        if self.G is None or isinstance(layer, BlockLayer):
             return
-        if isinstance(layer, BlockLayer):
-            rows = layer.example_gradients(use, gradient)
-        else:
-            rows = layer.gradient_rows(gradient)
-            if self.sharing == "reduce" and layer.form == "kronecker":
-                rows = rows if kept is None else rows * kept[:, None]
-                rows = rows.view(use.examples, -1, rows.shape[-1]).sum(1)
-            elif kept is not None:
-                # dropped before the product: half of a padded batch is often padding
-                rows = rows[kept]
-        rows = rows.to(self.G.dtype)
+        rows = layer.gradient_rows(gradient)
+        if self.sharing == "reduce" and layer.form == "kronecker":
+            rows = rows if kept is None else rows * kept[:, None]
+            rows = rows.view(use.examples, -1, rows.shape[-1]).sum(1)
+        elif kept is not None:
+            # dropped before the product: half of a padded batch is often padding
+            rows = rows[kept]
+        self._add_rows_(self.G, rows)
+
+    def add_met_(self, met: Met) -> None:
+        """Add what needs inputs and gradients of all calls of one direction together."""
+        if isinstance(self.layer, BlockLayer) and self.G is not None:
+            self._add_rows_(self.G, block_gradients(self.layer, met))
+
+    def _add_rows_(self, total: Tensor, rows: Tensor) -> None:
         self.rows_G += rows.shape[0]
-        add_gram_(self.G, rows)
+        add_gram_(total, rows.to(total.dtype))

@@ -166,6 +166,25 @@ def test_batch_norm_block_is_exact_over_positions() -> None:
     assert relative_error(kronecker(whole, "1"), truth) < EXACT
 
 
+def test_block_of_a_norm_called_twice_is_exact() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(torch.tanh(self.norm(x))))
+
+    model = seeded(Twice)
+    nn.init.normal_(model.norm.weight)
+    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
+    whole = collect(model, [(x, y)], "classification")
+    truth = ggn_block(model, x, y, "cross_entropy", ("norm.weight", "norm.bias"), stacked("norm.weight", "norm.bias"))
+    # an example's gradient is the sum over both calls, squared only then
+    assert relative_error(kronecker(whole, "norm"), truth) < EXACT
+
+
 def test_frozen_weight_leaves_the_bias_alone() -> None:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()

@@ -32,12 +32,28 @@ class Use:
         """The same call, its input let go."""
         return replace(self, entered=None)
 
+    def of_examples(self, start: int, stop: int) -> "Use":
+        """The same call for the examples from ``start`` to ``stop``, which must lie example by example."""
+        if self.owners is not None:
+            raise ValueError("the positions of this call do not lie example by example")
+        return Use(
+            entered=of_examples(self.input, self.examples, start, stop),
+            examples=stop - start,
+            kept=None if self.kept is None else of_examples(self.kept, self.examples, start, stop),
+        )
+
     @property
     def input(self) -> Tensor:
         """What entered; it must still be held."""
         if self.entered is None:
             raise ValueError("the input of this call was let go")
         return self.entered
+
+
+def of_examples(tensor: Tensor, examples: int, start: int, stop: int) -> Tensor:
+    """The rows of the examples from ``start`` to ``stop``: a view, dimension 0 holding N equal runs."""
+    each = tensor.shape[0] // examples
+    return tensor[start * each : stop * each]
 
 
 @dataclass(eq=False)
@@ -95,6 +111,10 @@ class TreatedLayer(ABC):
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """``g`` as (P, d_out) from the gradient of the module's output."""
+
+    def pair(self, use: Use, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """``a`` (P, d_in without the ones) and ``g`` (P, d_out) of one call, row by row the same positions."""
+        return self.activation_rows(use.input), self.gradient_rows(gradient)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
         """Whether rows of the input can be told apart by example."""
