@@ -4,6 +4,7 @@
 in the CLI; the service takes them only where its operator lists them.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -211,9 +212,17 @@ class Task:
     """Null takes the task's usual loss: cross-entropy, or `mse` for regression and sentence embeddings."""
     ignore_index: int = -100
     """Targets of this value are no loss terms."""
+    class_weights: tuple[float, ...] | None = option(None, known_as="weight")
+    """One number for each class, for `cross_entropy`: a term weighs what its label's class does, and the mean
+    divides by these weights, as torch's `CrossEntropyLoss(weight=…)` does."""
+    label_smoothing: float = 0.0
+    """Share of every label that is spread over all classes, for `cross_entropy`."""
+    positive_weights: tuple[float, ...] | None = option(None, known_as="pos_weight")
+    """One number for each output, or one for all, for `bce`: what a positive label weighs against a negative
+    one, as torch's `BCEWithLogitsLoss(pos_weight=…)`."""
 
     def __post_init__(self) -> None:
-        """Refuse losses that the task has no outputs for."""
+        """Refuse losses that the task has no outputs for, and weights that the loss has no use for."""
         classes = self.type in ("causal_lm", "masked_lm")
         if classes and self.loss not in (None, "cross_entropy", "model"):
             raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`; take `cross_entropy` or `model`")
@@ -221,6 +230,26 @@ class Task:
             raise FieldError("loss", "`cross_entropy` needs classes; take `mse` or `bce`, or `type: classification`")
         if self.type == "sentence_embedding" and self.loss not in (None, "mse"):
             raise FieldError("loss", f"`{self.loss}` does not fit `sentence_embedding`, a Gaussian model: take `mse`")
+
+        self._require_weights()
+
+    def _require_weights(self) -> None:
+        given = {
+            "class_weights": ("cross_entropy", self.class_weights is not None),
+            "label_smoothing": ("cross_entropy", self.label_smoothing != 0),
+            "positive_weights": ("bce", self.positive_weights is not None),
+        }
+        for name, (loss, present) in given.items():
+            if present and self.likelihood == "model":
+                raise FieldError(
+                    name, f"has no place in `loss: model`: the model weighs its own loss; leave `{name}` out"
+                )
+            if present and self.likelihood != loss:
+                raise FieldError(name, f"belongs to `{loss}`, and the loss is `{self.likelihood}`; leave it out")
+        if not 0 <= self.label_smoothing < 1:
+            raise FieldError("label_smoothing", f"is {self.label_smoothing}; take a share from 0 to below 1")
+        require_weights("class_weights", self.class_weights)
+        require_weights("positive_weights", self.positive_weights)
 
     @property
     def likelihood(self) -> Loss:
@@ -232,6 +261,17 @@ def require_positive(field: str, value: int | None) -> None:
     """Raise unless ``value`` is absent or at least one."""
     if value is not None and value < 1:
         raise FieldError(field, f"is {value}; take 1 or more")
+
+
+def require_weights(field: str, weights: tuple[float, ...] | None) -> None:
+    """Raise unless ``weights`` is absent, or finite numbers of 0 or more of which one is not 0."""
+    if weights is None:
+        return
+    for place, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise FieldError(field, f"holds {weight} at place {place}; take finite weights of 0 or more")
+    if not any(weights):
+        raise FieldError(field, "holds no weight above 0, so nothing would count; give at least one")
 
 
 def require_path(field: str, value: str) -> None:

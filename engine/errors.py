@@ -9,6 +9,7 @@
     │   ├── NonFiniteFactor      a layer's factor holds NaN or Inf
     │   ├── EmptyData            no example, or no loss term, arrived
     │   ├── WrongShape           outputs and targets do not fit each other, or the task
+    │   ├── NoLikelihood         the model's own loss has no distribution to take a Fisher of
     │   ├── ModelRefused         the model raised on a batch
     │   ├── NothingToAnalyse     no trainable parameter in a treated layer
     │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
@@ -72,6 +73,12 @@ class WrongShape(UsageError):
     """Two shapes contradict each other; the message names both."""
 
     code = "wrong_shape"
+
+
+class NoLikelihood(UsageError):
+    """The model's own loss was asked for more than its gradient."""
+
+    code = "no_likelihood"
 
 
 class ModelRefused(UsageError):

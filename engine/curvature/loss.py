@@ -12,6 +12,12 @@ Losses are sums over examples and terms. ``mse`` is Σ(f−y)² without ½, so t
 with variance ½; ``mse`` and ``bce`` average over the C outputs of a term, which divides the
 Hessian by C.
 
+A weight is a count: a term of weight w is w terms of weight one, so its directions carry √w under
+every Fisher. With class weights w and smoothing ε, torch's term is ``−Σ_c t_c log p_c`` for
+``t = (1−ε) w_y e_y + (ε/C) w``; it weighs ``W = Σ t``, has the Hessian ``W (diag p − p pᵀ)`` and, at
+the data's label, the direction ``(W p − t)/√W``. ``bce`` with positive weights v weighs an output
+``W = 1 + (v−1) y`` alike.
+
 References:
     Martens (2020), New insights and perspectives on the natural gradient method
     Kunstner, Balles & Hennig (2019), Limitations of the empirical Fisher approximation
@@ -24,26 +30,35 @@ import torch
 from torch import Tensor
 
 from catalog.collection import Collection
-from catalog.inputs import Loss
-from engine.curvature.prediction import Prediction
+from catalog.inputs import Loss, Task
+from engine.curvature.prediction import Prediction, label_weights
 from engine.curvature.sampling import categories, normals, uniforms
-from engine.errors import WrongShape
+from engine.errors import NoLikelihood, WrongShape
 
 
-def directions(prediction: Prediction, index: Tensor, loss: Loss, collection: Collection) -> Iterator[Tensor]:
+def directions(prediction: Prediction, index: Tensor, task: Task, collection: Collection) -> Iterator[Tensor]:
     """Vectors (N, R, C) to pull back through the graph of ``prediction.outputs``; none for `forward_only`.
 
     Raises:
         WrongShape: If `empirical` is asked for and the data has no targets.
+        NoLikelihood: If anything but `empirical` is asked of the model's own loss.
     """
     if collection.fisher == "forward_only":
         return
-    outputs = prediction.outputs.detach()
+    outputs, loss = prediction.outputs.detach(), task.likelihood
     if loss == "model":
+        if collection.fisher != "empirical":
+            raise NoLikelihood(
+                f"`loss: model` is a number without a known likelihood, so there is nothing to take "
+                f"`fisher: {collection.fisher}` of; take `collection.fisher: empirical`, or name the loss",
+                pointer="/collection/fisher",
+            )
         # the model's own loss is a mean over its terms; G is of the sum
         yield torch.full_like(outputs, float(prediction.terms))
         return
     counted = prediction.valid.unsqueeze(-1).to(outputs.dtype)
+    if prediction.weights is not None:
+        counted = counted * prediction.weights.sqrt()
     if collection.fisher == "mc":
         for sample in range(collection.samples):
             sampled = _sampled(outputs, index, loss, collection.seed, sample)
@@ -53,9 +68,9 @@ def directions(prediction: Prediction, index: Tensor, loss: Loss, collection: Co
             raise WrongShape(
                 "`fisher: empirical` needs targets in the data; give them, or take `fisher: mc`", pointer="/data"
             )
-        yield _observed(outputs, prediction.targets, prediction.valid, loss).mul_(counted)
+        yield _observed(prediction, prediction.targets, task).mul_(counted)
     else:
-        yield from _columns(outputs, prediction.valid, loss)
+        yield from _columns(outputs, prediction.valid, counted, loss)
 
 
 def _sampled(outputs: Tensor, index: Tensor, loss: Loss, seed: int, sample: int) -> Tensor:
@@ -78,21 +93,43 @@ def _sampled(outputs: Tensor, index: Tensor, loss: Loss, seed: int, sample: int)
     return (probability - labels.to(outputs.dtype)).div_(math.sqrt(width))
 
 
-def _observed(outputs: Tensor, targets: Tensor, valid: Tensor, loss: Loss) -> Tensor:
-    """Gradient of the summed loss at the data's labels, as (N, R, C)."""
+def _observed(prediction: Prediction, targets: Tensor, task: Task) -> Tensor:
+    """Gradient of the summed loss at the data's labels, for a weight of one, as (N, R, C)."""
+    outputs, weights, loss = prediction.outputs.detach(), prediction.weights, task.likelihood
     if loss == "cross_entropy":
         gradient = torch.softmax(outputs, -1)
         # ignored targets lie outside the classes; their terms are zeroed by the caller
-        labels = torch.where(valid, targets, 0)
-        return gradient.scatter_add_(-1, labels.unsqueeze(-1), _minus_one(gradient))
+        labels = torch.where(prediction.valid, targets, 0).unsqueeze(-1)
+        return _subtract_label_(gradient, labels, weights, task)
     width = outputs.shape[-1]
     if loss == "mse":
         return (outputs - targets).mul_(2 / math.sqrt(width))
-    return (torch.sigmoid(outputs) - targets).div_(math.sqrt(width))
+    probability = torch.sigmoid(outputs)
+    if weights is not None:
+        # v y (σ − 1) + (1 − y) σ = W σ − v y, and W − v y = 1 − y
+        targets = torch.where(weights > 0, 1 - (1 - targets) / weights, probability)
+    return (probability - targets).div_(math.sqrt(width))
 
 
-def _columns(outputs: Tensor, valid: Tensor, loss: Loss) -> Iterator[Tensor]:
+def _subtract_label_(gradient: Tensor, labels: Tensor, weights: Tensor | None, task: Task) -> Tensor:
+    """Subtract t/W, the label as the loss sees it, from ``gradient`` (N, R, C), for ``labels`` (N, R, 1)."""
+    width, smoothing = gradient.shape[-1], task.label_smoothing
+    own = torch.full_like(gradient[..., :1], smoothing - 1)
+    if weights is None or task.class_weights is None:
+        if smoothing:
+            gradient.sub_(smoothing / width)
+        return gradient.scatter_add_(-1, labels, own)
+    classes = label_weights(task.class_weights, "class_weights", gradient)
+    share = weights.reciprocal().where(weights > 0, torch.zeros_like(weights))  # a term of no weight is zeroed later
+    if smoothing:
+        gradient.sub_(share * classes, alpha=smoothing / width)
+    return gradient.scatter_add_(-1, labels, own * share * classes[labels])
+
+
+def _columns(outputs: Tensor, valid: Tensor, counted: Tensor, loss: Loss) -> Iterator[Tensor]:
     """Columns S of the loss Hessian's square root, S Sᵀ = H, of one loss term at a time.
+
+    ``counted`` (N, R, 1 or C) is the root of what each term weighs.
 
     Terms go one by one: pulled back together, the cross products of two terms would enter G.
     """
@@ -101,7 +138,7 @@ def _columns(outputs: Tensor, valid: Tensor, loss: Loss) -> Iterator[Tensor]:
         if not bool(valid[:, term].any()):
             continue
         here = outputs[:, term]
-        keep = valid[:, term, None].to(outputs.dtype)
+        keep = counted[:, term]
         for component in range(width):
             column = torch.zeros_like(outputs)
             column[:, term] = keep * _column(here, component, loss)

@@ -166,6 +166,11 @@ def _run(
             f"all targets of the {examples} examples are ignored, so there is no loss term; correct the targets",
             pointer="/data",
         )
+    if job.task.class_weights is not None and all(found.weight_G == 0 for found in all_statistics):
+        raise EmptyData(
+            f"the classes of all {terms} targets weigh 0, so nothing counts; correct the weights or the targets",
+            pointer="/task/class_weights",
+        )
     return all_statistics, examples, updates
 
 
@@ -175,13 +180,13 @@ def _update(job: PassJob, batch: Batch, collector: Collector) -> int:
     with torch.set_grad_enabled(collector.gradients):
         prediction = predict(job.model, batch, job.task)
     collector.returning = True
-    terms = prediction.terms
+    terms, divisor = prediction.terms, prediction.divisor
     for statistics in collector.statistics:
-        statistics.weight_G += terms
+        statistics.weight_G += divisor
         statistics.terms += terms
     if prediction.outputs.requires_grad and terms:
         waiting: Tensor | None = None
-        for direction in directions(prediction, batch.index, job.task.likelihood, job.collection):
+        for direction in directions(prediction, batch.index, job.task, job.collection):
             if waiting is not None:
                 _pull_back(prediction.outputs, waiting, retain_graph=True)
                 collector.returned()

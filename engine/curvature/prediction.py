@@ -29,11 +29,20 @@ class Prediction:
     """(N, R) int64 classes, or (N, R, C) numbers."""
     valid: Tensor
     """(N, R) booleans: loss terms that count."""
+    weights: Tensor | None = None
+    """(N, R, 1), or (N, R, C) for `bce`: what the Hessian of each term is multiplied by; None where by one."""
+    weighed: float | None = None
+    """Sum of the label's weights over the terms that count, which torch's weighted mean divides by."""
 
     @property
     def terms(self) -> int:
         """Loss terms that count."""
         return int(self.valid.sum())
+
+    @property
+    def divisor(self) -> float:
+        """What the mean loss divides the sum over these terms by."""
+        return self.terms if self.weighed is None else self.weighed
 
 
 def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
@@ -215,6 +224,7 @@ def _ids(batch: Batch) -> Any:  # noqa: ANN401
 def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
     flat = outputs.reshape(batch.size, -1, outputs.shape[-1])
     if not isinstance(targets, Tensor):
+        _require_labels(task.class_weights, "class_weights")
         valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
         return Prediction(outputs=flat, targets=None, valid=valid)
     if targets.shape != outputs.shape[:-1] or targets.is_floating_point():
@@ -233,7 +243,38 @@ def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
             f"correct the targets, or mark them {task.ignore_index} to be ignored",
             pointer="/data",
         )
-    return Prediction(outputs=flat, targets=classes, valid=valid)
+    if task.class_weights is None:
+        return Prediction(outputs=flat, targets=classes, valid=valid)
+    weights = label_weights(task.class_weights, "class_weights", flat)
+    own = weights[torch.where(valid, classes, 0)]
+    weighed = float(own[valid].to(torch.float64).sum())
+    # the smoothed part of a label weighs what all classes do on average, whatever the label
+    hessian = own if task.label_smoothing == 0 else own.lerp(weights.mean(), task.label_smoothing)
+    return Prediction(outputs=flat, targets=classes, valid=valid, weights=hessian.unsqueeze(-1), weighed=weighed)
+
+
+def label_weights(weights: tuple[float, ...], field: str, outputs: Tensor) -> Tensor:
+    """``weights`` as a tensor (C,) beside ``outputs`` (…, C).
+
+    Raises:
+        WrongShape: If there is not one for each output.
+    """
+    width = outputs.shape[-1]
+    if len(weights) != width:
+        raise WrongShape(
+            f"`{field}` holds {len(weights)} numbers, but the model has {width} outputs; give one for each",
+            pointer=f"/task/{field}",
+        )
+    return torch.tensor(weights, dtype=outputs.dtype, device=outputs.device)
+
+
+def _require_labels(weights: tuple[float, ...] | None, field: str) -> None:
+    if weights is not None:
+        raise WrongShape(
+            f"`{field}` weighs each term by its label, and the data has no targets; "
+            f"give targets, or leave `{field}` out",
+            pointer=f"/task/{field}",
+        )
 
 
 def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
@@ -254,4 +295,23 @@ def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
             )
         wanted = targets.reshape(flat.shape).to(flat.dtype)
     valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
-    return Prediction(outputs=flat, targets=wanted, valid=valid)
+    weights = _positive(flat, wanted, task) if task.likelihood == "bce" else None
+    return Prediction(outputs=flat, targets=wanted, valid=valid, weights=weights)
+
+
+def _positive(outputs: Tensor, targets: Tensor | None, task: Task) -> Tensor | None:
+    """What the Hessian of each output (N, R, C) weighs: w where the label is 1, one where it is 0."""
+    if targets is None:
+        _require_labels(task.positive_weights, "positive_weights")
+        return None
+    if targets.numel() and not (float(targets.min()) >= 0 and float(targets.max()) <= 1):
+        raise WrongShape(
+            f"`bce` needs targets between 0 and 1; they reach from {float(targets.min()):.4g} to "
+            f"{float(targets.max()):.4g}: correct the targets, or take `loss: mse`",
+            pointer="/data",
+        )
+    if task.positive_weights is None:
+        return None
+    given = task.positive_weights
+    spread = given * outputs.shape[-1] if len(given) == 1 else given
+    return (label_weights(spread, "positive_weights", outputs) - 1) * targets + 1
