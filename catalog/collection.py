@@ -31,6 +31,9 @@ class Collection:
     """Every Nth batch enters the factors."""
     ema_decay: float | None = option(None, known_as="ema")
     """Weight that the past keeps at each update; null is the plain average."""
+    min_coverage: float | None = None
+    """Least share (0 to 1) of the trainable numbers that must be covered, or the job fails before it computes; null
+    asks only that what is not covered is declared, which always holds."""
 
     def __post_init__(self) -> None:
         """Refuse values outside their meaning."""
@@ -46,6 +49,8 @@ class Collection:
             raise FieldError("update_freq", f"is {self.update_freq}; take 1 (every batch) or more")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise FieldError("ema_decay", f"is {self.ema_decay}; take a number between 0 and 1, or null")
+        if self.min_coverage is not None and not 0 <= self.min_coverage <= 1:
+            raise FieldError("min_coverage", f"is {self.min_coverage}; take a share from 0 to 1, or null")
 
 
 @record

@@ -12,9 +12,11 @@
     │   ├── NoLikelihood         the model's own loss has no distribution to take a Fisher of
     │   ├── ModelRefused         the model raised on a batch
     │   ├── NothingToAnalyse     no trainable parameter in a treated layer
+    │   ├── CoverageTooLow       less is covered than `collection.min_coverage` asks
     │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
     │   ├── BrokenFactors        stored factors do not read as written
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
+    ├── CoverageBroken           covered and declared do not add up to trainable (fatal: a fault of ours)
     └── NotConverged             every rung of the eigendecomposition failed (fatal: the operator)
 
 An ``Unwinding`` is no error: it leaves nested calls, the user's model included, for a reason of ours.
@@ -93,6 +95,12 @@ class NothingToAnalyse(UsageError):
     code = "nothing_to_analyse"
 
 
+class CoverageTooLow(UsageError):
+    """A smaller share is covered than the caller asks for."""
+
+    code = "coverage_too_low"
+
+
 class BiasColumnMismatch(UsageError):
     """A factor or gradient has a bias column where its layer has none, or lacks it."""
 
@@ -109,6 +117,12 @@ class BudgetExceeded(UsageError):
     """The plan's peak exceeds the budget."""
 
     code = "budget_exceeded"
+
+
+class CoverageBroken(EngineError):
+    """A trainable number is counted twice, or not at all."""
+
+    code = "coverage_broken"
 
 
 class NotConverged(EngineError):

@@ -29,6 +29,7 @@ from catalog.complaints import complaints
 from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
 from catalog.record import plain
+from engine.curvature.coverage_law import surveyed
 from engine.errors import StopRequested
 from engine.memory.budget import MemoryBudget
 from engine.workspace import Workspace
@@ -184,6 +185,8 @@ def _compute(
         workspace.stored = _stored(document, assignment, surroundings)
     else:
         loaded = _load_model(document, surroundings)
+        # what the modules alone show of the coverage, before data is read and a device is touched
+        surveyed(loaded.model, document.collection)
         data = _load_data(document, loaded, surroundings)
         workspace.model = loaded.model.to(device)
         workspace.batches, workspace.examples = data.batches, data.examples

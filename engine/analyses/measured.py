@@ -16,6 +16,7 @@ from catalog.analysis import Coverage, LayerResult
 from catalog.layer_record import Branch, LayerRecord, Observed
 from engine.curvature.collected import Collected, LayerFacts, write_factors, write_index
 from engine.curvature.collection import collected
+from engine.curvature.coverage_law import reason_counts
 from engine.curvature.eigenvalues import eigenvalues
 from engine.curvature.factors import Factors, digest
 from engine.curvature.layers.coverage import DeclaredLayer
@@ -235,9 +236,7 @@ def _declared_result(
 
 def coverage(whole: Collected) -> Coverage:
     """The coverage law: covered + declared = trainable, counted by parameter."""
-    reasons: dict[str, int] = {}
-    for layer in whole.declared:
-        reasons[layer.reason] = reasons.get(layer.reason, 0) + layer.parameter_count
+    reasons = reason_counts(whole.declared)
     return Coverage(
         trainable_parameters=whole.trainable_parameters,
         covered_parameters=whole.covered_parameters,

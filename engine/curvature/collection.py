@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from engine.curvature.batches import Batch, mapped
 from engine.curvature.collected import Collected, LayerFacts, read_collected
+from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
 from engine.curvature.forecast import DryRun, forecast
 from engine.curvature.hooks import followers, unattributed, watched
-from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare, survey
-from engine.curvature.passes import Gathered, PassJob, flaw, gather
+from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
+from engine.curvature.passes import Gathered, PassJob, flaw, foreseen_flaw, gather
 from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.untouched import untouched
@@ -53,34 +54,18 @@ def _collect(workspace: Workspace) -> Collected:
         workspace=workspace, model=workspace.model, task=workspace.task, collection=workspace.collection, dtype=dtype
     )
     _require_finite(job.model)
-    surveyed = _surveyed(job.model)
+    found = surveyed(job.model, job.collection)
+    trainable = trainable_numbers(job.model)
     with untouched(job.model, dtype):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        seen, mixed = _dry_run(job, surveyed)
-        shared = followers(seen.calls, surveyed.treated)
-        plan = forecast(workspace, dtype, surveyed.treated, seen, shared)
+        seen, mixed = _dry_run(job, found)
+        _require_coverage_so_far(job, found, trainable, mixed)
+        shared = followers(seen.calls, found.treated)
+        plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
         workspace.planned(plan.as_json())
         plan.require(workspace.memory)
-        return _finished(job, surveyed, gather(job, surveyed, shared, mixed, plan), plan)
-
-
-def _surveyed(model: nn.Module) -> Survey:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        # batch norm is treated by its running statistics, which only evaluation mode uses
-        model.eval()
-        found = survey(model)
-    finally:
-        for module, training in modes:
-            module.training = training
-    if not found.treated:
-        reasons = sorted({layer.reason for layer in found.declared}) or ["no trainable parameter"]
-        raise NothingToAnalyse(
-            f"the model ({type(model).__name__}) has no layer that can be treated: {', '.join(reasons)}",
-            pointer="/model",
-        )
-    return found
+        return _finished(job, found, trainable, gather(job, found, shared, mixed, plan), plan)
 
 
 def _require_finite(model: nn.Module) -> None:
@@ -102,32 +87,45 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _dry_run(job: PassJob, surveyed: Survey) -> tuple[DryRun, frozenset[str]]:
+def _dry_run(job: PassJob, survey: Survey) -> tuple[DryRun, frozenset[str]]:
     """What one example, repeated, shows of the model; and the layers that mix examples."""
     batch = next(job.batches())
     if job.collection.batch_size == 1:
         # every position is the only example's
-        return _seen(job, surveyed, batch, 1), frozenset()
-    few, more = (_seen(job, surveyed, batch, times) for times in _DRY_EXAMPLES)
+        return _seen(job, survey, batch, 1), frozenset()
+    few, more = (_seen(job, survey, batch, times) for times in _DRY_EXAMPLES)
     return few, unattributed(few.calls, more.calls, _DRY_EXAMPLES)
 
 
-def _seen(job: PassJob, surveyed: Survey, batch: Batch, times: int) -> DryRun:
+def _seen(job: PassJob, survey: Survey, batch: Batch, times: int) -> DryRun:
     def repeated(tensor: Tensor) -> Tensor:
         return tensor[:1].repeat_interleave(times, 0)
 
     same = Batch(
         inputs=mapped(batch.inputs, repeated), targets=mapped(batch.targets, repeated), index=repeated(batch.index)
     )
-    with torch.no_grad(), watched(surveyed.treated) as calls:
+    with torch.no_grad(), watched(survey.treated) as calls:
         prediction = predict(job.model, same, job.task)
     return DryRun(calls=calls, examples=times, outputs=prediction.outputs.numel())
 
 
-def _finished(job: PassJob, surveyed: Survey, gathered: Gathered, plan: Plan) -> Collected:
-    declared: list[DeclaredLayer] = list(surveyed.declared)
+def _require_coverage_so_far(job: PassJob, survey: Survey, trainable: int, mixed: frozenset[str]) -> None:
+    """Fail before anything large is allocated, where too little will be covered whatever the data still call."""
+    declared = list(survey.declared)
+    covered = []
+    for layer in survey.treated:
+        reason = foreseen_flaw(layer, job.collection, mixed)
+        if reason is None:
+            covered.append(layer)
+        else:
+            declared.append(declare(layer, reason))
+    require_coverage(trainable, covered, declared, job.collection)
+
+
+def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, plan: Plan) -> Collected:
+    declared: list[DeclaredLayer] = list(survey.declared)
     covered: list[LayerStatistics] = []
-    for layer in surveyed.treated:
+    for layer in survey.treated:
         found = gathered.statistics[layer.name]
         reason = flaw(found, job.collection)
         if reason is None:
@@ -139,6 +137,7 @@ def _finished(job: PassJob, surveyed: Survey, gathered: Gathered, plan: Plan) ->
         raise NothingToAnalyse(
             f"no layer of the model ({type(job.model).__name__}) could be measured: {reasons}", pointer="/model"
         )
+    require_coverage(trainable, [found.layer for found in covered], declared, job.collection)
     ordinals = {found.layer.name: ordinal for ordinal, found in enumerate(covered)}
     facts = []
     for ordinal, found in enumerate(covered):
@@ -149,8 +148,7 @@ def _finished(job: PassJob, surveyed: Survey, gathered: Gathered, plan: Plan) ->
     return Collected(
         layers=tuple(facts),
         declared=tuple(sorted(declared, key=lambda layer: order[layer.name])),
-        trainable_parameters=sum(found.layer.parameter_count for found in covered)
-        + sum(layer.parameter_count for layer in declared),
+        trainable_parameters=trainable,
         examples=gathered.examples,
         updates=gathered.updates,
         passes=gathered.passes,

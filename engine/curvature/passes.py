@@ -138,10 +138,7 @@ def _run(
         # a leader stands before its followers
         leader = by_name[shared[layer.name]] if layer.name in shared else None
         statistics = LayerStatistics(layer=layer, sharing=sharing, leader=leader)
-        if layer.name in mixed:
-            statistics.flaw = "batch_not_first"
-        elif collection.fisher == "forward_only" and isinstance(layer, BlockLayer):
-            statistics.flaw = "needs_gradients"
+        statistics.flaw = foreseen_flaw(layer, collection, mixed)
         statistics.allocate(job.dtype, workspace.device)
         by_name[layer.name] = statistics
     all_statistics = tuple(by_name.values())
@@ -210,6 +207,13 @@ def _pull_back(outputs: Tensor, direction: Tensor, *, retain_graph: bool) -> Non
             "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",
             pointer="/model",
         ) from error
+
+
+def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[str]) -> str | None:
+    """Why a treated layer must be declared, as far as is known before the first pass."""
+    if layer.name in mixed:
+        return "batch_not_first"
+    return "needs_gradients" if collection.fisher == "forward_only" and isinstance(layer, BlockLayer) else None
 
 
 def flaw(found: LayerStatistics, collection: Collection) -> str | None:
