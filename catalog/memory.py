@@ -10,15 +10,23 @@ _AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-z]{0,3})", re.IGNORE
 
 @record
 class Memory:
-    """Budgets: `auto` (what is free when the job is claimed), `"20GiB"`, or a fraction of what is free."""
+    """How much may be held, and how to keep within it.
+
+    Budgets are `auto` (what is free when the job is claimed), `"20GiB"`, or a fraction of what is free.
+    """
 
     device: str | float = "auto"
     host: str | float = "auto"
+    micro_batch: int | None = None
+    """Examples that go through the model at once: a batch goes in slices of this size, which changes the
+    statistics by rounding only. Null: the whole batch, or the fewest equal slices that fit."""
 
     def __post_init__(self) -> None:
         """Refuse amounts that cannot be read."""
         for name in ("device", "host"):
             amount_bytes(name, getattr(self, name), free_bytes=2**40)
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise FieldError("micro_batch", f"is {self.micro_batch}; take 1 or more, or null to let the plan choose")
 
 
 def amount_bytes(field: str, amount: str | float, free_bytes: int) -> int:

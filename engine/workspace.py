@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task
+from catalog.memory import Memory
 from engine.memory.budget import MemoryBudget
+from engine.memory.plan import Chosen
 
 
 class Artifacts(Protocol):
@@ -67,8 +69,10 @@ class Workspace:
     """Factors collected earlier, in place of model, batches and task."""
     scratch: Artifacts | None = None
     """Where collected factors wait that do not fit into memory together; without it, they must fit."""
-    parts: tuple[tuple[str, ...], ...] | None = None
-    """The passes of an earlier attempt's plan, to be made again: another partition is another plan."""
+    memory_options: Memory = field(default_factory=Memory)
+    """How to keep within the budget."""
+    chosen: Chosen | None = None
+    """What an earlier attempt's plan chose, to be done again: another choice is another plan."""
     examples: int | None = None
     """Examples in the data, where known: only for progress."""
     completed: frozenset[tuple[str, int]] = frozenset()

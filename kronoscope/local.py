@@ -223,6 +223,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         collection=collection or Collection(),
         stabilisation=stabilisation or Stabilisation(),
         memory=MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(memory, device),
+        memory_options=memory or Memory(),
         device=device,
         kinds=tuple(kinds),
         keep=("factors",),

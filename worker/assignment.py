@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.memory.plan import Chosen
+
 _MAX_BYTES = 16 * 2**20
 
 
@@ -19,8 +21,8 @@ class Assignment:
     """The model store."""
     completed: frozenset[tuple[str, int]]
     threads: int | None
-    parts: tuple[tuple[str, ...], ...] | None
-    """The passes of the first attempt's plan."""
+    chosen: Chosen | None
+    """What the first attempt's plan chose."""
     paths: tuple[Path, ...]
     factories: tuple[str, ...]
     directories: tuple[str, ...]
@@ -46,7 +48,7 @@ def read_assignment(raw: bytes) -> Assignment:
             store=Path(value.get("store") or Path.home() / ".cache" / "kronoscope"),
             completed=frozenset((str(kind), int(ordinal)) for kind, ordinal in value.get("completed") or ()),
             threads=value.get("threads"),
-            parts=_parts(value.get("plan")),
+            chosen=Chosen.read(value["plan"]) if value.get("plan") else None,
             paths=tuple(Path(path) for path in value.get("paths") or ()),
             factories=tuple(allowed.get("factories") or ()),
             directories=tuple(allowed.get("directories") or ()),
@@ -56,8 +58,3 @@ def read_assignment(raw: bytes) -> Assignment:
     except (KeyError, TypeError, AttributeError) as error:
         message = f"not an assignment: {error!r}"
         raise ValueError(message) from error
-
-
-def _parts(plan: dict[str, Any] | None) -> tuple[tuple[str, ...], ...] | None:
-    parts = (plan or {}).get("parts")
-    return tuple(tuple(str(name) for name in part) for part in parts) if parts else None

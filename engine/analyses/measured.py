@@ -139,7 +139,7 @@ def _measure(
             samples=whole.collection.samples if whole.collection.fisher == "mc" else None,
             seed=whole.collection.seed if whole.collection.fisher == "mc" else None,
             passes=whole.passes,
-            micro_batch=whole.collection.batch_size,
+            micro_batch=whole.micro_batch,
             digest_A=digest_a,
             digest_G=digest_g,
             rungs_A=rungs_a,

@@ -41,6 +41,11 @@ class Batch:
                 return mask.bool()
         return None
 
+    def slices(self, size: int) -> Iterator["Batch"]:
+        """The same examples, at most ``size`` at a time."""
+        for start in range(0, self.size, size):
+            yield _sliced(self, start, min(start + size, self.size))
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """A copy on ``device``, floating-point numbers as ``dtype``.
 
@@ -112,9 +117,7 @@ def batched(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Bat
 
 def _cut(waiting: list[Batch], batch_size: int) -> Iterator[Batch]:
     if waiting:
-        whole = _joined(waiting)
-        for start in range(0, whole.size, batch_size):
-            yield _sliced(whole, start, min(start + batch_size, whole.size))
+        yield from _joined(waiting).slices(batch_size)
 
 
 def _read(chunk: object, start: int) -> Batch:

@@ -56,6 +56,8 @@ class Collected:
     device: str
     storage_policy: str
     """`resident`: in memory together; `laid aside`: in a scratch place; `stored`: of an earlier job."""
+    micro_batch: int | None
+    """Examples that went through the model at once; None where an earlier job did not say."""
     planned_peak_bytes: int | None
     load: Callable[[int], Factors]
     """Factors of one ordinal."""
@@ -110,6 +112,7 @@ def write_index(artifacts: Artifacts, collected: Collected, digests: Mapping[int
             "examples": collected.examples,
             "updates": collected.updates,
             "passes": collected.passes,
+            "micro_batch": collected.micro_batch,
             "layers": layers,
             "declared": [asdict(layer) for layer in collected.declared],
         },
@@ -146,6 +149,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
         collection=collection,
         device="cpu",
         storage_policy="stored",
+        micro_batch=index.get("micro_batch"),
         planned_peak_bytes=None,
         load=lambda ordinal: _load(artifacts, by_ordinal[ordinal]),
         **counts,

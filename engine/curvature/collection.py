@@ -65,6 +65,7 @@ def _collect(workspace: Workspace) -> Collected:
         del seen
         workspace.planned(plan.as_json())
         plan.require(workspace.memory)
+        job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch)
         return _finished(job, found, trainable, gather(job, found, shared, mixed, plan), plan)
 
 
@@ -154,7 +155,8 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
         passes=gathered.passes,
         collection=dataclasses.replace(job.collection),
         device=str(job.workspace.device),
-        storage_policy="resident" if len(plan.parts) == 1 else "laid aside",
+        storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
+        micro_batch=plan.chosen.micro_batch,
         planned_peak_bytes=plan.largest_peak_bytes,
         load=lambda ordinal: factors[ordinal](),
     )

@@ -14,7 +14,7 @@ import torch
 from engine.curvature.hooks import Call
 from engine.curvature.layers.layer import TreatedLayer
 from engine.memory.budget import resident_bytes
-from engine.memory.plan import LIBRARY_BYTES, Plan, Term
+from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Term
 from engine.workspace import Workspace
 
 Source = Literal["exact", "estimated"]
@@ -37,22 +37,47 @@ def forecast(
 ) -> Plan:
     """The plan for collecting ``treated``, of which a dry run has shown the sizes.
 
-    One pass where everything fits; else, given a scratch place for finished factors, as few
-    passes as the budget allows, each with as many neighbouring layers as fit by bytes.
+    One pass with whole batches where everything fits; else one pass with the fewest equal slices
+    of a batch that fit; else, given a scratch place for finished factors, as few passes as the
+    smallest slices allow, each with as many neighbouring layers as fit by bytes, and then the
+    fewest slices that need no further pass.
     """
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     item = torch.empty((), dtype=dtype).element_size()
     groups = _groups(treated, shared, item)
-    whole = (tuple(layer.name for layer in treated),)
-    if workspace.parts is not None and {name for part in workspace.parts for name in part} == set(whole[0]):
-        return _plan(workspace, item, treated, seen, shared, groups, workspace.parts)
-    plan = _plan(workspace, item, treated, seen, shared, groups, whole)
+    names = tuple(layer.name for layer in treated)
+    replayed = workspace.chosen
+    if replayed is not None and {name for part in replayed.parts for name in part} == set(names):
+        return _plan(workspace, item, treated, seen, shared, groups, replayed)
     allowed = workspace.memory.device_bytes if place == "device" else workspace.memory.host_bytes
-    if plan.peak_bytes(place) <= allowed or workspace.scratch is None:
-        return plan
-    empty = _plan(workspace, item, treated, seen, shared, groups, ((), ()))
-    parts = partition(groups, allowed - empty.phase_bytes(place, "collection"))
-    return plan if parts is None else _plan(workspace, item, treated, seen, shared, groups, parts)
+    plans = [
+        _plan(workspace, item, treated, seen, shared, groups, Chosen(parts=(names,), micro_batch=size))
+        for size in _slice_sizes(workspace)
+    ]
+    for plan in plans:
+        if plan.peak_bytes(place) <= allowed:
+            return plan
+    if workspace.scratch is not None:
+        cuts = []
+        for size in _slice_sizes(workspace):
+            empty = _plan(workspace, item, treated, seen, shared, groups, Chosen(parts=((), ()), micro_batch=size))
+            parts = partition(groups, allowed - empty.phase_bytes(place, "collection"))
+            if parts is not None:
+                cuts.append(Chosen(parts=parts, micro_batch=size))
+        if cuts:
+            # of equally many passes the first, which has the fewest slices
+            fewest = min(cuts, key=lambda chosen: len(chosen.parts))
+            return _plan(workspace, item, treated, seen, shared, groups, fewest)
+    return plans[-1]
+
+
+def _slice_sizes(workspace: Workspace) -> list[int]:
+    """Examples at once, from the whole batch to one; each stands for a number of equal slices."""
+    batch = min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
+    asked = workspace.memory_options.micro_batch
+    if asked is not None:
+        return [min(asked, batch)]
+    return sorted({-(-batch // slices) for slices in range(1, batch + 1)}, reverse=True)
 
 
 def partition(groups: Mapping[tuple[str, ...], int], allowed_bytes: int) -> tuple[tuple[str, ...], ...] | None:
@@ -97,24 +122,23 @@ def _plan(
     seen: DryRun,
     shared: dict[str, str],
     groups: Mapping[tuple[str, ...], int],
-    parts: tuple[tuple[str, ...], ...],
+    chosen: Chosen,
 ) -> Plan:
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     sides = [side for layer in treated for side in _sides(layer, follows=layer.name in shared)]
     largest = max((side for side, dense in sides if dense), default=0)
-    batch = min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
-    scale = batch / seen.examples
+    scale = (chosen.micro_batch or workspace.collection.batch_size) / seen.examples
     held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
     patches = max((_patches(call) for call in seen.calls), default=0)
-    several = len(parts) > 1
-    most = max(sum(size for names, size in groups.items() if names[0] in part) for part in parts)
+    several = len(chosen.parts) > 1
+    most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
     sizes: list[tuple[str, str, int, Source, Phase]] = [
         ("accumulators", "Σ in² + Σ out²", most, "exact", "collection" if several else "throughout"),
-        ("activations", "2 · batch · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
-        ("outputs", "4 · batch · terms · width", outputs, "estimated", "collection"),
-        ("patches", "batch · positions · in", int(scale * patches * item), "estimated", "collection"),
+        ("activations", "2 · slice · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
+        ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
+        ("patches", "slice · positions · in", int(scale * patches * item), "estimated", "collection"),
         ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "measuring"),
     ]
     if several:
@@ -136,7 +160,7 @@ def _plan(
         tensors = (*workspace.model.parameters(), *workspace.model.buffers())
         weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         terms.append(Term(name="weights", formula="Σ bytes", size_bytes=weights, place=place, source="exact"))
-    return Plan(terms=tuple(terms), parts=parts)
+    return Plan(terms=tuple(terms), chosen=chosen)
 
 
 def _patches(call: Call) -> int:

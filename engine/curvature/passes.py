@@ -37,6 +37,8 @@ class PassJob:
     task: Task
     collection: Collection
     dtype: torch.dtype
+    micro_batch: int | None = None
+    """Examples that go through the model at once; None is the whole batch."""
 
     def batches(self) -> Iterator[Batch]:
         """The data, anew, in batches on the device."""
@@ -65,9 +67,9 @@ def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozen
         EngineError: As ``engine.errors`` lists.
     """
     gathered = Gathered(statistics={}, factors={})
-    for number, part in enumerate(plan.parts):
+    for number, part in enumerate(plan.chosen.parts):
         layers = tuple(layer for layer in surveyed.treated if layer.name in set(part))
-        progress = _Progress(job.workspace, number, len(plan.parts))
+        progress = _Progress(job.workspace, number, len(plan.chosen.parts))
         while True:
             gathered.passes += 1
             try:
@@ -77,7 +79,7 @@ def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozen
                 # rare: a model that feeds its layers differently from batch to batch
                 shared = {name: leader for name, leader in shared.items() if name not in broken.followers}
         gathered.statistics |= {found.layer.name: found for found in statistics}
-        _keep(job, gathered, statistics, aside=len(plan.parts) > 1)
+        _keep(job, gathered, statistics, aside=len(plan.chosen.parts) > 1)
     return gathered
 
 
@@ -172,7 +174,16 @@ def _run(
 
 
 def _update(job: PassJob, batch: Batch, collector: Collector) -> int:
-    """Let one batch enter the statistics; returns its loss terms."""
+    """Let one batch enter the statistics, a slice at a time; returns its loss terms.
+
+    Both factors are sums over examples, of the summed loss: slices change nothing but the order
+    of the additions.
+    """
+    return sum(_enter(job, part, collector) for part in batch.slices(job.micro_batch or batch.size))
+
+
+def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
+    """Let examples that go through the model together enter the statistics; returns their loss terms."""
     collector.begin(batch.size, positions(batch, job.task))
     with torch.set_grad_enabled(collector.gradients):
         prediction = predict(job.model, batch, job.task)

@@ -142,6 +142,9 @@ def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: A
     else:
         # (N, …, C) numbers are one term for each vector of C
         valid = torch.ones(batch.size, math.prod(targets.shape[1:-1]), dtype=torch.bool, device=targets.device)
+    if not bool(valid.any()):
+        # the mean over no term is NaN; such examples still count in A
+        loss = torch.zeros_like(loss.detach())
     return Prediction(outputs=loss.reshape(1, 1, 1), targets=None, valid=valid)
 
 

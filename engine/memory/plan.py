@@ -6,8 +6,8 @@ budget before anything large is allocated; what does not fit is refused with the
 it so.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from engine.errors import BudgetExceeded
@@ -32,12 +32,32 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """All terms of a job, and the passes that its layers are collected in."""
+class Chosen:
+    """What a plan decides and numbers depend on, by rounding at least; stored with the job.
 
-    terms: tuple[Term, ...]
+    A job's first attempt decides, and every later one replays it, whatever is free by then.
+    """
+
     parts: tuple[tuple[str, ...], ...] = ()
     """Layers of each pass over the data; one pass collects them all wherever they fit."""
+    micro_batch: int | None = None
+    """Examples that go through the model at once; None is the whole batch."""
+
+    @classmethod
+    def read(cls, plan: Mapping[str, Any]) -> "Chosen":
+        """What the plan document of an earlier attempt chose."""
+        parts = plan.get("parts") or ()
+        return cls(
+            parts=tuple(tuple(str(name) for name in part) for part in parts), micro_batch=plan.get("micro_batch")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All terms of a job, and what was chosen so that they fit."""
+
+    terms: tuple[Term, ...]
+    chosen: Chosen = field(default_factory=Chosen)
 
     def peak_bytes(self, place: Literal["device", "host"]) -> int:
         """Bytes held at once in one place, in the phase that holds most."""
@@ -64,7 +84,7 @@ class Plan:
             "device_peak_bytes": self.peak_bytes("device"),
             "host_peak_bytes": self.peak_bytes("host"),
             "terms": [asdict(term) for term in self.terms],
-            "parts": [list(part) for part in self.parts],
+            **asdict(self.chosen),
         }
 
     def require(self, budget: MemoryBudget) -> None:
@@ -80,7 +100,7 @@ class Plan:
                     f"the plan needs {readable_bytes(needed)} of {place} memory "
                     f"and the budget is {readable_bytes(allowed)}: "
                     + ", ".join(_largest(self.terms, place))
-                    + f"; raise `memory.{place}`, lower `collection.batch_size`, or analyse fewer layers at a time",
+                    + f"; raise `memory.{place}`, or analyse fewer layers at a time",
                     pointer=f"/memory/{place}",
                 )
 

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from catalog.memory import Memory
 from engine.analyses.factors import collect_factors
 from engine.curvature import forecast
 from engine.curvature.collection import collected
 from engine.curvature.forecast import partition
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget, resident_bytes
-from engine.memory.plan import LIBRARY_BYTES
+from engine.memory.plan import LIBRARY_BYTES, Chosen
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -70,6 +74,8 @@ def space(host_bytes: int | None, dtype: str = "float32") -> Workspace:
     if host_bytes is not None:
         made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
         made.scratch = MemoryArtifacts()
+        # another number of slices would change the order of the additions, hence the digests
+        made.memory_options = Memory(micro_batch=4)
     return made
 
 
@@ -114,14 +120,50 @@ def test_without_a_scratch_place_it_is_refused() -> None:
         collected(made)
 
 
+class Planned(Exception):
+    """Ends a collection once its plan stands."""
+
+
+def planned(budget: int) -> dict[str, Any]:
+    plans: list[Mapping[str, Any]] = []
+
+    def stop(plan: Mapping[str, Any]) -> None:
+        plans.append(plan)
+        raise Planned
+
+    made = space(budget)
+    made.examples, made.planned, made.memory_options = 20, stop, Memory()
+    made.collection = replace(made.collection, batch_size=20)
+    with pytest.raises(Planned):
+        collected(made)
+    return dict(plans[0])
+
+
+def test_slices_of_a_batch_come_before_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "resident_bytes", lambda: 0)
+    seen: list[tuple[int, int]] = []
+    for extra in range(16 * 2**20, 2**20, -(2**18)):
+        plan = planned(LIBRARY_BYTES + extra)
+        if plan["host_peak_bytes"] <= LIBRARY_BYTES + extra:
+            seen.append((len(plan["parts"]), plan["micro_batch"]))
+    in_one = [size for passes, size in seen if passes == 1]
+    # less memory never takes larger slices, and passes begin where smaller ones do not help any more
+    assert in_one[0] == 20
+    assert in_one[-1] <= 2
+    assert in_one == sorted(in_one, reverse=True)
+    assert all(size in {-(-20 // slices) for slices in range(1, 21)} for size in in_one)
+    assert [passes for passes, _ in seen] == sorted(passes for passes, _ in seen)
+    assert seen[-1][0] > 1
+
+
 def test_passes_of_an_earlier_plan_are_made_again() -> None:
     made = space(2**40)
     deep = tuple(f"deep.{place}" for place in range(40))
-    made.parts = (("table", "norm"), ("q", "k", "unused"), (*deep, "head"))
+    made.chosen = Chosen(parts=(("table", "norm"), ("q", "k", "unused"), (*deep, "head")), micro_batch=4)
     assert digests(made) == digests(space(None))
     assert collected(made).passes == 3
     made = space(2**40)
-    made.parts = (("another",), ("model",))
+    made.chosen = Chosen(parts=(("another",), ("model",)))
     assert collected(made).passes == 1
 
 
