@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.curvature.batches import Batch, mapped
 from engine.curvature.collected import Collected, LayerFacts, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
+from engine.curvature.finiteness import witnessed
 from engine.curvature.forecast import DryRun, forecast
 from engine.curvature.hooks import followers, unattributed, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
@@ -91,10 +92,12 @@ def _require_finite(model: nn.Module) -> None:
 def _dry_run(job: PassJob, survey: Survey) -> tuple[DryRun, frozenset[str]]:
     """What one example, repeated, shows of the model; and the layers that mix examples."""
     batch = next(job.batches())
-    if job.collection.batch_size == 1:
-        # every position is the only example's
-        return _seen(job, survey, batch, 1), frozenset()
-    few, more = (_seen(job, survey, batch, times) for times in _DRY_EXAMPLES)
+    with witnessed(job.model, job.task) as witness:
+        witness.look_at(batch, 0)
+        if job.collection.batch_size == 1:
+            # every position is the only example's
+            return _seen(job, survey, batch, 1), frozenset()
+        few, more = (_seen(job, survey, batch, times) for times in _DRY_EXAMPLES)
     return few, unattributed(few.calls, more.calls, _DRY_EXAMPLES)
 
 

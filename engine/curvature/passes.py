@@ -15,6 +15,7 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.curvature.batches import Batch, batched
 from engine.curvature.factors import Factors, mirrored_
+from engine.curvature.finiteness import witnessed
 from engine.curvature.hooks import Collector, SharingBroken
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
@@ -149,14 +150,16 @@ def _run(
     examples = updates = terms = 0
     # a model that draws numbers in evaluation mode draws the same ones in every run
     torch.manual_seed(collection.seed)
-    with collector.attached(), torch.enable_grad():
+    with witnessed(job.model, job.task) as witness, collector.attached(), torch.enable_grad():
         for number, batch in enumerate(job.batches()):
             workspace.checkpoint()
+            witness.look_at(batch, number)
             if number % collection.update_freq == 0:
                 if collection.ema_decay is not None and updates:
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
                 terms += _update(job, batch, collector)
+                witness.require_finite(all_statistics)
                 examples += batch.size
                 updates += 1
             progress.report(number + 1, batch_count)

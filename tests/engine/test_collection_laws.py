@@ -336,7 +336,7 @@ def test_bad_models_and_data_are_refused_by_name() -> None:
         refused(batches=lambda: iter([x]))
     with pytest.raises(ModelRefused, match="check that data and model belong together"):
         refused(batches=lambda: iter([(x[:, :3], y)]))
-    with pytest.raises(NonFiniteLoss, match="NaN or Inf"):
+    with pytest.raises(NonFiniteLoss, match="inputs hold 8 NaN or infinite numbers in batch 0"):
         refused(batches=lambda: iter([(x * float("inf"), y)]))
     with pytest.raises(NothingToAnalyse, match="no trainable parameter"):
         refused(model=nn.Flatten())
