@@ -6,16 +6,18 @@ checked before anything large is allocated.
 """
 
 import dataclasses
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from engine.curvature.batches import Batch, mapped
+from engine.curvature.broadcast import proven
 from engine.curvature.collected import Collected, LayerFacts, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
 from engine.curvature.finiteness import witnessed
 from engine.curvature.forecast import DryRun, forecast
-from engine.curvature.hooks import followers, unattributed, watched
+from engine.curvature.hooks import followers, shared_tables, unattributed, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.passes import Gathered, PassJob, flaw, foreseen_flaw, gather
 from engine.curvature.prediction import predict
@@ -59,7 +61,7 @@ def _collect(workspace: Workspace) -> Collected:
     trainable = trainable_numbers(job.model)
     with untouched(job.model, dtype):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        seen, mixed = _dry_run(job, found)
+        job, seen, mixed = _dry_run(job, found)
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
@@ -89,28 +91,45 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _dry_run(job: PassJob, survey: Survey) -> tuple[DryRun, frozenset[str]]:
-    """What one example, repeated, shows of the model; and the layers that mix examples."""
+def _dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[str]]:
+    """What one example, repeated, shows of the model: the job with its tables, a run, the layers that mix examples."""
     batch = next(job.batches())
     with witnessed(job.model, job.task) as witness:
         witness.look_at(batch, 0)
         if job.collection.batch_size == 1:
             # every position is the only example's
-            return _seen(job, survey, batch, 1), frozenset()
-        few, more = (_seen(job, survey, batch, times) for times in _DRY_EXAMPLES)
-    return few, unattributed(few.calls, more.calls, _DRY_EXAMPLES)
+            return job, _seen(job, survey, _repeated(batch, 1)), frozenset()
+        fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
+        few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+        tables = shared_tables(few.calls, many.calls)
+        if tables:
+            job = dataclasses.replace(job, tables=proven(tables, partial(_disturbed, job, survey, fewer)))
+            few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+    return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
 
 
-def _seen(job: PassJob, survey: Survey, batch: Batch, times: int) -> DryRun:
+def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
+    """Outputs of ``batch`` with ``tables`` spread over it, the last copy of one of them disturbed."""
+    torch.manual_seed(job.collection.seed)
+    # without its labels: the outputs of one example must be told from another's
+    unlabelled = dataclasses.replace(job.task, loss=None)
+    with torch.no_grad(), watched(survey.treated, batch.size, tables, disturb):
+        return predict(job.model, batch, unlabelled).outputs
+
+
+def _repeated(batch: Batch, times: int) -> Batch:
     def repeated(tensor: Tensor) -> Tensor:
         return tensor[:1].repeat_interleave(times, 0)
 
-    same = Batch(
+    return Batch(
         inputs=mapped(batch.inputs, repeated), targets=mapped(batch.targets, repeated), index=repeated(batch.index)
     )
-    with torch.no_grad(), watched(survey.treated) as calls:
-        prediction = predict(job.model, same, job.task)
-    return DryRun(calls=calls, examples=times, outputs=prediction.outputs.numel())
+
+
+def _seen(job: PassJob, survey: Survey, batch: Batch) -> DryRun:
+    with torch.no_grad(), watched(survey.treated, batch.size, job.tables) as calls:
+        prediction = predict(job.model, batch, job.task)
+    return DryRun(calls=calls, examples=batch.size, outputs=prediction.outputs.numel())
 
 
 def _require_coverage_so_far(job: PassJob, survey: Survey, trainable: int, mixed: frozenset[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.curvature.broadcast import disturbed, lacks_examples, spread
 from engine.curvature.joint import Meeting
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.embedding import EmbeddingLayer
@@ -44,14 +45,29 @@ class Call:
 
 
 @contextlib.contextmanager
-def watched(layers: tuple[TreatedLayer, ...]) -> Iterator[list[Call]]:
-    """List every call of ``layers``, in order; holds the tensors until the list is dropped."""
+def watched(
+    layers: tuple[TreatedLayer, ...],
+    examples: int = 1,
+    tables: frozenset[str] = frozenset(),
+    disturb: str | None = None,
+) -> Iterator[list[Call]]:
+    """List every call of ``layers``, in order; holds the tensors until the list is dropped.
+
+    The ``tables`` are spread over the ``examples``, and the last example's copy of ``disturb`` is disturbed.
+    """
     calls: list[Call] = []
 
     def watch(layer: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:  # noqa: ANN401
             entered = _entered(args, kwargs)
-            calls.append(Call(layer, entered, output, _version(entered)))
+            version, instead = _version(entered), None
+            if layer.name in tables and lacks_examples(entered):
+                instead = spread(output, entered, examples)
+                entered = spread(entered, entered, examples)
+                if layer.name == disturb:
+                    instead = disturbed(instead)
+            calls.append(Call(layer, entered, output if instead is None else instead, version))
+            return instead
 
         return after
 
@@ -99,6 +115,8 @@ class Collector:
     """Examples of the current batch."""
     positions: Tensor | None = None
     """(N, T) booleans of the current batch; None where all positions count."""
+    tables: frozenset[str] = frozenset()
+    """Embeddings that are looked up once for a batch, to be spread over its examples."""
     returning: bool = False
     """The backward pass has begun."""
     _seen: dict[str, _Entered] = field(default_factory=dict)
@@ -171,15 +189,20 @@ class Collector:
                 self._check_sharing(statistics, entered)
             if len(args) + len(kwargs) > 1:
                 statistics.flaw = "several_inputs"
+            instead = None
+            if statistics.layer.name in self.tables and lacks_examples(entered):
+                instead = output = spread(output, entered, self.examples)
+                entered = spread(entered, entered, self.examples)
             if statistics.flaw is None and not statistics.layer.batch_first(entered, self.examples):
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:
-                return None
+                return instead
             plain = entered.detach()
             use = Use(entered=plain, examples=self.examples, kept=self._kept(statistics.layer, plain))
             if counts:
                 statistics.add_input_(use)
-            return self._follow(statistics, use, output)
+            followed = self._follow(statistics, use, output)
+            return instead if followed is None else followed
 
         return after
 
@@ -287,6 +310,18 @@ def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int])
     }
     left, right = (_sizes(calls) for calls in (fewer, more))
     return frozenset(mixed | {name for name in left | right if left[name] * examples[1] != right[name] * examples[0]})
+
+
+def shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
+    """Embeddings that were called alike for fewer and for more examples, each time without a dimension for them."""
+    sizes: dict[str, list[list[int]]] = {}
+    refused: set[str] = set()
+    for place, calls in enumerate((fewer, more)):
+        for call in calls:
+            sizes.setdefault(call.layer.name, [[], []])[place].append(call.entered.numel())
+            if not isinstance(call.layer, EmbeddingLayer) or not lacks_examples(call.entered):
+                refused.add(call.layer.name)
+    return tuple(name for name, (left, right) in sizes.items() if name not in refused and left == right)
 
 
 def _sizes(calls: list[Call]) -> Counter[str]:

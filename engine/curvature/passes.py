@@ -40,6 +40,8 @@ class PassJob:
     dtype: torch.dtype
     micro_batch: int | None = None
     """Examples that go through the model at once; None is the whole batch."""
+    tables: frozenset[str] = frozenset()
+    """Embeddings that are looked up once for a batch, to be spread over its examples."""
 
     def batches(self) -> Iterator[Batch]:
         """The data, anew, in batches on the device."""
@@ -145,7 +147,7 @@ def _run(
         statistics.allocate(job.dtype, workspace.device)
         by_name[layer.name] = statistics
     all_statistics = tuple(by_name.values())
-    collector = Collector(statistics=all_statistics, gradients=collection.fisher != "forward_only")
+    collector = Collector(statistics=all_statistics, gradients=collection.fisher != "forward_only", tables=job.tables)
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     examples = updates = terms = 0
     # a model that draws numbers in evaluation mode draws the same ones in every run

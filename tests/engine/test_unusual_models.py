@@ -169,34 +169,6 @@ def test_a_forward_replaced_on_one_module_is_declared() -> None:
     assert ("q", "overridden_forward") in [(layer.name, layer.reason) for layer in whole.declared]
 
 
-class Positioned(nn.Module):
-    """Tokens plus a table of positions that is looked up once and broadcast."""
-
-    def __init__(self, leading: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.token, self.position = nn.Embedding(9, 4), nn.Embedding(8, 4)
-        self.scale, self.head = nn.Linear(4, 4), nn.Linear(4, 9)
-        self.leading = leading
-        self.double()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1])
-        if self.leading:
-            places = places[None]
-        return self.head(self.token(ids) + self.scale(self.position(places)))
-
-
-@pytest.mark.parametrize("leading", [False, True])
-@pytest.mark.parametrize("batch_size", [2, 4, 8])
-def test_what_is_broadcast_over_the_batch_is_declared(leading: bool, batch_size: int) -> None:
-    # eight positions: a multiple of the batch, which flattened positions would be too
-    ids = torch.randint(0, 9, (8, 8), generator=torch.Generator().manual_seed(1))
-    whole = collect(Positioned(leading), [(ids, ids)], "causal_lm", fisher="mc", batch_size=batch_size)
-    reasons = {layer.name: layer.reason for layer in whole.declared}
-    assert reasons == {"position": "batch_not_first", "scale": "batch_not_first"}
-
-
 def test_positions_before_examples_are_declared_even_where_there_are_as_many() -> None:
     class Sequential(nn.Module):
         def __init__(self) -> None:
