@@ -43,6 +43,9 @@ class Artifacts(Protocol):
             FileNotFoundError: If nothing has that name.
         """
 
+    def remove(self, name: str) -> None:
+        """Let go of what has that name, if anything has."""
+
 
 def _ignore(*_: object) -> None:
     """Report to nobody."""
@@ -68,7 +71,12 @@ class Workspace:
     stored: Artifacts | None = None
     """Factors collected earlier, in place of model, batches and task."""
     scratch: Artifacts | None = None
-    """Where collected factors wait that do not fit into memory together; without it, they must fit."""
+    """Where collected factors wait that do not fit into memory together, and where checkpoints stand;
+    without it, factors must fit and nothing is resumed."""
+    checkpoint_seconds: float = 0.0
+    """Between two checkpoints of a collection under way; 0 makes none, and resumes none."""
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    """What must be equal, besides the engine's own, for an earlier attempt's checkpoint to be gone on with."""
     memory_options: Memory = field(default_factory=Memory)
     """How to keep within the budget."""
     chosen: Chosen | None = None
@@ -87,3 +95,8 @@ class Workspace:
     """Receives the memory plan before anything large is allocated."""
     shared: dict[str, Any] = field(default_factory=dict)
     """What one analysis of a job leaves for the next: the collection, the spectra."""
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether checkpoints are made: there is a place for them, and an interval."""
+        return self.scratch is not None and self.checkpoint_seconds > 0

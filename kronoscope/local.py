@@ -101,6 +101,9 @@ class _Folder:
         del value
         raise PermissionError(f"{name}: factors of an earlier job are read, never written")
 
+    def remove(self, name: str) -> None:
+        raise PermissionError(f"{name}: factors of an earlier job are read, never removed")
+
 
 class _Held:
     """Artifacts of an analysis in this process: kept in memory."""
@@ -120,6 +123,9 @@ class _Held:
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
         return copy.deepcopy(self._find(name))
+
+    def remove(self, name: str) -> None:
+        self._kept.pop(name, None)
 
     def _find(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
         if name not in self._kept:

@@ -37,6 +37,10 @@ class MemoryArtifacts:
             raise FileNotFoundError(name)
         return self.tables[name]
 
+    def remove(self, name: str) -> None:
+        self.tensors.pop(name, None)
+        self.tables.pop(name, None)
+
 
 def workspace(
     model: nn.Module, chunks: list[tuple[Any, ...]], task: str, loss: str | None = None, **options: Any

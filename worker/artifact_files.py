@@ -114,6 +114,10 @@ class ArtifactFiles:
         except (ValueError, RecursionError) as error:
             raise Refusal(f"{path.name} is not valid JSON", pointer="/factors", code="broken_factors") from error
 
+    def remove(self, name: str) -> None:
+        """Delete a file; one that is gone already is no error."""
+        self._path(name).unlink(missing_ok=True)
+
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name for an artifact")
@@ -152,6 +156,10 @@ class StoredFactors(ArtifactFiles):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, _never)
+
+    def remove(self, name: str) -> None:
+        """Never: they are another job's."""
+        _never(name)
 
     def _path(self, name: str) -> Path:
         return super()._path(name.removeprefix("factors/"))

@@ -17,9 +17,10 @@ from engine.curvature.collected import Collected, LayerFacts, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
 from engine.curvature.finiteness import witnessed
 from engine.curvature.forecast import DryRun, forecast
+from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import followers, shared_tables, unattributed, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
-from engine.curvature.passes import Gathered, PassJob, flaw, foreseen_flaw, gather
+from engine.curvature.passes import PassJob, flaw, foreseen_flaw, gather
 from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.untouched import untouched

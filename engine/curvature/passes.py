@@ -4,9 +4,10 @@ One pass gathers every layer wherever memory allows; else each pass gathers the 
 of the plan and lays their factors aside before the next begins. The numbers are the same.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.curvature.batches import Batch, batched
+from engine.curvature.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
 from engine.curvature.factors import Factors, mirrored_
 from engine.curvature.finiteness import witnessed
+from engine.curvature.gathered import Cursor, Gathered
 from engine.curvature.hooks import Collector, SharingBroken
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
@@ -45,22 +48,16 @@ class PassJob:
 
     def batches(self) -> Iterator[Batch]:
         """The data, anew, in batches on the device."""
-        stream = self.workspace.batches() if self.workspace.batches is not None else iter(())
-        for batch in batched(stream, self.collection.batch_size):
-            yield batch.to(self.workspace.device, self.dtype)
+        return (self.moved(batch) for batch in self.stream())
 
+    def stream(self) -> Iterator[Batch]:
+        """The data, anew, in batches where the caller has them."""
+        chunks = self.workspace.batches() if self.workspace.batches is not None else iter(())
+        return batched(chunks, self.collection.batch_size)
 
-@dataclass(kw_only=True)
-class Gathered:
-    """What the passes over the data have left so far."""
-
-    statistics: dict[str, LayerStatistics]
-    """Of every treated layer; without sums once they are laid aside."""
-    factors: dict[str, Callable[[], Factors]]
-    """Of every covered layer."""
-    examples: int = 0
-    updates: int = 0
-    passes: int = 0
+    def moved(self, batch: Batch) -> Batch:
+        """A copy on the device, in the precision of the passes."""
+        return batch.to(self.workspace.device, self.dtype)
 
 
 def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozenset[str], plan: Plan) -> Gathered:
@@ -69,20 +66,92 @@ def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozen
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
-    gathered = Gathered(statistics={}, factors={})
+    conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
+    checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
+    fresh = partial(Gathered, statistics={}, factors={}, shared=shared)
+    found = checkpoints.find()
+    try:
+        gathered = fresh() if found is None else _resumed(job, surveyed, found)
+        return _gather(job, surveyed, gathered, mixed, plan, checkpoints, found)
+    except CheckpointForeign as foreign:
+        checkpoints.discard(str(foreign))
+        return _gather(job, surveyed, fresh(), mixed, plan, checkpoints, None)
+
+
+def _gather(
+    job: PassJob,
+    surveyed: Survey,
+    gathered: Gathered,
+    mixed: frozenset[str],
+    plan: Plan,
+    checkpoints: Checkpoints,
+    found: Resumed | None,
+) -> Gathered:
+    several = len(plan.chosen.parts) > 1
     for number, part in enumerate(plan.chosen.parts):
-        layers = tuple(layer for layer in surveyed.treated if layer.name in set(part))
         progress = _Progress(job.workspace, number, len(plan.chosen.parts))
+        if found is not None and number < found.cursor.number:
+            continue
+        layers = tuple(layer for layer in surveyed.treated if layer.name in set(part))
         while True:
-            gathered.passes += 1
+            # a pass that is gone on with was counted when it began
+            gathered.passes += found is None or not found.running
+            here, found = found, None
             try:
-                statistics, gathered.examples, gathered.updates = _run(job, layers, shared, mixed, progress)
+                statistics = _run(job, layers, gathered, mixed, progress, checkpoints, here)
                 break
             except SharingBroken as broken:
                 # rare: a model that feeds its layers differently from batch to batch
-                shared = {name: leader for name, leader in shared.items() if name not in broken.followers}
-        gathered.statistics |= {found.layer.name: found for found in statistics}
-        _keep(job, gathered, statistics, aside=len(plan.chosen.parts) > 1)
+                gathered.shared = {
+                    name: leader for name, leader in gathered.shared.items() if name not in broken.followers
+                }
+        gathered.statistics |= {each.layer.name: each for each in statistics}
+        _keep(job, gathered, statistics, aside=several)
+        if several and job.workspace.checkpointed:
+            # what waits on the disk is never collected again
+            after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
+            checkpoints.save(after, (), gathered)
+    if found is not None:
+        job.workspace.log("info", "collection resumed after its last batch: every factor waits already")
+    return gathered
+
+
+def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
+    """What a checkpoint's bits depend on, each entry under the name that a refusal calls it by."""
+    layers = [[layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim] for layer in surveyed.treated]
+    return {
+        **job.workspace.conditions,
+        "version of torch": torch.__version__,
+        "device": job.workspace.device.type,
+        "number of threads": torch.get_num_threads(),
+        "collection": asdict(job.collection),
+        "task": asdict(job.task),
+        "plan": asdict(plan.chosen),
+        "model": fingerprint(job.model),
+        "set of layers": layers,
+    }
+
+
+def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
+    """What the finished passes of an earlier attempt have left."""
+    gathered = Gathered(
+        statistics={},
+        factors={},
+        shared=found.shared,
+        waiting=found.waiting,
+        examples=found.cursor.examples,
+        updates=found.cursor.updates,
+        passes=found.passes,
+    )
+    treated = {layer.name: layer for layer in surveyed.treated}
+    for name, stored in found.finished.items():
+        leader = gathered.statistics[found.shared[name]] if name in found.shared else None
+        # the sharing stands in what was stored
+        gathered.statistics[name] = LayerStatistics(layer=treated[name], sharing="", leader=leader)
+        set_counts(gathered.statistics[name], stored)
+    scratch = job.workspace.scratch
+    if scratch is not None:
+        gathered.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
     return gathered
 
 
@@ -103,8 +172,8 @@ def _keep(job: PassJob, gathered: Gathered, statistics: tuple[LayerStatistics, .
         name, scratch = found.layer.name, job.workspace.scratch
         if aside and scratch is not None:
             leader = found.leader.layer.name if found.leader is not None else ""
-            shared_place = places[leader] if leader in gathered.factors else None
-            gathered.factors[name] = lay_aside(scratch, factors, places[name], shared_place)
+            waiting = lay_aside(scratch, factors, places[name], gathered.waiting.get(leader))
+            gathered.waiting[name], gathered.factors[name] = waiting, partial(waiting.load, scratch)
             found.G = None
         else:
             gathered.factors[name] = partial(_same, factors)
@@ -131,51 +200,88 @@ class _Progress:
         before = 0 if total is None else self.number * total
         self.workspace.report("collection", before + done, None if total is None else self.parts * total, "batches")
 
+    def resume(self, done: int, total: int | None) -> None:
+        """Say that an earlier attempt's checkpoint is gone on with."""
+        before, whole = (0, "") if total is None else (self.number * total, f" of {self.parts * total}")
+        within = f" (pass {self.number + 1} of {self.parts})" if self.parts > 1 else ""
+        self.workspace.log("info", f"collection resumed at batch {before + done}{whole}{within}")
+        self.report(done, total)
+
 
 def _run(
-    job: PassJob, treated: tuple[TreatedLayer, ...], shared: dict[str, str], mixed: frozenset[str], progress: _Progress
-) -> tuple[tuple[LayerStatistics, ...], int, int]:
-    """One pass over the data: statistics, examples that entered them, updates."""
+    job: PassJob,
+    treated: tuple[TreatedLayer, ...],
+    gathered: Gathered,
+    mixed: frozenset[str],
+    progress: _Progress,
+    checkpoints: Checkpoints,
+    found: Resumed | None,
+) -> tuple[LayerStatistics, ...]:
+    """One pass over the data, or the rest of the one that ``found`` was made in."""
     workspace, collection = job.workspace, job.collection
-    by_name: dict[str, LayerStatistics] = {}
-    for layer in treated:
-        sharing = collection.sharing if layer.form == "kronecker" else "expand"
-        # a leader stands before its followers
-        leader = by_name[shared[layer.name]] if layer.name in shared else None
-        statistics = LayerStatistics(layer=layer, sharing=sharing, leader=leader)
-        statistics.flaw = foreseen_flaw(layer, collection, mixed)
-        statistics.allocate(job.dtype, workspace.device)
-        by_name[layer.name] = statistics
+    by_name = _allocated(job, treated, gathered.shared, mixed)
     all_statistics = tuple(by_name.values())
     collector = Collector(statistics=all_statistics, gradients=collection.fisher != "forward_only", tables=job.tables)
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
-    examples = updates = terms = 0
+    checked = workspace.checkpointed
+    cursor, stream = Cursor(number=progress.number), job.stream()
     # a model that draws numbers in evaluation mode draws the same ones in every run
     torch.manual_seed(collection.seed)
+    if found is not None:
+        saved = checkpoints.restore(found, by_name, stream)
+        if found.running:
+            cursor = saved
+        progress.resume(cursor.batches, batch_count)
     with witnessed(job.model, job.task) as witness, collector.attached(), torch.enable_grad():
-        for number, batch in enumerate(job.batches()):
+        witness.read = cursor.read
+        for arrived in stream:
             workspace.checkpoint()
-            witness.look_at(batch, number)
-            if number % collection.update_freq == 0:
-                if collection.ema_decay is not None and updates:
+            batch = job.moved(arrived)
+            witness.look_at(batch, cursor.batches)
+            if cursor.batches % collection.update_freq == 0:
+                if collection.ema_decay is not None and cursor.updates:
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
-                terms += _update(job, batch, collector)
+                cursor.terms += _update(job, batch, collector)
                 witness.require_finite(all_statistics)
-                examples += batch.size
-                updates += 1
-            progress.report(number + 1, batch_count)
-    if terms == 0:
+                cursor.examples += batch.size
+                cursor.updates += 1
+            cursor.take(arrived, checked=checked)
+            progress.report(cursor.batches, batch_count)
+            if checkpoints.due():
+                checkpoints.save(cursor, all_statistics, gathered)
+    _require_terms(job, cursor, all_statistics)
+    gathered.examples, gathered.updates = cursor.examples, cursor.updates
+    return all_statistics
+
+
+def _require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStatistics, ...]) -> None:
+    if cursor.terms == 0:
         raise EmptyData(
-            f"all targets of the {examples} examples are ignored, so there is no loss term; correct the targets",
+            f"all targets of the {cursor.examples} examples are ignored, so there is no loss term; correct the targets",
             pointer="/data",
         )
     if job.task.class_weights is not None and all(found.weight_G == 0 for found in all_statistics):
         raise EmptyData(
-            f"the classes of all {terms} targets weigh 0, so nothing counts; correct the weights or the targets",
+            f"the classes of all {cursor.terms} targets weigh 0, so nothing counts; correct the weights or the targets",
             pointer="/task/class_weights",
         )
-    return all_statistics, examples, updates
+
+
+def _allocated(
+    job: PassJob, treated: tuple[TreatedLayer, ...], shared: dict[str, str], mixed: frozenset[str]
+) -> dict[str, LayerStatistics]:
+    """Zeroed sums of every layer of a pass."""
+    by_name: dict[str, LayerStatistics] = {}
+    for layer in treated:
+        sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
+        # a leader stands before its followers
+        leader = by_name[shared[layer.name]] if layer.name in shared else None
+        statistics = LayerStatistics(layer=layer, sharing=sharing, leader=leader)
+        statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
+        statistics.allocate(job.dtype, job.workspace.device)
+        by_name[layer.name] = statistics
+    return by_name
 
 
 def _update(job: PassJob, batch: Batch, collector: Collector) -> int:

@@ -1,0 +1,69 @@
+"""What the passes over the data have left so far, and how far the one under way is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.curvature.batches import Batch, tensors
+from engine.curvature.factors import Factors
+from engine.curvature.statistics import LayerStatistics
+from engine.curvature.waiting import Waiting
+
+_MASK = 2**63 - 1
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(kw_only=True)
+class Gathered:
+    """What the passes over the data have left so far."""
+
+    statistics: dict[str, LayerStatistics]
+    """Of every treated layer; without sums once they are laid aside."""
+    factors: dict[str, Callable[[], Factors]]
+    """Of every covered layer."""
+    shared: dict[str, str]
+    """Follower → leader of the layers that share one A."""
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    """Where those factors stand that are laid aside."""
+    examples: int = 0
+    updates: int = 0
+    passes: int = 0
+
+
+@dataclass(kw_only=True)
+class Cursor:
+    """How far one pass over the data is."""
+
+    number: int
+    """The pass, from 0."""
+    batches: int = 0
+    read: int = 0
+    """Examples of those batches."""
+    examples: int = 0
+    """Examples that entered the statistics."""
+    updates: int = 0
+    terms: int = 0
+    """Loss terms of those examples."""
+    data: int = 0
+    """A checksum over the batches so far, where one is wanted."""
+
+    def take(self, batch: Batch, *, checked: bool) -> None:
+        """Count one batch, whether or not it enters the statistics."""
+        self.batches += 1
+        self.read += batch.size
+        if checked:
+            for tensor in (batch.index, *tensors(batch.inputs), *tensors(batch.targets)):
+                self.data = (self.data * 31 + bit_sum(tensor)) & _MASK
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits read as integers: exact in any order, and another one for other numbers.
+
+    The same for the same numbers at other places; 0 for what is not stored densely.
+    """
+    if tensor.layout != torch.strided:
+        return 0
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return int(real.detach().contiguous().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
