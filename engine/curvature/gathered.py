@@ -12,7 +12,6 @@ from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import Waiting
 
 _MASK = 2**63 - 1
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(kw_only=True)
@@ -59,11 +58,14 @@ class Cursor:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits read as integers: exact in any order, and another one for other numbers.
+    """The sum of a tensor's bytes read as 64-bit integers: exact, and another one for other numbers.
 
-    The same for the same numbers at other places; 0 for what is not stored densely.
+    0 for what is not stored densely.
     """
     if tensor.layout != torch.strided:
         return 0
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return int(real.detach().contiguous().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    # torch reads only what lies on a multiple of its size as a wider type
+    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    return int(aligned.view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))
