@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench test-docker env clean
+.PHONY: help demo test check format bench peers test-docker env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -69,6 +69,9 @@ bench: $(STAMP) ## run benchmarks/*.py; each writes benchmarks/results/<name>.js
 		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -P -m "benchmarks.$$(basename "$$script" .py)"; \
 	done
 
+peers: $(STAMP) ## make .peers, the environment of the libraries that benchmarks compare with
+	@benchmarks/conformance/environment.sh .peers $(PYTHON)
+
 test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it (needs a Docker engine)
 	@docker info >/dev/null 2>&1 || { echo "No Docker engine answers; start one, then run this again." >&2; exit 2; }
 	@docker compose version >/dev/null || { echo "Compose v2 is missing: install the plugin docker-compose." >&2; exit 2; }
@@ -106,6 +109,6 @@ browser:
 	@echo "==> .env is written, with random passwords and mode 0600; docker compose up -d comes next"
 
 clean: ## remove the environment, the caches and the demo's data; .env and other data stay
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
+	@rm -rf $(VENV) .peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> Removed $(VENV), caches and .kronoscope/demo"

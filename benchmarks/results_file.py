@@ -23,6 +23,11 @@ def claim(text: str, value: float, target: float, *, at_most: bool = True) -> di
     return {"claim": text, "value": value, "target": target, "holds": value <= target if at_most else value >= target}
 
 
+def not_measured(text: str, target: float, reason: str) -> dict[str, Any]:
+    """A claim that this run could not measure."""
+    return {"claim": text, "value": None, "target": target, "holds": None, "reason": reason}
+
+
 def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> None:
     """Store the result and print its claims."""
     RESULTS.mkdir(exist_ok=True)
@@ -41,6 +46,9 @@ def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> N
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     for found in claims:
+        if found["holds"] is None:
+            print(f"NOT MEASURED: {found['claim']}: {found['reason']}")
+            continue
         word = "holds" if found["holds"] else "DOES NOT HOLD"
         print(f"{word}: {found['claim']}: {found['value']:.3g} (target {found['target']:.3g})")
 

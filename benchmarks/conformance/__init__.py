@@ -1,0 +1,1 @@
+"""Conformance: one table through which any curvature library can be run, ours included."""
