@@ -162,12 +162,14 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
             f"no layer of the model ({type(job.model).__name__}) could be measured: {reasons}", pointer="/model"
         )
     require_coverage(trainable, [found.layer for found in covered], declared, job.collection)
-    ordinals = {found.layer.name: ordinal for ordinal, found in enumerate(covered)}
+    parts = [(found, group) for found in covered for group in range(found.layer.groups)]
+    names = [found.layer.parts[group] for found, group in parts]
+    ordinals = {name: ordinal for ordinal, name in enumerate(names)}
     facts = []
-    for ordinal, found in enumerate(covered):
+    for ordinal, (found, group) in enumerate(parts):
         leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
-        facts.append(_facts(ordinal, found, leader, None if leader is None else ordinals[leader.layer.name]))
-    factors = [gathered.factors[found.layer.name] for found in covered]
+        facts.append(_facts(ordinal, found, group, leader, None if leader is None else ordinals[leader.layer.name]))
+    factors = [gathered.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return Collected(
         layers=tuple(facts),
@@ -185,17 +187,19 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
     )
 
 
-def _facts(ordinal: int, found: LayerStatistics, leader: LayerStatistics | None, shared_with: int | None) -> LayerFacts:
+def _facts(
+    ordinal: int, found: LayerStatistics, group: int, leader: LayerStatistics | None, shared_with: int | None
+) -> LayerFacts:
     layer = found.layer
     source = leader or found
     return LayerFacts(
         ordinal=ordinal,
-        name=layer.name,
+        name=layer.parts[group],
         module=type(layer.module).__name__,
         form=layer.form,
         why=layer.why,
-        parameters=layer.parameters,
-        parameter_count=layer.parameter_count,
+        parameters=layer.part_parameters[group],
+        parameter_count=layer.parameter_count // layer.groups,
         in_dim=layer.in_dim,
         out_dim=layer.out_dim,
         bias=layer.bias,

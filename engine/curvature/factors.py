@@ -61,16 +61,16 @@ def require_bias_column(
 
 
 def mirrored_(matrix: Tensor) -> Tensor:
-    """Copy the upper triangle of ``matrix`` (n, n) onto the lower one, in place.
+    """Copy the upper triangle of ``matrix`` (…, n, n) onto the lower one, in place.
 
     A product gᵀg is symmetric only up to rounding, and that rounding depends on the library;
     one triangle decides.
     """
-    for start in range(0, matrix.shape[0], 1024):
-        stop = min(start + 1024, matrix.shape[0])
-        matrix[stop:, start:stop] = matrix[start:stop, stop:].T
-        block = matrix[start:stop, start:stop]
-        block.copy_(block.triu() + block.triu(1).T)
+    for start in range(0, matrix.shape[-1], 1024):
+        stop = min(start + 1024, matrix.shape[-1])
+        matrix[..., stop:, start:stop] = matrix[..., start:stop, stop:].mT
+        block = matrix[..., start:stop, start:stop]
+        block.copy_(block.triu() + block.triu(1).mT)
     return matrix
 
 

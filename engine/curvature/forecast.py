@@ -107,7 +107,7 @@ def _groups(treated: Sequence[TreatedLayer], shared: dict[str, str], item: int) 
     return {
         tuple(layer.name for layer in group): item
         * sum(
-            side * side if dense else side
+            (side * side if dense else side) * layer.groups
             for layer in group
             for side, dense in _sides(layer, follows=layer.name in shared)
         )
@@ -167,7 +167,8 @@ def _patches(call: Call) -> int:
     """Numbers in the rows of ``a`` that one call makes."""
     if call.layer.form != "kronecker":
         return 0
-    return call.output.numel() // max(call.layer.fan_out, 1) * call.layer.fan_in
+    layer = call.layer
+    return call.output.numel() // max(layer.groups * layer.fan_out, 1) * layer.groups * layer.fan_in
 
 
 def _sides(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:

@@ -6,6 +6,7 @@ own diagonal to the right edge: with b strips (b + 1)/2b of the full product. Th
 the diagonal keep whatever they held; ``factors.mirrored_`` fills them once, at the end.
 """
 
+import torch
 from torch import Tensor
 
 _WIDE = 384
@@ -25,3 +26,21 @@ def add_gram_(total: Tensor, rows: Tensor) -> Tensor:
         stop = min(start + height, size)
         total[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
     return total
+
+
+def add_grams_(totals: Tensor, rows: Tensor) -> Tensor:
+    """Add ``rowsᵀ rows`` of each group of columns to ``totals`` (groups, n, n), for ``rows`` (P, groups · n), in place.
+
+    Memory:
+        Nothing besides its arguments; for groups of one column P · groups numbers.
+    """
+    groups, size = totals.shape[:2]
+    if size >= _WIDE:
+        for total, own in zip(totals, rows.view(-1, groups, size).unbind(1), strict=True):
+            add_gram_(total, own)
+        return totals
+    if size == 1:
+        totals[:, 0, 0] += rows.square().sum(0)
+        return totals
+    columns = rows.view(-1, groups, size).permute(1, 2, 0)
+    return torch.baddbmm(totals, columns, columns.mT, out=totals)

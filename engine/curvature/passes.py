@@ -157,30 +157,36 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
 
 def _keep(job: PassJob, gathered: Gathered, statistics: tuple[LayerStatistics, ...], *, aside: bool) -> None:
     """Turn one pass's sums into factors, in memory or laid aside."""
-    places = {name: place for place, name in enumerate(gathered.statistics)}
+    parts = (part for known in gathered.statistics.values() for part in known.layer.parts)
+    places = {part: place for place, part in enumerate(parts)}
     for found in statistics:
         if flaw(found, job.collection) is not None:
             continue
-        factors = Factors(
-            layer=found.layer.name,
-            form=found.layer.form,
-            bias=found.layer.bias,
-            A=_activation(found),
-            G=_gradient(found, job.collection),
-        )
-        _require_finite_factors(factors)
-        name, scratch = found.layer.name, job.workspace.scratch
-        if aside and scratch is not None:
-            leader = found.leader.layer.name if found.leader is not None else ""
-            waiting = lay_aside(scratch, factors, places[name], gathered.waiting.get(leader))
-            gathered.waiting[name], gathered.factors[name] = waiting, partial(waiting.load, scratch)
-            found.G = None
-        else:
-            gathered.factors[name] = partial(_same, factors)
+        scratch = job.workspace.scratch
+        leader = found.leader.layer.name if found.leader is not None else ""
+        for factors in _factors(found, job.collection):
+            name = factors.layer
+            if aside and scratch is not None:
+                waiting = lay_aside(scratch, factors, places[name], gathered.waiting.get(leader))
+                gathered.waiting[name], gathered.factors[name] = waiting, partial(waiting.load, scratch)
+                found.G = None
+            else:
+                gathered.factors[name] = partial(_same, factors)
     if aside:
         for found in statistics:
             found.A = found.G = None
         give_back_host_memory()
+
+
+def _factors(found: LayerStatistics, collection: Collection) -> Iterator[Factors]:
+    """The layer's factors, or each group's."""
+    layer, A, G = found.layer, _activation(found), _gradient(found, collection)
+    _require_finite_factors(layer.name, A, G)
+    if layer.groups == 1:
+        yield Factors(layer=layer.name, form=layer.form, bias=layer.bias, A=A, G=G)
+        return
+    for part, own_A, own_G in zip(layer.parts, A, G, strict=True):
+        yield Factors(layer=part, form=layer.form, bias=layer.bias, A=own_A, G=own_G)
 
 
 def _same(factors: Factors) -> Factors:
@@ -361,15 +367,15 @@ def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
     if found.G is None:
         raise ValueError(f"layer `{found.layer.name}` was never allocated")
     if collection.fisher == "forward_only":
-        return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device)
+        return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device).expand(found.G.shape)
     return mirrored_(found.G.div_(found.weight_G or 1.0))
 
 
-def _require_finite_factors(factors: Factors) -> None:
-    for name, tensor in (("A", factors.A), ("G", factors.G)):
+def _require_finite_factors(layer: str, A: Tensor, G: Tensor) -> None:
+    for name, tensor in (("A", A), ("G", G)):
         if not bool(torch.isfinite(tensor).all()):
             raise NonFiniteFactor(
-                f"layer `{factors.layer}`: {name} holds NaN or Inf after the last batch; activations or gradients "
+                f"layer `{layer}`: {name} holds NaN or Inf after the last batch; activations or gradients "
                 f"overflow at {str(tensor.dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
-                layer=factors.layer,
+                layer=layer,
             )

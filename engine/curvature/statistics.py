@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.curvature.gram import add_gram_
+from engine.curvature.gram import add_gram_, add_grams_
 from engine.curvature.joint import Met, block_gradients
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 
@@ -52,13 +52,14 @@ class LayerStatistics:
         """Make the zeroed sums.
 
         Memory:
-            in_dim² (or in_dim) and out_dim² numbers, unless A is a leader's.
+            in_dim² (or in_dim) and out_dim² numbers of each group, unless A is a leader's.
         """
         layer = self.layer
+        groups = (layer.groups,) if layer.groups > 1 else ()
         if self.leader is None and layer.form != "block":
-            shape = (layer.fan_in,) if layer.form == "diagonal" else (layer.in_dim, layer.in_dim)
+            shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=device)
-        self.G = torch.zeros(layer.out_dim, layer.out_dim, dtype=dtype, device=device)
+        self.G = torch.zeros(*groups, layer.out_dim, layer.out_dim, dtype=dtype, device=device)
 
     def decay_(self, past: float) -> None:
         """Weigh everything so far by ``past``."""
@@ -114,11 +115,11 @@ class LayerStatistics:
         layer = self.layer
         width = layer.fan_in if layer.weight else 0
         if layer.weight:
-            add_gram_(total[:width, :width], rows)
+            _add_(total[..., :width, :width], rows)
         if layer.bias:
             if layer.weight:
-                total[:width, width] += rows.sum(0)
-            total[width, width] += rows.shape[0]
+                total[..., :width, width] += rows.sum(0).view(*total.shape[:-2], width)
+            total[..., width, width] += rows.shape[0]
 
     @property
     def joint(self) -> bool:
@@ -147,4 +148,11 @@ class LayerStatistics:
 
     def _add_rows_(self, total: Tensor, rows: Tensor) -> None:
         self.rows_G += rows.shape[0]
-        add_gram_(total, rows.to(total.dtype))
+        _add_(total, rows.to(total.dtype))
+
+
+def _add_(total: Tensor, rows: Tensor) -> None:
+    if total.ndim == 2:
+        add_gram_(total, rows)
+    else:
+        add_grams_(total, rows)

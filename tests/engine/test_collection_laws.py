@@ -165,7 +165,7 @@ def test_every_trainable_parameter_is_covered_or_declared() -> None:
             self.table = nn.Embedding(7, 4)
             self.scale = nn.Parameter(torch.ones(4))
             self.inner = nn.Linear(4, 4)
-            self.grouped = nn.Conv2d(4, 4, 1, groups=2)
+            self.grouped = nn.Conv2d(4, 4, 1, groups=2, bias=False)
             self.recurrent = nn.LSTM(4, 4, batch_first=True)
             self.unused = nn.Linear(4, 4)
             self.ignored = nn.Linear(4, 2)
@@ -192,14 +192,14 @@ def test_every_trainable_parameter_is_covered_or_declared() -> None:
         "": "bare_parameter",
         "table": "tied",
         "head": "tied",
-        "grouped": "grouped_convolution",
         "recurrent": "unsupported_layer",
         "unused": "no_gradient",
         "ignored": "no_gradient",
         "normed": "parametrised",
         "normed.parametrizations.weight": "parametrised",
     }
-    assert [layer.name for layer in whole.layers] == ["inner"]
+    assert [layer.name for layer in whole.layers] == ["inner", "grouped[0]", "grouped[1]"]
+    assert whole.layers[2].parameters == ("grouped.weight[1]",)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert whole.trainable_parameters == trainable
     assert whole.covered_parameters + sum(layer.parameter_count for layer in whole.declared) == trainable

@@ -67,6 +67,81 @@ def test_convolutions_are_exact(
     assert relative_error(kronecker(whole, "conv"), truth) < EXACT
 
 
+GROUPED = [
+    (nn.Conv1d, 4, 6, {"groups": 2}, (7,)),
+    (nn.Conv2d, 3, 3, {"groups": 3, "padding": 1, "padding_mode": "reflect"}, (4, 3)),
+    (nn.Conv2d, 3, 6, {"groups": 3, "stride": 2, "padding": 1, "bias": False}, (5, 4)),
+    (nn.Conv3d, 2, 2, {"groups": 2, "dilation": (1, 2, 1), "padding": "same"}, (2, 3, 2)),
+    (nn.ConvTranspose1d, 4, 6, {"groups": 2, "stride": 2, "padding": 1}, (5,)),
+    (nn.ConvTranspose2d, 3, 3, {"groups": 3, "output_padding": 1, "stride": 2}, (3, 2)),
+]
+
+
+@pytest.mark.parametrize(("around", "sharing"), [(Everywhere, "expand"), (Averaged, "reduce")])
+@pytest.mark.parametrize(("kind", "inputs", "outputs", "options", "extent"), GROUPED)
+def test_each_group_of_a_convolution_is_exact(
+    kind: type[nn.Module],
+    inputs: int,
+    outputs: int,
+    options: dict[str, object],
+    extent: tuple[int, ...],
+    around: type[Averaged],
+    sharing: str,
+) -> None:
+    torch.manual_seed(0)
+    model = around(kind(inputs, outputs, 3, **options)).double()
+    x = torch.randn(4, inputs, *extent, dtype=torch.float64)
+    y = torch.randn_like(model(x)).detach()
+    whole = collect(model, [(x, y)], "regression", sharing=sharing)
+    groups = model.conv.groups
+    bias = "conv.bias" if options.get("bias", True) else None
+    names = ("conv.weight",) if bias is None else ("conv.weight", bias)
+    assert whole.declared == ()
+    assert [layer.name for layer in whole.layers] == [f"conv[{group}]" for group in range(groups)]
+    assert sum(layer.parameter_count for layer in whole.layers) == sum(p.numel() for p in model.parameters())
+    for group in range(groups):
+        assert whole.layers[group].parameters == tuple(f"{name}[{group}]" for name in names)
+
+        def arrange(jacobian: dict[str, Tensor], group: int = group) -> Tensor:
+            # the first dimension of every parameter is cut into the groups
+            own = {name: part.tensor_split(groups, 1)[group] for name, part in jacobian.items()}
+            if "Transpose" in kind.__name__:
+                own["conv.weight"] = own["conv.weight"].transpose(1, 2)
+            return row_vector("conv.weight", bias)(own)
+
+        truth = ggn_block(model, x, y, "mse", names, arrange)
+        assert relative_error(kronecker(whole, f"conv[{group}]"), truth) < EXACT
+
+
+@pytest.mark.parametrize(("groups", "fisher"), [(2, "mc"), (8, "mc"), (2, "forward_only")])
+def test_a_grouped_convolution_is_separate_convolutions(groups: int, fisher: str) -> None:
+    class Separate(nn.Module):
+        def __init__(self, grouped: nn.Conv2d) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(8 // groups, 8 // groups, 3, padding=1) for _ in range(groups))
+            for group, conv in enumerate(self.convs):
+                conv.weight.data = grouped.weight.data.chunk(groups)[group].clone()
+                conv.bias.data = grouped.bias.data.chunk(groups)[group].clone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = zip(self.convs, x.chunk(groups, 1), strict=True)
+            return torch.cat([conv(part) for conv, part in parts], 1)
+
+    torch.manual_seed(0)
+    grouped = nn.Conv2d(8, 8, 3, padding=1, groups=groups)
+    x, y = torch.randn(5, 8, 4, 5, dtype=torch.float64), torch.randint(0, 8, (5,))
+    tail = (nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    left, right = (
+        collect(nn.Sequential(first, *tail).double(), [(x, y)], "classification", fisher=fisher)
+        for first in (grouped, Separate(grouped))
+    )
+    assert len(left.layers) == len(right.layers) == groups
+    for ordinal in range(groups):
+        assert relative_error(left.load(ordinal).A, right.load(ordinal).A) < EXACT
+        assert relative_error(left.load(ordinal).G, right.load(ordinal).G) < EXACT
+        assert left.layers[ordinal].positions == right.layers[ordinal].positions
+
+
 def test_one_by_one_convolutions_are_linear() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(3, 2).double()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.curvature.factors import mirrored_
-from engine.curvature.gram import add_gram_
+from engine.curvature.gram import add_gram_, add_grams_
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 383, 384, 390, 1001])
@@ -21,3 +21,13 @@ def test_a_view_into_a_larger_matrix_is_filled() -> None:
     assert total[:5, :5].triu().eq(torch.full((5, 5), 2.0).triu()).all()
     assert not total[5].any()
     assert not total[:, 5].any()
+
+
+@pytest.mark.parametrize(("groups", "size"), [(3, 1), (4, 5), (2, 400)])
+def test_groups_of_columns_apart(groups: int, size: int) -> None:
+    matrix = torch.randn(17, groups * size, dtype=torch.float64)
+    before = torch.randn(groups, size, size, dtype=torch.float64)
+    found = mirrored_(add_grams_(before.clone(), matrix))
+    for group in range(groups):
+        own = matrix[:, group * size : (group + 1) * size]
+        assert torch.allclose(found[group], mirrored_(before[group] + own.T @ own), atol=1e-12)

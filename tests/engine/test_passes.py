@@ -53,13 +53,14 @@ class Wide(nn.Module):
         self.q, self.k = nn.Linear(96, 96), nn.Linear(96, 80)
         self.norm = nn.LayerNorm(96)
         self.unused = nn.Linear(96, 4)
+        self.grouped = nn.Conv1d(96, 96, 1, groups=4)
         self.deep = nn.ModuleList(nn.Linear(96, 96) for _ in range(40))
         self.head = nn.Linear(96, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.norm(self.table(ids))
         x = torch.tanh(self.q(x)[..., :80] * self.k(x))
-        x = nn.functional.pad(x, (0, 16))
+        x = self.grouped(nn.functional.pad(x, (0, 16)).mT).mT
         for layer in self.deep:
             x = torch.tanh(layer(x))
         return self.head(x).mean(1)
@@ -159,7 +160,7 @@ def test_slices_of_a_batch_come_before_passes(monkeypatch: pytest.MonkeyPatch) -
 def test_passes_of_an_earlier_plan_are_made_again() -> None:
     made = space(2**40)
     deep = tuple(f"deep.{place}" for place in range(40))
-    made.chosen = Chosen(parts=(("table", "norm"), ("q", "k", "unused"), (*deep, "head")), micro_batch=4)
+    made.chosen = Chosen(parts=(("table", "norm"), ("q", "k", "unused", "grouped"), (*deep, "head")), micro_batch=4)
     assert digests(made) == digests(space(None))
     assert collected(made).passes == 3
     made = space(2**40)

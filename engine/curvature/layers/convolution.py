@@ -8,6 +8,8 @@ A transposed convolution is the convolution of its input, spread out with ``stri
 between neighbours, with the kernel reversed; its weight is stored (in, out, kernel), the
 convention's transpose.
 
+Groups split the channels into convolutions that never meet: each has its own A and G.
+
 References:
     Grosse & Martens (2016), A Kronecker-factored approximate Fisher matrix for convolution layers
 """
@@ -27,19 +29,24 @@ _TRANSPOSED_FORWARDS = {cls.forward for cls in (nn.ConvTranspose1d, nn.ConvTrans
 
 @dataclass(eq=False)
 class ConvolutionLayer(TreatedLayer):
-    """``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d`` with one group."""
+    """``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d``."""
 
     module: nn.modules.conv._ConvNd
 
     @property
+    def groups(self) -> int:
+        """Groups of channels that never meet; a depthwise convolution has one a channel."""
+        return self.module.groups
+
+    @property
     def fan_in(self) -> int:
-        """Numbers in one patch."""
-        return self.module.in_channels * math.prod(self.module.kernel_size)
+        """Numbers in one group's patch."""
+        return self.module.in_channels // self.groups * math.prod(self.module.kernel_size)
 
     @property
     def fan_out(self) -> int:
-        """Output channels."""
-        return self.module.out_channels
+        """Output channels of one group."""
+        return self.module.out_channels // self.groups
 
     def activation_rows(self, entered: Tensor) -> Tensor:
         """Patches of every output position.
@@ -53,11 +60,13 @@ class ConvolutionLayer(TreatedLayer):
         if any(widths):
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
             padded = functional.pad(entered, widths, mode=mode)
-        return _patches(padded, module.kernel_size, module.stride, module.dilation).reshape(-1, self.fan_in)
+        return _patches(padded, module.kernel_size, module.stride, module.dilation).reshape(
+            -1, self.groups * self.fan_in
+        )
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """Output channels of every position."""
-        return gradient.flatten(2).transpose(1, 2).reshape(-1, self.fan_out)
+        return gradient.flatten(2).transpose(1, 2).reshape(-1, gradient.shape[1])
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
         """Inputs are (N, C, …)."""
@@ -66,7 +75,7 @@ class ConvolutionLayer(TreatedLayer):
 
 @dataclass(eq=False)
 class TransposedConvolutionLayer(ConvolutionLayer):
-    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d`` with one group."""
+    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d``."""
 
     def activation_rows(self, entered: Tensor) -> Tensor:
         """Patches of every output position, in the order of the stored kernel.
@@ -86,7 +95,7 @@ class TransposedConvolutionLayer(ConvolutionLayer):
             overhang = module.dilation[axis] * (module.kernel_size[axis] - 1) - int(module.padding[axis])
             widths += [overhang, overhang + module.output_padding[axis]]
         patches = _patches(functional.pad(spread, widths), module.kernel_size, [1] * len(axes), module.dilation)
-        return patches.flip([-1 - axis for axis in axes]).reshape(-1, self.fan_in)
+        return patches.flip([-1 - axis for axis in axes]).reshape(-1, self.groups * self.fan_in)
 
 
 def _patches(
@@ -110,8 +119,4 @@ def _patches(
 def treats_convolution(module: nn.modules.conv._ConvNd) -> str | None:
     """None where ``module`` is treated, else why not."""
     known = _TRANSPOSED_FORWARDS if module.transposed else _FORWARDS
-    if type(module).forward not in known:
-        return "overridden_forward"
-    if module.groups != 1:
-        return "grouped_convolution"
-    return None
+    return None if type(module).forward in known else "overridden_forward"

@@ -6,8 +6,8 @@ A parameter is counted once, by identity. Reasons:
 - ``bare_parameter``: it hangs on a module that has children of its own, as a loose tensor;
 - ``tied``: several modules share it, so no single layer's factors describe it;
 - ``parametrised``: the weight is computed from other parameters (weight norm and its like);
-- ``overridden_forward``, ``grouped_convolution``, ``embedding_renormalised``,
-  ``batch_statistics``: the family knows the class, not this variant of it;
+- ``overridden_forward``, ``embedding_renormalised``, ``batch_statistics``: the family knows the
+  class, not this variant of it;
 - ``no_gradient``: the layer never ran, or its outputs never reached the loss;
 - ``several_inputs``: it was called with more than one input, which changes what it computes;
 - ``batch_not_first``: its positions cannot be told apart by example;

@@ -3,6 +3,9 @@
 Each family turns what the hooks see into matrices of *positions*: ``activation_rows`` gives
 ``a`` as (P, d_in) without the column of ones, ``gradient_rows`` gives ``g`` as (P, d_out).
 Positions are ordered example by example, so P/N consecutive rows belong to one example.
+
+A layer of several groups is as many independent maps side by side: d_in and d_out are those of
+one, the rows hold all of them one after the other, and each is a row of the results in the end.
 """
 
 from abc import ABC, abstractmethod
@@ -84,6 +87,11 @@ class TreatedLayer(ABC):
         """Width of ``g``."""
 
     @property
+    def groups(self) -> int:
+        """Independent maps side by side; widths are those of one."""
+        return 1
+
+    @property
     def in_dim(self) -> int:
         """Rows of A, the column of ones included; a frozen weight leaves the ones alone."""
         return (self.fan_in if self.weight else 0) + int(self.bias)
@@ -102,15 +110,25 @@ class TreatedLayer(ABC):
     @property
     def parameter_count(self) -> int:
         """Trainable numbers covered."""
-        return self.in_dim * self.out_dim
+        return self.groups * self.in_dim * self.out_dim
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the layer's rows in the results: its own, or one for each group."""
+        return _numbered(self.name, self.groups)
+
+    @property
+    def part_parameters(self) -> tuple[tuple[str, ...], ...]:
+        """What each of ``parts`` covers: the parameters, or one group's share of each."""
+        return tuple(zip(*(_numbered(name, self.groups) for name in self.parameters), strict=True))
 
     @abstractmethod
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """``a`` as (P, d_in) from the module's input."""
+        """``a`` as (P, groups · d_in) from the module's input."""
 
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """``g`` as (P, d_out) from the gradient of the module's output."""
+        """``g`` as (P, groups · d_out) from the gradient of the module's output."""
 
     def pair(self, use: Use, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """``a`` (P, d_in without the ones) and ``g`` (P, d_out) of one call, row by row the same positions."""
@@ -162,3 +180,7 @@ class BlockLayer(TreatedLayer):
         if self.bias:
             parts.append(rows.view(use.examples, -1, self.fan_out).sum(1))
         return torch.cat(parts, dim=1)
+
+
+def _numbered(name: str, groups: int) -> tuple[str, ...]:
+    return (name,) if groups == 1 else tuple(f"{name}[{group}]" for group in range(groups))
