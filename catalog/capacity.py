@@ -1,6 +1,7 @@
 """`capacity`: how many directions of a layer the loss really curves in, from the two spectra."""
 
 from catalog.analysis import Analysis, Coverage
+from catalog.nested import NestedCapacity
 from catalog.record import FieldError, record
 
 
@@ -61,6 +62,8 @@ class CapacityMetrics:
     """Entropy effective rank of A."""
     effective_rank_G: float | None
     """Entropy effective rank of G."""
+    nested: tuple[NestedCapacity, ...] | None
+    """Three of these at each sample size up to the whole, for `collection.nested`; else null."""
 
 
 @record

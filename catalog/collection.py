@@ -25,16 +25,15 @@ class Collection:
     batch_size: int = 64
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of the passes and of the accumulators."""
-    storage_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    """Precision the factors are kept, digested and decomposed in; null is that of the sums. A wider one holds the
-    same numbers. `bfloat16` rounds to 8 bits; `float16` to 11, times one power of two per factor, below which
-    what is 2^39 smaller than the largest entry becomes zero."""
     seed: int = 0
     """Key of the sampled labels, together with each example's index."""
     update_freq: int = option(1, known_as="update_freq")
     """Every Nth batch enters the factors."""
     ema_decay: float | None = option(None, known_as="ema")
     """Weight that the past keeps at each update; null is the plain average."""
+    nested: bool = False
+    """Keep the statistics of the first N/8, N/4 and N/2 of the N examples too, at no extra pass, so that
+    metrics show whether they have converged. A size is reached at the end of the batch that crosses it."""
     min_coverage: float | None = None
     """Least share (0 to 1) of the trainable numbers that must be covered, or the job fails before it computes; null
     asks only that what is not covered is declared, which always holds."""

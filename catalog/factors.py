@@ -1,6 +1,7 @@
 """`factors`: collect the Kronecker factors of every layer and keep them."""
 
 from catalog.analysis import Analysis, Coverage
+from catalog.nested import NestedTraces
 from catalog.record import record
 
 
@@ -18,6 +19,8 @@ class FactorsMetrics:
     """Layer whose A this is, where one input feeds several layers."""
     calls: int
     """Calls of the module in one forward pass."""
+    nested: tuple[NestedTraces, ...] | None
+    """The traces at each sample size up to the whole, for `collection.nested`; else null."""
 
 
 @record

@@ -159,7 +159,9 @@ def build(cls: type[T], value: Mapping[str, Any]) -> T:
 
 def _shaped(hint: Any, item: Any) -> Any:  # noqa: ANN401 - annotations and JSON
     if isinstance(item, list):
-        return tuple(item)
+        kinds = [member for member in (hint, *typing.get_args(hint)) if typing.get_origin(member) is tuple]
+        each = typing.get_args(kinds[0])[0] if kinds else Any
+        return tuple(_shaped(each, member) for member in item)
     if isinstance(item, dict) and dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, item)
     return item

@@ -8,6 +8,7 @@ import torch
 from catalog.analysis import LayerResult
 from catalog.capacity import CapacityMetrics, CapacityParams, CapacitySummary
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
+from engine.analyses.sample_sizes import nested_capacity
 from engine.curvature import kronecker_spectrum as spectrum
 from engine.curvature.collection import collected
 from engine.errors import NonFiniteFactor
@@ -105,6 +106,7 @@ def layer_metrics(layer: Measured, params: CapacityParams) -> CapacityMetrics:
         trace_G=layer.trace_G,
         effective_rank_A=rank_a,
         effective_rank_G=rank_g,
+        nested=nested_capacity(layer.nested),
     )
 
 

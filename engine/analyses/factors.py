@@ -5,6 +5,7 @@ from collections.abc import Generator
 from catalog.analysis import LayerResult
 from catalog.factors import FactorsMetrics, FactorsSummary
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
+from engine.analyses.sample_sizes import nested_traces
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
 from engine.workspace import Workspace
@@ -49,9 +50,10 @@ def _metrics(layer: Measured, whole: Collected) -> FactorsMetrics:
         trace_G=layer.trace_G,
         shared_A_with=None if leader is None else whole.layers[leader].name,
         calls=layer.facts.calls,
+        nested=nested_traces(layer.nested),
     )
 
 
 def _dense_bytes(layer: Measured) -> int:
-    item = {"float64": 8, "float32": 4}.get(str(layer.record.dtype), 2)
+    item = 8 if layer.record.dtype == "float64" else 4
     return item * (layer.facts.in_dim**2 + layer.facts.out_dim**2)

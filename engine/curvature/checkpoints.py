@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from engine.curvature.batches import Batch
 from engine.curvature.factors import digest
-from engine.curvature.gathered import Cursor, Gathered, bit_sum
+from engine.curvature.gathered import Cursor, Gathered, Snapshot, bit_sum
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import Waiting
 from engine.errors import Unwinding
@@ -55,6 +55,8 @@ class Resumed:
     """Counts of the layers of finished passes."""
     waiting: dict[str, Waiting]
     """Factors of finished passes."""
+    nested: dict[int, Snapshot]
+    """Smaller sample sizes that have been kept."""
     running: dict[str, dict[str, Any]]
     """Counts of the layers of the pass under way."""
     files: dict[str, list[list[str]]]
@@ -132,10 +134,12 @@ class Checkpoints:
             shared=body["shared"],
             finished=body["finished"],
             waiting={name: Waiting(**waiting) for name, waiting in body["waiting"].items()},
+            nested={entry["eighths"]: _snapshot(entry) for entry in body["nested"]},
             running=body["running"],
             files=body["files"],
         )
-        for name, waiting in found.waiting.items():
+        kept = [entry for snapshot in found.nested.values() for entry in snapshot.waiting.items()]
+        for name, waiting in (*found.waiting.items(), *kept):
             if not self._stands(waiting):
                 raise CheckpointForeign(f"the factors of layer `{name}` that waited with it are damaged")
         self._serial, self._files = body["serial"], tuple(found.files)
@@ -223,6 +227,7 @@ class Checkpoints:
                 "shared": gathered.shared,
                 "finished": {name: counts(each) for name, each in gathered.statistics.items()},
                 "waiting": {name: asdict(each) for name, each in gathered.waiting.items()},
+                "nested": [asdict(each) for each in gathered.nested.values()],
                 "running": {each.layer.name: counts(each) for each in running},
                 "files": files,
             }
@@ -265,6 +270,12 @@ class Checkpoints:
             return waiting.intact(self._scratch)
         except Exception:  # noqa: BLE001 - the port's own errors, and whatever a damaged file makes a reader say
             return False
+
+
+def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
+    waiting = {name: Waiting(**each) for name, each in stored["waiting"].items()}
+    rows = {name: (int(a), int(g)) for name, (a, g) in stored["rows"].items()}
+    return Snapshot(eighths=stored["eighths"], examples=stored["examples"], waiting=waiting, rows=rows)
 
 
 def _put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.device) -> None:

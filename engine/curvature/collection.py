@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from engine.curvature.batches import Batch, mapped
 from engine.curvature.broadcast import proven
-from engine.curvature.collected import Collected, LayerFacts, read_collected
+from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
-from engine.curvature.finishing import flaw, foreseen_flaw
 from engine.curvature.finiteness import witnessed
 from engine.curvature.forecast import DryRun, forecast
 from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import followers, shared_tables, unattributed, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
-from engine.curvature.passes import PassJob, gather
+from engine.curvature.nested import sizes_of
+from engine.curvature.passes import PassJob, flaw, foreseen_flaw, gather
 from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.untouched import untouched
@@ -70,7 +70,8 @@ def _collect(workspace: Workspace) -> Collected:
         del seen
         workspace.planned(plan.as_json())
         plan.require(workspace.memory)
-        job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch)
+        sizes = sizes_of(workspace, job.collection)
+        job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, sizes=sizes)
         return _finished(job, found, trainable, gather(job, found, shared, mixed, plan), plan)
 
 
@@ -180,12 +181,36 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
         updates=gathered.updates,
         passes=gathered.passes,
         collection=dataclasses.replace(job.collection),
-        device="cpu",
+        device=str(job.workspace.device),
         storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
         micro_batch=plan.chosen.micro_batch,
         planned_peak_bytes=plan.largest_peak_bytes,
         load=lambda ordinal: factors[ordinal](),
+        nested=_nested(job, gathered, tuple(facts)),
     )
+
+
+def _nested(job: PassJob, gathered: Gathered, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
+    """The smaller sample sizes, by the ordinals of the whole."""
+    if job.sizes is None:
+        return ()
+    shelf = job.sizes.shelf
+    found = []
+    for _, snapshot in sorted(gathered.nested.items()):
+        bounds = [(facts, snapshot.rows[facts.name]) for facts in layers]
+        waiting = [snapshot.waiting[facts.name] for facts in layers]
+        found.append(
+            NestedSize(
+                eighths=snapshot.eighths,
+                examples=snapshot.examples,
+                rank_bounds=tuple(
+                    (rows_a if facts.form == "kronecker" else None, rows_g or None)
+                    for facts, (rows_a, rows_g) in bounds
+                ),
+                load=lambda ordinal, waiting=waiting: waiting[ordinal].load(shelf),  # type: ignore[misc]
+            )
+        )
+    return tuple(found)
 
 
 def _facts(

@@ -13,6 +13,7 @@ import torch
 
 from engine.curvature.hooks import Call
 from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.nested import EIGHTHS
 from engine.memory.budget import resident_bytes
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Term
 from engine.workspace import Workspace
@@ -55,7 +56,7 @@ def forecast(
         for size in _slice_sizes(workspace)
     ]
     for plan in plans:
-        if plan.fits(workspace.memory):
+        if plan.peak_bytes(place) <= allowed:
             return plan
     if workspace.scratch is not None:
         cuts = []
@@ -135,7 +136,7 @@ def _plan(
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
     sizes: list[tuple[str, str, int, Source, Phase]] = [
-        ("accumulators", "Σ in² + Σ out²", most, "exact", "collection"),
+        ("accumulators", "Σ in² + Σ out²", most, "exact", "collection" if several else "throughout"),
         ("activations", "2 · slice · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         ("patches", "slice · positions · in", int(scale * patches * item), "estimated", "collection"),
@@ -144,16 +145,33 @@ def _plan(
     if several:
         sizes.append(("packed factor", "n² / 2", largest * largest * item // 2, "exact", "collection"))
         sizes.append(("one layer", "3 · n², read back", 3 * largest * largest * item, "exact", "measuring"))
+    if workspace.collection.nested:
+        # a follower's copy comes with a copy of the A that it shares
+        own = max(
+            each.groups * sum(side * side if dense else side for side, dense in _sides(each, follows=False))
+            for each in treated
+        )
+        copied = own * item + largest * largest * item // 2
+        sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
+        sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "measuring"))
     terms = [
         Term(name=name, formula=formula, size_bytes=size, place=place, source=source, phase=phase)
         for name, formula, size, source, phase in sizes
     ]
-    if not several:
-        stored = most // item * _stored_size(workspace.collection.storage_dtype, item)
-        # on a CPU they take the place of the sums, a layer at a time
-        when: Phase = "measuring" if place == "host" else "throughout"
+    if workspace.collection.nested and workspace.scratch is None:
+        triangles = item * sum(
+            each.groups * (side * (side + 1) // 2 if dense else side)
+            for each in treated
+            for side, dense in _sides(each, follows=each.name in shared)
+        )
         terms.append(
-            Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", phase=when)
+            Term(
+                name="nested sizes",
+                formula=f"{len(EIGHTHS)} · Σ triangles",
+                size_bytes=len(EIGHTHS) * triangles,
+                place="host",
+                source="exact",
+            )
         )
     terms.append(
         Term(
@@ -168,10 +186,6 @@ def _plan(
         weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         terms.append(Term(name="weights", formula="Σ bytes", size_bytes=weights, place=place, source="exact"))
     return Plan(terms=tuple(terms), chosen=chosen)
-
-
-def _stored_size(storage_dtype: str | None, item: int) -> int:
-    return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
 
 
 def _patches(call: Call) -> int:

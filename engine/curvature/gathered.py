@@ -15,6 +15,20 @@ _MASK = 2**63 - 1
 
 
 @dataclass(kw_only=True)
+class Snapshot:
+    """What the first examples alone have left; plain values, so that a checkpoint can name it."""
+
+    eighths: int
+    """Of the data."""
+    examples: int
+    """Examples that entered."""
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    """Where each layer's factors stand."""
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Rows that had entered its A and its G."""
+
+
+@dataclass(kw_only=True)
 class Gathered:
     """What the passes over the data have left so far."""
 
@@ -26,6 +40,8 @@ class Gathered:
     """Follower → leader of the layers that share one A."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """Where those factors stand that are laid aside."""
+    nested: dict[int, Snapshot] = field(default_factory=dict)
+    """Smaller sample sizes, by eighths."""
     examples: int = 0
     updates: int = 0
     passes: int = 0

@@ -20,18 +20,16 @@ class Waiting:
     layer: str
     form: Form
     bias: bool
-    place: int
-    """Number of the file that holds G."""
-    holder: int
-    """Number of the file that holds A: another layer's where the two share it."""
+    place: str
+    """Stem of the file that holds G."""
+    holder: str
+    """Stem of the file that holds A: another layer's where the two share it."""
     in_dim: int
     out_dim: int
     diagonal: bool
     digest_A: str
     """Of A as it is stored."""
     digest_G: str
-    scale_A: float
-    scale_G: float
 
     def load(self, scratch: Artifacts) -> Factors:
         """Read them back."""
@@ -42,8 +40,6 @@ class Waiting:
             bias=self.bias,
             A=stored_a if self.diagonal else unpacked(stored_a, self.in_dim),
             G=unpacked(stored_g, self.out_dim),
-            scale_A=self.scale_A,
-            scale_G=self.scale_G,
         )
 
     def intact(self, scratch: Artifacts) -> bool:
@@ -59,8 +55,8 @@ class Waiting:
         return scratch.load_tensors(_file(self.holder, "A"))["A"], scratch.load_tensors(_file(self.place, "G"))["G"]
 
 
-def lay_aside(scratch: Artifacts, factors: Factors, place: int, shared: Waiting | None) -> Waiting:
-    """Write ``factors`` under the number ``place``; ``shared`` is whoever has written the same A already.
+def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting | None) -> Waiting:
+    """Write ``factors`` under the name ``place``; ``shared`` is whoever has written the same A already.
 
     Memory:
         One packed triangle.
@@ -86,10 +82,8 @@ def lay_aside(scratch: Artifacts, factors: Factors, place: int, shared: Waiting 
         diagonal=diagonal,
         digest_A=digest_a,
         digest_G=digest(gradient),
-        scale_A=factors.scale_A,
-        scale_G=factors.scale_G,
     )
 
 
-def _file(place: int, side: str) -> str:
+def _file(place: str, side: str) -> str:
     return f"{place}.{side}.safetensors"

@@ -158,9 +158,12 @@ def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[flo
             trace_G=sum(G),
             effective_rank_A=None,
             effective_rank_G=None,
+            nested=None,
         )
     else:
-        metrics = FactorsMetrics(form="kronecker", trace_A=sum(A), trace_G=sum(G), shared_A_with=None, calls=1)
+        metrics = FactorsMetrics(
+            form="kronecker", trace_A=sum(A), trace_G=sum(G), shared_A_with=None, calls=1, nested=None
+        )
     return LayerResult(
         kind=kind,
         ordinal=ordinal,

@@ -1,0 +1,90 @@
+"""Sample sizes: one layer's spectra and traces after ever more examples, to see whether they have converged."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from catalog.nested import NestedCapacity, NestedTraces
+from engine.curvature import kronecker_spectrum as spectrum
+from engine.curvature.collected import Collected, LayerFacts, nested_file, write_factors
+from engine.curvature.eigenvalues import eigenvalues
+from engine.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSize:
+    """One layer at one sample size."""
+
+    examples: int
+    spectrum_A: Tensor
+    """(in_dim,) float64, ascending."""
+    spectrum_G: Tensor
+    """(out_dim,) float64, ascending."""
+    trace_A: float
+    trace_G: float
+
+
+def smaller_sizes(
+    workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_factors: bool
+) -> tuple[MeasuredSize, ...]:
+    """One layer at every size below the whole that was kept, ascending; factors that the job keeps are written.
+
+    Memory:
+        One layer's factors at one size, and their eigenvalues.
+    """
+    shared_a: dict[tuple[int, int], Tensor] = workspace.shared.setdefault("nested_A", {})
+    leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+    found = []
+    for size in whole.nested:
+        workspace.checkpoint()
+        factors = size.load(facts.ordinal)
+        if keep_factors:
+            write_factors(workspace.artifacts, facts, factors, nested_file(size.eighths, facts.ordinal))
+        bound_a, bound_g = size.rank_bounds[facts.ordinal]
+        if (size.eighths, leader) not in shared_a:
+            shared_a[size.eighths, leader] = eigenvalues(factors.A, facts.name, rank_bound=bound_a)[0]
+        found.append(
+            MeasuredSize(
+                examples=size.examples,
+                spectrum_A=shared_a[size.eighths, leader],
+                spectrum_G=eigenvalues(factors.G, facts.name, rank_bound=bound_g)[0],
+                trace_A=trace(factors.A),
+                trace_G=trace(factors.G),
+            )
+        )
+    return tuple(found)
+
+
+def trace(factor: Tensor) -> float:
+    """Trace of a matrix (n, n), or of the diagonal one whose diagonal (n,) is given."""
+    diagonal = factor if factor.ndim == 1 else factor.diagonal()
+    return float(diagonal.to(torch.float64).sum())
+
+
+def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] | None:
+    """What the analysis `factors` says of ``sizes``; None where none were asked for."""
+    rows = tuple(
+        NestedTraces(
+            examples=size.examples, trace_A=size.trace_A, trace_G=size.trace_G, trace=size.trace_A * size.trace_G
+        )
+        for size in sizes
+    )
+    return rows or None
+
+
+def nested_capacity(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedCapacity, ...] | None:
+    """What the analysis `capacity` says of ``sizes``; None where none were asked for."""
+    rows = []
+    for size in sizes:
+        a, g = size.spectrum_A, size.spectrum_G
+        rank_a, rank_g = spectrum.entropy_effective_rank(a), spectrum.entropy_effective_rank(g)
+        rows.append(
+            NestedCapacity(
+                examples=size.examples,
+                trace=float(a.sum()) * float(g.sum()),
+                participation_ratio=spectrum.participation_ratio(a, g),
+                effective_rank=None if rank_a is None or rank_g is None else rank_a * rank_g,
+            )
+        )
+    return tuple(rows) or None

@@ -1,0 +1,138 @@
+"""Nested sample sizes: factors of the first N/8, N/4 and N/2 examples, kept as the data passes by.
+
+Sums over the first examples are what the running sums are when those examples have passed, so a
+copy, normalised as the factors are, costs no pass. A size is reached at the end of the batch in
+which the count of examples read crosses its mark; the count is kept with it. Of two marks in one
+batch the later is kept, and none at the end of the data, which is the whole. N is what the data
+says it holds, or else what counting it once beforehand gives.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from catalog.collection import Collection
+from engine.curvature.batches import batched
+from engine.curvature.factors import Factors
+from engine.curvature.gathered import Cursor, Gathered, Snapshot
+from engine.curvature.statistics import LayerStatistics
+from engine.curvature.waiting import lay_aside
+from engine.workspace import Artifacts, Workspace
+
+EIGHTHS = (1, 2, 4)
+"""The sizes below the whole, in eighths of the data."""
+
+
+@dataclass
+class HostShelf:
+    """Tensors kept in memory, where a job has no scratch place: packed, half of what the sums take."""
+
+    _held: dict[str, Any] = field(default_factory=dict)
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Hold what ``packed`` has made on the host."""
+        del metadata
+        self._held[name] = dict(tensors)
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        """Give them back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+        """
+        return dict(self.load_json(name))
+
+    def save_json(self, name: str, value: object) -> None:
+        """Hold a table."""
+        self._held[name] = value
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was held
+        """Give it back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+        """
+        if name not in self._held:
+            raise FileNotFoundError(name)
+        return self._held[name]
+
+    def remove(self, name: str) -> None:
+        """Let go of it."""
+        self._held.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a collection keeps, and where."""
+
+    total: int
+    """N, examples in the data."""
+    shelf: Artifacts
+
+    def crossed(self, before: int, after: int) -> int | None:
+        """The size whose mark a batch crosses that brings the examples read from ``before`` to ``after``."""
+        if after >= self.total:
+            return None
+        return max((each for each in EIGHTHS if 8 * before < each * self.total <= 8 * after), default=None)
+
+
+def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
+    """The sizes asked for; None where none are."""
+    if not collection.nested:
+        return None
+    total = workspace.examples
+    if total is None:
+        stream = workspace.batches() if workspace.batches is not None else iter(())
+        total = sum(batch.size for batch in batched(stream, collection.batch_size))
+    if 8 * collection.batch_size > total:
+        workspace.log(
+            "warning",
+            f"`collection.nested`: sizes below the {total} examples are reached at the end of a batch, and batches of "
+            f"{collection.batch_size} are larger than an eighth, so some coincide or are the whole; lower "
+            f"`collection.batch_size` to {max(total // 8, 1)} or less",
+        )
+    return Sizes(total, HostShelf() if workspace.scratch is None else workspace.scratch)
+
+
+def keep_size(
+    sizes: Sizes,
+    eighths: int,
+    cursor: Cursor,
+    statistics: Sequence[LayerStatistics],
+    gathered: Gathered,
+    factors_of: Callable[[LayerStatistics], Iterable[Factors]],
+) -> None:
+    """Lay aside what ``factors_of`` makes of each layer's sums so far; the sums go on.
+
+    Memory:
+        A copy of one layer's sums, one of the A that it shares, and one packed triangle.
+    """
+    snapshot = gathered.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=cursor.examples))
+    first = len(gathered.statistics)
+    last = {found.leader.layer.name: place for place, found in enumerate(statistics) if found.leader is not None}
+    leaders: dict[str, LayerStatistics] = {}
+    for place, found in enumerate(statistics):
+        name = found.layer.name
+        leader = None if found.leader is None else found.leader.layer.name
+        copy = _copied(found, None if leader is None else leaders[leader])
+        if name in last:
+            leaders[name] = copy
+        if leader is not None and last[leader] == place:
+            del leaders[leader]
+        if found.flaw is not None:
+            continue
+        for part, factors in enumerate(factors_of(copy)):
+            shared = None if leader is None else snapshot.waiting.get(leader)
+            stem = f"nested/{eighths}/{first + place}.{part}"
+            snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, shared)
+            snapshot.rows[factors.layer] = (found.rows_A, found.rows_G)
+
+
+def _copied(found: LayerStatistics, leader: LayerStatistics | None) -> LayerStatistics:
+    """The statistics with sums of their own, so that normalising them changes nothing."""
+    values = {entry.name: getattr(found, entry.name) for entry in dataclasses.fields(found)}
+    own: dict[str, Any] = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+    return dataclasses.replace(found, leader=leader, **own)
