@@ -48,16 +48,17 @@ def proven(tables: Iterable[str], run: Run) -> frozenset[str]:
     for table in tables:
         together = found | {table}
         try:
-            same = _close(run(together, None), plain)
+            same = close(run(together, None), plain)
             moved = run(together, table) if same else plain
         except EngineError:
             continue  # it takes the table's shape for what it was
-        if same and _close(moved[:-1], plain[:-1]) and not _close(moved[-1:], plain[-1:]):
+        if same and close(moved[:-1], plain[:-1]) and not close(moved[-1:], plain[-1:]):
             found = together
     return found
 
 
-def _close(left: Tensor, right: Tensor) -> bool:
+def close(left: Tensor, right: Tensor) -> bool:
+    """Whether outputs are the same but for rounding."""
     if left.shape != right.shape:
         return False
     tolerance = math.sqrt(torch.finfo(right.dtype).eps)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from engine.curvature.aliases import read_aliases
 from engine.curvature.batches import Batch, mapped
 from engine.curvature.broadcast import proven
 from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
@@ -63,6 +64,7 @@ def _collect(workspace: Workspace) -> Collected:
     trainable = trainable_numbers(job.model)
     with untouched(job.model, dtype):
         # the survey saw the caller's flags; what follows sees every parameter frozen
+        found = _without_read_aliases(job, found)
         job, seen, mixed = _dry_run(job, found)
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
@@ -92,6 +94,24 @@ def _require_finite(model: nn.Module) -> None:
                 layer=name.rpartition(".")[0],
                 pointer="/model",
             )
+
+
+def _without_read_aliases(job: PassJob, survey: Survey) -> Survey:
+    """Declare layers whose parameters the model also uses under a second name."""
+    if not survey.aliases:
+        return survey
+    batch = _repeated(next(job.batches()), _DRY_EXAMPLES[0])
+
+    def run() -> Tensor:
+        torch.manual_seed(job.collection.seed)
+        with torch.no_grad():
+            return predict(job.model, batch, job.task).outputs
+
+    read = read_aliases(survey.aliases, run)
+    return Survey(
+        treated=tuple(layer for layer in survey.treated if layer.name not in read),
+        declared=(*survey.declared, *(declare(layer, "tied") for layer in survey.treated if layer.name in read)),
+    )
 
 
 def _dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[str]]:
@@ -175,7 +195,11 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return Collected(
         layers=tuple(facts),
-        declared=tuple(sorted(declared, key=lambda layer: order[layer.name])),
+        declared=tuple(
+            sorted(
+                declared, key=lambda layer: order.get(layer.name, order.get(layer.name.rpartition(".")[0], len(order)))
+            )
+        ),
         trainable_parameters=trainable,
         examples=gathered.examples,
         updates=gathered.updates,
@@ -204,7 +228,7 @@ def _nested(job: PassJob, gathered: Gathered, layers: tuple[LayerFacts, ...]) ->
                 eighths=snapshot.eighths,
                 examples=snapshot.examples,
                 rank_bounds=tuple(
-                    (rows_a if facts.form == "kronecker" else None, rows_g or None)
+                    ((rows_a or None) if facts.form == "kronecker" else None, rows_g or None)
                     for facts, (rows_a, rows_g) in bounds
                 ),
                 load=lambda ordinal, waiting=waiting: waiting[ordinal].load(shelf),  # type: ignore[misc]
@@ -223,7 +247,7 @@ def _facts(
         name=layer.parts[group],
         module=type(layer.module).__name__,
         form=layer.form,
-        why=layer.why,
+        why=found.explanation,
         parameters=layer.part_parameters[group],
         parameter_count=layer.parameter_count // layer.groups,
         in_dim=layer.in_dim,
@@ -233,7 +257,7 @@ def _facts(
         terms=found.terms,
         calls=found.calls,
         sharing=found.sharing,
-        rank_bound_A=source.rows_A if layer.form == "kronecker" else None,
-        rank_bound_G=found.rows_G or None,
+        rank_bound_A=(source.rank_bounds[0] or None) if layer.form == "kronecker" else None,
+        rank_bound_G=found.rank_bounds[1] or None,
         shared_A_with=shared_with,
     )

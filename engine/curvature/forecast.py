@@ -13,6 +13,7 @@ import torch
 
 from engine.curvature.hooks import Call
 from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.nested import EIGHTHS
 from engine.memory.budget import resident_bytes
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Term
@@ -201,4 +202,7 @@ def _sides(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
     sides = [(layer.out_dim, True)]
     if not follows and layer.form != "block":
         sides.append((layer.in_dim, layer.form == "kronecker"))
+    if isinstance(layer, TiedHeadLayer):
+        # beside the head's: the counts of the table's ids, and the moments of its vectors
+        sides += [(layer.fan_out, False), (layer.fan_in, True)]
     return sides

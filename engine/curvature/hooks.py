@@ -8,7 +8,7 @@ output that then needs none either is made a leaf that does, so that gradients w
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,22 @@ def watched(
 
         return after
 
-    handles = [layer.module.register_forward_hook(watch(layer), with_kwargs=True, prepend=True) for layer in layers]
+    handles = [
+        module.register_forward_hook(watch(role), with_kwargs=True, prepend=True) for role, module in _called(layers)
+    ]
     try:
         yield calls
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _called(layers: Iterable[TreatedLayer]) -> Iterator[tuple[TreatedLayer, nn.Module]]:
+    """Every module that is called for one of ``layers``, with the part that it plays."""
+    for layer in layers:
+        for role in layer.roles:
+            for module in (role.module, *role.also.values()):
+                yield role, module
 
 
 def _entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -172,8 +182,9 @@ class Collector:
         """Watch the layers while inside."""
         # before the caller's own hooks, which may put something else in the output's place
         handles = [
-            statistics.layer.module.register_forward_hook(self._after(statistics), with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._after(statistics, role), with_kwargs=True, prepend=True)
             for statistics in self.statistics
+            for role, module in _called((statistics.layer,))
         ]
         try:
             yield
@@ -181,7 +192,7 @@ class Collector:
             for handle in handles:
                 handle.remove()
 
-    def _after(self, statistics: LayerStatistics) -> Any:  # noqa: ANN401 - torch's hook signature
+    def _after(self, statistics: LayerStatistics, role: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             entered = _entered(args, kwargs)
             counts = self._counts(statistics)
@@ -193,12 +204,12 @@ class Collector:
             if statistics.layer.name in self.tables and lacks_examples(entered):
                 instead = output = spread(output, entered, self.examples)
                 entered = spread(entered, entered, self.examples)
-            if statistics.flaw is None and not statistics.layer.batch_first(entered, self.examples):
+            if statistics.flaw is None and not role.batch_first(entered, self.examples):
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:
                 return instead
             plain = entered.detach()
-            use = Use(entered=plain, examples=self.examples, kept=self._kept(statistics.layer, plain))
+            use = Use(entered=plain, examples=self.examples, kept=self._kept(role, plain), role=role)
             if counts:
                 statistics.add_input_(use)
             followed = self._follow(statistics, use, output)

@@ -128,7 +128,7 @@ def keep_size(
             shared = None if leader is None else snapshot.waiting.get(leader)
             stem = f"nested/{eighths}/{first + place}.{part}"
             snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, shared)
-            snapshot.rows[factors.layer] = (found.rows_A, found.rows_G)
+            snapshot.rows[factors.layer] = found.rank_bounds
 
 
 def _copied(found: LayerStatistics, leader: LayerStatistics | None) -> LayerStatistics:

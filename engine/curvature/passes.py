@@ -22,10 +22,12 @@ from engine.curvature.gathered import Cursor, Gathered
 from engine.curvature.hooks import Collector, SharingBroken
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.prediction import positions, predict
 from engine.curvature.statistics import LayerStatistics
+from engine.curvature.tied_head import TiedHeadStatistics
 from engine.curvature.waiting import lay_aside
 from engine.errors import EmptyData, EngineError, ModelRefused, NonFiniteFactor, Unwinding
 from engine.memory.budget import give_back_host_memory
@@ -151,7 +153,7 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
     for name, stored in found.finished.items():
         leader = gathered.statistics[found.shared[name]] if name in found.shared else None
         # the sharing stands in what was stored
-        gathered.statistics[name] = LayerStatistics(layer=treated[name], sharing="", leader=leader)
+        gathered.statistics[name] = _kind(treated[name])(layer=treated[name], sharing="", leader=leader)
         set_counts(gathered.statistics[name], stored)
     scratch = job.workspace.scratch
     if scratch is not None:
@@ -185,6 +187,8 @@ def _keep(job: PassJob, gathered: Gathered, statistics: tuple[LayerStatistics, .
 def _factors(found: LayerStatistics, collection: Collection) -> Iterator[Factors]:
     """The layer's factors, or each group's."""
     layer, A, G = found.layer, _activation(found), _gradient(found, collection)
+    if isinstance(found, TiedHeadStatistics):
+        A, G = found.nearest_product_(A, G, identity=collection.fisher == "forward_only")
     _require_finite_factors(layer.name, A, G)
     if layer.groups == 1:
         yield Factors(layer=layer.name, form=layer.form, bias=layer.bias, A=A, G=G)
@@ -292,11 +296,15 @@ def _allocated(
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
         # a leader stands before its followers
         leader = by_name[shared[layer.name]] if layer.name in shared else None
-        statistics = LayerStatistics(layer=layer, sharing=sharing, leader=leader)
+        statistics = _kind(layer)(layer=layer, sharing=sharing, leader=leader)
         statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
         statistics.allocate(job.dtype, job.workspace.device)
         by_name[layer.name] = statistics
     return by_name
+
+
+def _kind(layer: TreatedLayer) -> type[LayerStatistics]:
+    return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
 
 
 def _update(job: PassJob, batch: Batch, collector: Collector) -> int:

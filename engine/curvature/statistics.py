@@ -48,6 +48,16 @@ class LayerStatistics:
     flaw: str | None = None
     """Why the layer must be declared, once something has shown that it must."""
 
+    @property
+    def rank_bounds(self) -> tuple[int, int]:
+        """Rows that entered A and G, where their ranks cannot exceed those; 0 bounds nothing."""
+        return self.rows_A, self.rows_G
+
+    @property
+    def explanation(self) -> str:
+        """Why the layer is represented as it is."""
+        return self.layer.explanation
+
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums.
 

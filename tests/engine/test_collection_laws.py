@@ -190,16 +190,14 @@ def test_every_trainable_parameter_is_covered_or_declared() -> None:
     reasons = {layer.name: layer.reason for layer in whole.declared}
     assert reasons == {
         "": "bare_parameter",
-        "table": "tied",
-        "head": "tied",
         "recurrent": "unsupported_layer",
         "unused": "no_gradient",
         "ignored": "no_gradient",
         "normed": "parametrised",
         "normed.parametrizations.weight": "parametrised",
     }
-    assert [layer.name for layer in whole.layers] == ["inner", "grouped[0]", "grouped[1]"]
-    assert whole.layers[2].parameters == ("grouped.weight[1]",)
+    assert [layer.name for layer in whole.layers] == ["table", "inner", "grouped[0]", "grouped[1]"]
+    assert whole.layers[3].parameters == ("grouped.weight[1]",)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert whole.trainable_parameters == trainable
     assert whole.covered_parameters + sum(layer.parameter_count for layer in whole.declared) == trainable

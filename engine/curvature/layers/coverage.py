@@ -4,7 +4,7 @@ A parameter is counted once, by identity. Reasons:
 
 - ``unsupported_layer``: its module belongs to no family (the row names the class);
 - ``bare_parameter``: it hangs on a module that has children of its own, as a loose tensor;
-- ``tied``: several modules share it, so no single layer's factors describe it;
+- ``tied``: modules that use it in ways that no one layer's factors describe share it;
 - ``parametrised``: the weight is computed from other parameters (weight norm and its like);
 - ``overridden_forward``, ``embedding_renormalised``, ``batch_statistics``: the family knows the
   class, not this variant of it;
@@ -44,6 +44,7 @@ from engine.curvature.layers.normalisation import (
     treats_layer_norm,
     treats_rms_norm,
 )
+from engine.curvature.layers.tied import untied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,48 +59,117 @@ class DeclaredLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alias:
+    """A second name of a covered parameter, on a module that is taken not to use it."""
+
+    module: nn.Module
+    key: str
+    layer: str
+    """The layer that covers it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Survey:
     """The model's trainable parameters, sorted into treated layers and declared ones."""
 
     treated: tuple[TreatedLayer, ...]
     declared: tuple[DeclaredLayer, ...]
+    aliases: tuple[Alias, ...] = ()
 
 
 def survey(model: nn.Module) -> Survey:
     """Sort every trainable parameter of ``model``, in the order of its modules."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():  # noqa: SLF001 - own parameters, with tied ones
-            if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(id(module))
+    own, aliases = _own_parameters(model)
     treated: list[TreatedLayer] = []
     declared: list[DeclaredLayer] = []
-    counted: set[int] = set()
+    for bundle in _bundles(own):
+        layers, reasons = _covering(bundle)
+        treated += layers
+        counted: set[int] = set()
+        for (name, module, parameters), reason in zip(bundle, reasons, strict=True):
+            if reason is None:
+                continue
+            fresh = {id(each): each.numel() for each in parameters.values() if id(each) not in counted}
+            counted.update(fresh)
+            declared.append(
+                DeclaredLayer(
+                    name=name,
+                    module=type(module).__name__,
+                    reason=reason,
+                    parameters=tuple(_qualified(name, key) for key in parameters),
+                    parameter_count=sum(fresh.values()),
+                )
+            )
+    covering = {parameter: layer.name for layer in treated for parameter in layer.parameters}
+    names = {
+        id(parameter): covering[_qualified(name, key)]
+        for name, _, parameters in own
+        for key, parameter in parameters.items()
+        if _qualified(name, key) in covering
+    }
+    spare = (Alias(module=module, key=key, layer=names[at]) for module, key, at in aliases if at in names)
+    return Survey(treated=tuple(treated), declared=tuple(declared), aliases=tuple(spare))
+
+
+def _qualified(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+_Own = tuple[str, nn.Module, dict[str, nn.Parameter]]
+"""A module's name, the module, and its own trainable parameters."""
+
+
+def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module, str, int]]]:
+    """Every module with trainable parameters; and second names of parameters, by identity.
+
+    A module of no family that holds what one of a known family holds too (BERT's head keeps its
+    decoder's bias) is taken not to use it itself; a dry run shows whether that is so.
+    """
+    families = {id(module) for module in model.modules() if any(True for _ in _families(module))}
+    known = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) in families
+        for parameter in module._parameters.values()  # noqa: SLF001 - own parameters, with tied ones
+        if parameter is not None
+    }
+    own: list[_Own] = []
+    aliases: list[tuple[nn.Module, str, int]] = []
     for name, module in model.named_modules():
-        own = {
+        trainable = {
             key: parameter
-            for key, parameter in module._parameters.items()  # noqa: SLF001
+            for key, parameter in module._parameters.items()  # noqa: SLF001 - likewise
             if parameter is not None and parameter.requires_grad
         }
-        if not own:
-            continue
-        tied = any(len(owners[id(parameter)]) > 1 for parameter in own.values())
-        layer, reason = (None, "tied") if tied else _treat(name, module, set(own))
-        if layer is not None:
-            treated.append(layer)
-            continue
-        fresh = {key: parameter for key, parameter in own.items() if id(parameter) not in counted}
-        counted.update(id(parameter) for parameter in fresh.values())
-        declared.append(
-            DeclaredLayer(
-                name=name,
-                module=type(module).__name__,
-                reason=reason,
-                parameters=tuple(f"{name}.{key}" if name else key for key in own),
-                parameter_count=sum(parameter.numel() for parameter in fresh.values()),
-            )
-        )
-    return Survey(treated=tuple(treated), declared=tuple(declared))
+        if id(module) not in families:
+            spare = [key for key, parameter in trainable.items() if id(parameter) in known]
+            aliases += [(module, key, id(trainable.pop(key))) for key in spare]
+        if trainable:
+            own.append((name, module, trainable))
+    return own, aliases
+
+
+def _bundles(own: list[_Own]) -> list[list[_Own]]:
+    """Modules put together that share parameters, directly or through others; each stands where its first one does."""
+    bundles: dict[int, list[int]] = {}
+    holders: dict[int, int] = {}
+    for place, (_, _, parameters) in enumerate(own):
+        touched = sorted({holders[id(parameter)] for parameter in parameters.values() if id(parameter) in holders})
+        into = touched[0] if touched else place
+        bundles[into] = sorted([*(each for key in touched for each in bundles.pop(key)), place])
+        for each in bundles[into]:
+            holders |= {id(parameter): into for parameter in own[each][2].values()}
+    return [[own[place] for place in bundles[first]] for first in sorted(bundles)]
+
+
+def _covering(bundle: list[_Own]) -> tuple[tuple[TreatedLayer, ...], list[str | None]]:
+    """The layers that cover ``bundle``, or each module's reason why none does."""
+    found = [_treat(name, module, set(parameters)) for name, module, parameters in bundle]
+    layers = [layer for layer, _ in found if layer is not None]
+    if len(bundle) == 1:
+        return tuple(layers), [None if layers else reason for _, reason in found]
+    rows = untied(layers) if len(layers) == len(bundle) else None
+    return (rows or ()), [None if rows else "tied" for _ in bundle]
 
 
 def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:

@@ -9,7 +9,8 @@ one, the rows hold all of them one after the other, and each is a row of the res
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -30,6 +31,8 @@ class Use:
     """(P,) booleans: the positions that count; None where all do."""
     owners: Tensor | None = None
     """(P,) the example each position belongs to, where they do not lie example by example; else None."""
+    role: "TreatedLayer | None" = None
+    """Which part of the layer was called, where it has several (``TreatedLayer.roles``)."""
 
     def without_input(self) -> "Use":
         """The same call, its input let go."""
@@ -39,7 +42,8 @@ class Use:
         """The same call for the examples from ``start`` to ``stop``, which must lie example by example."""
         if self.owners is not None:
             raise ValueError("the positions of this call do not lie example by example")
-        return Use(
+        return replace(
+            self,
             entered=of_examples(self.input, self.examples, start, stop),
             examples=stop - start,
             kept=None if self.kept is None else of_examples(self.kept, self.examples, start, stop),
@@ -72,6 +76,10 @@ class TreatedLayer(ABC):
     """The weight is trainable."""
     bias: bool
     """The bias is trainable, hence A has a column of ones (last)."""
+    also: Mapping[str, nn.Module] = field(default_factory=dict, kw_only=True)
+    """Further modules that hold the same parameters, by name: their calls are this layer's."""
+    prefix: str | None = field(default=None, kw_only=True)
+    """Name of the module, where the layer's own is another."""
 
     form: ClassVar[Form] = "kronecker"
     why: ClassVar[str] = "A and G are small enough to be held dense and decomposed"
@@ -105,7 +113,25 @@ class TreatedLayer(ABC):
     def parameters(self) -> tuple[str, ...]:
         """Qualified names of the trainable parameters covered, weight first."""
         own = [name for name, wanted in (("weight", self.weight), ("bias", self.bias)) if wanted]
-        return tuple(f"{self.name}.{name}" if self.name else name for name in own)
+        prefix = self.name if self.prefix is None else self.prefix
+        return tuple(f"{prefix}.{name}" if prefix else name for name in own)
+
+    @property
+    def roles(self) -> tuple["TreatedLayer", ...]:
+        """What is called for it, each with modules of its own: itself, mostly."""
+        return (self,)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Names of the modules that hold its parameters."""
+        return (self.name if self.prefix is None else self.prefix, *self.also)
+
+    @property
+    def explanation(self) -> str:
+        """Why the layer is represented as it is, and who shares it."""
+        if not self.also:
+            return self.why
+        return f"{self.why}; {', '.join(f'`{name}`' for name in self.holders)} share it: their calls are summed"
 
     @property
     def parameter_count(self) -> int:
