@@ -61,13 +61,14 @@ format: $(STAMP) ## rewrite the formatting, apply the lints' safe mends
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## run benchmarks/*.py; each writes benchmarks/results/<name>.json
+bench: $(STAMP) ## run benchmarks/*.py and the conformance table; each writes benchmarks/results/<name>.json
 	@mkdir -p benchmarks/results
 	@for script in benchmarks/*.py; do \
 		[ -e "$$script" ] || { echo "There is no benchmark yet."; break; }; \
 		grep -q '__main__' "$$script" || continue; \
 		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -P -m "benchmarks.$$(basename "$$script" .py)"; \
 	done
+	@echo "==> benchmarks/conformance"; $(PY) -P -m benchmarks.conformance
 
 peers: $(STAMP) ## make .peers, the environment of the libraries that benchmarks compare with
 	@benchmarks/conformance/environment.sh .peers $(PYTHON)

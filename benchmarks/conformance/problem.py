@@ -33,7 +33,7 @@ class Problem:
     model: nn.Module
     """In evaluation mode; the parameters of the wanted layers alone are trainable."""
     layers: tuple[str, ...]
-    """Names of the wanted layers."""
+    """Names of the wanted layers; empty for whatever the library finds by itself."""
     task: Literal["classification", "causal_lm", "sentence_embedding"]
     examples: int
     """Examples of each batch."""
@@ -42,6 +42,8 @@ class Problem:
     fisher: Literal["mc", "empirical"] = "mc"
     """One label sampled from the model per term, or the given one."""
     ignore_index: int = -100
+    keys: Tensor | None = None
+    """Which example each row of the stream is, for a library that can be told; else in order."""
 
     @property
     def loss(self) -> Literal["cross_entropy", "mse"]:
@@ -51,6 +53,8 @@ class Problem:
     def outputs(self, model: nn.Module, inputs: Any) -> Tensor:  # noqa: ANN401 - a tensor, or a mapping of them
         """Outputs (terms of all examples, numbers per term) of ``model``, which may be a wrapped one."""
         returned = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+        if isinstance(returned, tuple):
+            returned = returned[0]
         if self.task == "sentence_embedding":
             hidden = returned.last_hidden_state
             weights = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)

@@ -1,11 +1,12 @@
 """bergson: its ``CovarianceCollector`` within a loop like its own, which knows language models alone."""
 
 import tempfile
+from typing import Any
 
 import torch
 from bergson.gradients import GradientProcessor
 from bergson.hessians.kfac import CovarianceCollector
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.conformance.problem import Factors, Problem, Stream
 
@@ -16,30 +17,21 @@ def collect(problem: Problem, stream: Stream) -> Factors:
     """A and G of the wanted layers, divided by the positions that bergson has counted."""
     model = problem.model.requires_grad_(requires_grad=False)
     # what lets gradients flow without weight gradients, as bergson's own set-up does
-    first = next(iter(stream))[0]
-    if isinstance(first, Tensor):
-        first_inputs = first
-    else:
-        model.get_input_embeddings().requires_grad_(requires_grad=True)
-        first_inputs = first["input_ids"]
-    dtype = next(model.parameters()).dtype
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    for table in tables[:1]:
+        table.requires_grad_(requires_grad=True)
     with tempfile.TemporaryDirectory() as folder:
         collector = CovarianceCollector(
             model=model,
-            target_modules=set(problem.layers),
+            target_modules=set(problem.layers) or None,
             processor=GradientProcessor(include_bias=True),
-            dtype=dtype,
+            dtype=next(model.parameters()).dtype,
             path=folder,
         )
-        positions = torch.ones(first_inputs.shape[:2], dtype=torch.bool)
         for inputs, targets in stream:
-            kept = positions.clone() if isinstance(inputs, Tensor) else inputs["attention_mask"].bool()
-            if problem.task == "causal_lm":
-                # its collection mask spans every real position but each sequence's last
-                kept[:, :-1] &= kept[:, 1:].clone()
-                kept[:, -1] = False
-            with collector.with_batch(kept):
-                problem.summed_loss(problem.outputs(model, inputs), targets).backward()
+            fed = inputs if tables else inputs.clone().requires_grad_()
+            with collector.with_batch(_positions(problem, inputs)):
+                problem.summed_loss(problem.outputs(model, fed), targets).backward()
             model.zero_grad()
         counts = collector.num_positions
         return {
@@ -47,3 +39,14 @@ def collect(problem: Problem, stream: Stream) -> Factors:
             for name in counts
             if counts[name]
         }
+
+
+def _positions(problem: Problem, inputs: Any) -> Tensor:  # noqa: ANN401 - a tensor, or a mapping of them
+    """The collection mask (N, T): every real position, in a language model but each sequence's last."""
+    if isinstance(inputs, Tensor):
+        return torch.ones(inputs.shape[:2], dtype=torch.bool)
+    kept = inputs["attention_mask"].bool()
+    if problem.task == "causal_lm":
+        kept[:, :-1] &= kept[:, 1:].clone()
+        kept[:, -1] = False
+    return kept

@@ -57,7 +57,7 @@ def collect(problem: Problem, stream: Stream) -> Factors:
         num_per_example_loss_terms=problem.terms,
         num_data=problem.examples * len(stream),
         separate_weight_and_bias=False,
-        batch_size_fn=lambda inputs: len(inputs if isinstance(inputs, Tensor) else inputs["input_ids"]),
+        batch_size_fn=lambda inputs: len(inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))),
     )
     operator.compute_kronecker_factors()
     activation, gradient = operator._input_covariances, operator._gradient_covariances  # noqa: SLF001 - it shows them nowhere else

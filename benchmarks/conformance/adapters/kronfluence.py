@@ -29,14 +29,14 @@ class _Task(Task):
         """Never asked for here."""
         return self.compute_train_loss(batch, model)
 
-    def get_influence_tracked_modules(self) -> list[str]:
+    def get_influence_tracked_modules(self) -> list[str] | None:
         """The wanted layers."""
-        return list(self.problem.layers)
+        return list(self.problem.layers) or None
 
     def get_attention_mask(self, batch: Any) -> Tensor | None:  # noqa: ANN401
         """The mask, where the inputs bring one."""
         inputs, _ = batch
-        return None if isinstance(inputs, Tensor) else inputs["attention_mask"]
+        return None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
 
 
 def collect(problem: Problem, stream: Stream) -> Factors:

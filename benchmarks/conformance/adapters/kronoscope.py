@@ -1,6 +1,8 @@
 """Kronoscope itself, through ``engine.curvature.collection.collected``, as every job calls it."""
 
+from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -15,6 +17,22 @@ _BESIDES = {"exact_trace": False}
 """What Kronoscope measures beside A and G and no peer does."""
 
 
+def _keyed(problem: Problem, stream: Stream) -> Iterator[tuple[Any, ...]]:
+    """Batches, with the examples' own keys where the problem has some."""
+    start = 0
+    for inputs, targets in stream:
+        stop = start + problem.examples
+        yield (inputs, targets) if problem.keys is None else (inputs, targets, problem.keys[start:stop])
+        start = stop
+
+
+class Accounted(Factors):
+    """Factors beside the account of what has none."""
+
+    declared_parameters: int = 0
+    """Trainable numbers that are declared, each layer with its reason."""
+
+
 def collect(problem: Problem, stream: Stream, **options: object) -> Factors:
     """A and G of every layer with trainable parameters; ``options`` override the collection's."""
     known = {field.name for field in fields(Collection)}
@@ -24,11 +42,13 @@ def collect(problem: Problem, stream: Stream, **options: object) -> Factors:
     whole = collected(
         Workspace(
             model=problem.model,
-            batches=lambda: iter(stream),
+            batches=lambda: _keyed(problem, stream),
             task=Task(type=problem.task, ignore_index=problem.ignore_index),
             artifacts=None,  # type: ignore[arg-type] # nothing is written
             collection=Collection(**chosen),  # type: ignore[arg-type]
         )
     )
     loaded = {facts.name: whole.load(facts.ordinal) for facts in whole.layers}
-    return {name: (factors.A, factors.G) for name, factors in loaded.items()}
+    found = Accounted({name: (factors.A, factors.G) for name, factors in loaded.items()})
+    found.declared_parameters = sum(layer.parameter_count for layer in whole.declared)
+    return found
