@@ -25,6 +25,10 @@ class Collection:
     batch_size: int = 64
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of the passes and of the accumulators."""
+    storage_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    """Precision the factors are kept, digested and decomposed in; null is that of the sums. A wider one holds the
+    same numbers. `bfloat16` rounds to 8 bits; `float16` to 11, times one power of two per factor, below which
+    what is 2^39 smaller than the largest entry becomes zero."""
     seed: int = 0
     """Key of the sampled labels, together with each example's index."""
     update_freq: int = option(1, known_as="update_freq")

@@ -56,6 +56,13 @@ class LayerRecord:
     storage_device: str | None
     storage_policy: str | None
     dtype: str | None
+    """Precision the factors are kept in; digests and eigenvalues are of these numbers."""
+    accumulation_dtype: str | None
+    """Precision of the sums behind them."""
+    scale_A: float | None
+    """Power of two that the kept A is multiplied by; 1 but for float16."""
+    scale_G: float | None
+    """The same of G."""
     factor_bytes: int | None
     """Bytes of the dense factors."""
     cholesky_jitter: float | None

@@ -46,18 +46,18 @@ class LayerFactors:
     @property
     def A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(in_dim, in_dim) dense activation covariance; the bias's row and column last."""
-        stored = self._factors.A
+        stored = self._factors.widened_A
         return torch.diag(stored) if stored.ndim == 1 else stored
 
     @property
     def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(out_dim, out_dim) dense gradient covariance."""
-        return self._factors.G
+        return self._factors.widened_G
 
     @property
     def diagonal_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(in_dim,) diagonal of A, without making a diagonal A dense."""
-        stored = self._factors.A
+        stored = self._factors.widened_A
         return stored if stored.ndim == 1 else stored.diagonal()
 
 

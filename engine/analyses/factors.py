@@ -55,5 +55,5 @@ def _metrics(layer: Measured, whole: Collected) -> FactorsMetrics:
 
 
 def _dense_bytes(layer: Measured) -> int:
-    item = 8 if layer.record.dtype == "float64" else 4
+    item = {"float64": 8, "float32": 4}.get(str(layer.record.dtype), 2)
     return item * (layer.facts.in_dim**2 + layer.facts.out_dim**2)

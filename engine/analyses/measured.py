@@ -15,7 +15,7 @@ from torch import Tensor
 from catalog.analysis import Coverage, LayerResult
 from catalog.layer_record import Branch, LayerRecord, Observed
 from engine.analyses.sample_sizes import MeasuredSize, smaller_sizes, trace
-from engine.curvature.collected import Collected, LayerFacts, write_factors, write_index
+from engine.curvature.collected import Collected, Kept, LayerFacts, write_factors, write_index
 from engine.curvature.collection import collected
 from engine.curvature.coverage_law import reason_counts
 from engine.curvature.eigenvalues import eigenvalues
@@ -61,8 +61,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
         if facts.ordinal >= len(known):
             known.append(_measure(workspace, factors, facts, shared_a, keep_factors=keep_factors))
             if keep_factors and facts.ordinal == len(factors.layers) - 1:
-                digests = {m.facts.ordinal: (str(m.record.digest_A), str(m.record.digest_G)) for m in known}
-                write_index(workspace.artifacts, factors, digests)
+                write_index(workspace.artifacts, factors, {one.facts.ordinal: _kept(one.record) for one in known})
         yield known[facts.ordinal]
 
 
@@ -80,10 +79,12 @@ def _measure(
     if keep_factors:
         write_factors(workspace.artifacts, facts, factors)
     digest_g = digest(factors.G)
-    spectrum_g, rungs_g = eigenvalues(factors.G, facts.name, rank_bound=facts.rank_bound_G)
+    spectrum_g, rungs_g = eigenvalues(factors.G.to(workspace.device), facts.name, rank_bound=facts.rank_bound_G)
+    spectrum_g.mul_(factors.scale_G)
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     if leader not in shared_a:
-        spectrum, rungs = eigenvalues(factors.A, facts.name, rank_bound=facts.rank_bound_A)
+        spectrum, rungs = eigenvalues(factors.A.to(workspace.device), facts.name, rank_bound=facts.rank_bound_A)
+        spectrum.mul_(factors.scale_A)
         shared_a[leader] = digest(factors.A), spectrum, rungs
     digest_a, spectrum_a, rungs_a = shared_a[leader]
     if "spectra" in workspace.keep:
@@ -104,8 +105,8 @@ def _measure(
         examples=whole.examples,
         spectrum_A=spectrum_a,
         spectrum_G=spectrum_g,
-        trace_A=trace(factors.A),
-        trace_G=trace(factors.G),
+        trace_A=trace(factors.A, factors.scale_A),
+        trace_G=trace(factors.G, factors.scale_G),
     )
     return Measured(
         facts=facts,
@@ -143,6 +144,9 @@ def _measure(
             storage_device=whole.device,
             storage_policy=whole.storage_policy,
             dtype=str(factors.G.dtype).removeprefix("torch."),
+            accumulation_dtype=whole.collection.dtype,
+            scale_A=factors.scale_A,
+            scale_G=factors.scale_G,
             factor_bytes=_size(factors, own_a=facts.shared_A_with is None),
             cholesky_jitter=None,
             fisher=whole.collection.fisher,
@@ -158,6 +162,15 @@ def _measure(
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
         observed=_observed(begun, before, after, workspace.device),
+    )
+
+
+def _kept(record: LayerRecord) -> Kept:
+    return Kept(
+        digest_A=str(record.digest_A),
+        digest_G=str(record.digest_G),
+        scale_A=record.scale_A or 1.0,
+        scale_G=record.scale_G or 1.0,
     )
 
 

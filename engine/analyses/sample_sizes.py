@@ -43,23 +43,25 @@ def smaller_sizes(
             write_factors(workspace.artifacts, facts, factors, nested_file(size.eighths, facts.ordinal))
         bound_a, bound_g = size.rank_bounds[facts.ordinal]
         if (size.eighths, leader) not in shared_a:
-            shared_a[size.eighths, leader] = eigenvalues(factors.A, facts.name, rank_bound=bound_a)[0]
+            spectrum_a, _ = eigenvalues(factors.A.to(workspace.device), facts.name, rank_bound=bound_a)
+            shared_a[size.eighths, leader] = spectrum_a.mul_(factors.scale_A)
+        spectrum_g, _ = eigenvalues(factors.G.to(workspace.device), facts.name, rank_bound=bound_g)
         found.append(
             MeasuredSize(
                 examples=size.examples,
                 spectrum_A=shared_a[size.eighths, leader],
-                spectrum_G=eigenvalues(factors.G, facts.name, rank_bound=bound_g)[0],
-                trace_A=trace(factors.A),
-                trace_G=trace(factors.G),
+                spectrum_G=spectrum_g.mul_(factors.scale_G),
+                trace_A=trace(factors.A, factors.scale_A),
+                trace_G=trace(factors.G, factors.scale_G),
             )
         )
     return tuple(found)
 
 
-def trace(factor: Tensor) -> float:
-    """Trace of a matrix (n, n), or of the diagonal one whose diagonal (n,) is given."""
+def trace(factor: Tensor, scale: float) -> float:
+    """Trace of ``scale`` times a matrix (n, n), or the diagonal one whose diagonal (n,) is given."""
     diagonal = factor if factor.ndim == 1 else factor.diagonal()
-    return float(diagonal.to(torch.float64).sum())
+    return float(diagonal.to(torch.float64).sum()) * scale
 
 
 def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] | None:

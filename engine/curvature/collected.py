@@ -107,21 +107,42 @@ def write_factors(artifacts: Artifacts, facts: LayerFacts, factors: Factors, nam
         "in_dim": str(facts.in_dim),
         "out_dim": str(facts.out_dim),
         "layout": "upper triangle, row by row; a diagonal A as its diagonal",
+        "dtype": str(factors.G.dtype).removeprefix("torch."),
+        "activation_covariance_scale": repr(factors.scale_A),
+        "gradient_covariance_scale": repr(factors.scale_G),
     }
     artifacts.save_tensors(name or factor_file(facts.ordinal), tensors, metadata)
 
 
-def write_index(artifacts: Artifacts, collected: Collected, digests: Mapping[int, tuple[str, str]]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the index says of one layer's stored tensors."""
+
+    digest_A: str
+    digest_G: str
+    scale_A: float
+    scale_G: float
+
+
+def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, Kept]) -> None:
     """Write the index last, so that its presence says that all factors are there."""
     layers = []
     for facts in collected.layers:
         holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
-        digest_a, digest_g = digests[facts.ordinal]
+        own = kept[facts.ordinal]
         layers.append(
             asdict(facts)
             | {
-                "activation_covariance": {"file": f"{holder}.safetensors", "sha256": digest_a},
-                "gradient_covariance": {"file": f"{facts.ordinal}.safetensors", "sha256": digest_g},
+                "activation_covariance": {
+                    "file": f"{holder}.safetensors",
+                    "sha256": own.digest_A,
+                    "scale": own.scale_A,
+                },
+                "gradient_covariance": {
+                    "file": f"{facts.ordinal}.safetensors",
+                    "sha256": own.digest_G,
+                    "scale": own.scale_G,
+                },
             }
         )
     artifacts.save_json(
@@ -156,6 +177,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
         raise BrokenFactors(f"`{INDEX}` is not of the format {FORMAT}", pointer="/factors")
     try:
         layers = tuple(_facts(entry) for entry in index["layers"])
+        scales = {int(entry["ordinal"]): _scales(entry) for entry in index["layers"]}
         declared = tuple(
             DeclaredLayer(**{**entry, "parameters": tuple(entry["parameters"])}) for entry in index["declared"]
         )
@@ -172,7 +194,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
         storage_policy="stored",
         micro_batch=index.get("micro_batch"),
         planned_peak_bytes=None,
-        load=lambda ordinal: _load(artifacts, by_ordinal[ordinal]),
+        load=lambda ordinal: _load(artifacts, by_ordinal[ordinal], scales[ordinal]),
         nested=(),
         **counts,
     )
@@ -183,7 +205,13 @@ def _facts(entry: Mapping[str, Any]) -> LayerFacts:
     return LayerFacts(**{**own, "parameters": tuple(own["parameters"])})
 
 
-def _load(artifacts: Artifacts, facts: LayerFacts) -> Factors:
+def _scales(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """Of A and of G; an index from before there were any has none."""
+    activation, gradient = (entry.get(f"{side}_covariance") or {} for side in ("activation", "gradient"))
+    return float(activation.get("scale", 1.0)), float(gradient.get("scale", 1.0))
+
+
+def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float]) -> Factors:
     holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     gradient = _tensor(artifacts, facts, facts.ordinal, "gradient_covariance")
     activation = _tensor(artifacts, facts, holder, "activation_covariance")
@@ -195,6 +223,8 @@ def _load(artifacts: Artifacts, facts: LayerFacts) -> Factors:
         bias=facts.bias,
         A=activation if facts.form == "diagonal" else unpacked(activation, facts.in_dim),
         G=unpacked(gradient, facts.out_dim),
+        scale_A=scales[0],
+        scale_G=scales[1],
     )
 
 

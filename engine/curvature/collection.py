@@ -16,13 +16,14 @@ from engine.curvature.batches import Batch, mapped
 from engine.curvature.broadcast import proven
 from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
+from engine.curvature.finishing import flaw, foreseen_flaw
 from engine.curvature.finiteness import witnessed
 from engine.curvature.forecast import DryRun, forecast
 from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import followers, shared_tables, unattributed, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.nested import sizes_of
-from engine.curvature.passes import PassJob, flaw, foreseen_flaw, gather
+from engine.curvature.passes import PassJob, gather
 from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.untouched import untouched
@@ -205,7 +206,7 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
         updates=gathered.updates,
         passes=gathered.passes,
         collection=dataclasses.replace(job.collection),
-        device=str(job.workspace.device),
+        device="cpu",
         storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
         micro_batch=plan.chosen.micro_batch,
         planned_peak_bytes=plan.largest_peak_bytes,

@@ -7,6 +7,7 @@ loss is ``G ⊗ A`` for ``weight.flatten()`` with the bias as the last column.
 
 import ctypes
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,23 @@ class Factors:
     bias: bool
     """A's last row and column belong to the bias."""
     A: Tensor
-    """(in_dim, in_dim), or its diagonal (in_dim,)."""
+    """(in_dim, in_dim), or its diagonal (in_dim,), as it is stored."""
     G: Tensor
-    """(out_dim, out_dim)."""
+    """(out_dim, out_dim), as it is stored."""
+    scale_A: float = 1.0
+    """Power of two that the stored A is to be multiplied by."""
+    scale_G: float = 1.0
+    """The same of G."""
+
+    @property
+    def widened_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """A itself: at least in float32, its scale multiplied in."""
+        return _widened(self.A, self.scale_A)
+
+    @property
+    def widened_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """G itself, likewise."""
+        return _widened(self.G, self.scale_G)
 
     def require_fit(self, gradient: Tensor) -> None:
         """Check that a gradient matrix (d_out, d_in[+1]) agrees with the factors.
@@ -40,6 +55,37 @@ class Factors:
         """
         expected = (self.G.shape[0], self.A.shape[0])
         require_bias_column(self.layer, "gradient", tuple(gradient.shape), expected, bias=self.bias)
+
+
+def _widened(stored: Tensor, scale: float) -> Tensor:
+    if stored.element_size() > 2:
+        return stored if scale == 1 else stored * scale
+    # float16 holds numbers of any size beside its scale, float32 only those it reaches itself
+    return stored.to(torch.float32 if 2.0**-100 <= scale <= 2.0**100 else torch.float64) * scale
+
+
+def to_storage(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """``matrix`` on the host as ``dtype``, and the power of two that it must be multiplied by.
+
+    Only float16 needs one: it ends at 65504, where bfloat16 has the exponents of float32. The
+    largest entry of a positive semidefinite matrix stands on its diagonal, and comes to lie
+    between 2¹⁴ and 2¹⁵.
+
+    Memory:
+        On the matrix's device 1024 rows in float64; on the host one copy, unless it is there already.
+    """
+    if matrix.dtype == dtype:
+        return matrix.to("cpu"), 1.0
+    scale = 1.0
+    if dtype == torch.float16:
+        largest = float((matrix if matrix.ndim == 1 else matrix.diagonal()).max())
+        scale = 2.0 ** (math.frexp(largest)[1] - 15) if largest > 0 else 1.0
+    host = torch.empty(matrix.shape, dtype=dtype)
+    for start in range(0, matrix.shape[0], 1024):
+        # through float64, which holds both the scale and what it is divided out of
+        rows = matrix[start : start + 1024].to(torch.float64)
+        host[start : start + 1024] = (rows if scale == 1 else rows.div_(scale)).to(dtype)
+    return host, scale
 
 
 def require_bias_column(

@@ -57,7 +57,7 @@ def forecast(
         for size in _slice_sizes(workspace)
     ]
     for plan in plans:
-        if plan.peak_bytes(place) <= allowed:
+        if plan.fits(workspace.memory):
             return plan
     if workspace.scratch is not None:
         cuts = []
@@ -137,7 +137,7 @@ def _plan(
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
     sizes: list[tuple[str, str, int, Source, Phase]] = [
-        ("accumulators", "Σ in² + Σ out²", most, "exact", "collection" if several else "throughout"),
+        ("accumulators", "Σ in² + Σ out²", most, "exact", "collection"),
         ("activations", "2 · slice · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         ("patches", "slice · positions · in", int(scale * patches * item), "estimated", "collection"),
@@ -159,6 +159,13 @@ def _plan(
         Term(name=name, formula=formula, size_bytes=size, place=place, source=source, phase=phase)
         for name, formula, size, source, phase in sizes
     ]
+    if not several:
+        stored = most // item * _stored_size(workspace.collection.storage_dtype, item)
+        # on a CPU they take the place of the sums, a layer at a time
+        when: Phase = "measuring" if place == "host" else "throughout"
+        terms.append(
+            Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", phase=when)
+        )
     if workspace.collection.nested and workspace.scratch is None:
         triangles = item * sum(
             each.groups * (side * (side + 1) // 2 if dense else side)
@@ -187,6 +194,10 @@ def _plan(
         weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         terms.append(Term(name="weights", formula="Σ bytes", size_bytes=weights, place=place, source="exact"))
     return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def _stored_size(storage_dtype: str | None, item: int) -> int:
+    return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
 
 
 def _patches(call: Call) -> int:

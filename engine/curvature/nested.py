@@ -8,16 +8,17 @@ says it holds, or else what counting it once beforehand gives.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from catalog.collection import Collection
 from engine.curvature.batches import batched
-from engine.curvature.factors import Factors
-from engine.curvature.gathered import Cursor, Gathered, Snapshot
+from engine.curvature.finishing import Stored, finished
+from engine.curvature.gathered import Gathered, Snapshot
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import lay_aside
 from engine.workspace import Artifacts, Workspace
@@ -100,35 +101,34 @@ def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
 def keep_size(
     sizes: Sizes,
     eighths: int,
-    cursor: Cursor,
+    examples: int,
     statistics: Sequence[LayerStatistics],
     gathered: Gathered,
-    factors_of: Callable[[LayerStatistics], Iterable[Factors]],
+    collection: Collection,
+    dtype: torch.dtype,
 ) -> None:
-    """Lay aside what ``factors_of`` makes of each layer's sums so far; the sums go on.
+    """Lay aside the factors of the sums so far, of the ``examples`` that entered them; the sums go on.
 
     Memory:
-        A copy of one layer's sums, one of the A that it shares, and one packed triangle.
+        A copy of one layer's sums, its factors, those A that layers to come share, and one packed triangle.
     """
-    snapshot = gathered.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=cursor.examples))
+    snapshot = gathered.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=examples))
     first = len(gathered.statistics)
-    last = {found.leader.layer.name: place for place, found in enumerate(statistics) if found.leader is not None}
-    leaders: dict[str, LayerStatistics] = {}
+    last = {(found.leader or found).layer.name: place for place, found in enumerate(statistics)}
+    shared: dict[str, list[Stored]] = {}
     for place, found in enumerate(statistics):
-        name = found.layer.name
-        leader = None if found.leader is None else found.leader.layer.name
-        copy = _copied(found, None if leader is None else leaders[leader])
-        if name in last:
-            leaders[name] = copy
-        if leader is not None and last[leader] == place:
-            del leaders[leader]
-        if found.flaw is not None:
-            continue
-        for part, factors in enumerate(factors_of(copy)):
-            shared = None if leader is None else snapshot.waiting.get(leader)
-            stem = f"nested/{eighths}/{first + place}.{part}"
-            snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, shared)
-            snapshot.rows[factors.layer] = found.rank_bounds
+        holder = (found.leader or found).layer.name
+        if found.flaw is None:
+            leader = found.leader
+            if leader is not None and holder not in shared:
+                leader = _copied(leader, None)
+            for part, factors in enumerate(finished(_copied(found, leader), collection, dtype, shared)):
+                stem = f"nested/{eighths}/{first + place}.{part}"
+                own = None if found.leader is None else snapshot.waiting.get(holder)
+                snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, own)
+                snapshot.rows[factors.layer] = found.rank_bounds
+        if last[holder] == place:
+            shared.pop(holder, None)
 
 
 def _copied(found: LayerStatistics, leader: LayerStatistics | None) -> LayerStatistics:

@@ -16,21 +16,19 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.curvature.batches import Batch, batched
 from engine.curvature.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
-from engine.curvature.factors import Factors, mirrored_
+from engine.curvature.finishing import foreseen_flaw, keep
 from engine.curvature.finiteness import witnessed
 from engine.curvature.gathered import Cursor, Gathered
 from engine.curvature.hooks import Collector, SharingBroken
 from engine.curvature.layers.coverage import Survey
-from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.prediction import positions, predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.tied_head import TiedHeadStatistics
-from engine.curvature.waiting import lay_aside
-from engine.errors import EmptyData, EngineError, ModelRefused, NonFiniteFactor, Unwinding
-from engine.memory.budget import give_back_host_memory
+from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
@@ -111,7 +109,7 @@ def _gather(
                     name: leader for name, leader in gathered.shared.items() if name not in broken.followers
                 }
         gathered.statistics |= {each.layer.name: each for each in statistics}
-        _keep(job, gathered, statistics, aside=several)
+        keep(job.workspace, job.dtype, gathered, statistics, aside=several)
         if several and job.workspace.checkpointed:
             # what waits on the disk is never collected again
             after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
@@ -159,46 +157,6 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
     if scratch is not None:
         gathered.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
     return gathered
-
-
-def _keep(job: PassJob, gathered: Gathered, statistics: tuple[LayerStatistics, ...], *, aside: bool) -> None:
-    """Turn one pass's sums into factors, in memory or laid aside."""
-    parts = (part for known in gathered.statistics.values() for part in known.layer.parts)
-    places = {part: place for place, part in enumerate(parts)}
-    for found in statistics:
-        if flaw(found, job.collection) is not None:
-            continue
-        scratch = job.workspace.scratch
-        leader = found.leader.layer.name if found.leader is not None else ""
-        for factors in _factors(found, job.collection):
-            name = factors.layer
-            if aside and scratch is not None:
-                waiting = lay_aside(scratch, factors, str(places[name]), gathered.waiting.get(leader))
-                gathered.waiting[name], gathered.factors[name] = waiting, partial(waiting.load, scratch)
-                found.G = None
-            else:
-                gathered.factors[name] = partial(_same, factors)
-    if aside:
-        for found in statistics:
-            found.A = found.G = None
-        give_back_host_memory()
-
-
-def _factors(found: LayerStatistics, collection: Collection) -> Iterator[Factors]:
-    """The layer's factors, or each group's."""
-    layer, A, G = found.layer, _activation(found), _gradient(found, collection)
-    if isinstance(found, TiedHeadStatistics):
-        A, G = found.nearest_product_(A, G, identity=collection.fisher == "forward_only")
-    _require_finite_factors(layer.name, A, G)
-    if layer.groups == 1:
-        yield Factors(layer=layer.name, form=layer.form, bias=layer.bias, A=A, G=G)
-        return
-    for part, own_A, own_G in zip(layer.parts, A, G, strict=True):
-        yield Factors(layer=part, form=layer.form, bias=layer.bias, A=own_A, G=own_G)
-
-
-def _same(factors: Factors) -> Factors:
-    return factors
 
 
 @dataclass(frozen=True)
@@ -264,8 +222,7 @@ def _run(
             cursor.take(arrived, checked=checked)
             eighths = None if job.sizes is None else job.sizes.crossed(before, cursor.read)
             if job.sizes is not None and eighths is not None:
-                make = partial(_factors, collection=collection)
-                keep_size(job.sizes, eighths, cursor, all_statistics, gathered, make)
+                keep_size(job.sizes, eighths, cursor.examples, all_statistics, gathered, collection, job.dtype)
             progress.report(cursor.batches, batch_count)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, gathered)
@@ -352,47 +309,3 @@ def _pull_back(outputs: Tensor, direction: Tensor, *, retain_graph: bool) -> Non
             "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",
             pointer="/model",
         ) from error
-
-
-def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[str]) -> str | None:
-    """Why a treated layer must be declared, as far as is known before the first pass."""
-    if layer.name in mixed:
-        return "batch_not_first"
-    return "needs_gradients" if collection.fisher == "forward_only" and isinstance(layer, BlockLayer) else None
-
-
-def flaw(found: LayerStatistics, collection: Collection) -> str | None:
-    """Why a treated layer must be declared after all; None where it is covered."""
-    if found.flaw is not None:
-        return found.flaw
-    reached = found.gradients > 0 or collection.fisher == "forward_only"
-    return None if found.calls > 0 and reached else "no_gradient"
-
-
-def _activation(found: LayerStatistics) -> Tensor:
-    """A, normalised and symmetric; the 1×1 matrix 1 for an exact block; the leader's where that was declared."""
-    holder = found.leader if found.leader is not None else found
-    if holder.A is None:
-        return torch.ones(1, 1, dtype=found.G.dtype, device=found.G.device) if found.G is not None else torch.ones(1, 1)
-    # a decayed count may lie below one; without any position the sum is zero
-    normalised = holder.A.div_(holder.weight_A or 1.0)
-    holder.weight_A = 1.0
-    return normalised if normalised.ndim == 1 else mirrored_(normalised)
-
-
-def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
-    if found.G is None:
-        raise ValueError(f"layer `{found.layer.name}` was never allocated")
-    if collection.fisher == "forward_only":
-        return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device).expand(found.G.shape)
-    return mirrored_(found.G.div_(found.weight_G or 1.0))
-
-
-def _require_finite_factors(layer: str, A: Tensor, G: Tensor) -> None:
-    for name, tensor in (("A", A), ("G", G)):
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteFactor(
-                f"layer `{layer}`: {name} holds NaN or Inf after the last batch; activations or gradients "
-                f"overflow at {str(tensor.dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
-                layer=layer,
-            )

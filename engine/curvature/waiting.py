@@ -30,6 +30,8 @@ class Waiting:
     digest_A: str
     """Of A as it is stored."""
     digest_G: str
+    scale_A: float
+    scale_G: float
 
     def load(self, scratch: Artifacts) -> Factors:
         """Read them back."""
@@ -40,6 +42,8 @@ class Waiting:
             bias=self.bias,
             A=stored_a if self.diagonal else unpacked(stored_a, self.in_dim),
             G=unpacked(stored_g, self.out_dim),
+            scale_A=self.scale_A,
+            scale_G=self.scale_G,
         )
 
     def intact(self, scratch: Artifacts) -> bool:
@@ -82,6 +86,8 @@ def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting 
         diagonal=diagonal,
         digest_A=digest_a,
         digest_G=digest(gradient),
+        scale_A=factors.scale_A,
+        scale_G=factors.scale_G,
     )
 
 

@@ -87,6 +87,10 @@ class Plan:
             **asdict(self.chosen),
         }
 
+    def fits(self, budget: MemoryBudget) -> bool:
+        """Whether both places hold what the plan needs of them."""
+        return self.peak_bytes("device") <= budget.device_bytes and self.peak_bytes("host") <= budget.host_bytes
+
     def require(self, budget: MemoryBudget) -> None:
         """Refuse what does not fit.
 

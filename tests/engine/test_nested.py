@@ -71,6 +71,7 @@ def same(left: Collected, size: int, right: Collected) -> None:
     for layer in right.layers:
         one, other = nested.load(ordinals[layer.name]), right.load(layer.ordinal)
         assert (digest(one.A), digest(one.G)) == (digest(other.A), digest(other.G)), layer.name
+        assert (one.scale_A, one.scale_G) == (other.scale_A, other.scale_G)
         assert nested.rank_bounds[ordinals[layer.name]] == (layer.rank_bound_A, layer.rank_bound_G)
 
 
@@ -85,6 +86,8 @@ def same(left: Collected, size: int, right: Collected) -> None:
         {"ema_decay": 0.9},
         {"update_freq": 3},
         {"samples": 2, "seed": 5},
+        {"storage_dtype": "float16"},
+        {"storage_dtype": "bfloat16", "sharing": "reduce"},
     ],
 )
 def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scratch: bool) -> None:
@@ -181,12 +184,13 @@ def test_data_of_unknown_length_is_counted_first() -> None:
     assert [size.examples for size in collected(made).nested] == [8, 16, 32]
 
 
-def test_rows_show_every_size_up_to_the_whole() -> None:
-    made = space(nested=True)
+@pytest.mark.parametrize("storage_dtype", [None, "float16"])
+def test_rows_show_every_size_up_to_the_whole(storage_dtype: str | None) -> None:
+    made = space(nested=True, storage_dtype=storage_dtype)
     factor_rows = {row.layer: row.metrics for row in collect_factors(None, made)}
     capacity_rows = {row.layer: row.metrics for row in measure_capacity(CapacityParams(), made)}
     for place, examples in enumerate((8, 16, 32, 64)):
-        alone = space(examples)
+        alone = space(examples, storage_dtype=storage_dtype)
         for row in measure_capacity(CapacityParams(), alone):
             metrics = row.metrics
             if metrics is None:

@@ -1,0 +1,155 @@
+"""Finishing: one pass's sums become factors on the host, in memory or laid aside.
+
+A layer that no gradient reached, or that turned out to mix examples, is declared instead; its
+sums are freed with the others.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from catalog.collection import Collection
+from engine.curvature.factors import Factors, mirrored_, to_storage
+from engine.curvature.gathered import Gathered
+from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.statistics import LayerStatistics
+from engine.curvature.tied_head import TiedHeadStatistics
+from engine.curvature.waiting import lay_aside
+from engine.errors import NonFiniteFactor
+from engine.memory.budget import give_back_host_memory
+from engine.workspace import Workspace
+
+Stored = tuple[Tensor, float]
+"""A factor as it is kept, and its scale."""
+
+
+def keep(
+    workspace: Workspace,
+    dtype: torch.dtype,
+    gathered: Gathered,
+    statistics: tuple[LayerStatistics, ...],
+    *,
+    aside: bool,
+) -> None:
+    """Turn one pass's sums into factors on the host, in memory or laid aside: one layer at a time, its sums freed.
+
+    Memory:
+        One factor beyond what is kept, where the sums are on the host and kept in another precision.
+    """
+    shared: dict[str, list[Stored]] = {}
+    parts = (part for known in gathered.statistics.values() for part in known.layer.parts)
+    places = {part: place for place, part in enumerate(parts)}
+    for found in statistics:
+        if flaw(found, workspace.collection) is not None:
+            continue
+        leader = found.leader.layer.name if found.leader is not None else ""
+        for factors in finished(found, workspace.collection, dtype, shared):
+            part = factors.layer
+            if aside and workspace.scratch is not None:
+                waiting = lay_aside(workspace.scratch, factors, str(places[part]), gathered.waiting.get(leader))
+                gathered.waiting[part], gathered.factors[part] = waiting, partial(waiting.load, workspace.scratch)
+            else:
+                gathered.factors[part] = partial(_same, factors)
+    for found in statistics:
+        # of those that are declared after all
+        found.A = found.G = None
+    if aside:
+        give_back_host_memory()
+
+
+def finished(
+    found: LayerStatistics, collection: Collection, dtype: torch.dtype, shared: dict[str, list[Stored]]
+) -> Iterator[Factors]:
+    """The factors of one layer, or of each group, on the host; its sums are normalised in place and freed.
+
+    ``shared`` collects each A under the name of the layer that held its sum, for those that share it.
+
+    Raises:
+        NonFiniteFactor: If one holds NaN or Inf, or does so in the precision it is kept in.
+    """
+    wanted = collection.storage_dtype
+    storage = dtype if wanted is None else getattr(torch, wanted)
+    holder = found.leader or found
+    if isinstance(found, TiedHeadStatistics):
+        nearest = found.nearest_product_(
+            _activation(found), _gradient(found, collection), identity=collection.fisher == "forward_only"
+        )
+        shared[holder.layer.name], gradient = (
+            _stored(found, side, factor, storage) for side, factor in zip("AG", nearest, strict=True)
+        )
+        del nearest
+        found.A = None
+    else:
+        if holder.layer.name not in shared:
+            shared[holder.layer.name] = _stored(found, "A", _activation(found), storage)
+            holder.A = None
+        gradient = _stored(found, "G", _gradient(found, collection), storage)
+    found.G = None
+    for part, (A, scale_A), (G, scale_G) in zip(found.layer.parts, shared[holder.layer.name], gradient, strict=True):
+        yield Factors(
+            layer=part, form=found.layer.form, bias=found.layer.bias, A=A, G=G, scale_A=scale_A, scale_G=scale_G
+        )
+
+
+def _same(factors: Factors) -> Factors:
+    return factors
+
+
+def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[str]) -> str | None:
+    """Why a treated layer must be declared, as far as is known before the first pass."""
+    if layer.name in mixed:
+        return "batch_not_first"
+    return "needs_gradients" if collection.fisher == "forward_only" and isinstance(layer, BlockLayer) else None
+
+
+def flaw(found: LayerStatistics, collection: Collection) -> str | None:
+    """Why a treated layer must be declared after all; None where it is covered."""
+    if found.flaw is not None:
+        return found.flaw
+    reached = found.gradients > 0 or collection.fisher == "forward_only"
+    return None if found.calls > 0 and reached else "no_gradient"
+
+
+def _activation(found: LayerStatistics) -> Tensor:
+    """A, normalised and symmetric; the 1×1 matrix 1 for an exact block; the leader's where that was declared."""
+    holder = found.leader if found.leader is not None else found
+    if holder.A is None:
+        return torch.ones(1, 1, dtype=found.G.dtype, device=found.G.device) if found.G is not None else torch.ones(1, 1)
+    # a decayed count may lie below one; without any position the sum is zero
+    normalised = holder.A.div_(holder.weight_A or 1.0)
+    holder.weight_A = 1.0
+    return normalised if normalised.ndim == 1 else mirrored_(normalised)
+
+
+def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
+    if found.G is None:
+        raise ValueError(f"layer `{found.layer.name}` was never allocated")
+    if collection.fisher == "forward_only":
+        return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device).expand(found.G.shape)
+    return mirrored_(found.G.div_(found.weight_G or 1.0))
+
+
+def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtype) -> list[Stored]:
+    """``factor`` on the host as it is kept, with its scale; each group's by itself.
+
+    Raises:
+        NonFiniteFactor: If it holds NaN or Inf, or does so at ``dtype``.
+    """
+    name = found.layer.name
+    if not bool(torch.isfinite(factor).all()):
+        raise NonFiniteFactor(
+            f"layer `{name}`: {side} holds NaN or Inf after the last batch; activations or gradients "
+            f"overflow at {str(factor.dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
+            layer=name,
+        )
+    groups = [factor] if found.layer.groups == 1 else list(factor)
+    kept = [to_storage(group, dtype) for group in groups]
+    if dtype != factor.dtype and not all(bool(torch.isfinite(stored).all()) for stored, _ in kept):
+        kind = str(dtype).removeprefix("torch.")
+        raise NonFiniteFactor(
+            f"layer `{name}`: {side} has entries beyond the range of {kind}; take another `collection.storage_dtype`",
+            layer=name,
+        )
+    return kept
