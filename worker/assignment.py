@@ -28,6 +28,12 @@ class Assignment:
     directories: tuple[str, ...]
     offline: bool
     factors_path: Path | None
+    scratch: Path
+    """Where finished factors wait, and checkpoints stand, for this attempt and the next."""
+    earlier: tuple[Path, ...]
+    """The same of earlier attempts, the newest first."""
+    checkpoint_seconds: float
+    """Between two checkpoints; 0 makes none."""
 
 
 def read_assignment(raw: bytes) -> Assignment:
@@ -42,9 +48,10 @@ def read_assignment(raw: bytes) -> Assignment:
         value = json.loads(raw)
         allowed = value.get("allowed") or {}
         factors_path = value.get("factors_path")
+        artifacts = Path(value["artifacts"])
         return Assignment(
             document=value["document"],
-            artifacts=Path(value["artifacts"]),
+            artifacts=artifacts,
             store=Path(value.get("store") or Path.home() / ".cache" / "kronoscope"),
             completed=frozenset((str(kind), int(ordinal)) for kind, ordinal in value.get("completed") or ()),
             threads=value.get("threads"),
@@ -54,6 +61,9 @@ def read_assignment(raw: bytes) -> Assignment:
             directories=tuple(allowed.get("directories") or ()),
             offline=bool(value.get("offline", True)),
             factors_path=Path(factors_path) if factors_path else None,
+            scratch=Path(value.get("scratch") or artifacts / ".waiting"),
+            earlier=tuple(Path(path) for path in value.get("earlier") or ()),
+            checkpoint_seconds=float(value.get("checkpoint_seconds") or 0),
         )
     except (KeyError, TypeError, AttributeError) as error:
         message = f"not an assignment: {error!r}"

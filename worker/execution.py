@@ -7,15 +7,15 @@ The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 
 """
 
 import argparse
-import contextlib
+import hashlib
+import importlib.metadata
 import json
 import os
 import random
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,7 @@ from catalog.analysis import LayerResult
 from catalog.complaints import complaints
 from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
-from catalog.record import plain
+from catalog.record import canonical_json, plain
 from engine.curvature.coverage_law import surveyed
 from engine.errors import StopRequested
 from engine.memory.budget import MemoryBudget
@@ -44,6 +44,7 @@ from worker.frame_pipe import FramePipe
 from worker.loaded_model import LoadedModel
 from worker.refusal import Refusal
 from worker.resolve import resolve
+from worker.scratch_folder import take_over
 from worker.surroundings import Surroundings
 
 EXIT_STOPPED = 5
@@ -123,23 +124,12 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     _seed(document.collection.seed)
     # before the model is there: the plan counts its weights
     memory = MemoryBudget.measure(document.memory, device)
-    with _scratch(assignment.artifacts) as scratch:
-        _compute(assignment, document, pipe, checkpoint, device, memory, scratch)
-
-
-@contextlib.contextmanager
-def _scratch(artifacts: Path) -> Iterator[ArtifactFiles]:
-    """A place beside the artifacts for factors that wait; whatever a killed attempt left there goes first."""
-    place = artifacts / ".waiting"
-    shutil.rmtree(place, ignore_errors=True)
-    try:
-        yield ArtifactFiles(place, _announce_nothing)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _announce_nothing(name: str, sha256: str, size_bytes: int, media_type: str) -> None:
-    del name, sha256, size_bytes, media_type
+    take_over(assignment.scratch, assignment.earlier)
+    # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
+    scratch = ArtifactFiles(assignment.scratch, None)
+    _compute(assignment, document, pipe, checkpoint, device, memory, scratch)
+    # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
+    shutil.rmtree(assignment.scratch, ignore_errors=True)
 
 
 def _compute(
@@ -164,6 +154,11 @@ def _compute(
         kinds=document.kinds,
         artifacts=artifacts,
         scratch=scratch,
+        checkpoint_seconds=assignment.checkpoint_seconds,
+        conditions={
+            "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
+            "version of Kronoscope": importlib.metadata.version("kronoscope"),
+        },
         memory_options=document.memory,
         chosen=assignment.chosen,
         completed=assignment.completed,

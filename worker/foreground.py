@@ -34,7 +34,8 @@ EXIT_STOPPED = 5
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 _MAX_REQUEST_BYTES = 4 * 2**20
 _PARENT_POLL_SECONDS = 0.5
-_PASSED_ON = ("document", "threads", "paths", "allowed", "store", "offline", "factors_path")
+_CHECKPOINT_SECONDS = 60.0
+_PASSED_ON = ("document", "threads", "paths", "allowed", "store", "offline", "factors_path", "checkpoint_seconds")
 
 
 Last = Finished | Failed | Stopped
@@ -137,8 +138,11 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "threads": None,
         "offline": False,
         "factors_path": None,
+        "checkpoint_seconds": _CHECKPOINT_SECONDS,
         **{name: request[name] for name in _PASSED_ON if name in request},
         "artifacts": str(folder.artifacts),
+        "scratch": str(folder.scratch),
+        "plan": folder.plan,
     }
     whereabouts = Whereabouts()
     with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:

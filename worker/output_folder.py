@@ -18,6 +18,7 @@ from worker.artifact_check import require_artifact
 
 _FORMAT = "kronoscope.run/1"
 _OURS = ("results.json", "log.jsonl", "artifacts")
+_SCRATCH = ".waiting"
 
 
 class OutputRefused(ValueError):
@@ -35,6 +36,9 @@ class OutputFolder:
         """
         self.path = path.absolute()
         self.artifacts = self.path / "artifacts"
+        self.scratch = self.path / _SCRATCH
+        """What a killed run of the same document left is gone on with, by its plan."""
+        self.plan = self._plan_of_killed_run(document)
         self._rows: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
         self._job: dict[str, Any] = {
@@ -45,13 +49,15 @@ class OutputFolder:
             "finished_at": None,
             "seconds": None,
             "environment": None,
-            "plan": None,
+            "plan": self.plan,
             "failure": None,
             "artifacts": [],
         }
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._clear()
+            if self.plan is None:
+                shutil.rmtree(self.scratch, ignore_errors=True)
             self._write("job.json", self._job)
             self.artifacts.mkdir()
             self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
@@ -98,12 +104,21 @@ class OutputFolder:
         if failure is not None:
             self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
         self._write("job.json", self._job)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _plan_of_killed_run(self, document: object) -> dict[str, Any] | None:
+        """The plan of a run of the same document that never came to its end."""
+        found = self._earlier_run()
+        if found is None or found.get("state") != "running" or found.get("document") != document:
+            return None
+        plan = found.get("plan")
+        return plan if isinstance(plan, dict) else None
 
     def _clear(self) -> None:
         left = [name for name in _OURS if (self.path / name).exists()]
         if not left and not (self.path / "job.json").exists():
             return
-        if not self._is_a_run():
+        if self._earlier_run() is None:
             raise OutputRefused(
                 f"the output folder {self.path} holds {', '.join(left) or 'job.json'} that no run of Kronoscope wrote;"
                 " give another folder, or an empty one"
@@ -115,12 +130,12 @@ class OutputFolder:
             else:
                 path.unlink()
 
-    def _is_a_run(self) -> bool:
+    def _earlier_run(self) -> dict[str, Any] | None:
         try:
             found = json.loads((self.path / "job.json").read_bytes())
         except (OSError, ValueError):
-            return False
-        return isinstance(found, dict) and found.get("format") == _FORMAT
+            return None
+        return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
         temporary = self.path / f".{name}.{os.getpid()}"

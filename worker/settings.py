@@ -25,6 +25,8 @@ class WorkerSettings:
     """Between two looks into the queue, for doorbells that never rang."""
     cancel_seconds: float = 1
     """Between two looks whether a running job is to be cancelled."""
+    checkpoint_seconds: float = 60
+    """Between two checkpoints of a collection under way; 0 makes none."""
     factories: tuple[str, ...] = ()
     """`package.module:callable` that jobs may name; `*` allows all."""
     directories: tuple[str, ...] = ()
@@ -44,6 +46,10 @@ class WorkerSettings:
         for name in ("poll_seconds", "cancel_seconds"):
             if not 0.01 <= getattr(self, name) <= 3600:
                 raise SettingsInvalid(f"{name} is {getattr(self, name)}; take 0.01 to 3600 seconds")
+        if not 0 <= self.checkpoint_seconds <= 86_400:
+            raise SettingsInvalid(
+                f"KRONOSCOPE_CHECKPOINT_SECONDS is {self.checkpoint_seconds:g}; take 0 (none) to 86400 seconds"
+            )
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise SettingsInvalid("KRONOSCOPE_LOG_LEVEL is none of DEBUG, INFO, WARNING, ERROR; take one of them")
 
@@ -61,6 +67,7 @@ class WorkerSettings:
             threads=_count(environ, "KRONOSCOPE_THREADS"),
             poll_seconds=seconds(environ, "KRONOSCOPE_POLL_SECONDS", poll_seconds),
             cancel_seconds=seconds(environ, "KRONOSCOPE_CANCEL_SECONDS", 1),
+            checkpoint_seconds=seconds(environ, "KRONOSCOPE_CHECKPOINT_SECONDS", 60),
             factories=_listed(environ, "KRONOSCOPE_ALLOW_FACTORIES"),
             directories=_listed(environ, "KRONOSCOPE_ALLOW_DIRECTORIES"),
             paths=tuple(path for path in environ.get("KRONOSCOPE_FACTORY_PATH", "").split(os.pathsep) if path),

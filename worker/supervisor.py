@@ -26,8 +26,9 @@ from jobs import claims
 from jobs.artifacts import ArtifactFolder
 from jobs.crashes import record_crash
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable
-from jobs.lifecycle import State
+from jobs.lifecycle import TERMINAL, State
 from jobs.records import Claim
+from jobs.scratch import Scratch
 from worker.child import EXECUTION, Child, MalformedFrame, child_environment
 from worker.child_output import ChildOutput
 from worker.crash import Signature, Whereabouts, crash_failure, ending, row_name
@@ -55,6 +56,7 @@ class Supervisor:
         self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
         self._watch = LeaseWatch(engine, claim, settings, self._log)
         self._folder = ArtifactFolder(settings.ledger.artifact_root)
+        self._scratch = Scratch(settings.ledger.artifact_root)
         self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
         self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
         self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch.lost, self._log)
@@ -137,6 +139,9 @@ class Supervisor:
             "offline": True,
             "plan": None if self._claim.plan is None else plain(self._claim.plan),
             "factors_path": None if factors is None else str(factors),
+            "scratch": str(self._scratch.of_attempt(self._claim.job_id, self._claim.fence)),
+            "earlier": [str(each) for each in self._scratch.before(self._claim.job_id, self._claim.fence)],
+            "checkpoint_seconds": self._settings.checkpoint_seconds,
         }
 
     def _follow(self, child: Child) -> Frame | None:
@@ -166,7 +171,13 @@ class Supervisor:
             state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim))
         else:
             state = self._fail(_failure("transient", "stopped_from_outside", _FROM_OUTSIDE), tail)
+        self._clear(state)
         self._log.info("attempt ended", state=state, reason=reason)
+
+    def _clear(self, state: State) -> None:
+        """Keep what the next attempt goes on with, for as long as there may be one."""
+        if state in TERMINAL:
+            self._scratch.clear(self._claim.job_id)
 
     def _crash(self, how: str, tail: str | None) -> None:
         signature = Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
@@ -179,7 +190,9 @@ class Supervisor:
         if tail is not None and failure.detail is None:
             failure = Failed(**{**vars(failure), "detail": tail})
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
-        return self._sink.write(lambda: claims.fail(self._engine, self._claim, failure))
+        state = self._sink.write(lambda: claims.fail(self._engine, self._claim, failure))
+        self._clear(state)
+        return state
 
 
 def _failure(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:

@@ -1,4 +1,4 @@
-"""The sweeper: reaper and relay, which run in every process of the service, so that no single one matters."""
+"""The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters."""
 
 import threading
 import time
@@ -10,11 +10,14 @@ from sqlalchemy import Engine
 from jobs.errors import LedgerUnavailable
 from jobs.outbox import relay
 from jobs.reaper import reap_expired
+from jobs.scratch import Scratch, sweep_scratch
 from jobs.settings import LedgerSettings
+
+_SCRATCH_SECONDS = 60
 
 
 class Sweeper:
-    """A thread that takes jobs from silent workers and rings for jobs that nobody took."""
+    """A thread that takes jobs from silent workers, rings for jobs that nobody took, and clears up after ended ones."""
 
     def __init__(self, engine: Engine, settings: LedgerSettings, ring: Callable[[str], object]) -> None:
         self._engine = engine
@@ -34,7 +37,8 @@ class Sweeper:
         self._thread.join(5)
 
     def _run(self) -> None:
-        next_reap = next_relay = time.monotonic()
+        next_reap = next_relay = next_clearing = time.monotonic()
+        scratch = Scratch(self._settings.artifact_root)
         while not self._ended.is_set():
             now = time.monotonic()
             if now >= next_reap:
@@ -43,7 +47,10 @@ class Sweeper:
             if now >= next_relay:
                 next_relay = now + self._settings.relay_seconds
                 self._round("rang", lambda: relay(self._engine, self._ring, self._settings.unclaimed_seconds))
-            self._ended.wait(max(0.0, min(next_reap, next_relay) - time.monotonic()))
+            if now >= next_clearing:
+                next_clearing = now + _SCRATCH_SECONDS
+                self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
+            self._ended.wait(max(0.0, min(next_reap, next_relay, next_clearing) - time.monotonic()))
 
     def _round(self, what: str, sweep: Callable[[], int]) -> None:
         """One round; neither a silent database nor a silent broker ends the thread."""

@@ -239,3 +239,31 @@ def test_without_frames_it_speaks_to_people(foreground: Any) -> None:
     assert process.stdout.read() == b""
     assert process.wait(10) == 2
     assert process.stderr.read().decode().splitlines() == ["from the child", "error: the script says so"]
+
+
+def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_path: Any) -> None:
+    output = tmp_path / "out"
+
+    def killed() -> None:
+        process = foreground(["plan", {"parts": [["a"], ["b"]]}], ["pids"], ["sleep", 600])
+        while b"[" not in process.stdout.readline().partition(b'"message"')[2]:
+            pass
+        process.kill()
+        process.wait()
+        (output / ".waiting").mkdir(exist_ok=True)
+        (output / ".waiting" / "sums").touch()
+
+    killed()
+    process = foreground(["echo_assignment"], ["finish"])
+    told = json.loads(next(frame.message for frame in frames_of(process) if isinstance(frame, LogLine)))
+    assert told["plan"]["parts"] == [["a"], ["b"]]
+    assert (told["scratch"], told["checkpoint_seconds"]) == (str(output / ".waiting"), 60)
+    assert not (output / ".waiting").exists()
+    killed()
+    other = json.dumps({"document": {**DOCUMENT, "labels": {"a": "b"}}}).encode()
+    process = foreground(["echo_assignment"], ["wait_for", str(tmp_path / "go")], ["finish"], request=other)
+    told = json.loads(decode(process.stdout.readline()).message)
+    assert told["plan"] is None
+    assert not (output / ".waiting").exists()
+    (tmp_path / "go").touch()
+    assert isinstance(frames_of(process)[-1], Finished)

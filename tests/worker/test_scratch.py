@@ -1,0 +1,167 @@
+"""What attempts leave for the next one: kept while there may be one, gone with the job."""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from engine.curvature.checkpoints import MANIFEST
+from jobs.claims import claim
+from jobs.records import LOCAL_TENANT, Job
+from jobs.results import layer_rows
+from jobs.scratch import Scratch, sweep_scratch
+from jobs.store import request_cancel
+from worker.child import EXECUTION
+from worker.scratch_folder import take_over
+from worker.supervisor import Supervisor
+from worker.sweeper import Sweeper
+
+MODEL = """
+import os, signal, time
+from pathlib import Path
+from torch import nn
+
+class Mortal(nn.Module):
+    def __init__(self, grave):
+        super().__init__()
+        self.head, self.grave, self.calls = nn.Linear(12, 3), Path(grave), 0
+
+    def forward(self, x):
+        self.calls += 1
+        time.sleep(0.01)
+        if self.calls == 20 and not self.grave.exists():
+            self.grave.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.head(x)
+"""
+
+
+@pytest.fixture
+def scratch(settings: Any) -> Scratch:
+    return Scratch(settings().ledger.artifact_root)
+
+
+@pytest.fixture
+def supervise(ledger: Engine, settings: Any) -> Callable[..., None]:
+    def run(job_id: str, command: Any, **changes: Any) -> None:
+        chosen = settings(**changes)
+        held = claim(ledger, job_id, "test", secrets.token_hex(8), chosen.ledger.lease_seconds)
+        assert held is not None
+        Supervisor(ledger, held, chosen, command).run()
+
+    return run
+
+
+def left(scratch: Scratch, job_id: str, fence: int) -> Path:
+    """A file that an attempt has written."""
+    file = scratch.of_attempt(job_id, fence) / "0.G.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    return file
+
+
+def test_a_crashed_job_goes_on_in_its_next_attempt(
+    ledger: Engine, submitted: Any, supervise: Any, scratch: Scratch, job: Callable[[str], Job], events: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "kronoscope_test_mortal.py").write_text(MODEL)
+
+    def made(grave: Path) -> str:
+        found: str = submitted(
+            kind="factors",
+            model={
+                "source": "factory", "factory": "kronoscope_test_mortal:Mortal", "kwargs": {"grave": str(grave)},
+            },
+            data={"source": "synthetic", "shape": [12], "examples": 100, "classes": 3},
+            collection={"batch_size": 4},
+        )  # fmt: skip
+        return found
+
+    changes = {"factories": ("*",), "paths": (str(tmp_path),), "checkpoint_seconds": 0.001}
+    dead = tmp_path / "dead"
+    dead.touch()
+    undisturbed, killed = made(dead), made(tmp_path / "grave")
+    supervise(undisturbed, EXECUTION, **changes)
+    supervise(killed, EXECUTION, **changes)
+    assert (job(killed).state, job(killed).failures) == ("queued", 1)
+    assert (scratch.of_attempt(killed, 1) / MANIFEST).is_file()
+    supervise(killed, EXECUTION, **changes)
+    assert job(killed).state == job(undisturbed).state == "succeeded"
+    assert scratch.jobs() == []
+    said = [line.data["message"] for line in events(killed, "log")]
+    assert any("collection resumed at batch" in line and "of 25" in line for line in said)
+    first, second = (layer_rows(ledger, LOCAL_TENANT, each).items for each in (undisturbed, killed))
+    assert [row.outcome["record"]["digest_G"] for row in first] == [row.outcome["record"]["digest_G"] for row in second]
+
+
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [(["finish"], False), (["fail", "usage"], False), (["fail", "fatal"], False), (["fail", "transient"], True),
+     (["kill_self"], True)],
+)  # fmt: skip
+def test_kept_while_there_may_be_another_attempt(
+    submitted: Any, supervise: Any, scripted: Any, scratch: Scratch, last: list[str], kept: bool
+) -> None:
+    job_id = submitted()
+    file = left(scratch, job_id, 1)
+    supervise(job_id, scripted(last))
+    assert file.exists() == kept
+    assert scratch.jobs() == ([job_id] if kept else [])
+
+
+def test_the_child_is_told_its_place_and_the_earlier_ones(
+    submitted: Any, supervise: Any, scripted: Any, scratch: Scratch, events: Any
+) -> None:
+    job_id = submitted()
+    for _ in range(2):
+        supervise(job_id, scripted(["fail", "transient"]))
+    left(scratch, job_id, 1)
+    left(scratch, job_id, 2)
+    supervise(job_id, scripted(["echo_assignment"], ["finish"]), checkpoint_seconds=7)
+    (line,) = events(job_id, "log")
+    for expected in (f'"scratch": "{scratch.of_attempt(job_id, 3)}"', '"checkpoint_seconds": 7'):
+        assert expected in line.data["message"]
+    places = ", ".join(f'"{scratch.of_attempt(job_id, fence)}"' for fence in (2, 1))
+    assert f'"earlier": [{places}]' in line.data["message"]
+
+
+def test_a_job_that_ends_without_an_attempt_is_cleared_by_the_sweeper(
+    ledger: Engine, settings: Any, submitted: Any, supervise: Any, scripted: Any, scratch: Scratch, eventually: Any
+) -> None:
+    ended, waiting = submitted(), submitted()
+    for job_id in (ended, waiting):
+        supervise(job_id, scripted(["fail", "transient"]))
+        left(scratch, job_id, 1)
+    assert sweep_scratch(ledger, scratch) == 0
+    request_cancel(ledger, LOCAL_TENANT, ended)
+    sweeper = Sweeper(ledger, settings().ledger, lambda _: None)
+    sweeper.start()
+    try:
+        eventually(lambda: scratch.jobs() == [waiting])
+    finally:
+        sweeper.stop()
+
+
+def test_without_a_checkpoint_nothing_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "0.G.safetensors").touch()
+    take_over(tmp_path / "2", [tmp_path / "1"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_checkpoint_is_taken_over(tmp_path: Path) -> None:
+    for name in ("1", "2", "3"):
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+        (tmp_path / name / "checkpoint" / f"{name}.0.safetensors").write_text(name)
+        (tmp_path / name / "checkpoint" / ".part-torn").touch()
+        if name != "3":
+            (tmp_path / name / MANIFEST).write_text(name)
+    take_over(tmp_path / "4", [tmp_path / "3", tmp_path / "2", tmp_path / "1"])
+    assert [each.name for each in tmp_path.iterdir()] == ["4"]
+    assert sorted(each.name for each in (tmp_path / "4" / "checkpoint").iterdir()) == [
+        "2.0.safetensors", "checkpoint.json",
+    ]  # fmt: skip
+    assert (tmp_path / "4" / MANIFEST).read_text() == "2"

@@ -1,0 +1,51 @@
+"""Take over what an earlier attempt of the same job left in its scratch folder.
+
+Every attempt writes into a folder of its own. A file is never written in place, so a link to it
+keeps its bytes whatever a zombie of the earlier attempt does next.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.curvature.checkpoints import MANIFEST
+
+_PART = ".part-"
+
+
+def take_over(own: Path, earlier: Iterable[Path]) -> None:
+    """Bring the newest checkpoint among ``earlier`` (newest first), and what it needs, into ``own``.
+
+    The earlier folders are deleted. Without a checkpoint, or where a file cannot be had, ``own``
+    holds none: the attempt begins anew.
+    """
+    for torn in own.rglob(f"{_PART}*") if own.is_dir() else ():
+        torn.unlink(missing_ok=True)
+    earlier = tuple(earlier)
+    if not (own / MANIFEST).is_file():
+        newest = next((each for each in earlier if (each / MANIFEST).is_file()), None)
+        if newest is not None:
+            try:
+                _link_all(newest, own)
+            except OSError:
+                shutil.rmtree(own, ignore_errors=True)
+    for each in earlier:
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def _link_all(source: Path, target: Path) -> None:
+    """Link every complete file, the manifest last: it is what makes the others a checkpoint."""
+    names = [
+        each.relative_to(source) for each in source.rglob("*") if each.is_file() and not each.name.startswith(_PART)
+    ]
+    for name in sorted(names, key=lambda name: name == Path(MANIFEST)):
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, place)
+        except FileExistsError:
+            continue
+        except OSError:
+            # a file system without links
+            shutil.copyfile(source / name, place)
