@@ -30,7 +30,9 @@ class Small(nn.Module):
         self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
         self.unused = nn.Linear(8, 3)
-        self.head = nn.Linear(8, 3)
+        self.words = nn.Linear(8, 20)
+        self.words.weight = self.table.weight
+        self.head = nn.Linear(20, 3)
         self.register_buffer("count", torch.zeros(()))
         self.forwards = 0
 
@@ -41,7 +43,7 @@ class Small(nn.Module):
             self.count += 1
         x = self.norm(self.table(ids))
         x = self.q(x) * self.k(x) + torch.rand(8) + self.count
-        return self.head(torch.tanh(x)).mean(1)
+        return self.head(torch.tanh(self.words(torch.tanh(x)))).mean(1)
 
 
 def data() -> list[tuple[Tensor, Tensor]]:

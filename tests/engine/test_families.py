@@ -142,47 +142,6 @@ def test_a_grouped_convolution_is_separate_convolutions(groups: int, fisher: str
         assert left.layers[ordinal].positions == right.layers[ordinal].positions
 
 
-def test_one_by_one_convolutions_are_linear() -> None:
-    torch.manual_seed(0)
-    linear = nn.Linear(3, 2).double()
-    x, y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 5, 2, dtype=torch.float64)
-
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = linear
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(x)
-
-    for sharing in ("expand", "reduce"):
-        truth = kronecker(collect(Plain(), [(x, y)], "regression", sharing=sharing), "conv")
-        for kind, axes in ((nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3), (nn.ConvTranspose1d, 1)):
-            conv = kind(3, 2, 1).double()
-            shape = conv.weight.shape
-            stored = linear.weight.data.T if "Transpose" in kind.__name__ else linear.weight.data
-            conv.weight.data = stored.reshape(shape).clone()
-            conv.bias.data = linear.bias.data.clone()
-            images = x.transpose(1, 2).reshape(4, 3, 5, *[1] * (axes - 1))
-            found = kronecker(collect(Everywhere(conv), [(images, y)], "regression", sharing=sharing), "conv")
-            assert relative_error(found, truth) < EXACT
-
-
-def test_dilation_is_a_kernel_with_zeros() -> None:
-    torch.manual_seed(0)
-    dilated = nn.Conv2d(2, 3, 2, dilation=2).double()
-    stuffed = nn.Conv2d(2, 3, 3).double()
-    stuffed.weight.data.zero_()
-    stuffed.weight.data[:, :, ::2, ::2] = dilated.weight.data
-    stuffed.bias.data = dilated.bias.data.clone()
-    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
-    y = torch.randn(4, 9, 3, dtype=torch.float64)
-    left, right = (collect(Everywhere(conv), [(x, y)], "regression").load(0) for conv in (dilated, stuffed))
-    kept = [c * 9 + row * 3 + column for c in range(2) for row in (0, 2) for column in (0, 2)] + [18]
-    assert relative_error(left.A, right.A[kept][:, kept]) < EXACT
-    assert relative_error(left.G, right.G) < EXACT
-
-
 NORMS = [
     (nn.RMSNorm, (6,), (5, 6)),
     (nn.RMSNorm, ((5, 6),), (5, 6)),

@@ -378,3 +378,22 @@ def test_tied_models_of_hugging_face_are_covered() -> None:
         assert whole.layers[0].parameters == names
         assert whole.covered_parameters == sum(parameter.numel() for parameter in model.parameters())
         assert re.search("relative residual 0[.]", whole.layers[0].why)
+
+
+def test_a_smaller_sample_size_is_the_run_over_its_examples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 9, (16, 6), generator=generator)
+
+    def run(examples: int, **options: Any) -> Collected:
+        space = workspace(Language(True), [(ids[:examples], ids[:examples])], "causal_lm", batch_size=2, **options)
+        space.examples = examples
+        return collected(space)
+
+    whole = run(16, nested=True)
+    for size in whole.nested:
+        alone = run(size.examples)
+        assert torch.equal(size.load(0).A, alone.load(0).A)
+        assert torch.equal(size.load(0).G, alone.load(0).G)
+        assert size.rank_bounds[0] == (None, None)
+    assert [size.examples for size in whole.nested] == [2, 4, 8]
+    assert torch.equal(whole.load(0).G, run(16).load(0).G)
