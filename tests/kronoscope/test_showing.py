@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from catalog.nested import NestedCapacity
 from kronoscope.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.tables import declared_lines, layer_table, number, shortened, summary_line
 from kronoscope.views import job_of, layer_of
@@ -29,7 +30,7 @@ def printed(thing: Any) -> str:
 def metrics_row(**changes: Any) -> Any:
     full = dict.fromkeys(["form", "dimension", "frobenius_norm", "spectral_norm", "stable_rank", "participation_ratio",
                           "rank", "logdet", "damping", "logdet_damped", "effective_dimension_factored", "kappa_clipped",
-                          "trace_A", "trace_G", "effective_rank_A", "effective_rank_G"])  # fmt: skip
+                          "trace_A", "trace_G", "effective_rank_A", "effective_rank_G", "nested"])  # fmt: skip
     return layer_of(ROW | {"metrics": full | dict(ROW["metrics"])} | changes)  # type: ignore[call-overload]
 
 
@@ -110,3 +111,11 @@ def test_bars_survive_unknown_totals_and_appear_only_after_a_second(monkeypatch:
 def test_machines_hear_nothing() -> None:
     assert isinstance(display_for(Console(file=io.StringIO()), silent=True), SilentDisplay)
     assert isinstance(display_for(Console(file=io.StringIO())), LineDisplay)
+
+
+def test_nested_records_of_a_row_are_records_again() -> None:
+    size = {"examples": 8, "trace": 1.5, "participation_ratio": 2.0, "effective_rank": None}
+    row = metrics_row()
+    assert row.metrics.nested is None
+    full = {name: getattr(row.metrics, name) for name in vars(row.metrics)} | {"nested": [size]}
+    assert metrics_row(metrics=full).metrics.nested == (NestedCapacity(**size),)  # type: ignore[arg-type]
