@@ -41,6 +41,8 @@ class Collection:
     min_coverage: float | None = None
     """Least share (0 to 1) of the trainable numbers that must be covered, or the job fails before it computes; null
     asks only that what is not covered is declared, which always holds."""
+    exact_trace: bool = True
+    """Whether the exact trace of each layer's block is gathered beside K-FAC's, which says how far the two differ."""
 
     def __post_init__(self) -> None:
         """Refuse values outside their meaning."""

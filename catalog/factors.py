@@ -15,6 +15,10 @@ class FactorsMetrics:
     """Trace of A."""
     trace_G: float
     """Trace of G."""
+    exact_trace: float | None
+    """Trace of the layer's block of the curvature itself; null where it was not gathered."""
+    trace_ratio: float | None
+    """K-FAC's trace, tr(A)·tr(G), over the exact one; null where that is zero or was not gathered."""
     shared_A_with: str | None
     """Layer whose A this is, where one input feeds several layers."""
     calls: int

@@ -51,6 +51,14 @@ class LayerRecord:
     """T over all ranks."""
     terms: int | None
     """Loss terms that entered G."""
+    exact_trace: float | None
+    """Trace of the layer's block of the curvature of the mean loss itself, from each example's squared gradient."""
+    kronecker_trace: float | None
+    """K-FAC's trace of the same block, tr(A)·tr(G)."""
+    trace_ratio: float | None
+    """`kronecker_trace` over `exact_trace`: 1 where K-FAC's scale is right."""
+    trace_standard_error: float | None
+    """Standard error of `exact_trace` over the examples as a sample, each weighted by its loss terms."""
     world_size: int | None
     reduction: str | None
     storage_device: str | None

@@ -45,6 +45,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("form", lambda row: str(_field(row.metrics, "form") or "–")),
         ("trace A", _metric("trace_A")),
         ("trace G", _metric("trace_G")),
+        ("exact", _metric("exact_trace")),
+        ("ratio", _metric("trace_ratio")),
         ("κ_A", lambda row: number(row.record.kappa_A if row.record else None)),
         ("κ_G", lambda row: number(row.record.kappa_G if row.record else None)),
     ),

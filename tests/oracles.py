@@ -1,11 +1,12 @@
 """Dense float64 oracles: the generalised Gauss-Newton of the mean loss by autodiff, block by block."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, hessian, jacrev
+from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 from catalog.collection import Collection
 from catalog.inputs import Task
@@ -65,6 +66,17 @@ def collect(
     return collected(workspace(model, chunks, task, loss, **options))
 
 
+def same_facts(left: Collected, right: Collected, tolerance: float = 1e-9) -> bool:
+    """Whether two collections say the same of their layers; the sums behind a trace may differ by rounding."""
+    plain = [
+        [replace(layer, exact_trace=None, trace_standard_error=None) for layer in each.layers] for each in (left, right)
+    ]
+    traces = [
+        torch.tensor([layer.exact_trace or 0.0 for layer in each.layers], dtype=torch.float64) for each in (left, right)
+    ]
+    return plain[0] == plain[1] and torch.allclose(*traces, rtol=tolerance, atol=0)
+
+
 def kronecker(whole: Collected, name: str) -> Tensor:
     """G ⊗ A of a layer by name, dense."""
     (facts,) = [layer for layer in whole.layers if layer.name == name]
@@ -115,6 +127,35 @@ def ggn_block(
         terms += at.numel() // at.shape[-1]
     assert total is not None
     return total / terms
+
+
+def curvature_traces(model: nn.Module, inputs: Tensor, targets: Tensor, loss: str) -> dict[str, Tensor]:
+    """tr(J_nᵀ H_n J_n) of every parameter by name, one number an example: not yet divided by the loss terms."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for example, target in zip(inputs, targets, strict=True):
+
+        def output(own: dict[str, Tensor], example: Tensor = example) -> Tensor:
+            return functional_call(model, own, (example[None],))[0]
+
+        jacobian, at = jacrev(output)(parameters), output(parameters)
+        size = at.numel()
+        curvature = hessian(lambda f, target=target: summed_loss(f, target, loss))(at).reshape(size, size)
+        for name, part in jacobian.items():
+            flat = part.reshape(size, -1)
+            found[name].append((curvature * (flat @ flat.T)).sum())
+    return {name: torch.stack(each) for name, each in found.items()}
+
+
+def gradient_squares(model: nn.Module, inputs: Tensor, targets: Tensor, loss: str) -> dict[str, Tensor]:
+    """‖∇ℓ_n‖² of every parameter by name, one number an example."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def example_loss(own: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
+        return summed_loss(functional_call(model, own, (example[None],))[0], target, loss)
+
+    gradients = vmap(grad(example_loss), in_dims=(None, 0, 0))(parameters, inputs, targets)
+    return {name: gradient.flatten(1).square().sum(1) for name, gradient in gradients.items()}
 
 
 def row_vector(weight: str, bias: str | None) -> Callable[[dict[str, Tensor]], Tensor]:

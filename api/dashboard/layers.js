@@ -39,6 +39,8 @@ const COLUMNS = {
     PARAMETERS,
     metric("trace_A", "Trace of A", "Sum of the eigenvalues of A", { relative: true }),
     metric("trace_G", "Trace of G", "Sum of the eigenvalues of G", { relative: true }),
+    metric("exact_trace", "Exact trace", "Trace of the layer's block of the curvature itself, from each example's squared gradient", { relative: true }),
+    metric("trace_ratio", "K-FAC / exact", "K-FAC's trace, tr(A)·tr(G), over the exact one: 1 where its scale is right"),
     metric("calls", "Calls", "Calls of the module in one forward pass"),
     { name: "Size", title: "Bytes of the dense factors", value: (row) => row.record?.factor_bytes ?? null, show: (row) => bytes(row.record?.factor_bytes) },
     metric("shared_A_with", "A shared with", "Layer that reads the same input", { text: true }),

@@ -48,6 +48,8 @@ def _metrics(layer: Measured, whole: Collected) -> FactorsMetrics:
         form=layer.facts.form,
         trace_A=layer.trace_A,
         trace_G=layer.trace_G,
+        exact_trace=layer.record.exact_trace,
+        trace_ratio=layer.record.trace_ratio,
         shared_A_with=None if leader is None else whole.layers[leader].name,
         calls=layer.facts.calls,
         nested=nested_traces(layer.nested),

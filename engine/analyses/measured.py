@@ -108,6 +108,7 @@ def _measure(
         trace_A=trace(factors.A, factors.scale_A),
         trace_G=trace(factors.G, factors.scale_G),
     )
+    kronecker_trace = complete.trace_A * complete.trace_G
     return Measured(
         facts=facts,
         spectrum_A=spectrum_a,
@@ -139,6 +140,10 @@ def _measure(
             positions_local=facts.positions,
             positions=facts.positions,
             terms=facts.terms,
+            exact_trace=facts.exact_trace,
+            kronecker_trace=kronecker_trace,
+            trace_ratio=kronecker_trace / facts.exact_trace if facts.exact_trace else None,
+            trace_standard_error=facts.trace_standard_error,
             world_size=1,
             reduction="none",
             storage_device=whole.device,

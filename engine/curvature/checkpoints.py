@@ -302,14 +302,15 @@ def _state(statistics: LayerStatistics) -> dict[str, Any]:
     """Every field but the layer itself and whose A it shares, which the survey and the dry run tell again.
 
     Raises:
-        TypeError: If a field is neither a tensor nor a plain value: it could not be brought back.
+        TypeError: If a field is neither a tensor nor a plain value nor a list of numbers: it could not be brought back.
     """
     state = {}
     for entry in dataclasses.fields(statistics):
         if entry.name in ("layer", "leader"):
             continue
         value = getattr(statistics, entry.name)
-        if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
+        numbers = isinstance(value, list) and all(isinstance(each, (float, type(None))) for each in value)
+        if not numbers and not isinstance(value, (Tensor, bool, int, float, str, type(None))):
             raise TypeError(
                 f"`{entry.name}` of a layer's statistics is a {type(value).__name__}; checkpoints hold none"
             )

@@ -1,7 +1,7 @@
 """Collected factors: what a collection leaves for the analyses, in memory or read from artifacts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,10 @@ class LayerFacts:
     """The same of G."""
     shared_A_with: int | None
     """Ordinal of the layer whose A this is."""
+    exact_trace: float | None = None
+    """Trace of the layer's block of the curvature of the mean loss; None where it was not gathered."""
+    trace_standard_error: float | None = None
+    """Standard error of that trace over the examples as a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +205,8 @@ def read_collected(artifacts: Artifacts) -> Collected:
 
 
 def _facts(entry: Mapping[str, Any]) -> LayerFacts:
-    own = {name: entry[name] for name in LayerFacts.__dataclass_fields__}
+    known = {field.name: field.default for field in fields(LayerFacts)}
+    own = {name: entry[name] if default is MISSING else entry.get(name, default) for name, default in known.items()}
     return LayerFacts(**{**own, "parameters": tuple(own["parameters"])})
 
 

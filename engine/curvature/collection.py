@@ -191,7 +191,9 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
     facts = []
     for ordinal, (found, group) in enumerate(parts):
         leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
-        facts.append(_facts(ordinal, found, group, leader, None if leader is None else ordinals[leader.layer.name]))
+        shared_with = None if leader is None else ordinals[leader.layer.name]
+        # examples of a moving average do not weigh alike, and the formula takes them to
+        facts.append(_facts(ordinal, found, group, leader, shared_with, ema=job.collection.ema_decay is not None))
     factors = [gathered.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return Collected(
@@ -239,7 +241,13 @@ def _nested(job: PassJob, gathered: Gathered, layers: tuple[LayerFacts, ...]) ->
 
 
 def _facts(
-    ordinal: int, found: LayerStatistics, group: int, leader: LayerStatistics | None, shared_with: int | None
+    ordinal: int,
+    found: LayerStatistics,
+    group: int,
+    leader: LayerStatistics | None,
+    shared_with: int | None,
+    *,
+    ema: bool,
 ) -> LayerFacts:
     layer = found.layer
     source = leader or found
@@ -261,4 +269,6 @@ def _facts(
         rank_bound_A=(source.rank_bounds[0] or None) if layer.form == "kronecker" else None,
         rank_bound_G=found.rank_bounds[1] or None,
         shared_A_with=shared_with,
+        exact_trace=found.exact_traces[group] if found.exact_traces else None,
+        trace_standard_error=None if ema or not found.standard_errors else found.standard_errors[group],
     )

@@ -268,7 +268,8 @@ class Collector:
             return None
         name = statistics.layer.name
         meeting = self._meetings.get(name)
-        if meeting is None:
+        if meeting is None or not statistics.layer.weight:
+            # a bias's gradient needs no input
             use = use.without_input()
 
         def arrived(gradient: Tensor) -> None:

@@ -108,6 +108,8 @@ def _gather(
                 gathered.shared = {
                     name: leader for name, leader in gathered.shared.items() if name not in broken.followers
                 }
+        for each in statistics:
+            each.end_pass_()
         gathered.statistics |= {each.layer.name: each for each in statistics}
         keep(job.workspace, job.dtype, gathered, statistics, aside=several)
         if several and job.workspace.checkpointed:
@@ -249,11 +251,12 @@ def _allocated(
 ) -> dict[str, LayerStatistics]:
     """Zeroed sums of every layer of a pass."""
     by_name: dict[str, LayerStatistics] = {}
+    traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
     for layer in treated:
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
         # a leader stands before its followers
         leader = by_name[shared[layer.name]] if layer.name in shared else None
-        statistics = _kind(layer)(layer=layer, sharing=sharing, leader=leader)
+        statistics = _kind(layer)(layer=layer, sharing=sharing, leader=leader, traced=traced)
         statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
         statistics.allocate(job.dtype, job.workspace.device)
         by_name[layer.name] = statistics
@@ -295,6 +298,10 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
             _pull_back(prediction.outputs, waiting, retain_graph=False)
             collector.returned()
     collector.end()
+    shares = prediction.shares
+    shares_squared = float(shares.dot(shares))
+    for statistics in collector.statistics:
+        statistics.end_batch_(shares, shares_squared)
     return terms
 
 

@@ -31,8 +31,8 @@ class Prediction:
     """(N, R) booleans: loss terms that count."""
     weights: Tensor | None = None
     """(N, R, 1), or (N, R, C) for `bce`: what the Hessian of each term is multiplied by; None where by one."""
-    weighed: float | None = None
-    """Sum of the label's weights over the terms that count, which torch's weighted mean divides by."""
+    weighed: Tensor | None = None
+    """(N,) sums of the label's weights over the terms that count, which torch's weighted mean divides by."""
 
     @property
     def terms(self) -> int:
@@ -42,7 +42,12 @@ class Prediction:
     @property
     def divisor(self) -> float:
         """What the mean loss divides the sum over these terms by."""
-        return self.terms if self.weighed is None else self.weighed
+        return self.terms if self.weighed is None else float(self.weighed.sum())
+
+    @property
+    def shares(self) -> Tensor:
+        """Each example's part of the divisor, (N,) float64."""
+        return self.valid.sum(1).to(torch.float64) if self.weighed is None else self.weighed
 
 
 def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
@@ -250,7 +255,7 @@ def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
         return Prediction(outputs=flat, targets=classes, valid=valid)
     weights = label_weights(task.class_weights, "class_weights", flat)
     own = weights[torch.where(valid, classes, 0)]
-    weighed = float(own[valid].to(torch.float64).sum())
+    weighed = own.to(torch.float64).mul(valid).sum(1)
     # the smoothed part of a label weighs what all classes do on average, whatever the label
     hessian = own if task.label_smoothing == 0 else own.lerp(weights.mean(), task.label_smoothing)
     return Prediction(outputs=flat, targets=classes, valid=valid, weights=hessian.unsqueeze(-1), weighed=weighed)

@@ -1,22 +1,28 @@
-"""Statistics of one layer while it is collected: the running sums behind A and G.
+"""Statistics of one layer while it is collected: the running sums behind A, G and the exact trace.
 
 ``A = Σ a aᵀ / positions`` and ``G = Σ g gᵀ / terms`` (`expand`); under `reduce`, ``a`` is averaged
 and ``g`` summed over the positions of each example first, and A divides by examples. With an
 exponential moving average every sum *and* its count decay alike, so early batches are weighted
 without bias.
 
+The trace of the layer's block of the Fisher itself is ``R = Σ s_n / Σ m_n`` for ``s_n`` the squared
+norm of example n's gradient, summed over directions, and ``m_n`` its loss terms. As a ratio of two
+sums over N examples it has the standard error ``√(N/(N−1) · Σ (s_n − R m_n)²) / Σ m_n``.
+
 References:
+    Cochran (1977), Sampling techniques, chapter 6: the ratio estimator
     Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature
     Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine.curvature.gram import add_gram_, add_grams_
-from engine.curvature.joint import Met, block_gradients
+from engine.curvature.joint import Met, block_gradients, squared_norms
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 
 
@@ -47,6 +53,21 @@ class LayerStatistics:
     """Backward hooks that fired."""
     flaw: str | None = None
     """Why the layer must be declared, once something has shown that it must."""
+    traced: bool = False
+    """The exact trace is wanted."""
+    squares: Tensor | None = None
+    """(3, groups) float64: Σ s, Σ s² and Σ s·m over examples; the first decays as G does."""
+    examples: int = 0
+    """Examples that entered ``squares``."""
+    weights_squared: float = 0.0
+    """Σ m² over the same examples."""
+    norms: Tensor | None = None
+    """(N, groups) float64: s of the current batch's examples, as far as its directions are done."""
+
+    exact_traces: list[float | None] = field(default_factory=list)
+    """Of each group's block of the curvature of the mean loss, once the pass is done; None where it overflows."""
+    standard_errors: list[float | None] = field(default_factory=list)
+    """Of each exact trace, as a sample's; None where one example alone has none."""
 
     @property
     def rank_bounds(self) -> tuple[int, int]:
@@ -70,12 +91,16 @@ class LayerStatistics:
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=device)
         self.G = torch.zeros(*groups, layer.out_dim, layer.out_dim, dtype=dtype, device=device)
+        if self.traced:
+            self.squares = torch.zeros(3, layer.groups, dtype=torch.float64, device=device)
 
     def decay_(self, past: float) -> None:
         """Weigh everything so far by ``past``."""
         for total in (self.A, self.G):
             if total is not None:
                 total.mul_(past)
+        if self.squares is not None:
+            self.squares[0] *= past
         self.weight_A *= past
         self.weight_G *= past
 
@@ -134,7 +159,7 @@ class LayerStatistics:
     @property
     def joint(self) -> bool:
         """Whether inputs and gradients are wanted together."""
-        return isinstance(self.layer, BlockLayer)
+        return self.traced or isinstance(self.layer, BlockLayer)
 
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
         """Add ``Σ g gᵀ`` of one call and one direction; a block layer's comes with ``add_met_``."""
@@ -153,12 +178,45 @@ class LayerStatistics:
 
     def add_met_(self, met: Met) -> None:
         """Add what needs inputs and gradients of all calls of one direction together."""
-        if isinstance(self.layer, BlockLayer) and self.G is not None:
-            self._add_rows_(self.G, block_gradients(self.layer, met))
+        if self.G is None:
+            return
+        if isinstance(self.layer, BlockLayer):
+            gradients = block_gradients(self.layer, met).to(self.G.dtype)
+            self._add_rows_(self.G, gradients)
+            if self.traced:
+                self._add_norms_(gradients.to(torch.float64).square().sum(1, keepdim=True))
+        elif self.traced:
+            self._add_norms_(squared_norms(self.layer, met, self.G.dtype))
 
     def _add_rows_(self, total: Tensor, rows: Tensor) -> None:
         self.rows_G += rows.shape[0]
         _add_(total, rows.to(total.dtype))
+
+    def _add_norms_(self, norms: Tensor) -> None:
+        self.norms = norms if self.norms is None else self.norms + norms
+
+    def end_batch_(self, shares: Tensor, shares_squared: float) -> None:
+        """Let the batch's squared norms enter the trace; ``shares`` (N,) are the loss terms of each example."""
+        if self.squares is None:
+            return
+        self.examples += shares.numel()
+        self.weights_squared += shares_squared
+        if self.norms is not None:
+            self.squares += torch.stack([self.norms.sum(0), self.norms.square().sum(0), shares @ self.norms])
+            self.norms = None
+
+    def end_pass_(self) -> None:
+        """Turn the squared norms into traces, which outlive the sums."""
+        if self.squares is None or not self.weight_G:
+            return
+        for total, squared, crossed in self.squares.T.tolist():
+            ratio = total / self.weight_G
+            residual = squared - 2 * ratio * crossed + ratio**2 * self.weights_squared
+            degrees = self.examples - 1
+            error = math.sqrt(max(residual, 0.0) * self.examples / degrees) / self.weight_G if degrees else math.nan
+            self.exact_traces.append(ratio if math.isfinite(ratio) else None)
+            self.standard_errors.append(error if math.isfinite(error) else None)
+        self.squares = None
 
 
 def _add_(total: Tensor, rows: Tensor) -> None:

@@ -162,7 +162,14 @@ def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[flo
         )
     else:
         metrics = FactorsMetrics(
-            form="kronecker", trace_A=sum(A), trace_G=sum(G), shared_A_with=None, calls=1, nested=None
+            form="kronecker",
+            trace_A=sum(A),
+            trace_G=sum(G),
+            exact_trace=0.8 * sum(A) * sum(G),
+            trace_ratio=1.25,
+            shared_A_with=None,
+            calls=1,
+            nested=None,
         )
     return LayerResult(
         kind=kind,

@@ -70,7 +70,7 @@ def space(scratch: MemoryArtifacts, *, stop_at: int | None = None, chunks: Any =
 def rows(made: Workspace) -> list[tuple[Any, ...]]:
     return [
         (row.layer, row.reason, row.record.digest_A, row.record.digest_G, row.record.positions, row.record.terms,
-         row.record.passes, row.record.update_index)
+         row.record.passes, row.record.update_index, row.record.exact_trace, row.record.trace_standard_error)
         for row in collect_factors(None, made)
     ]  # fmt: skip
 

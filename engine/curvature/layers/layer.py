@@ -44,7 +44,7 @@ class Use:
             raise ValueError("the positions of this call do not lie example by example")
         return replace(
             self,
-            entered=of_examples(self.input, self.examples, start, stop),
+            entered=None if self.entered is None else of_examples(self.entered, self.examples, start, stop),
             examples=stop - start,
             kept=None if self.kept is None else of_examples(self.kept, self.examples, start, stop),
         )
