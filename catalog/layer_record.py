@@ -89,6 +89,8 @@ class LayerRecord:
     """Rungs of the eigendecomposition's ladder that A took."""
     rungs_G: tuple[str, ...] | None
     """The same of G."""
+    nondeterministic: tuple[str, ...] | None
+    """Operations of the model without a deterministic form, which another run may round otherwise."""
     planned_peak_bytes: int | None
     """The plan's peak for the job that this layer belongs to, without what the process held before."""
 
@@ -107,5 +109,7 @@ class Observed:
     host_before_bytes: int
     """Resident set of the process."""
     host_after_bytes: int
+    not_replayed: tuple[str, ...]
+    """What the job's first attempt computed with and this one could not repeat."""
     measured_peak_bytes: int
     """Highest resident set (CPU) or highest reserved device bytes so far."""

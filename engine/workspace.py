@@ -81,6 +81,8 @@ class Workspace:
     """How to keep within the budget."""
     chosen: Chosen | None = None
     """What an earlier attempt's plan chose, to be done again: another choice is another plan."""
+    numerics: Mapping[str, Any] | None = None
+    """What the job's first attempt computed with, as its plan has it; None in a first attempt."""
     examples: int | None = None
     """Examples in the data, where known: only for progress."""
     completed: frozenset[tuple[str, int]] = frozenset()

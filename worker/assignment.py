@@ -23,6 +23,8 @@ class Assignment:
     threads: int | None
     chosen: Chosen | None
     """What the first attempt's plan chose."""
+    numerics: dict[str, Any] | None
+    """What it computed with."""
     paths: tuple[Path, ...]
     factories: tuple[str, ...]
     directories: tuple[str, ...]
@@ -56,6 +58,7 @@ def read_assignment(raw: bytes) -> Assignment:
             completed=frozenset((str(kind), int(ordinal)) for kind, ordinal in value.get("completed") or ()),
             threads=value.get("threads"),
             chosen=Chosen.read(value["plan"]) if value.get("plan") else None,
+            numerics=(value.get("plan") or {}).get("numerics"),
             paths=tuple(Path(path) for path in value.get("paths") or ()),
             factories=tuple(allowed.get("factories") or ()),
             directories=tuple(allowed.get("directories") or ()),

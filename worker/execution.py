@@ -113,6 +113,8 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     Raises:
         Exception: Whatever goes wrong; ``failures`` tells it.
     """
+    # read when CUDA's libraries are first used; without it their products are not the same in every run
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _settle(assignment.threads, device)
     # read when the hub's libraries are imported, which the loaders do first
@@ -120,6 +122,13 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     if assignment.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     pipe.send(Started(environment=computing_environment(device)))
+    cores = len(os.sched_getaffinity(0))
+    if assignment.numerics is not None and (assignment.threads or 0) > cores:
+        pipe.log(
+            "warning",
+            f"computes with the {assignment.threads} threads of the first attempt on {cores} cores: "
+            "the numbers stay the same, and it takes longer",
+        )
     document = parse_document(assignment.document)
     _seed(document.collection.seed)
     # before the model is there: the plan counts its weights
@@ -161,6 +170,7 @@ def _compute(
         },
         memory_options=document.memory,
         chosen=assignment.chosen,
+        numerics=assignment.numerics,
         completed=assignment.completed,
         report=pipe.report,
         checkpoint=checkpoint.checkpoint,
@@ -200,7 +210,7 @@ def _settle(threads: int | None, device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
-        # not an error where an operation has no deterministic form: the digest will tell
+        # not an error where an operation has no deterministic form: the record will tell
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

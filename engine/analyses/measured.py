@@ -164,9 +164,10 @@ def _measure(
             digest_G=digest_g,
             rungs_A=rungs_a,
             rungs_G=rungs_g,
+            nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
-        observed=_observed(begun, before, after, workspace.device),
+        observed=_observed(begun, before, after, workspace.device, whole),
     )
 
 
@@ -196,6 +197,7 @@ def _observed(
     before: tuple[int | None, int | None, int],
     after: tuple[int | None, int | None, int],
     device: torch.device,
+    whole: Collected,
 ) -> Observed:
     return Observed(
         seconds=time.perf_counter() - begun,
@@ -205,6 +207,7 @@ def _observed(
         reserved_after_bytes=after[1],
         host_before_bytes=before[2],
         host_after_bytes=after[2],
+        not_replayed=whole.not_replayed,
         measured_peak_bytes=peak_bytes(device),
     )
 
@@ -259,7 +262,7 @@ def _declared_result(
         parameter_count=layer.parameter_count,
         metrics=None,
         record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
-        observed=_observed(time.perf_counter(), now, now, workspace.device),
+        observed=_observed(time.perf_counter(), now, now, workspace.device, whole),
     )
 
 

@@ -56,6 +56,7 @@ class Resumed:
     waiting: dict[str, Waiting]
     """Factors of finished passes."""
     nested: dict[int, Snapshot]
+    nondeterministic: tuple[str, ...]
     """Smaller sample sizes that have been kept."""
     running: dict[str, dict[str, Any]]
     """Counts of the layers of the pass under way."""
@@ -134,6 +135,7 @@ class Checkpoints:
             shared=body["shared"],
             finished=body["finished"],
             waiting={name: Waiting(**waiting) for name, waiting in body["waiting"].items()},
+            nondeterministic=tuple(body["nondeterministic"]),
             nested={entry["eighths"]: _snapshot(entry) for entry in body["nested"]},
             running=body["running"],
             files=body["files"],
@@ -227,6 +229,7 @@ class Checkpoints:
                 "shared": gathered.shared,
                 "finished": {name: counts(each) for name, each in gathered.statistics.items()},
                 "waiting": {name: asdict(each) for name, each in gathered.waiting.items()},
+                "nondeterministic": sorted(gathered.nondeterministic),
                 "nested": [asdict(each) for each in gathered.nested.values()],
                 "running": {each.layer.name: counts(each) for each in running},
                 "files": files,

@@ -77,6 +77,10 @@ class Collected:
     micro_batch: int | None
     """Examples that went through the model at once; None where an earlier job did not say."""
     planned_peak_bytes: int | None
+    nondeterministic: tuple[str, ...] | None
+    """Operations of the model without a deterministic form; None where nobody listened."""
+    not_replayed: tuple[str, ...]
+    """What the job's first attempt computed with and this one could not."""
     load: Callable[[int], Factors]
     """Factors of one ordinal."""
     nested: tuple[NestedSize, ...]
@@ -159,6 +163,7 @@ def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, K
             "updates": collected.updates,
             "passes": collected.passes,
             "micro_batch": collected.micro_batch,
+            "nondeterministic": collected.nondeterministic,
             "layers": layers,
             "declared": [asdict(layer) for layer in collected.declared],
         },
@@ -198,6 +203,8 @@ def read_collected(artifacts: Artifacts) -> Collected:
         storage_policy="stored",
         micro_batch=index.get("micro_batch"),
         planned_peak_bytes=None,
+        nondeterministic=None if index.get("nondeterministic") is None else tuple(index["nondeterministic"]),
+        not_replayed=(),
         load=lambda ordinal: _load(artifacts, by_ordinal[ordinal], scales[ordinal]),
         nested=(),
         **counts,

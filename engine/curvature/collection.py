@@ -23,6 +23,7 @@ from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import followers, shared_tables, unattributed, watched
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.nested import sizes_of
+from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.passes import PassJob, gather
 from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
@@ -57,13 +58,26 @@ def _collect(workspace: Workspace) -> Collected:
     if workspace.model is None or workspace.task is None or workspace.batches is None:
         raise ValueError("a workspace without stored factors needs a model, batches and a task")
     dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
+    numerics = Numerics.here(workspace.device, workspace.numerics)
+    not_replayed = numerics.not_replayed(workspace.numerics)
+    if not_replayed:
+        workspace.log(
+            "warning",
+            f"computed with other numerics than the first attempt, so bits may differ: {'; '.join(not_replayed)}",
+        )
     job = PassJob(
-        workspace=workspace, model=workspace.model, task=workspace.task, collection=workspace.collection, dtype=dtype
+        workspace=workspace,
+        model=workspace.model,
+        task=workspace.task,
+        collection=workspace.collection,
+        dtype=dtype,
+        numerics=numerics,
+        heard=set(),
     )
     _require_finite(job.model)
     found = surveyed(job.model, job.collection)
     trainable = trainable_numbers(job.model)
-    with untouched(job.model, dtype):
+    with untouched(job.model, dtype), pinned(numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
         found = _without_read_aliases(job, found)
         job, seen, mixed = _dry_run(job, found)
@@ -71,11 +85,18 @@ def _collect(workspace: Workspace) -> Collected:
         shared = followers(seen.calls, found.treated)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
-        workspace.planned(plan.as_json())
+        workspace.planned(plan.as_json() | {"numerics": dataclasses.asdict(numerics)})
         plan.require(workspace.memory)
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, sizes=sizes)
-        return _finished(job, found, trainable, gather(job, found, shared, mixed, plan), plan)
+        gathered = gather(job, found, shared, mixed, plan)
+        if gathered.nondeterministic:
+            workspace.log(
+                "warning",
+                "another run may round otherwise: there is no deterministic form of "
+                + ", ".join(sorted(gathered.nondeterministic)),
+            )
+        return _finished(job, found, trainable, gathered, plan)
 
 
 def _require_finite(model: nn.Module) -> None:
@@ -212,6 +233,8 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
         storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
         micro_batch=plan.chosen.micro_batch,
         planned_peak_bytes=plan.largest_peak_bytes,
+        nondeterministic=tuple(sorted(gathered.nondeterministic)),
+        not_replayed=job.numerics.not_replayed(job.workspace.numerics),
         load=lambda ordinal: factors[ordinal](),
         nested=_nested(job, gathered, tuple(facts)),
     )

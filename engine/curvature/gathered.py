@@ -42,6 +42,8 @@ class Gathered:
     """Where those factors stand that are laid aside."""
     nested: dict[int, Snapshot] = field(default_factory=dict)
     """Smaller sample sizes, by eighths."""
+    nondeterministic: set[str] = field(default_factory=set)
+    """Operations without a deterministic form that were heard of."""
     examples: int = 0
     updates: int = 0
     passes: int = 0

@@ -25,12 +25,15 @@ from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
 from engine.curvature.nested import Sizes, keep_size
+from engine.curvature.numerics import Numerics
 from engine.curvature.prediction import positions, predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
+
+_CALLED = {"torch": "version of torch", "threads": "number of threads"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,9 @@ class PassJob:
     task: Task
     collection: Collection
     dtype: torch.dtype
+    numerics: Numerics
+    heard: set[str]
+    """Operations without a deterministic form."""
     micro_batch: int | None = None
     """Examples that go through the model at once; None is the whole batch."""
     tables: frozenset[str] = frozenset()
@@ -71,7 +77,7 @@ def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozen
     """
     conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
-    fresh = partial(Gathered, statistics={}, factors={}, shared=shared)
+    fresh = partial(Gathered, statistics={}, factors={}, shared=shared, nondeterministic=job.heard)
     found = checkpoints.find()
     try:
         gathered = fresh() if found is None else _resumed(job, surveyed, found)
@@ -126,9 +132,7 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
     layers = [[layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim] for layer in surveyed.treated]
     return {
         **job.workspace.conditions,
-        "version of torch": torch.__version__,
-        "device": job.workspace.device.type,
-        "number of threads": torch.get_num_threads(),
+        **{_CALLED.get(name, name): value for name, value in asdict(job.numerics).items()},
         "collection": asdict(job.collection),
         "task": asdict(job.task),
         "plan": asdict(plan.chosen),
@@ -145,10 +149,12 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
         shared=found.shared,
         waiting=found.waiting,
         nested=found.nested,
+        nondeterministic=job.heard,
         examples=found.cursor.examples,
         updates=found.cursor.updates,
         passes=found.passes,
     )
+    job.heard.update(found.nondeterministic)
     treated = {layer.name: layer for layer in surveyed.treated}
     for name, stored in found.finished.items():
         leader = gathered.statistics[found.shared[name]] if name in found.shared else None

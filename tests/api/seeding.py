@@ -232,6 +232,7 @@ def observed(seconds: float) -> Observed:
         reserved_after_bytes=None,
         host_before_bytes=410_000_000,
         host_after_bytes=412_000_000,
+        not_replayed=(),
         measured_peak_bytes=412_000_000,
     )
 

@@ -1,0 +1,136 @@
+"""Numerics: what decides the bits of a result besides the plan; chosen once, held while measuring, and recorded.
+
+A job's first attempt writes them into its plan, and every later one holds the same. What a machine
+cannot repeat (another class of device, other instructions, another torch) is said, not hidden.
+"""
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+_ATTENTION = ("math", "flash")
+"""Attention on a device: flash has a deterministic backward pass, the memory-efficient and cuDNN's kernels do not."""
+_ALERT = re.compile(r"(?P<operation>\S[^\n]{0,200}?) does not have a deterministic implementation")
+_OTHER_ALERTS = {
+    "Deterministic behavior was enabled with": "cuBLAS without CUBLAS_WORKSPACE_CONFIG",
+    "Memory Efficient attention defaults to": "memory-efficient attention",
+}
+"""How torch begins to say it in two other places, and what it means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What products, sums and attention are computed with."""
+
+    device: str
+    """Class of device: `cpu` or `cuda`."""
+    instructions: str
+    """The widest vector instructions of a CPU, or the compute capability of a device."""
+    threads: int
+    torch: str
+    """Version of torch."""
+    attention: tuple[str, ...]
+    """Kernels of scaled dot-product attention that may be taken."""
+    precision: str = "ieee"
+    """Products at the width of their numbers: no TF32, no bfloat16."""
+    deterministic: bool = True
+
+    @classmethod
+    def here(cls, device: torch.device, earlier: Mapping[str, Any] | None = None) -> "Numerics":
+        """This machine's; what can be chosen is chosen as ``earlier`` (of the job's plan) says."""
+        chosen = (earlier or {}).get("attention")
+        on_device = device.type == "cuda"
+        default = _ATTENTION if on_device else ("torch's own choice",)
+        return cls(
+            device=device.type,
+            instructions="sm_{}{}".format(*torch.cuda.get_device_capability(device))
+            if on_device
+            else torch.backends.cpu.get_cpu_capability(),
+            threads=torch.get_num_threads(),
+            torch=str(torch.__version__),
+            attention=tuple(str(name) for name in chosen) if chosen and on_device else default,
+        )
+
+    def not_replayed(self, earlier: Mapping[str, Any] | None) -> tuple[str, ...]:
+        """What differs from ``earlier``, in words, each with both values."""
+        own = {**asdict(self), "attention": list(self.attention)}
+        return tuple(
+            f"{name}: {_said(earlier[name])} then, {_said(value)} now"
+            for name, value in own.items()
+            if earlier is not None and name in earlier and _said(earlier[name]) != _said(value)
+        )
+
+
+@contextlib.contextmanager
+def pinned(numerics: Numerics, heard: set[str]) -> Iterator[None]:
+    """Hold ``numerics``, and restore afterwards what the caller had.
+
+    Names of operations without a deterministic form are added to ``heard``; every other warning
+    goes where it would have gone.
+    """
+    fill: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        fill.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
+    with _attention(numerics), _alerts(heard):
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            # nothing of ours reads what it has not written, and filling costs a pass over every new tensor
+            fill.fill_uninitialized_memory = False
+            torch.backends.cudnn.benchmark = False
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            fill.fill_uninitialized_memory = before[2]
+            torch.backends.cudnn.benchmark = before[3]
+
+
+@contextlib.contextmanager
+def _attention(numerics: Numerics) -> Iterator[None]:
+    """Allow the kernels of ``numerics`` alone; a CPU has but its own."""
+    if numerics.device != "cuda":
+        yield
+        return
+    backends: Any = torch.backends.cuda
+    kernels = {"math": "math", "flash": "flash", "memory-efficient": "mem_efficient", "cudnn": "cudnn"}
+    before = {name: getattr(backends, f"{switch}_sdp_enabled")() for name, switch in kernels.items()}
+    try:
+        for name, switch in kernels.items():
+            getattr(backends, f"enable_{switch}_sdp")(name in numerics.attention)
+        yield
+    finally:
+        for name, switch in kernels.items():
+            getattr(backends, f"enable_{switch}_sdp")(before[name])
+
+
+@contextlib.contextmanager
+def _alerts(heard: set[str]) -> Iterator[None]:
+    with warnings.catch_warnings():
+        # in every batch, whatever the caller's filters do with warnings
+        warnings.filterwarnings("always", message=r"[^\n]*does not have a deterministic implementation")
+        for beginning in _OTHER_ALERTS:
+            warnings.filterwarnings("always", message=beginning)
+        show = warnings.showwarning
+
+        def listen(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:  # noqa: ANN401 - the hook's signature
+            text = str(message)
+            found = _ALERT.match(text)
+            other = [name for beginning, name in _OTHER_ALERTS.items() if text.startswith(beginning)]
+            heard.update([found["operation"]] if found is not None else other)
+            if found is None and not other:
+                show(message, category, filename, lineno, *rest)
+
+        warnings.showwarning = listen
+        yield
+
+
+def _said(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
