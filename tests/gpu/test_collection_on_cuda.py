@@ -5,10 +5,13 @@ import torch
 from torch import nn
 
 from catalog.capacity import CapacityParams
+from catalog.inputs import Task
 from catalog.memory import Memory
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
 from engine.curvature.collection import collected
+from engine.curvature.factors import digest
+from engine.errors import NonFiniteFactor
 from engine.memory.budget import MemoryBudget
 from engine.workspace import Workspace
 from tests.oracles import relative_error, workspace
@@ -88,3 +91,37 @@ def test_model_stays_on_its_device() -> None:
     collected(space)
     assert {parameter.device.type for parameter in space.model.parameters()} == {"cuda"}
     assert {parameter.dtype for parameter in space.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type2", "empirical"])
+def test_weighted_and_smoothed_losses_equal_those_of_the_cpu(fisher: str) -> None:
+    task = Task(type="classification", class_weights=tuple(range(10)), label_smoothing=0.2)
+    here, there = (on(device, fisher=fisher) for device in ("cpu", "cuda"))
+    here.task = there.task = task
+    left, right = collected(here), collected(there)
+    for layer in left.layers:
+        one, other = left.load(layer.ordinal), right.load(layer.ordinal)
+        assert relative_error(other.G.cpu(), one.G) < 1e-11
+
+
+def test_nested_sizes_are_runs_over_the_first_examples() -> None:
+    whole = collected(on("cuda", fisher="mc", nested=True, dtype="float32", batch_size=5))
+    assert [size.examples for size in whole.nested] == [10, 15, 25]
+    alone = on("cuda", fisher="mc", dtype="float32", batch_size=5)
+    chunk = next(iter(alone.batches())) if alone.batches is not None else ()
+    alone.batches = lambda: iter([tuple(part[:25] for part in chunk)])
+    first = collected(alone)
+    for layer in first.layers:
+        one, other = whole.nested[2].load(layer.ordinal), first.load(layer.ordinal)
+        assert (digest(one.A), digest(one.G)) == (digest(other.A), digest(other.G))
+
+
+def test_a_number_that_is_not_finite_is_noticed_at_its_batch() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 4), torch.randint(0, 3, (50,))
+    x[31] = 1e25  # a tanh bears it, its square does not
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).cuda()
+    space = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32", batch_size=5)
+    space.device = torch.device("cuda")
+    with pytest.raises(NonFiniteFactor, match=r"`0`: .* after batch 6 \(examples 30 to 34\)"):
+        collected(space)
