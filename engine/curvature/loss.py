@@ -59,10 +59,15 @@ def directions(prediction: Prediction, index: Tensor, task: Task, collection: Co
     counted = prediction.valid.unsqueeze(-1).to(outputs.dtype)
     if prediction.weights is not None:
         counted = counted * prediction.weights.sqrt()
+    # outputs may be as wide as a vocabulary, and each pass over them counts
+    all_alike = prediction.weights is None and prediction.terms == prediction.valid.numel()
     if collection.fisher == "mc":
         for sample in range(collection.samples):
             sampled = _sampled(outputs, index, loss, collection.seed, sample)
-            yield sampled.mul_(counted).div_(math.sqrt(collection.samples))
+            if not all_alike:
+                sampled.mul_(counted)
+            yield sampled if collection.samples == 1 else sampled.div_(math.sqrt(collection.samples))
+            del sampled
     elif collection.fisher == "empirical":
         if prediction.targets is None:
             raise WrongShape(
@@ -79,8 +84,10 @@ def _sampled(outputs: Tensor, index: Tensor, loss: Loss, seed: int, sample: int)
     example = index[:, None]
     term = torch.arange(terms, device=outputs.device)[None, :]
     if loss == "cross_entropy":
-        drawn = categories(outputs, uniforms(seed, example, term, sample))
-        gradient = torch.softmax(outputs, -1)
+        narrow = outputs.dtype.itemsize < 4
+        probability = torch.softmax(outputs, -1, dtype=torch.float32 if narrow else None)
+        drawn = categories(probability, uniforms(seed, example, term, sample))
+        gradient = probability.to(outputs.dtype)
         return gradient.scatter_add_(-1, drawn.unsqueeze(-1), _minus_one(gradient))
     component = torch.arange(width, device=outputs.device)[None, None, :]
     key = (example.unsqueeze(-1), term.unsqueeze(-1), sample, component)

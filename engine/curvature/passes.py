@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from catalog.collection import Collection
 from catalog.inputs import Task
@@ -288,32 +289,34 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
     with torch.set_grad_enabled(collector.gradients):
         prediction = predict(job.model, batch, job.task)
     collector.returning = True
-    terms, divisor = prediction.terms, prediction.divisor
+    terms, divisor, shares = prediction.terms, prediction.divisor, prediction.shares
     for statistics in collector.statistics:
         statistics.weight_G += divisor
         statistics.terms += terms
     if prediction.outputs.requires_grad and terms:
         waiting: Tensor | None = None
+        # where the graph ends: the outputs themselves are not needed once the last direction is there
+        end = get_gradient_edge(prediction.outputs)
         for direction in directions(prediction, batch.index, job.task, job.collection):
             if waiting is not None:
-                _pull_back(prediction.outputs, waiting, retain_graph=True)
+                _pull_back(end, waiting, retain_graph=True)
                 collector.returned()
             waiting = direction
         if waiting is not None:
+            del prediction
             # the last one frees the graph as it goes
-            _pull_back(prediction.outputs, waiting, retain_graph=False)
+            _pull_back(end, waiting, retain_graph=False)
             collector.returned()
     collector.end()
-    shares = prediction.shares
     shares_squared = float(shares.dot(shares))
     for statistics in collector.statistics:
         statistics.end_batch_(shares, shares_squared)
     return terms
 
 
-def _pull_back(outputs: Tensor, direction: Tensor, *, retain_graph: bool) -> None:
+def _pull_back(end: GradientEdge, direction: Tensor, *, retain_graph: bool) -> None:
     try:
-        torch.autograd.backward(outputs, direction, retain_graph=retain_graph)
+        torch.autograd.backward(end, direction, retain_graph=retain_graph)
     except (EngineError, Unwinding, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:

@@ -69,12 +69,17 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
         "sentence_embedding": _pooled,
     }[task.type]
     prediction = _own_loss(returned, batch, task) if own_loss else arrange(returned, batch, task)
-    if not bool(torch.isfinite(prediction.outputs).all()):
+    if not _finite(prediction.outputs.detach()):
         raise NonFiniteLoss(
             f"the model's outputs hold NaN or Inf for examples {int(batch.index[0])} to {int(batch.index[-1])}; "
             "look for non-finite inputs or weights"
         )
     return prediction
+
+
+def _finite(outputs: Tensor) -> bool:
+    """Whether all are finite; one sum settles it, unless it overflows where none of them does."""
+    return bool(outputs.sum().isfinite()) or bool(torch.isfinite(outputs).all())
 
 
 def positions(batch: Batch, task: Task) -> Tensor | None:

@@ -14,7 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-_NUMBERS_AT_ONCE = 2**22
+_BLOCK = 64
+_ROWS_AT_ONCE = 2**15
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -54,24 +55,49 @@ def normals(seed: int, *key: Tensor | int) -> Tensor:
     return radius * torch.cos(2 * math.pi * uniforms(seed, *key, 1))
 
 
-def categories(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Class indices (…,) drawn from ``softmax(logits)`` (…, C) by inverting the distribution.
+def categories(probability: Tensor, uniform: Tensor) -> Tensor:
+    """Class indices (…,) drawn from ``probability`` (…, C) by inverting the distribution.
 
-    The cumulative sum is taken in float64: in float32 a vocabulary of 50,000 loses its tail.
+    First the block of classes is found, then the class within it, so that all probabilities are
+    read once. Blocks are summed up in float64: in float32 a vocabulary of 50,000 loses its tail.
 
     Memory:
-        At most 4 Mi probabilities at once, three times over.
+        C / 64 + 128 float64 numbers for each of at most 32 Ki drawn classes.
     """
-    width = logits.shape[-1]
-    rows = max(1, _NUMBERS_AT_ONCE // width)
-    flat, chances = logits.reshape(-1, width), uniform.reshape(-1)
-    starts = range(0, max(flat.shape[0], 1), rows)
-    drawn = [_drawn(flat[start : start + rows], chances[start : start + rows]) for start in starts]
-    return torch.cat(drawn).view(logits.shape[:-1])
+    width = probability.shape[-1]
+    flat, chances = probability.reshape(-1, width), uniform.reshape(-1)
+    starts = range(0, max(flat.shape[0], 1), _ROWS_AT_ONCE)
+    drawn = [
+        _drawn(flat[start : start + _ROWS_AT_ONCE], chances[start : start + _ROWS_AT_ONCE, None]) for start in starts
+    ]
+    return torch.cat(drawn).view(probability.shape[:-1])
 
 
-def _drawn(logits: Tensor, uniform: Tensor) -> Tensor:
-    cumulative = torch.softmax(logits.to(torch.float64), -1).cumsum(-1)
-    threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return drawn.clamp_(max=logits.shape[-1] - 1)
+def _drawn(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) -> (P,)
+    width = probability.shape[-1]
+    whole = width // _BLOCK * _BLOCK
+    if whole <= _BLOCK:
+        return _inverted(probability.to(torch.float64), chance)
+    sums = probability[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    if whole < width:
+        sums = torch.cat([sums, probability[:, whole:].sum(-1, keepdim=True)], 1)
+    ends = sums.to(torch.float64).cumsum(-1)
+    threshold = _below(ends[:, -1:], chance)
+    block = torch.searchsorted(ends, threshold, right=True)
+    size = sums.gather(1, block).to(torch.float64)
+    # how far into its block the threshold lies, as a chance of its own
+    within = ((threshold - ends.gather(1, block) + size) / size).clamp_(0, 1)
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
+    inside = probability.gather(1, columns.clamp(max=width - 1)).to(torch.float64)
+    inside = inside.masked_fill_(columns >= width, 0.0)
+    return block[:, 0] * _BLOCK + _inverted(inside, within)
+
+
+def _inverted(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) -> (P,)
+    cumulative = probability.cumsum(-1)
+    return torch.searchsorted(cumulative, _below(cumulative[:, -1:], chance), right=True).squeeze(-1)
+
+
+def _below(total: Tensor, chance: Tensor) -> Tensor:
+    """``chance · total``, less than ``total`` whatever is rounded: beyond it lie impossible classes."""
+    return torch.minimum(chance * total, torch.nextafter(total, torch.zeros_like(total)))

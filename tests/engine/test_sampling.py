@@ -35,17 +35,40 @@ def test_normals_have_unit_variance() -> None:
 
 def test_categories_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, -40.0])
-    drawn = categories(logits.expand(50_000, 4), uniforms(1, torch.arange(50_000)))
+    drawn = categories(torch.softmax(logits, 0).expand(50_000, 4), uniforms(1, torch.arange(50_000)))
     share = torch.bincount(drawn, minlength=4) / 50_000
     assert torch.allclose(share, torch.softmax(logits, 0), atol=0.01)
     assert int(share[3]) == 0
-    # the ends of the interval stay inside the classes
-    assert categories(logits[None].expand(2, 4), torch.tensor([0.0, 1.0])).tolist() == [0, 3]
+    # the ends of the interval stay inside the classes that have a chance
+    assert categories(torch.softmax(logits, 0).expand(2, 4), torch.tensor([0.0, 1.0])).tolist() == [0, 2]
 
 
 def test_categories_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, uniform = torch.randn(3, 5, 7), torch.rand(3, 5, dtype=torch.float64)
-    whole = categories(logits, uniform)
-    monkeypatch.setattr(sampling, "_NUMBERS_AT_ONCE", 30)
+    chances, uniform = torch.softmax(torch.randn(3, 5, 300), -1), torch.rand(3, 5, dtype=torch.float64)
+    whole = categories(chances, uniform)
+    monkeypatch.setattr(sampling, "_ROWS_AT_ONCE", 4)
     assert whole.shape == (3, 5)
-    assert torch.equal(categories(logits, uniform), whole)
+    assert torch.equal(categories(chances, uniform), whole)
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 65, 127, 128, 129, 1000, 8192])
+def test_categories_invert_the_cumulative_sum(width: int) -> None:
+    torch.manual_seed(width)
+    chances = torch.softmax(5 * torch.randn(400, width, dtype=torch.float64), -1)
+    uniform = torch.rand(400, dtype=torch.float64)
+    cumulative = chances.cumsum(-1)
+    plain = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    assert torch.equal(categories(chances, uniform), plain)
+    # in single precision another class is drawn only where a threshold lies within rounding of a bound
+    differs = categories(chances.float(), uniform) != plain
+    assert int(differs.sum()) <= 1
+
+
+def test_categories_of_no_chance_are_never_drawn() -> None:
+    # whole blocks and the tail of the last one are impossible
+    chances = torch.zeros(1, 200)
+    chances[0, [3, 70, 191]] = torch.tensor([0.25, 0.5, 0.25])
+    uniform = torch.cat([torch.rand(5000, dtype=torch.float64), torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53])])
+    drawn = categories(chances.expand(uniform.numel(), 200), uniform)
+    assert set(drawn.tolist()) == {3, 70, 191}
+    assert drawn[-4:].tolist() == [3, 70, 191, 191]
