@@ -1,7 +1,8 @@
 """Collection against its floor and its peers: seconds of one more batch, and peak memory.
 
 Every contender runs in a process of its own, collects the same batch of the same model again and
-again in its own loop, and takes turns with the others, so that a drift of the machine meets all.
+again in its own loop, and takes turns with the others, so that a drift of the machine meets all
+(small batches several at a turn).
 The claims are about **one more batch** (between two pulls of the contender's own loop); what a
 collection costs once (dry run, plan, finishing the factors) stands beside it as ``setup``. Peak
 memory is that of the whole collection above the loaded model, by the kernel's account.
@@ -33,6 +34,8 @@ PEERS = ("kronfluence", "curvlinops", "bergson")
 OWN_ROWS = ("kronoscope+exact_trace", "kronoscope+every_parameter")
 """Also measured, and in no claim: what the exact trace costs, and the layers that no peer knows."""
 OWN_ROUNDS = 2
+ROUND_SECONDS, MOST = 0.5, 16
+"""A round has as many batches as take the slowest so long, and not more than so many."""
 OVER_FLOOR, OVER_PEER, OVER_PEER_MEAN = 1.15, 0.85, 0.6
 
 
@@ -53,7 +56,7 @@ class Contender:
         python = str(PEERS_PYTHON) if library in PEERS else sys.executable
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         process = subprocess.Popen(  # noqa: S603 - our own module
-            [python, "-m", "benchmarks.conformance.contender", library, case, "--rounds", str(rounds + 1)],
+            [python, "-m", "benchmarks.conformance.contender", library, case, "--most", str(MOST * rounds + 1)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -115,10 +118,15 @@ def measured(case: str, libraries: tuple[str, ...], rounds: int) -> dict[str, An
     try:
         for contender in contenders:
             contender.hear()
-        for number in range(rounds + 1):
+        for contender in contenders:
+            contender.order("batch 1")
+        # a batch of milliseconds alone would measure how cold the caches are after the others' turns
+        slowest = max((contender.cpu[0] for contender in contenders if contender.cpu), default=1.0)
+        together = min(MOST, math.ceil(ROUND_SECONDS / slowest))
+        for number in range(rounds):
             for contender in contenders:
-                if number <= OWN_ROUNDS or contender.library not in OWN_ROWS:
-                    contender.order("batch")
+                if number < OWN_ROUNDS or contender.library not in OWN_ROWS:
+                    contender.order(f"batch {together}")
         for contender in contenders:
             contender.order("stop")
     finally:
@@ -126,6 +134,7 @@ def measured(case: str, libraries: tuple[str, ...], rounds: int) -> dict[str, An
             contender.close()
     _, (inputs, _) = collection_cases.built(case)
     return {
+        "batches_per_round": together,
         "padding_share": collection_cases.padding_share(inputs),
         "contenders": {contender.library: contender.figures() for contender in contenders},
         "agreement_of_A": {

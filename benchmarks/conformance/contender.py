@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,25 +37,31 @@ class Turns:
     most: int
     waited_wall: float = 0.0
     waited_cpu: float = 0.0
-    seconds: list[tuple[float, float]] = field(default_factory=list)
+    busy_wall: float = 0.0
+    busy_cpu: float = 0.0
 
     def __len__(self) -> int:
         """Batches, at most."""
         return self.most
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        """Hand out batches, and say what each has cost once the next is pulled."""
+        """Hand out as many batches as are ordered, and say what each has cost once the next is pulled."""
+        ordered = 1
         while True:
             wall, cpu = time.perf_counter(), time.process_time()
-            yield self.batch
-            self.seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
-            tell(self.output, event="batch", wall=self.seconds[-1][0], cpu=self.seconds[-1][1])
+            for _ in range(ordered):
+                yield self.batch
+            spent = time.perf_counter() - wall, time.process_time() - cpu
+            self.busy_wall += spent[0]
+            self.busy_cpu += spent[1]
+            tell(self.output, event="batch", wall=spent[0] / ordered, cpu=spent[1] / ordered)
             wall, cpu = time.perf_counter(), time.process_time()
-            ordered = sys.stdin.readline().strip()
+            words = sys.stdin.readline().split()
             self.waited_wall += time.perf_counter() - wall
             self.waited_cpu += time.process_time() - cpu
-            if ordered != "batch":
+            if len(words) != 2 or words[0] != "batch":
                 return
+            ordered = int(words[1])
 
 
 def main() -> None:
@@ -63,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("library")
     parser.add_argument("case")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--most", type=int, default=6, help="batches, at most")
     arguments = parser.parse_args()
     # libraries print; the lines of this protocol must stand alone
     output = os.fdopen(os.dup(1), "w")
@@ -74,9 +80,9 @@ def main() -> None:
     problem, batch = collection_cases.built(arguments.case)
     if variant == "every_parameter":
         problem.model.requires_grad_(requires_grad=True)
-    turns = Turns(batch, output, arguments.rounds)
+    turns = Turns(batch, output, arguments.most)
     tell(output, event="ready", package=adapter.PACKAGE, version=version(adapter.PACKAGE))
-    if sys.stdin.readline().strip() != "batch":
+    if sys.stdin.readline().split()[:1] != ["batch"]:
         return
     # weights mapped from a file take memory once they are touched
     for parameter in problem.model.parameters():
@@ -95,8 +101,8 @@ def main() -> None:
         output,
         event="done",
         # what a collection costs once, however many batches it sees
-        setup_wall=busy_wall - sum(own for own, _ in turns.seconds),
-        setup_cpu=busy_cpu - sum(own for _, own in turns.seconds),
+        setup_wall=busy_wall - turns.busy_wall,
+        setup_cpu=busy_cpu - turns.busy_cpu,
         peak_bytes=resident("VmHWM") - loaded,
         loaded_bytes=loaded,
         layers=len(factors),
