@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -32,8 +32,8 @@ class Numerics:
     instructions: str
     """The widest vector instructions of a CPU, or the compute capability of a device."""
     threads: int
-    torch: str
-    """Version of torch."""
+    version: str
+    """Of torch."""
     attention: tuple[str, ...]
     """Kernels of scaled dot-product attention that may be taken."""
     precision: str = "ieee"
@@ -52,7 +52,7 @@ class Numerics:
             if on_device
             else torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
-            torch=str(torch.__version__),
+            version=str(torch.__version__),
             attention=tuple(str(name) for name in chosen) if chosen and on_device else default,
         )
 
@@ -120,13 +120,20 @@ def _alerts(heard: set[str]) -> Iterator[None]:
             warnings.filterwarnings("always", message=beginning)
         show = warnings.showwarning
 
-        def listen(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:  # noqa: ANN401 - the hook's signature
+        def listen(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             text = str(message)
             found = _ALERT.match(text)
             other = [name for beginning, name in _OTHER_ALERTS.items() if text.startswith(beginning)]
             heard.update([found["operation"]] if found is not None else other)
             if found is None and not other:
-                show(message, category, filename, lineno, *rest)
+                show(message, category, filename, lineno, file, line)
 
         warnings.showwarning = listen
         yield

@@ -34,7 +34,7 @@ from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
-_CALLED = {"torch": "version of torch", "threads": "number of threads"}
+_CALLED = {"version": "version of torch", "threads": "number of threads"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,7 @@ def test_the_words_of_other_machines_are_understood(message: str, named: str | N
 
 
 def test_what_cannot_be_repeated_is_said() -> None:
-    earlier = {"device": "cuda", "threads": HERE.threads, "torch": "1.0", "attention": ["torch's own choice"]}
+    earlier = {"device": "cuda", "threads": HERE.threads, "version": "1.0", "attention": ["torch's own choice"]}
     model = nn.Linear(4, 3)
     made, lines = space(model)
     made.numerics = earlier
@@ -161,7 +161,7 @@ def test_what_cannot_be_repeated_is_said() -> None:
 def test_kernels_of_attention_are_chosen_on_a_device_alone() -> None:
     before = settings()
     on_device = Numerics(
-        device="cuda", instructions="sm_90", threads=1, torch="2", attention=("math", "flash"),
+        device="cuda", instructions="sm_90", threads=1, version="2", attention=("math", "flash"),
     )  # fmt: skip
     with pinned(on_device, set()):
         assert settings()[4] == [True, True, False, False]
