@@ -1,6 +1,7 @@
 """Results as tables that fit 100 columns: one row per layer, one closing line per analysis."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,17 +75,26 @@ def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
 def declared_lines(rows: Sequence[Layer]) -> list[str]:
     """What is trainable and not covered, each with its reason, and layers that are no plain case; none is left out."""
     declared = [row for row in rows if row.status == "declared"]
-    lines = [
-        f"not covered: {shortened(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
-        for row in declared[:_MOST_DECLARED]
-    ]
-    if len(declared) > _MOST_DECLARED:
-        lines.append(f"not covered: {len(declared) - _MOST_DECLARED} more; `--json` lists all")
+    if len(declared) <= _MOST_DECLARED:
+        lines = [
+            f"not covered: {shortened(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
+            for row in declared
+        ]
+    else:
+        lines = [_together(reason, declared) for reason in dict.fromkeys(row.reason for row in declared)]
     for status in dict.fromkeys(row.status for row in rows if row.status not in ("covered", "declared")):
         concerned = [shortened(row.layer or "(model)") for row in rows if row.status == status]
         more = f" and {len(concerned) - _MOST_DECLARED} more" if len(concerned) > _MOST_DECLARED else ""
         lines.append(f"{status}: {', '.join(concerned[:_MOST_DECLARED])}{more}")
     return lines
+
+
+def _together(reason: str | None, declared: Sequence[Layer]) -> str:
+    """Too many to list: all that one reason declares."""
+    rows = [row for row in declared if row.reason == reason]
+    first = shortened(rows[0].layer or "(model)")
+    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+    return f"not covered: {sum(row.parameter_count or 0 for row in rows):,} parameters, {reason}: {first}{more}"
 
 
 def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysis has its own record
@@ -93,10 +103,12 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
     if coverage is not None:
         share = _field(coverage, "covered_share")
-        parts.append(f"{share:.1%} of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
-        reasons = _field(coverage, "reasons") or {}
+        # cut, not rounded: what is not whole must not read 100.0%
+        tenths = math.floor(share * 1000 + 1e-9)
+        parts.append(f"{tenths / 10}% of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
+        reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
         if reasons:
-            parts.append("declared: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()))
+            parts.append("not covered: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons))
     dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
     if effective is not None:
         parts.append(f"effective dimension {number(effective)}" + (f" of {dimension:,}" if dimension else ""))

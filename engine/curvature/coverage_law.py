@@ -5,6 +5,7 @@ computed; after the dry run, which shows what is called, and how; and after the 
 shows what the loss depends on.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -76,8 +77,11 @@ def require_coverage(
     if wanted is None or share >= wanted:
         return
     missing = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+    # cut, not rounded: what is not whole must not read 100.00%
+    percent = math.floor(share * 10_000) / 100
     raise CoverageTooLow(
-        f"{share:.2%} of the {trainable:,} trainable numbers can be covered, but `min_coverage` asks for {wanted:.2%}; "
-        f"not covered: {missing}; lower `min_coverage`, or freeze what need not be measured (`requires_grad_(False)`)",
+        f"{percent:.2f}% of the {trainable:,} trainable numbers can be covered, but `min_coverage` asks for "
+        f"{wanted:.2%}; not covered: {missing}; lower `min_coverage`, or freeze what "
+        "need not be measured (`requires_grad_(False)`)",
         pointer="/collection/min_coverage",
     )

@@ -54,6 +54,29 @@ def test_layers_that_are_no_plain_case_are_named() -> None:
     assert declared_lines(rows) == [f"zero_curvature: {', '.join(map(str, range(12)))} and 2 more"]
 
 
+def test_more_layers_than_can_be_listed_are_told_by_reason() -> None:
+    rows = [
+        metrics_row(
+            status="declared", metrics=None, reason=reason, layer=f"layers.{place}.{reason}", parameter_count=10
+        )
+        for place in range(7)
+        for reason in ("bare_parameter", "no_gradient")
+    ]
+    assert declared_lines(rows) == [
+        "not covered: 70 parameters, bare_parameter: layers.0.bare_parameter and 6 more",
+        "not covered: 70 parameters, no_gradient: layers.0.no_gradient and 6 more",
+    ]
+
+
+@pytest.mark.parametrize(("covered", "share"), [(10_000, "100.0%"), (9_999, "99.9%"), (0, "0.0%"), (1, "0.0%")])
+def test_what_is_not_whole_is_not_called_whole(covered: int, share: str) -> None:
+    reasons = {} if covered == 10_000 else {"tied": 10_000 - covered - covered // 10, "no_gradient": covered // 10}
+    coverage = {"covered_share": covered / 10_000, "trainable_parameters": 10_000, "reasons": reasons}
+    line = summary_line("other", {"layers": 1, "coverage": coverage})
+    assert f"; {share} of 10,000 trainable parameters covered" in line
+    assert line.endswith("covered") == (covered == 10_000)
+
+
 def test_one_layer_is_no_layers() -> None:
     assert printed(layer_table("capacity", [metrics_row()])).splitlines()[0].rstrip() == "capacity: 1 layer"
     assert summary_line("other", {"layers": 1}) == "other: 1 layer"
