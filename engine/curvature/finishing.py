@@ -13,6 +13,7 @@ from torch import Tensor
 from catalog.collection import Collection
 from engine.curvature.factors import Factors, mirrored_, to_storage
 from engine.curvature.gathered import Gathered
+from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.tied_head import TiedHeadStatistics
@@ -120,7 +121,10 @@ def _activation(found: LayerStatistics) -> Tensor:
     # a decayed count may lie below one; without any position the sum is zero
     normalised = holder.A.div_(holder.weight_A or 1.0)
     holder.weight_A = 1.0
-    return normalised if normalised.ndim == 1 else mirrored_(normalised)
+    if normalised.ndim == 1:
+        return normalised
+    symmetric, layer = mirrored_(normalised), holder.layer
+    return layer.in_parameter_order_(symmetric) if isinstance(layer, ConvolutionLayer) else symmetric
 
 
 def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:

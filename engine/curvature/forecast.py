@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from engine.curvature.hooks import Call
+from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.nested import EIGHTHS
@@ -129,9 +130,10 @@ def _plan(
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     sides = [side for layer in treated for side in _sides(layer, follows=layer.name in shared)]
     largest = max((side for side, dense in sides if dense), default=0)
-    scale = (chosen.micro_batch or workspace.collection.batch_size) / seen.examples
     held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
-    patches = max((_patches(call) for call in seen.calls), default=0)
+    examples = chosen.micro_batch or workspace.collection.batch_size
+    scale = examples / seen.examples
+    patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in seen.calls), default=0)
     several = len(chosen.parts) > 1
     most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
     # logits, their softmax, its gradient and the gradient's copy in the graph
@@ -140,7 +142,7 @@ def _plan(
         ("accumulators", "Σ in² + Σ out²", most, "exact", "collection"),
         ("activations", "2 · slice · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
-        ("patches", "slice · positions · in", int(scale * patches * item), "estimated", "collection"),
+        ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
         ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "measuring"),
     ]
     if several:
@@ -200,12 +202,19 @@ def _stored_size(storage_dtype: str | None, item: int) -> int:
     return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
 
 
-def _patches(call: Call) -> int:
-    """Numbers in the rows of ``a`` that one call makes."""
-    if call.layer.form != "kronecker":
+def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
+    """Numbers that the moments of one call take besides their sums, for ``examples`` instead of ``seen``."""
+    layer, entered, output = call.layer, call.entered, call.output
+    if layer.form != "kronecker" or 0 in (entered.numel(), output.numel()):
         return 0
-    layer = call.layer
-    return call.output.numel() // max(layer.groups * layer.fan_out, 1) * layer.groups * layer.fan_in
+    # the gradient's moments may take a copy of it
+    gradient = output.numel() * examples // seen
+    if not isinstance(layer, ConvolutionLayer):
+        # where positions are padding, those that count are copied out
+        return max(gradient // layer.fan_out * layer.fan_in, gradient)
+    if not layer.batch_first(entered, seen):
+        return 0  # it will be declared
+    return max(layer.geometry((examples, *entered.shape[1:])).scratch(device), gradient)
 
 
 def _sides(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.curvature.gram import add_gram_, add_grams_
 from engine.curvature.joint import Met, block_gradients, squared_norms
+from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 
 
@@ -110,6 +111,9 @@ class LayerStatistics:
         if isinstance(layer, BlockLayer):
             self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())
             return
+        if isinstance(layer, ConvolutionLayer):
+            self._add_patches_(layer, entered)
+            return
         rows = layer.activation_rows(entered)
         if rows.is_floating_point() and self.G is not None:
             # a model may compute parts of itself more narrowly (autocast) than the sums are kept
@@ -131,6 +135,27 @@ class LayerStatistics:
         self.rows_A += rows.shape[0]
         if self.A is not None:
             self._add_outer_(self.A, rows)
+
+    def _add_patches_(self, layer: ConvolutionLayer, entered: Tensor) -> None:
+        """Add a convolution's ``Σ a aᵀ``, whose rows are never all written out."""
+        shape = layer.geometry(entered.shape)
+        rows = shape.examples if self.sharing == "reduce" else shape.positions
+        self.positions += shape.positions
+        self.weight_A += rows
+        self.rows_A += rows
+        if self.A is None:
+            return
+        patches = layer.patches(entered, self.A.dtype)
+        if self.sharing == "reduce":
+            self._add_outer_(self.A, patches.means())
+            return
+        width = layer.fan_in if layer.weight else 0
+        if layer.weight:
+            patches.add_gram_(self.A[..., :width, :width])
+        if layer.bias:
+            if layer.weight:
+                self.A[..., :width, width] += patches.sums().view(*self.A.shape[:-2], width)
+            self.A[..., width, width] += rows
 
     def _pooled(self, rows: Tensor, examples: int, kept: Tensor | None) -> tuple[Tensor, int]:
         """Mean of ``a`` over each example's positions (N, d), and how many positions there were.

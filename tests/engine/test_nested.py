@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.capacity import CapacityParams
+from catalog.memory import Memory
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
 from engine.curvature import forecast
@@ -247,6 +248,8 @@ def test_the_plan_counts_what_the_sizes_hold(monkeypatch: pytest.MonkeyPatch) ->
     made.memory = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
     collected(made)
     made = space(nested=True, scratch=False)
+    # smaller slices of a batch would make room
+    made.memory_options = Memory(micro_batch=4)
     made.memory = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
     with pytest.raises(BudgetExceeded):
         collected(made)
