@@ -43,6 +43,8 @@ class Collection:
     asks only that what is not covered is declared, which always holds."""
     exact_trace: bool = True
     """Whether the exact trace of each layer's block is gathered beside K-FAC's, which says how far the two differ."""
+    ekfac: bool = False
+    """Whether further passes over the data re-estimate the eigenvalues in the eigenbases of A and G (EK-FAC)."""
 
     def __post_init__(self) -> None:
         """Refuse values outside their meaning."""
@@ -56,6 +58,8 @@ class Collection:
             raise FieldError("seed", f"is {self.seed}; take 0 to 2^63-1")
         if self.update_freq < 1:
             raise FieldError("update_freq", f"is {self.update_freq}; take 1 (every batch) or more")
+        if self.ekfac and self.fisher == "forward_only":
+            raise FieldError("ekfac", "needs gradients, and `forward_only` takes none; take another `fisher`")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise FieldError("ema_decay", f"is {self.ema_decay}; take a number between 0 and 1, or null")
         if self.min_coverage is not None and not 0 <= self.min_coverage <= 1:

@@ -85,6 +85,14 @@ class LayerRecord:
     """SHA-256 over dtype, shape and little-endian bytes of A (of its diagonal where A is diagonal)."""
     digest_G: str | None
     """The same of G."""
+    digest_ekfac: str | None
+    """The same of EK-FAC's corrected eigenvalues; null without `collection.ekfac`."""
+    digest_eigenvectors_A: str | None
+    """The same of the eigenvectors of A that they belong to; null where those are the identity's."""
+    digest_eigenvectors_G: str | None
+    """The same of those of G."""
+    ekfac_trace: float | None
+    """Sum of the corrected eigenvalues: the exact trace up to rounding."""
     rungs_A: tuple[str, ...] | None
     """Rungs of the eigendecomposition's ladder that A took."""
     rungs_G: tuple[str, ...] | None

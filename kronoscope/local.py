@@ -5,7 +5,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,8 +18,8 @@ from catalog.analysis import LayerResult
 from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task, TaskType
 from catalog.memory import Memory
-from engine.curvature.collected import INDEX, Collected, read_collected
-from engine.curvature.factors import Factors, digest
+from engine.curvature.collected import INDEX, Collected, read_collected, stored_correction
+from engine.curvature.factors import Corrected, Factors, digest
 from engine.errors import BrokenFactors
 from engine.memory.budget import MemoryBudget
 from engine.workspace import Artifacts, Workspace
@@ -30,9 +30,12 @@ Batches = Iterable[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]
 class LayerFactors:
     """A and G of one layer, read when they are asked for."""
 
-    def __init__(self, name: str, load: Callable[[], Factors]) -> None:
+    def __init__(
+        self, name: str, load: Callable[[], Factors], load_corrected: Callable[[], Corrected] | None = None
+    ) -> None:
         self.name = name
         self._load = load
+        self._load_corrected = load_corrected
 
     @cached_property
     def _factors(self) -> Factors:
@@ -60,6 +63,29 @@ class LayerFactors:
         stored = self._factors.widened_A
         return stored if stored.ndim == 1 else stored.diagonal()
 
+    @cached_property
+    def _corrected(self) -> Corrected:
+        if self._load_corrected is None:
+            raise BrokenFactors(
+                f"layer `{self.name}` was collected without EK-FAC; take `collection.ekfac: true`", layer=self.name
+            )
+        return self._load_corrected()
+
+    @property
+    def eigenvectors_A(self) -> Tensor | None:  # noqa: N802 - the field's own symbol
+        """(in_dim, in_dim) Q_A of EK-FAC, one eigenvector a column; None is the identity, where A is diagonal or 1."""
+        return self._corrected.eigenvectors_A
+
+    @property
+    def eigenvectors_G(self) -> Tensor | None:  # noqa: N802 - the field's own symbol
+        """(out_dim, out_dim) Q_G of EK-FAC; None is the identity, where only a diagonal is kept."""
+        return self._corrected.eigenvectors_G
+
+    @property
+    def corrected_eigenvalues(self) -> Tensor:
+        """(out_dim, in_dim) EK-FAC's eigenvalues: the second moments of the gradients along ``Q_G ⊗ Q_A``."""
+        return self._corrected.eigenvalues
+
 
 class LayersFactors(Mapping[str, LayerFactors]):
     """Factors by layer name, in the model's order."""
@@ -67,7 +93,11 @@ class LayersFactors(Mapping[str, LayerFactors]):
     def __init__(self, collected: Collected) -> None:
         self.collected = collected
         self._layers = {
-            facts.name: LayerFactors(facts.name, lambda ordinal=facts.ordinal: collected.load(ordinal))  # type: ignore[misc]
+            facts.name: LayerFactors(
+                facts.name,
+                partial(collected.load, facts.ordinal),
+                None if collected.load_corrected is None else partial(collected.load_corrected, facts.ordinal),
+            )
             for facts in collected.layers
         }
 
@@ -159,7 +189,10 @@ def _verify(folder: Path, found: LayersFactors) -> None:
     index = json.loads((folder / "factors.index.json").read_bytes())
     for entry in index["layers"]:
         factors = found.collected.load(int(entry["ordinal"]))
-        for side, tensor in (("activation_covariance", factors.A), ("gradient_covariance", factors.G)):
+        tensors = {"activation_covariance": factors.A, "gradient_covariance": factors.G}
+        if found.collected.load_corrected is not None:
+            tensors |= stored_correction(found.collected.load_corrected(int(entry["ordinal"])), own_a=True)
+        for side, tensor in tensors.items():
             if digest(tensor) != entry[side]["sha256"]:
                 raise BrokenFactors(
                     f"layer `{entry['name']}`: {side} in {entry[side]['file']} is not what the index records; "

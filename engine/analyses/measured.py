@@ -15,11 +15,11 @@ from torch import Tensor
 from catalog.analysis import Coverage, LayerResult
 from catalog.layer_record import Branch, LayerRecord, Observed
 from engine.analyses.sample_sizes import MeasuredSize, smaller_sizes, trace
-from engine.curvature.collected import Collected, Kept, LayerFacts, write_factors, write_index
+from engine.curvature.collected import Collected, Kept, LayerFacts, stored_correction, write_factors, write_index
 from engine.curvature.collection import collected
 from engine.curvature.coverage_law import reason_counts
 from engine.curvature.eigenvalues import eigenvalues
-from engine.curvature.factors import Factors, digest
+from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.layers.coverage import DeclaredLayer
 from engine.curvature.stabilisation import Clipping, Damping, clipping, damping
 from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
@@ -76,8 +76,10 @@ def _measure(
     workspace.checkpoint()
     begun, before = time.perf_counter(), _bytes(workspace.device)
     factors = whole.load(facts.ordinal)
+    corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
     if keep_factors:
-        write_factors(workspace.artifacts, facts, factors)
+        write_factors(workspace.artifacts, facts, factors, corrected=corrected)
+    ekfac = {} if corrected is None else _digests(corrected)
     digest_g = digest(factors.G)
     spectrum_g, rungs_g = eigenvalues(factors.G.to(workspace.device), facts.name, rank_bound=facts.rank_bound_G)
     spectrum_g.mul_(factors.scale_G)
@@ -162,6 +164,10 @@ def _measure(
             micro_batch=whole.micro_batch,
             digest_A=digest_a,
             digest_G=digest_g,
+            digest_ekfac=ekfac.get("corrected_eigenvalues"),
+            digest_eigenvectors_A=ekfac.get("eigenvectors_A"),
+            digest_eigenvectors_G=ekfac.get("eigenvectors_G"),
+            ekfac_trace=None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64)),
             rungs_A=rungs_a,
             rungs_G=rungs_g,
             nondeterministic=whole.nondeterministic,
@@ -177,7 +183,20 @@ def _kept(record: LayerRecord) -> Kept:
         digest_G=str(record.digest_G),
         scale_A=record.scale_A or 1.0,
         scale_G=record.scale_G or 1.0,
+        ekfac={
+            name: sha256
+            for name, sha256 in (
+                ("corrected_eigenvalues", record.digest_ekfac),
+                ("eigenvectors_A", record.digest_eigenvectors_A),
+                ("eigenvectors_G", record.digest_eigenvectors_G),
+            )
+            if sha256 is not None
+        },
     )
+
+
+def _digests(corrected: Corrected) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in stored_correction(corrected, own_a=True).items()}
 
 
 _BRANCHES: dict[str, Branch] = {"kronecker": "eigendecomposition", "diagonal": "diagonal", "block": "block"}

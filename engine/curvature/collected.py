@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from catalog.collection import Collection
-from engine.curvature.factors import Factors, packed, require_bias_column, unpacked
+from engine.curvature.factors import Corrected, Factors, packed, require_bias_column, unpacked
 from engine.curvature.layers.coverage import DeclaredLayer
 from engine.errors import BrokenFactors
 from engine.workspace import Artifacts
@@ -85,6 +85,8 @@ class Collected:
     """Factors of one ordinal."""
     nested: tuple[NestedSize, ...]
     """Smaller sample sizes, ascending; none of stored factors."""
+    load_corrected: Callable[[int], Corrected] | None = None
+    """EK-FAC's correction of one ordinal; None where there was none."""
 
     @property
     def covered_parameters(self) -> int:
@@ -102,12 +104,20 @@ def nested_file(eighths: int, ordinal: int) -> str:
     return f"nested/{eighths}/{ordinal}.safetensors"
 
 
-def write_factors(artifacts: Artifacts, facts: LayerFacts, factors: Factors, name: str | None = None) -> None:
-    """Write one layer's packed triangles; a shared A is written once, with its leader."""
+def write_factors(
+    artifacts: Artifacts,
+    facts: LayerFacts,
+    factors: Factors,
+    name: str | None = None,
+    corrected: Corrected | None = None,
+) -> None:
+    """Write one layer's packed triangles and its correction; what belongs to a shared A once, with its leader."""
     tensors: dict[str, Tensor] = {"gradient_covariance": packed(factors.G)}
     if facts.shared_A_with is None:
         diagonal = factors.A.ndim == 1
         tensors["activation_covariance"] = factors.A.detach().to("cpu") if diagonal else packed(factors.A)
+    if corrected is not None:
+        tensors |= stored_correction(corrected, own_a=facts.shared_A_with is None)
     metadata = {
         "format": FORMAT,
         "layer": facts.name,
@@ -122,6 +132,16 @@ def write_factors(artifacts: Artifacts, facts: LayerFacts, factors: Factors, nam
     artifacts.save_tensors(name or factor_file(facts.ordinal), tensors, metadata)
 
 
+def stored_correction(corrected: Corrected, *, own_a: bool) -> dict[str, Tensor]:
+    """A correction's tensors under the names that they are stored by."""
+    tensors = {
+        "eigenvectors_A": corrected.eigenvectors_A if own_a else None,
+        "eigenvectors_G": corrected.eigenvectors_G,
+        "corrected_eigenvalues": corrected.eigenvalues,
+    }
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kept:
     """What the index says of one layer's stored tensors."""
@@ -130,6 +150,8 @@ class Kept:
     digest_G: str
     scale_A: float
     scale_G: float
+    ekfac: Mapping[str, str]
+    """Digests of EK-FAC's tensors, by the names that they are stored by."""
 
 
 def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, Kept]) -> None:
@@ -151,6 +173,10 @@ def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, K
                     "sha256": own.digest_G,
                     "scale": own.scale_G,
                 },
+            }
+            | {
+                name: {"file": f"{holder if name == 'eigenvectors_A' else facts.ordinal}.safetensors", "sha256": sha256}
+                for name, sha256 in own.ekfac.items()
             }
         )
     artifacts.save_json(
@@ -206,6 +232,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
         nondeterministic=None if index.get("nondeterministic") is None else tuple(index["nondeterministic"]),
         not_replayed=(),
         load=lambda ordinal: _load(artifacts, by_ordinal[ordinal], scales[ordinal]),
+        load_corrected=(lambda ordinal: _load_corrected(artifacts, by_ordinal[ordinal])) if collection.ekfac else None,
         nested=(),
         **counts,
     )
@@ -238,6 +265,14 @@ def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float]) 
         scale_A=scales[0],
         scale_G=scales[1],
     )
+
+
+def _load_corrected(artifacts: Artifacts, facts: LayerFacts) -> Corrected:
+    holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+    own = artifacts.load_tensors(factor_file(facts.ordinal))
+    basis = _tensor(artifacts, facts, holder, "eigenvectors_A") if facts.form == "kronecker" else None
+    values = _tensor(artifacts, facts, facts.ordinal, "corrected_eigenvalues")
+    return Corrected(eigenvectors_A=basis, eigenvectors_G=own.get("eigenvectors_G"), eigenvalues=values)
 
 
 def _tensor(artifacts: Artifacts, facts: LayerFacts, ordinal: int, name: str) -> Tensor:

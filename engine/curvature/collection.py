@@ -6,6 +6,7 @@ checked before anything large is allocated.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -16,6 +17,8 @@ from engine.curvature.batches import Batch, mapped
 from engine.curvature.broadcast import proven
 from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
+from engine.curvature.ekfac import corrected
+from engine.curvature.factors import Corrected
 from engine.curvature.finishing import flaw, foreseen_flaw
 from engine.curvature.finiteness import witnessed
 from engine.curvature.forecast import DryRun, forecast
@@ -90,13 +93,14 @@ def _collect(workspace: Workspace) -> Collected:
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, sizes=sizes)
         gathered = gather(job, found, shared, mixed, plan)
+        corrections = corrected(job, gathered, plan.chosen.corrections) if job.collection.ekfac else {}
         if gathered.nondeterministic:
             workspace.log(
                 "warning",
                 "another run may round otherwise: there is no deterministic form of "
                 + ", ".join(sorted(gathered.nondeterministic)),
             )
-        return _finished(job, found, trainable, gathered, plan)
+        return _finished(job, found, trainable, gathered, plan, corrections)
 
 
 def _require_finite(model: nn.Module) -> None:
@@ -190,7 +194,14 @@ def _require_coverage_so_far(job: PassJob, survey: Survey, trainable: int, mixed
     require_coverage(trainable, covered, declared, job.collection)
 
 
-def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, plan: Plan) -> Collected:
+def _finished(
+    job: PassJob,
+    survey: Survey,
+    trainable: int,
+    gathered: Gathered,
+    plan: Plan,
+    corrections: Mapping[str, Callable[[], Corrected]],
+) -> Collected:
     declared: list[DeclaredLayer] = list(survey.declared)
     covered: list[LayerStatistics] = []
     for layer in survey.treated:
@@ -236,6 +247,7 @@ def _finished(job: PassJob, survey: Survey, trainable: int, gathered: Gathered, 
         nondeterministic=tuple(sorted(gathered.nondeterministic)),
         not_replayed=job.numerics.not_replayed(job.workspace.numerics),
         load=lambda ordinal: factors[ordinal](),
+        load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
         nested=_nested(job, gathered, tuple(facts)),
     )
 

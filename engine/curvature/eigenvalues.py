@@ -26,6 +26,8 @@ from engine.errors import NonFiniteFactor, NotConverged
 _JITTER = 1e-10
 _LARGEST = 46_340
 """LAPACK counts in 32 bits: a matrix of more than 2³¹ numbers is beyond it."""
+_LARGEST_BASIS = 32_767
+"""Eigenvectors take a workspace of 2 n² numbers besides."""
 _TRACE_TOLERANCE = 1e-6
 
 
@@ -71,6 +73,70 @@ def eigenvalues(factor: Tensor, layer: str, rank_bound: int | None = None) -> tu
         f"(tried {', '.join(taken)})",
         layer=layer,
     )
+
+
+def eigenbasis(factor: Tensor, layer: str) -> Tensor:
+    """Orthonormal eigenvectors (n, n) of a symmetric ``factor``, by ascending eigenvalue; float64 on its device.
+
+    By the same rungs, each taken only if its basis gives the factor back.
+
+    Memory:
+        4 n² numbers in float64.
+
+    Raises:
+        NonFiniteFactor: If the factor holds NaN or Inf.
+        NotConverged: If every rung failed, or the factor is beyond LAPACK.
+    """
+    if not bool(torch.isfinite(factor).all()):
+        raise NonFiniteFactor(f"layer `{layer}`: the factor holds NaN or Inf", layer=layer)
+    size = factor.shape[0]
+    if size > _LARGEST_BASIS:
+        raise NotConverged(
+            f"layer `{layer}`: the eigenvectors of a {size}×{size} factor are beyond LAPACK's 32-bit indices, "
+            f"which reach {_LARGEST_BASIS} rows; take `collection.ekfac: false`",
+            layer=layer,
+        )
+    wide = factor.to(torch.float64)
+    solvers: list[Callable[[], tuple[Tensor, Tensor]]] = [
+        lambda: _eigh(wide),
+        lambda: _eigh(wide.to("cpu")),
+        lambda: _syevr_vectors(wide),
+    ]
+    for solve in solvers[int(factor.device.type == "cpu") :]:
+        try:
+            values, vectors = solve()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # torch's LinAlgError is one
+            if "can't allocate memory" in str(error):
+                raise MemoryError(str(error)) from error
+            continue
+        values, vectors = values.to(wide.device), vectors.to(wide.device)
+        if _gives_back(wide, values, vectors):
+            return vectors
+    raise NotConverged(f"layer `{layer}`: no eigenvalue solver converged on a {size}×{size} factor", layer=layer)
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(matrix)
+    return values, vectors
+
+
+def _syevr_vectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors, _, _, info = lapack.dsyevr(matrix.to("cpu").numpy(), compute_v=1)
+    if info != 0:
+        raise RuntimeError(f"dsyevr returned {info} for n = {matrix.shape[0]}")
+    return torch.from_numpy(values), torch.from_numpy(vectors)
+
+
+def _gives_back(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
+    """Whether ``Q Λ Qᵀ x = M x`` and ``Q Qᵀ x = x`` for one x: some library versions err without an error."""
+    probe = torch.linspace(-1, 1, matrix.shape[0], dtype=matrix.dtype, device=matrix.device).cos()
+    inside = vectors.T @ probe
+    norm = float(probe.norm())
+    unitary = float((vectors @ inside - probe).norm()) <= _TRACE_TOLERANCE * norm
+    scale = float(values.abs().max())
+    return unitary and float((vectors @ (values * inside) - matrix @ probe).norm()) <= _TRACE_TOLERANCE * scale * norm
 
 
 def _rungs(factor: Tensor) -> list[tuple[str, Callable[[Tensor], Tensor]]]:

@@ -57,6 +57,21 @@ class Factors:
         require_bias_column(self.layer, "gradient", tuple(gradient.shape), expected, bias=self.bias)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Corrected:
+    """One layer's curvature in the eigenbasis of its factors, with the eigenvalues re-estimated there.
+
+    The block of the curvature is near ``(Q_G ⊗ Q_A) diag(λ) (Q_G ⊗ Q_A)ᵀ``, λ row by row.
+    """
+
+    eigenvectors_A: Tensor | None
+    """Q_A (in_dim, in_dim), one eigenvector a column; None is the identity, of a diagonal A."""
+    eigenvectors_G: Tensor | None
+    """Q_G (out_dim, out_dim); None is the identity, of a diagonal G."""
+    eigenvalues: Tensor
+    """λ (out_dim, in_dim)."""
+
+
 def _widened(stored: Tensor, scale: float) -> Tensor:
     if stored.element_size() > 2:
         return stored if scale == 1 else stored * scale

@@ -6,7 +6,7 @@ follows from shapes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,11 +17,10 @@ from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.nested import EIGHTHS
 from engine.memory.budget import resident_bytes
-from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Term
+from engine.memory.plan import LIBRARY_BYTES, Chosen, Phase, Plan, Term
 from engine.workspace import Workspace
 
 Source = Literal["exact", "estimated"]
-Phase = Literal["collection", "measuring", "throughout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,15 @@ def forecast(
     One pass with whole batches where everything fits; else one pass with the fewest equal slices
     of a batch that fit; else, given a scratch place for finished factors, as few passes as the
     smallest slices allow, each with as many neighbouring layers as fit by bytes, and then the
-    fewest slices that need no further pass.
+    fewest slices that need no further pass. EK-FAC's further passes are cut by the same bytes.
     """
+    plan = _collection_plan(workspace, dtype, treated, seen, shared)
+    return _with_corrections(workspace, dtype, treated, shared, plan) if workspace.collection.ekfac else plan
+
+
+def _collection_plan(
+    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
+) -> Plan:
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     item = torch.empty((), dtype=dtype).element_size()
     groups = _groups(treated, shared, item)
@@ -72,6 +78,68 @@ def forecast(
             fewest = min(cuts, key=lambda chosen: len(chosen.parts))
             return _plan(workspace, item, treated, seen, shared, groups, fewest)
     return plans[-1]
+
+
+def _with_corrections(
+    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], shared: dict[str, str], plan: Plan
+) -> Plan:
+    """The same plan with the passes that re-estimate the eigenvalues; layers of one A stay together there too."""
+    item = torch.empty((), dtype=dtype).element_size()
+    groups: dict[tuple[str, ...], int] = {}
+    for names in _groups(treated, shared, item):
+        members = [layer for layer in treated if layer.name in names]
+        groups[names] = sum(_correction_bytes(layer, item, follows=layer.name in shared) for layer in members)
+    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
+    budget = workspace.memory
+    allowed = budget.device_bytes if place == "device" else budget.host_bytes
+    names = tuple(layer.name for layer in treated)
+    replayed = None if workspace.chosen is None else workspace.chosen.corrections
+    if replayed and {name for part in replayed for name in part} == set(names):
+        return _corrected_plan(plan, groups, treated, place, replayed)
+    whole = _corrected_plan(plan, groups, treated, place, (names,))
+    if whole.fits(budget) or workspace.scratch is None:
+        return whole
+    empty = _corrected_plan(plan, groups, treated, place, ((), ()))
+    parts = partition(groups, allowed - empty.phase_bytes(place, "correction"))
+    return whole if parts is None else _corrected_plan(plan, groups, treated, place, parts)
+
+
+def _corrected_plan(
+    plan: Plan,
+    groups: Mapping[tuple[str, ...], int],
+    treated: Sequence[TreatedLayer],
+    place: Literal["device", "host"],
+    parts: tuple[tuple[str, ...], ...],
+) -> Plan:
+    largest = max(side for layer in treated for side, dense in _sides(layer, follows=False) if dense)
+    most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
+    # the data passes through as it did before
+    again = [
+        replace(term, phase="correction")
+        for term in plan.terms
+        if term.name in ("activations", "outputs", "patches", "factors") and term.phase != "throughout"
+    ]
+    sizes: list[tuple[str, str, int, Literal["device", "host"], Phase]] = [
+        ("bases", "Σ in² + out² + in · out", most, place, "correction"),
+        ("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
+    ]
+    if len(parts) > 1:
+        sizes.append(("one correction", "in² + out² + in · out", max(groups.values()), "host", "measuring"))
+    else:
+        sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "measuring"))
+        if place == "device":
+            sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
+    own = [
+        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", phase=phase)
+        for name, formula, size, where, phase in sizes
+    ]
+    return Plan(terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
+
+
+def _correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
+    own_basis = layer.form == "kronecker" and not follows
+    each = layer.out_dim**2 + layer.out_dim * layer.in_dim + (layer.in_dim**2 if own_basis else 0)
+    return each * layer.groups * item
 
 
 def _slice_sizes(workspace: Workspace) -> list[int]:

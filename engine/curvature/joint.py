@@ -106,18 +106,33 @@ def _tied_squared_norms(layer: TiedHeadLayer, met: Met, dtype: torch.dtype) -> T
     for role, own in ((layer.table, table), (layer.head, head)):
         if own:
             total += squared_norms(role, own, dtype)
-    if not table or not head:
-        return total
-    widest = max(gradient.numel() for _, gradient in head) // total.shape[0]
-    step = max(1, NUMBERS_AT_ONCE // widest)
-    for start in range(0, total.shape[0], step):
-        span = start, min(start + step, total.shape[0])
-        ids, vectors = (_joined(sides) for sides in _even(layer.table, table, span, dtype))
-        a, g = (_joined(sides) for sides in _even(layer.head, head, span, dtype))
-        places = ids.squeeze(-1)[:, None, :].expand(-1, g.shape[1], -1)
-        crossed = torch.bmm(a, vectors.transpose(1, 2)).mul_(g.gather(2, places))
-        total[slice(*span), 0] += 2 * crossed.sum((1, 2)).to(torch.float64)
+    for looked_up, applied in tied_rows(layer, met, dtype, 0):
+        if looked_up is None or applied is None:
+            continue
+        places = looked_up.a.squeeze(-1)[:, None, :].expand(-1, applied.g.shape[1], -1)
+        crossed = torch.bmm(applied.a, looked_up.g.transpose(1, 2)).mul_(applied.g.gather(2, places))
+        total[applied.examples, 0] += 2 * crossed.sum((1, 2)).to(torch.float64)
     return total
+
+
+def tied_rows(
+    layer: TiedHeadLayer, met: Met, dtype: torch.dtype, numbers: int
+) -> Iterator[tuple[Rows | None, Rows | None]]:
+    """Rows of the table (``a`` the ids) and of the head, a few of the same examples at a time.
+
+    ``numbers`` is how many numbers besides its rows one example will need.
+    """
+    parts = [(role, [each for each in met if each[0].role is role]) for role in layer.roles]
+    examples = met[0][0].examples
+    widest = sum(gradient.numel() for _, gradient in met) // examples + numbers
+    step = max(1, NUMBERS_AT_ONCE // widest)
+    for start in range(0, examples, step):
+        span = start, min(start + step, examples)
+        table, head = (
+            Rows(slice(*span), *(_joined(side) for side in _even(role, own, span, dtype))) if own else None
+            for role, own in parts
+        )
+        yield table, head
 
 
 def _numbers(layer: TreatedLayer) -> Callable[[int], int]:

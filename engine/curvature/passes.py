@@ -223,7 +223,7 @@ def _run(
                 if collection.ema_decay is not None and cursor.updates:
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
-                cursor.terms += _update(job, batch, collector)
+                cursor.terms += update(job, batch, collector)
                 witness.require_finite(all_statistics)
                 cursor.examples += batch.size
                 cursor.updates += 1
@@ -274,7 +274,7 @@ def _kind(layer: TreatedLayer) -> type[LayerStatistics]:
     return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
 
 
-def _update(job: PassJob, batch: Batch, collector: Collector) -> int:
+def update(job: PassJob, batch: Batch, collector: Collector) -> int:
     """Let one batch enter the statistics, a slice at a time; returns its loss terms.
 
     Both factors are sums over examples, of the summed loss: slices change nothing but the order

@@ -17,6 +17,8 @@ LIBRARY_BYTES = 96 * 2**20
 """What libraries take for themselves once work begins (BLAS, autograd's threads, files on their way
 to disk): 50 to 90 MB measured on a CPU build."""
 
+Phase = Literal["collection", "correction", "measuring", "throughout"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
@@ -27,8 +29,8 @@ class Term:
     size_bytes: int
     place: Literal["device", "host"]
     source: Literal["exact", "estimated", "measured"]
-    phase: Literal["collection", "measuring", "throughout"] = "throughout"
-    """When it is held: while the data passes through, while one layer is measured, or always."""
+    phase: Phase = "throughout"
+    """When it is held: while the data passes through, again for EK-FAC, while one layer is measured, or always."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +44,16 @@ class Chosen:
     """Layers of each pass over the data; one pass collects them all wherever they fit."""
     micro_batch: int | None = None
     """Examples that go through the model at once; None is the whole batch."""
+    corrections: tuple[tuple[str, ...], ...] = ()
+    """Layers of each further pass that EK-FAC makes; none without it."""
 
     @classmethod
     def read(cls, plan: Mapping[str, Any]) -> "Chosen":
         """What the plan document of an earlier attempt chose."""
-        parts = plan.get("parts") or ()
-        return cls(
-            parts=tuple(tuple(str(name) for name in part) for part in parts), micro_batch=plan.get("micro_batch")
+        parts, corrections = (
+            tuple(tuple(str(name) for name in part) for part in plan.get(key) or ()) for key in ("parts", "corrections")
         )
+        return cls(parts=parts, micro_batch=plan.get("micro_batch"), corrections=corrections)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +65,13 @@ class Plan:
 
     def peak_bytes(self, place: Literal["device", "host"]) -> int:
         """Bytes held at once in one place, in the phase that holds most."""
-        return max(self.phase_bytes(place, "collection"), self.phase_bytes(place, "measuring"))
+        return max(
+            self.phase_bytes(place, "collection"),
+            self.phase_bytes(place, "correction"),
+            self.phase_bytes(place, "measuring"),
+        )
 
-    def phase_bytes(self, place: Literal["device", "host"], phase: Literal["collection", "measuring"]) -> int:
+    def phase_bytes(self, place: Literal["device", "host"], phase: Phase) -> int:
         """Bytes held at once in one place during one phase."""
         return sum(
             term.size_bytes for term in self.terms if term.place == place and term.phase in (phase, "throughout")
