@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.curvature.aliases import read_aliases
 from engine.curvature.batches import Batch, mapped
 from engine.curvature.broadcast import proven
 from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
 from engine.curvature.ekfac import corrected
+from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.factors import Corrected
 from engine.curvature.finishing import flaw, foreseen_flaw
 from engine.curvature.finiteness import witnessed
@@ -82,8 +82,8 @@ def _collect(workspace: Workspace) -> Collected:
     trainable = trainable_numbers(job.model)
     with untouched(job.model, dtype), pinned(numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        found = _without_read_aliases(job, found)
         job, seen, mixed = _dry_run(job, found)
+        found, seen = _without_other_uses(job, found, seen)
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
@@ -122,24 +122,6 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _without_read_aliases(job: PassJob, survey: Survey) -> Survey:
-    """Declare layers whose parameters the model also uses under a second name."""
-    if not survey.aliases:
-        return survey
-    batch = _repeated(next(job.batches()), _DRY_EXAMPLES[0])
-
-    def run() -> Tensor:
-        torch.manual_seed(job.collection.seed)
-        with torch.no_grad():
-            return predict(job.model, batch, job.task).outputs
-
-    read = read_aliases(survey.aliases, run)
-    return Survey(
-        treated=tuple(layer for layer in survey.treated if layer.name not in read),
-        declared=(*survey.declared, *(declare(layer, "tied") for layer in survey.treated if layer.name in read)),
-    )
-
-
 def _dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[str]]:
     """What one example, repeated, shows of the model: the job with its tables, a run, the layers that mix examples."""
     batch = next(job.batches())
@@ -155,6 +137,28 @@ def _dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[s
             job = dataclasses.replace(job, tables=proven(tables, partial(_disturbed, job, survey, fewer)))
             few, many = _seen(job, survey, fewer), _seen(job, survey, more)
     return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
+
+
+def _without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
+    """Declare layers whose parameters the model also reads where no hook sees it."""
+    called = {call.layer.name for call in seen.calls}
+    batch = _repeated(next(job.batches()), seen.examples)
+
+    def run() -> None:
+        torch.manual_seed(job.collection.seed)
+        with torch.no_grad():
+            predict(job.model, batch, job.task)
+
+    elsewhere = used_elsewhere([layer for layer in survey.treated if layer.name in called], survey.aliases, run)
+    if not elsewhere:
+        return survey, seen
+    refused = tuple(declare(layer, "used_elsewhere") for layer in survey.treated if layer.name in elsewhere)
+    kept = tuple(layer for layer in survey.treated if layer.name not in elsewhere)
+    calls = [call for call in seen.calls if call.layer.name not in elsewhere]
+    return (
+        dataclasses.replace(survey, treated=kept, declared=(*survey.declared, *refused)),
+        dataclasses.replace(seen, calls=calls),
+    )
 
 
 def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:

@@ -147,7 +147,7 @@ def test_sharing_that_breaks_in_a_later_batch_is_undone() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen += 1
-            again = x if self.seen < 3 else x * 2
+            again = x if self.seen < 4 else x * 2
             return self.q(x)[:, :3] + self.k(again)
 
     torch.manual_seed(0)

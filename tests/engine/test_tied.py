@@ -316,7 +316,7 @@ def test_uses_of_no_known_kind_are_declared(tie: str) -> None:
     if tie == "kind":
         # the bilinear layer is of no family: it is taken to hold a second name, and found to use it
         assert {layer.name: layer.reason for layer in whole.declared} == {
-            "first": "tied",
+            "first": "used_elsewhere",
             "second": "unsupported_layer",
         }
     else:
@@ -358,7 +358,7 @@ def test_a_second_name_is_covered_unless_it_is_computed_with(used: bool) -> None
     model = Keeper().double()
     bias = model.bias
     whole = collect(model, [(x, y)], "classification")
-    assert {layer.name: layer.reason for layer in whole.declared} == ({"decoder": "tied"} if used else {})
+    assert {layer.name: layer.reason for layer in whole.declared} == ({"decoder": "used_elsewhere"} if used else {})
     assert whole.trainable_parameters == 15 + 20
     assert model.bias is bias
     assert model.decoder.bias is bias

@@ -125,3 +125,29 @@ def test_a_number_that_is_not_finite_is_noticed_at_its_batch() -> None:
     space.device = torch.device("cuda")
     with pytest.raises(NonFiniteFactor, match=r"`0`: .* after batch 6 \(examples 30 to 34\)"):
         collected(space)
+
+
+def test_a_tied_head_and_a_shared_table_of_positions_equal_those_of_the_cpu() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.positions, self.inner = nn.Embedding(40, 8), nn.Embedding(6, 8), nn.Linear(8, 8)
+            self.head = nn.Linear(8, 40)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(ids.shape[1], device=ids.device)
+            return self.head(torch.tanh(self.inner(self.table(ids) + self.positions(places))))
+
+    ids = torch.randint(0, 40, (10, 6), generator=torch.Generator().manual_seed(2))
+    runs = []
+    for device in ("cpu", "cuda"):
+        space = workspace(Language().to(device), [(ids, ids)], "causal_lm", fisher="mc", min_coverage=1.0)
+        space.device = torch.device(device)
+        runs.append(collected(space))
+    here, there = runs
+    assert [layer.why for layer in there.layers] == [layer.why for layer in here.layers]
+    for layer in here.layers:
+        assert relative_error(there.load(layer.ordinal).A.cpu(), here.load(layer.ordinal).A) < 1e-11
+        assert relative_error(there.load(layer.ordinal).G.cpu(), here.load(layer.ordinal).G) < 1e-11

@@ -5,6 +5,7 @@ A parameter is counted once, by identity. Reasons:
 - ``unsupported_layer``: its module belongs to no family (the row names the class);
 - ``bare_parameter``: it hangs on a module that has children of its own, as a loose tensor;
 - ``tied``: modules that use it in ways that no one layer's factors describe share it;
+- ``used_elsewhere``: the model also reads them outside the calls of the modules that hold them;
 - ``parametrised``: the weight is computed from other parameters (weight norm and its like);
 - ``overridden_forward``, ``embedding_renormalised``, ``batch_statistics``: the family knows the
   class, not this variant of it;
