@@ -75,22 +75,22 @@ def pinned(numerics: Numerics, heard: set[str]) -> Iterator[None]:
     """
     fill: Any = torch.utils.deterministic
     before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_deterministic_debug_mode(),
         fill.fill_uninitialized_memory,
         torch.backends.cudnn.benchmark,
     )
     with _attention(numerics), _alerts(heard):
         try:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # the same switch as `use_deterministic_algorithms`, which loads the compiler to set its: 70 MB
+            torch.set_deterministic_debug_mode("warn")
             # nothing of ours reads what it has not written, and filling costs a pass over every new tensor
             fill.fill_uninitialized_memory = False
             torch.backends.cudnn.benchmark = False
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            fill.fill_uninitialized_memory = before[2]
-            torch.backends.cudnn.benchmark = before[3]
+            torch.set_deterministic_debug_mode(before[0])
+            fill.fill_uninitialized_memory = before[1]
+            torch.backends.cudnn.benchmark = before[2]
 
 
 @contextlib.contextmanager

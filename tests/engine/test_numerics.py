@@ -1,6 +1,9 @@
 """What decides bits is held while measuring, restored afterwards, and said where it cannot be repeated."""
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ CUBLAS = (
     "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
     "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS"
 )
+ROOT = Path(__file__).resolve().parents[2]
 HERE = Numerics.here(torch.device("cpu"))
 
 
@@ -168,3 +172,18 @@ def test_kernels_of_attention_are_chosen_on_a_device_alone() -> None:
     with pinned(HERE, set()):
         assert settings()[4] == before[4]
     assert settings()[:5] == before[:5]
+
+
+def test_holding_them_loads_no_compiler() -> None:
+    """It would take 70 MB of the host and a second, of every job."""
+    program = (
+        "import sys\n"
+        "from engine.curvature.numerics import Numerics, pinned\n"
+        "import torch\n"
+        "with pinned(Numerics.here(torch.device('cpu')), set()):\n"
+        "    assert torch.are_deterministic_algorithms_enabled()\n"
+        "assert not torch.are_deterministic_algorithms_enabled()\n"
+        "print([name for name in sys.modules if name.startswith('torch._inductor')])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout.strip() == "[]"
