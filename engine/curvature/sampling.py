@@ -78,7 +78,7 @@ def _drawn(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) -> 
     whole = width // _BLOCK * _BLOCK
     if whole <= _BLOCK:
         return _inverted(probability.to(torch.float64), chance)
-    sums = probability[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    sums = probability[:, :whole].view(probability.shape[0], -1, _BLOCK).sum(-1)
     if whole < width:
         sums = torch.cat([sums, probability[:, whole:].sum(-1, keepdim=True)], 1)
     ends = sums.to(torch.float64).cumsum(-1)
