@@ -27,6 +27,7 @@ from engine.curvature.hooks import followers, shared_tables, unattributed, watch
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.nested import sizes_of
 from engine.curvature.numerics import Numerics, pinned
+from engine.curvature.padding import padding_decides_nothing
 from engine.curvature.passes import PassJob, gather
 from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
@@ -136,6 +137,10 @@ def _dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[s
         if tables:
             job = dataclasses.replace(job, tables=proven(tables, partial(_disturbed, job, survey, fewer)))
             few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+        run = partial(predict, job.model, task=job.task)
+        with torch.no_grad():
+            cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, run)
+        job = dataclasses.replace(job, cut_padding=cut)
     return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
 
 

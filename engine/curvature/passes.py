@@ -27,6 +27,7 @@ from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.numerics import Numerics
+from engine.curvature.padding import grouped
 from engine.curvature.prediction import positions, predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.tied_head import TiedHeadStatistics
@@ -55,6 +56,8 @@ class PassJob:
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
     sizes: Sizes | None = None
     """Smaller sample sizes to keep."""
+    cut_padding: bool = False
+    """Padding decides nothing, so it need not go through the model."""
 
     def batches(self) -> Iterator[Batch]:
         """The data, anew, in batches on the device."""
@@ -280,7 +283,8 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
     Both factors are sums over examples, of the summed loss: slices change nothing but the order
     of the additions.
     """
-    return sum(_enter(job, part, collector) for part in batch.slices(job.micro_batch or batch.size))
+    groups = grouped(batch) if job.cut_padding else (batch,)
+    return sum(_enter(job, part, collector) for own in groups for part in own.slices(job.micro_batch or batch.size))
 
 
 def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:

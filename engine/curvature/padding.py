@@ -1,0 +1,104 @@
+"""Padding: examples of like length go through the model together, without the columns that only pad.
+
+A batch of texts is as long as its longest, and often more than half of it is padding, which costs
+a forward and a backward pass and enters nothing. Grouped by length and cut to the longest of each
+group, the same examples bring the same sums, in another order.
+
+That holds where the padding decides nothing. So it is tried out before the first pass: every
+layer's positions must be the mask's, or one per example, and the outputs of a padded example must
+stay what they are when its padding is cut off.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from catalog.inputs import Task
+from engine.curvature.batches import Batch, mapped
+from engine.curvature.hooks import Call
+from engine.curvature.layers.convolution import ConvolutionLayer
+from engine.curvature.layers.embedding import EmbeddingLayer
+from engine.curvature.prediction import Prediction
+
+_SHORTER = 0.75
+"""An example joins a group if it is at least this share of the group's longest."""
+_POSITIONS = 512
+"""Or if the group has fewer positions than this: smaller products are no faster."""
+_ROUNDING = 1e-3
+"""Relative difference of outputs that may come from another order of additions."""
+
+
+def grouped(batch: Batch) -> Iterator[Batch]:
+    """``batch`` in groups of like length, each cut to its longest; itself where its padding is not all at the end."""
+    lengths = _lengths(batch)
+    if lengths is None:
+        yield batch
+        return
+    for rows in _groups(lengths):
+        yield _cut(batch, rows, lengths[rows[0]])
+
+
+def padding_decides_nothing(
+    batch: Batch, task: Task, calls: list[Call], examples: int, run: Callable[[Batch], Prediction]
+) -> bool:
+    """Whether ``run`` gives a padded example of ``batch`` the same outputs without its padding.
+
+    ``calls`` are those of a run of ``examples`` examples as long as the batch. False too where no
+    example is padded, since nothing can be tried out then.
+    """
+    lengths = _lengths(batch)
+    if lengths is None or task.likelihood == "model" or batch.mask is None:
+        return False
+    width = batch.mask.shape[1]
+    shortest = min(range(batch.size), key=lengths.__getitem__)
+    if lengths[shortest] == width or not all(_counted(call, examples, width) for call in calls):
+        return False
+    padded, plain = (run(_cut(batch, [shortest], length)) for length in (width, lengths[shortest]))
+    left, right = padded.outputs[padded.valid], plain.outputs[plain.valid]
+    if padded.outputs.shape[-1] != plain.outputs.shape[-1] or left.shape != right.shape or not left.numel():
+        return False
+    return bool((left - right).norm() <= _ROUNDING * left.norm())
+
+
+def _counted(call: Call, examples: int, width: int) -> bool:
+    """Whether the padding's positions, if the layer has any, are those that the mask leaves out."""
+    layer, entered = call.layer, call.entered
+    count = entered.numel() if isinstance(layer, EmbeddingLayer) else entered.numel() / layer.fan_in
+    return count == examples or (count == examples * width and not isinstance(layer, ConvolutionLayer))
+
+
+def _lengths(batch: Batch) -> list[int] | None:
+    """Positions of each example up to its padding; None where the mask has holes or leads, or is shared."""
+    mask = batch.mask
+    if mask is None or mask.shape[0] != batch.size or not bool((mask[:, 1:] <= mask[:, :-1]).all()):
+        return None
+    # the shortest sequences that a language model takes are of two tokens
+    return [max(int(length), min(2, mask.shape[1])) for length in mask.sum(1).tolist()]
+
+
+def _groups(lengths: list[int]) -> Iterator[list[int]]:
+    """Places in ``lengths``, longest first, cut where the next is much shorter."""
+    order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
+    group: list[int] = []
+    for place in order:
+        if group:
+            longest = lengths[group[0]]
+            if lengths[place] < _SHORTER * longest and len(group) * longest >= _POSITIONS:
+                yield group
+                group = []
+        group.append(place)
+    yield group
+
+
+def _cut(batch: Batch, rows: list[int], length: int) -> Batch:
+    mask = batch.mask
+    width = 0 if mask is None else mask.shape[1]
+    places = torch.tensor(rows, device=batch.index.device)
+
+    def picked(tensor: Tensor) -> Tensor:
+        own = tensor[places]
+        # what is as long as the mask goes along it
+        return own[:, :length] if own.ndim > 1 and own.shape[1] == width else own
+
+    return Batch(inputs=mapped(batch.inputs, picked), targets=mapped(batch.targets, picked), index=batch.index[places])
