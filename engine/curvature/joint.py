@@ -251,17 +251,18 @@ def _by_group(rows: Tensor, groups: int) -> Tensor:
 
 def _uneven_rows(layer: TreatedLayer, met: Met, dtype: torch.dtype, numbers: Callable[[int], int]) -> Iterator[Rows]:
     """Rows of examples with unequal numbers of positions: those of about one length together, filled up with zeros."""
-    a, g, owners = _flat(layer, met, dtype)
+    a, g, which, owners = _flat(layer, met, dtype)
     counts = torch.bincount(owners, minlength=met[0][0].examples)
     firsts = counts.cumsum(0) - counts
-    order = torch.argsort(owners, stable=True)
+    # one gathering of the rows themselves, whatever was dropped or mixed
+    order = which[torch.argsort(owners, stable=True)]
     lengths, longest_first = torch.sort(counts, descending=True, stable=True)
     for start, stop, most in _runs(lengths.tolist(), layer, numbers):
         examples = longest_first[start:stop]
         place = torch.arange(most, device=g.device)[None, :]
         real = place < counts[examples, None]
         chosen = order[torch.where(real, firsts[examples, None] + place, 0)]
-        sides = (a[chosen], g[chosen] * real.unsqueeze(-1))
+        sides = (a[chosen], g[chosen].mul_(real.unsqueeze(-1)))
         yield Rows(examples, *(_by_group(side, layer.groups) for side in sides))
 
 
@@ -278,19 +279,24 @@ def _runs(lengths: list[int], layer: TreatedLayer, numbers: Callable[[int], int]
         start = stop
 
 
-def _flat(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """``a``, ``g`` and the example of every position that counts, over all calls."""
+def _flat(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``a`` and ``g`` over all calls; which of their rows count, and the example of each of those."""
     parts = []
+    before = 0
     for use, gradient in met:
         a, g = _rows(layer, use, gradient, dtype)
         owners = use.owners
         if owners is None:
             owners = torch.arange(use.examples, device=g.device).repeat_interleave(g.shape[0] // use.examples)
+        which = torch.arange(g.shape[0], device=g.device)
         if use.kept is not None:
-            a, g, owners = a[use.kept], g[use.kept], owners[use.kept]
-        parts.append((a, g, owners))
-    a, g, owners = (torch.cat(sides) for sides in zip(*parts, strict=True))
-    return a, g, owners
+            which, owners = which[use.kept], owners[use.kept]
+        parts.append((a, g, which + before, owners))
+        before += g.shape[0]
+    if len(parts) == 1:
+        return parts[0]
+    a, g, which, owners = (torch.cat(sides) for sides in zip(*parts, strict=True))
+    return a, g, which, owners
 
 
 @dataclass(frozen=True)
@@ -307,13 +313,13 @@ class SummedVectors:
 
 def summed_by_id(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> SummedVectors:
     """Sum the gradients of equal ids of one example, over all calls."""
-    ids, g, owners = _flat(layer, met, dtype)
-    key = owners * layer.fan_in + ids
+    ids, g, which, owners = _flat(layer, met, dtype)
+    key = owners * layer.fan_in + ids[which]
     order = torch.argsort(key, stable=True)
     ordered = key[order]
     # no count of the pairs is asked for, which would wait for the device
     slot = torch.zeros_like(ordered)
     slot[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-    sums = torch.zeros_like(g).index_add_(0, slot, g[order])
+    sums = g.new_zeros(which.numel(), g.shape[1]).index_add_(0, slot, g[which[order]])
     first = torch.zeros_like(ordered).scatter_(0, slot, ordered)
     return SummedVectors(sums, first // layer.fan_in, first % layer.fan_in)
