@@ -269,3 +269,19 @@ def test_a_models_own_loss_has_no_likelihood_to_sample_from() -> None:
             run(Own(), x, y, {"type": "classification", "loss": "model"}, fisher=fisher)
         assert caught.value.pointer == "/collection/fisher"
     assert len(run(Own(), x, y, {"type": "classification", "loss": "model"}, fisher="empirical").layers) == 3
+
+
+@pytest.mark.parametrize("options", CLASSES)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_exact_traces_and_corrected_eigenvalues_are_those_of_torchs_mean_loss(
+    options: dict[str, Any], layer: int
+) -> None:
+    model = Net()
+    x, y = data(9)
+    y[0] = -100
+    whole = run(model, x, y, {"type": "classification"} | options, ekfac=True)
+    name = whole.layers[layer].name
+    exact = float(truth(model, x, (f"{name}.weight", f"{name}.bias"), torch_loss(options, y)).trace())
+    assert whole.layers[layer].exact_trace == pytest.approx(exact, rel=EXACT)
+    assert whole.load_corrected is not None
+    assert float(whole.load_corrected(layer).eigenvalues.sum()) == pytest.approx(exact, rel=EXACT)

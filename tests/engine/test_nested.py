@@ -89,6 +89,7 @@ def same(left: Collected, size: int, right: Collected) -> None:
         {"samples": 2, "seed": 5},
         {"storage_dtype": "float16"},
         {"storage_dtype": "bfloat16", "sharing": "reduce"},
+        {"ekfac": True},
     ],
 )
 def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scratch: bool) -> None:
