@@ -9,7 +9,7 @@ the diagonal keep whatever they held; ``factors.mirrored_`` fills them once, at 
 import torch
 from torch import Tensor
 
-_WIDE = 384
+_SMALL, _WIDE, _LARGE = 64, 384, 1024
 
 
 def add_gram_(total: Tensor, rows: Tensor) -> Tensor:
@@ -19,13 +19,29 @@ def add_gram_(total: Tensor, rows: Tensor) -> Tensor:
         Nothing besides its arguments.
     """
     size = total.shape[0]
-    # measured on a CPU: more strips save more only where each of them stays a large product
-    strips = 8 if size >= _WIDE else 4
+    strips = _strips(total, rows)
     height = -(-size // strips)
     for start in range(0, size, height):
         stop = min(start + height, size)
         total[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
     return total
+
+
+def _strips(total: Tensor, rows: Tensor) -> int:
+    """The number of strips in which the triangle is fastest, as measured."""
+    size = total.shape[0]
+    if total.is_cuda:
+        # each strip is a launch, and a device wants large ones
+        return 1 if size < _LARGE else min(4, size // _LARGE)
+    if rows.stride(0) == 1 and rows.shape[0] > 1:
+        # whole columns lie together: a low strip of them is read badly
+        return max(1, min(8, size // 128))
+    if size < _SMALL or (size <= 2 * _SMALL and rows.shape[0] < _LARGE):
+        return 1
+    if size < _LARGE:
+        return 4 if size < _WIDE else 8
+    # strips lower than this are slow where a row is a multiple of a page
+    return min(16, size // 192)
 
 
 def add_grams_(totals: Tensor, rows: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from engine.curvature.factors import mirrored_
 from engine.curvature.gram import add_gram_, add_grams_
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 383, 384, 390, 1001])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 383, 384, 390, 1001, 1100])
 @pytest.mark.parametrize("rows", [0, 1, 17])
-def test_upper_triangle_of_the_product(size: int, rows: int) -> None:
+@pytest.mark.parametrize("columns_together", [False, True])
+def test_upper_triangle_of_the_product(size: int, rows: int, columns_together: bool) -> None:
     matrix = torch.randn(rows, size, dtype=torch.float64)
+    matrix = matrix.T.contiguous().T if columns_together else matrix
     before = torch.randn(size, size, dtype=torch.float64)
     found = mirrored_(add_gram_(before.clone(), matrix))
     expected = mirrored_(before + matrix.T @ matrix)
