@@ -40,7 +40,8 @@ class _Watch:
     positions: Tensor | None
     patches: dict[str, Tensor] = field(default_factory=dict)
     triangles: dict[tuple[str, str], _Triangle] = field(default_factory=dict)
-    entered: set[int] = field(default_factory=set)
+    entered: dict[int, Tensor] = field(default_factory=dict)
+    """What the layers were fed in this pass, by identity; held, so that no other tensor gets its identity."""
     fastest: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -109,8 +110,7 @@ def _prepare(problem: Problem, watch: _Watch, inputs: object) -> None:
 def _hook(watch: _Watch, name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
     def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         if id(args[0]) not in watch.entered:
-            # the graph keeps it alive until the backward pass, so the identity is its own
-            watch.entered.add(id(args[0]))
+            watch.entered[id(args[0])] = args[0]
             patches = watch.patches.get(name)
             watch.add(name, "A", watch.rows(args[0].detach()) if patches is None else patches)
 
