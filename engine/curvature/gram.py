@@ -38,9 +38,11 @@ def _strips(total: Tensor, rows: Tensor) -> int:
         return max(1, min(8, size // 128))
     if size < _SMALL or (size <= 2 * _SMALL and rows.shape[0] < _LARGE):
         return 1
-    if size < _LARGE:
-        return 4 if size < _WIDE else 8
-    # strips lower than this are slow where a row is a multiple of a page
+    if size < _WIDE:
+        return 4
+    if size < _LARGE or (size < 2 * _LARGE and rows.shape[0] < _LARGE):
+        return 8
+    # lower strips of many rows are slow where a row is a multiple of a page
     return min(16, size // 192)
 
 
