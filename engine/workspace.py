@@ -6,6 +6,7 @@ between units of work so that it can be stopped. Whoever builds the workspace de
 artifacts and reports go: the worker's child sends frames, a notebook keeps them in memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task
 from catalog.memory import Memory
 from engine.memory.budget import MemoryBudget
+from engine.memory.curve import MemoryCurve
 from engine.memory.plan import Chosen
 
 
@@ -95,8 +97,19 @@ class Workspace:
     """``log(level, message)``."""
     planned: Callable[[Mapping[str, Any]], None] = _ignore
     """Receives the memory plan before anything large is allocated."""
+    curve: MemoryCurve = field(default_factory=MemoryCurve)
+    """What was held when."""
     shared: dict[str, Any] = field(default_factory=dict)
     """What one analysis of a job leaves for the next: the collection, the spectra."""
+
+    @contextlib.contextmanager
+    def operation(self, name: str) -> Iterator[None]:
+        """Sample the memory curve before and after."""
+        self.curve.sample(name, "before", self.device)
+        try:
+            yield
+        finally:
+            self.curve.sample(name, "after", self.device)
 
     @property
     def checkpointed(self) -> bool:

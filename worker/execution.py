@@ -190,16 +190,21 @@ def _compute(
     if document.factors is not None:
         workspace.stored = _stored(document, assignment, surroundings)
     else:
-        loaded = _load_model(document, surroundings)
+        with workspace.operation("model"):
+            loaded = _load_model(document, surroundings)
         # what the modules alone show of the coverage, before data is read and a device is touched
         surveyed(loaded.model, document.collection)
-        data = _load_data(document, loaded, surroundings)
-        workspace.model = loaded.model.to(device)
+        with workspace.operation("data"):
+            data = _load_data(document, loaded, surroundings)
+        with workspace.operation("model to device"):
+            workspace.model = loaded.model.to(device)
         workspace.batches, workspace.examples = data.batches, data.examples
         pipe.log("info", f"model: {loaded.provenance}")
     for kind in document.kinds:
         checkpoint.checkpoint()
-        _analyse(kind, document, workspace, pipe)
+        with workspace.operation(kind):
+            _analyse(kind, document, workspace, pipe)
+    artifacts.save_json("memory_curve.json", workspace.curve.as_json(device))
 
 
 def _settle(threads: int | None, device: torch.device) -> None:

@@ -7,6 +7,7 @@ import { failureCard, filesCard, heading } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
 import { seconds } from "./format.js";
 import { LayerTable } from "./layers.js";
+import { showMemory } from "./memory_curve.js";
 import { SpectrumPanel } from "./spectrum_panel.js";
 import { bar, ENDED, shareDone, stageSentence } from "./progress.js";
 
@@ -49,8 +50,9 @@ export async function showJob(main, id, signal) {
   const summary = h("div", { class: "stack wide" });
   const spectra = h("div", {});
   const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
+  const memory = h("div", {});
   const files = h("div", { class: "stack" });
-  replace(main, h("div", { class: "stack wide" }, top, live, summary, spectra, layers, files));
+  replace(main, h("div", { class: "stack wide" }, top, live, summary, spectra, layers, memory, files));
 
   const panel = new SpectrumPanel(spectra, base, signal, (ordinal) => table.mark(ordinal));
   const table = new LayerTable(layers, (row) => panel.open(row, true));
@@ -98,7 +100,7 @@ export async function showJob(main, id, signal) {
     const results = await get(`${base}/results`, signal);
     replace(summary, ...summaryParts(results, titles));
     replace(files, filesCard(job, base, results));
-    await panel.show(results.artifacts, table.rows);
+    await Promise.all([panel.show(results.artifacts, table.rows), showMemory(memory, base, results.artifacts, signal)]);
   }
 
   signal.addEventListener("abort", () => clearTimeout(rowsLater));

@@ -59,7 +59,8 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
     shared_a: dict[int, tuple[str, Tensor, tuple[str, ...]]] = workspace.shared.setdefault("shared_A", {})
     for facts in factors.layers:
         if facts.ordinal >= len(known):
-            known.append(_measure(workspace, factors, facts, shared_a, keep_factors=keep_factors))
+            with workspace.operation(f"layer {facts.ordinal}"):
+                known.append(_measure(workspace, factors, facts, shared_a, keep_factors=keep_factors))
             if keep_factors and facts.ordinal == len(factors.layers) - 1:
                 write_index(workspace.artifacts, factors, {one.facts.ordinal: _kept(one.record) for one in known})
         yield known[facts.ordinal]

@@ -219,6 +219,7 @@ class Checkpoints:
         begun = self.clock()
         serial = self._serial + 1
         try:
+            self.workspace.curve.sample("checkpoint", "before", self.workspace.device)
             files = self._write_tensors(serial, running)
             body = {
                 "format": FORMAT,
@@ -242,6 +243,7 @@ class Checkpoints:
                 self._scratch.remove(name)
             self._serial, self._files = serial, tuple(files)
             self.workspace.log("debug", f"checkpoint {serial} after batch {cursor.batches} of pass {cursor.number + 1}")
+        self.workspace.curve.sample("checkpoint", "after", self.workspace.device)
         self._saved_at = self.clock()
         self._took = self._saved_at - begun
 

@@ -83,12 +83,15 @@ def _collect(workspace: Workspace) -> Collected:
     trainable = trainable_numbers(job.model)
     with untouched(job.model, dtype), pinned(numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        job, seen, mixed = _dry_run(job, found)
-        found, seen = _without_other_uses(job, found, seen)
+        with workspace.operation("dry run"):
+            job, seen, mixed = _dry_run(job, found)
+            found, seen = _without_other_uses(job, found, seen)
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
+        workspace.curve.planned_device_bytes = plan.peak_bytes("device")
+        workspace.curve.planned_host_bytes = plan.peak_bytes("host")
         workspace.planned(plan.as_json() | {"numerics": dataclasses.asdict(numerics)})
         plan.require(workspace.memory)
         sizes = sizes_of(workspace, job.collection)

@@ -111,7 +111,8 @@ def _gather(
             gathered.passes += found is None or not found.running
             here, found = found, None
             try:
-                statistics = _run(job, layers, gathered, mixed, progress, checkpoints, here)
+                with job.workspace.operation(f"pass {number + 1}"):
+                    statistics = _run(job, layers, gathered, mixed, progress, checkpoints, here)
                 break
             except SharingBroken as broken:
                 # rare: a model that feeds its layers differently from batch to batch
@@ -121,7 +122,8 @@ def _gather(
         for each in statistics:
             each.end_pass_()
         gathered.statistics |= {each.layer.name: each for each in statistics}
-        keep(job.workspace, job.dtype, gathered, statistics, aside=several)
+        with job.workspace.operation(f"factors of pass {number + 1}"):
+            keep(job.workspace, job.dtype, gathered, statistics, aside=several)
         if several and job.workspace.checkpointed:
             # what waits on the disk is never collected again
             after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
@@ -236,6 +238,7 @@ def _run(
             if job.sizes is not None and eighths is not None:
                 keep_size(job.sizes, eighths, cursor.examples, all_statistics, gathered, collection, job.dtype)
             progress.report(cursor.batches, batch_count)
+            workspace.curve.sample(f"pass {progress.number + 1}", "within", workspace.device)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, gathered)
     _require_terms(job, cursor, all_statistics)

@@ -93,6 +93,7 @@ def finished(
     """A job that is done, with everything that the page draws."""
     claim = claimed(engine, tenant_id, document)
     write_rows(engine, root, claim)
+    artifact(engine, root, claim, "memory_curve.json", json.dumps(memory_curve()).encode(), "application/json")
     if with_factors:
         artifact(engine, root, claim, "factors/factors.index.json", b"{}", "application/json")
     summarise(engine, claim)
@@ -126,6 +127,31 @@ def artifact(engine: Engine, root: Path, claim: Claim, name: str, content: bytes
     uri = folder.publish(claim.job_id, claim.fence, name, sha256=digest, size_bytes=len(content))
     frame = ArtifactWritten(name=name, sha256=digest, size_bytes=len(content), media_type=media_type)
     claims.write_artifact(engine, claim, frame, uri)
+
+
+def memory_curve() -> dict[str, Any]:
+    """Of a job on a device: 24 batches, then 7 layers."""
+    marks = [("model", "before"), ("model", "after"), ("dry run", "before"), ("dry run", "after"), ("pass 1", "before")]
+    marks += [("pass 1", "within")] * 24 + [("pass 1", "after")]
+    marks += [(f"layer {ordinal}", moment) for ordinal in range(7) for moment in ("before", "after")]
+    return {
+        "format": "kronoscope-memory-curve/1",
+        "device": "cuda",
+        "planned_device_peak_bytes": 2 * 2**30,
+        "planned_host_peak_bytes": 900 * 2**20,
+        "measured_peak_bytes": 1_700_000_000,
+        "samples": [
+            {
+                "seconds": place * 0.5,
+                "operation": operation,
+                "moment": moment,
+                "device_allocated_bytes": 10**9 if moment == "within" else 10**8 if place > 4 else 0,
+                "device_reserved_bytes": 1_700_000_000 if place > 4 else 0,
+                "host_bytes": 500_000_000 + place * 2_000_000,
+            }
+            for place, (operation, moment) in enumerate(marks)
+        ],
+    }
 
 
 def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[float], G: list[float]) -> LayerResult:

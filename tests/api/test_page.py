@@ -187,6 +187,27 @@ def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
     expect(page.locator("table.jobs tbody tr[data-state=queued]")).to_have_count(0)
 
 
+def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    card = page.get_by_role("region", name="Memory", exact=True)
+    picture = card.get_by_role(
+        "img", name=re.compile(r"Memory over 22 s: at most 559 MiB .*, 900 MiB planned; .*1.6 GiB")
+    )
+    expect(picture).to_be_visible()
+    expect(picture.locator("path.curve")).to_have_count(3)
+    plans = picture.locator("line.floor")
+    expect(plans).to_have_count(2)
+    # to scale: the plans' lines stand in the ratio of their bytes above the axis
+    base = float(picture.locator("line.frame").get_attribute("y1") or 0)
+    host, device = (base - float(plans.nth(place).get_attribute("y1") or 0) for place in range(2))
+    assert device / host == pytest.approx(2 * 2**30 / (900 * 2**20), rel=1e-3)
+    card.get_by_text("Operation by operation").click()
+    rows = card.locator("tbody tr")
+    expect(rows).to_have_count(10)
+    expect(rows.nth(2)).to_contain_text("pass 1")
+    expect(rows.nth(2)).to_contain_text("13 s")
+
+
 def test_downloads(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     with page.expect_download() as waiting:
