@@ -32,11 +32,6 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         decompositions += layer.facts.form != "diagonal"
         if metrics.damping is not None and metrics.damping > metrics.spectral_norm:
             identity.append(layer.facts.name)
-            workspace.log(
-                "warning",
-                f"layer `{layer.facts.name}`: λ = {metrics.damping:.3g} exceeds λ_max = {metrics.spectral_norm:.3g}; "
-                "the damped inverse is the identity there: lower `stabilisation.damping` or take `relative`",
-            )
         if ("capacity", layer.facts.ordinal) not in workspace.completed:
             yield covered_result("capacity", layer, metrics)
         workspace.report("capacity", done, total, "layers")

@@ -100,6 +100,7 @@ def _measure(
         }
         workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
     damped = damping(spectrum_a, spectrum_g, workspace.stabilisation, block=facts.form == "block")
+    _warn_of_identity(workspace, facts, damped, float(spectrum_a[-1]) * float(spectrum_g[-1]))
     clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
     clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
@@ -198,6 +199,16 @@ def _kept(record: LayerRecord) -> Kept:
 
 def _digests(corrected: Corrected) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in stored_correction(corrected, own_a=True).items()}
+
+
+def _warn_of_identity(workspace: Workspace, facts: LayerFacts, damped: Damping, largest: float) -> None:
+    """Say where λ exceeds λ_max: whatever is measured, that layer's preconditioner is the identity."""
+    if damped.joint is not None and damped.joint > largest:
+        workspace.log(
+            "warning",
+            f"layer `{facts.name}`: λ = {damped.joint:.3g} exceeds λ_max = {largest:.3g}; "
+            "the damped inverse is the identity there: lower `stabilisation.damping` or take `relative`",
+        )
 
 
 _BRANCHES: dict[str, Branch] = {"kronecker": "eigendecomposition", "diagonal": "diagonal", "block": "block"}

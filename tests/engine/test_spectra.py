@@ -5,14 +5,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from catalog.capacity import CapacityParams
 from catalog.collection import Stabilisation
+from engine.analyses.capacity import measure_capacity
+from engine.analyses.factors import collect_factors
 from engine.curvature import eigenvalues as ladder
 from engine.curvature import kronecker_spectrum as spectrum
 from engine.curvature.eigenvalues import eigenvalues
 from engine.curvature.stabilisation import clipping, damping
 from engine.errors import NonFiniteFactor, NotConverged
+from tests.oracles import workspace
 
 
 def covariance(size: int, rank: int, seed: int = 0) -> Tensor:
@@ -159,3 +163,21 @@ def test_extreme_spectra_give_null_and_no_error(a: list[float], g: list[float], 
     assert spectrum.rank(left, right, 1e-15) == rank
     assert clipping(left, 1e30).kappa_clipped == pytest.approx(min(float(left[-1] / left[0]), 1e30))
     assert clipping(torch.tensor([0.0, 1e-300], dtype=torch.float64), 1e30).kappa_clipped == 1e30
+
+
+@pytest.mark.parametrize("analysis", ["factors", "both"])
+def test_damping_above_every_eigenvalue_is_warned_of_whatever_is_measured(analysis: str) -> None:
+    def warnings_at(damping: float) -> list[str]:
+        torch.manual_seed(0)
+        made = workspace(nn.Linear(4, 3), [(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))], "classification")
+        made.stabilisation = Stabilisation(damping=damping, damping_mode="absolute")
+        lines: list[str] = []
+        made.log = lambda level, message: lines.append(message) if level == "warning" else None
+        list(collect_factors(None, made))
+        if analysis == "both":
+            list(measure_capacity(CapacityParams(), made))
+        return lines
+
+    (line,) = warnings_at(1e3)
+    assert "exceeds λ_max" in line
+    assert warnings_at(1e-4) == []
