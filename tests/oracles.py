@@ -1,5 +1,6 @@
 """Dense float64 oracles: the generalised Gauss-Newton of the mean loss by autodiff, block by block."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ class MemoryArtifacts:
         return self.tensors[name]
 
     def save_json(self, name: str, value: object) -> None:
-        self.tables[name] = value
+        self.tables[name] = copy.deepcopy(value)
 
     def load_json(self, name: str) -> Any:
         if name not in self.tables:

@@ -210,6 +210,10 @@ class Checkpoints:
         pause = max(self.workspace.checkpoint_seconds, _SHARE * self._took)
         return self.workspace.checkpointed and self.clock() - self._saved_at >= pause
 
+    def worth(self) -> bool:
+        """Whether a checkpoint now costs little against the time since the last, whatever the interval."""
+        return self.workspace.checkpointed and self.clock() - self._saved_at >= _SHARE * self._took
+
     def save(self, cursor: Cursor, running: Sequence[LayerStatistics], gathered: Gathered) -> None:
         """Write everything, the manifest last; a disk that refuses leaves the one before.
 

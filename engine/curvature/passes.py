@@ -241,6 +241,9 @@ def _run(
             workspace.curve.sample(f"pass {progress.number + 1}", "within", workspace.device)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, gathered)
+    if collection.ekfac and checkpoints.worth():
+        # the correction has no checkpoints of its own: whoever is killed in it begins it anew, and nothing before it
+        checkpoints.save(cursor, all_statistics, gathered)
     _require_terms(job, cursor, all_statistics)
     gathered.examples, gathered.updates = cursor.examples, cursor.updates
     return all_statistics

@@ -143,6 +143,25 @@ def test_finished_passes_are_not_made_again(stop_at: int) -> None:
     assert bool(lines) == (stop_at > 1)
 
 
+def test_killed_while_the_eigenvalues_are_corrected() -> None:
+    def corrections(made: Workspace) -> list[Tensor]:
+        whole = collected(made)
+        assert whole.load_corrected is not None
+        return [whole.load_corrected(layer.ordinal).eigenvalues for layer in whole.layers]
+
+    undisturbed = space(MemoryArtifacts(), ekfac=True)
+    truth = corrections(undisturbed)
+    scratch = MemoryArtifacts()
+    # in the second batch of the second pass
+    stopped(scratch, BATCHES + 2, ekfac=True)
+    again = space(scratch, ekfac=True)
+    lines = said(again)
+    found = corrections(again)
+    assert all(torch.equal(one, other) for one, other in zip(found, truth, strict=True))
+    assert f"collection resumed at batch {BATCHES} of {BATCHES}" in lines
+    assert collected(again).passes == collected(undisturbed).passes
+
+
 def test_a_third_attempt_goes_on_from_the_second() -> None:
     truth = rows(space(MemoryArtifacts()))
     scratch = MemoryArtifacts()
