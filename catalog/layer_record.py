@@ -8,7 +8,7 @@ from typing import Literal
 
 from catalog.record import record
 
-Branch = Literal["eigendecomposition", "diagonal", "block", "declared"]
+Branch = Literal["eigendecomposition", "diagonal", "block", "diagonal_block", "declared"]
 
 
 @record

@@ -43,7 +43,7 @@ class LayerFactors:
 
     @property
     def form(self) -> str:
-        """`kronecker`, `diagonal` (A is stored as its diagonal) or `block` (A = 1)."""
+        """`kronecker`, `diagonal` (A is kept as its diagonal), `block` (A = 1) or `diagonal_block` (and G diagonal)."""
         return self._factors.form
 
     @property
@@ -55,7 +55,14 @@ class LayerFactors:
     @property
     def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(out_dim, out_dim) dense gradient covariance."""
-        return self._factors.widened_G
+        widened = self._factors.widened_G
+        return torch.diag(widened) if widened.ndim == 1 else widened
+
+    @property
+    def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """(out_dim,) diagonal of G, without making a diagonal G dense."""
+        widened = self._factors.widened_G
+        return widened if widened.ndim == 1 else widened.diagonal()
 
     @property
     def diagonal_A(self) -> Tensor:  # noqa: N802 - the field's own symbol

@@ -29,7 +29,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     for done, layer in enumerate(measured_layers(workspace), start=1):
         metrics = layer_metrics(layer, params)
         rows.append(metrics)
-        decompositions += layer.facts.form != "diagonal"
+        decompositions += layer.facts.form not in ("diagonal", "diagonal_block")
         if metrics.damping is not None and metrics.damping > metrics.spectral_norm:
             identity.append(layer.facts.name)
         if ("capacity", layer.facts.ordinal) not in workspace.completed:

@@ -30,7 +30,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
     return FactorsSummary(
         coverage=coverage(whole),
         layers=total,
-        eigendecompositions=sum(layer.facts.form != "diagonal" for layer in layers),
+        eigendecompositions=sum(layer.facts.form not in ("diagonal", "diagonal_block") for layer in layers),
         examples=whole.examples,
         updates=whole.updates,
         passes=whole.passes,

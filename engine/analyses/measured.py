@@ -99,7 +99,7 @@ def _measure(
             "G": spectrum_g.tolist(),
         }
         workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
-    damped = damping(spectrum_a, spectrum_g, workspace.stabilisation, block=facts.form == "block")
+    damped = damping(spectrum_a, spectrum_g, workspace.stabilisation, block=facts.form in ("block", "diagonal_block"))
     _warn_of_identity(workspace, facts, damped, float(spectrum_a[-1]) * float(spectrum_g[-1]))
     clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
     clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
@@ -211,7 +211,12 @@ def _warn_of_identity(workspace: Workspace, facts: LayerFacts, damped: Damping, 
         )
 
 
-_BRANCHES: dict[str, Branch] = {"kronecker": "eigendecomposition", "diagonal": "diagonal", "block": "block"}
+_BRANCHES: dict[str, Branch] = {
+    "kronecker": "eigendecomposition",
+    "diagonal": "diagonal",
+    "block": "block",
+    "diagonal_block": "diagonal_block",
+}
 
 
 def _size(factors: Factors, *, own_a: bool) -> int:
@@ -276,7 +281,7 @@ def _declared_result(
     blank = dict.fromkeys(LayerRecord.__dataclass_fields__)
     known = {
         "branch": "declared",
-        "why": layer.reason,
+        "why": layer.why or layer.reason,
         "fisher": whole.collection.fisher,
         "world_size": 1,
         "planned_peak_bytes": whole.planned_peak_bytes,

@@ -9,6 +9,7 @@ from torch import Tensor
 from catalog.collection import Collection
 from engine.curvature.factors import Corrected, Factors, packed, require_bias_column, unpacked
 from engine.curvature.layers.coverage import DeclaredLayer
+from engine.curvature.layers.layer import Form
 from engine.errors import BrokenFactors
 from engine.workspace import Artifacts
 
@@ -23,7 +24,7 @@ class LayerFacts:
     ordinal: int
     name: str
     module: str
-    form: str
+    form: Form
     why: str
     parameters: tuple[str, ...]
     parameter_count: int
@@ -114,8 +115,7 @@ def write_factors(
     """Write one layer's packed triangles and its correction; what belongs to a shared A once, with its leader."""
     tensors: dict[str, Tensor] = {"gradient_covariance": packed(factors.G)}
     if facts.shared_A_with is None:
-        diagonal = factors.A.ndim == 1
-        tensors["activation_covariance"] = factors.A.detach().to("cpu") if diagonal else packed(factors.A)
+        tensors["activation_covariance"] = packed(factors.A)
     if corrected is not None:
         tensors |= stored_correction(corrected, own_a=facts.shared_A_with is None)
     metadata = {
@@ -124,7 +124,7 @@ def write_factors(
         "form": facts.form,
         "in_dim": str(facts.in_dim),
         "out_dim": str(facts.out_dim),
-        "layout": "upper triangle, row by row; a diagonal A as its diagonal",
+        "layout": "upper triangle, row by row; a diagonal A or G as its diagonal",
         "dtype": str(factors.G.dtype).removeprefix("torch."),
         "activation_covariance_scale": repr(factors.scale_A),
         "gradient_covariance_scale": repr(factors.scale_G),
@@ -258,10 +258,10 @@ def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float]) 
     require_bias_column(facts.name, "the stored A (packed)", tuple(activation.shape), expected, bias=facts.bias)
     return Factors(
         layer=facts.name,
-        form="diagonal" if facts.form == "diagonal" else "block" if facts.form == "block" else "kronecker",
+        form=facts.form,
         bias=facts.bias,
         A=activation if facts.form == "diagonal" else unpacked(activation, facts.in_dim),
-        G=unpacked(gradient, facts.out_dim),
+        G=_diagonal(gradient, facts) if facts.form == "diagonal_block" else unpacked(gradient, facts.out_dim),
         scale_A=scales[0],
         scale_G=scales[1],
     )
@@ -273,6 +273,17 @@ def _load_corrected(artifacts: Artifacts, facts: LayerFacts) -> Corrected:
     basis = _tensor(artifacts, facts, holder, "eigenvectors_A") if facts.form == "kronecker" else None
     values = _tensor(artifacts, facts, facts.ordinal, "corrected_eigenvalues")
     return Corrected(eigenvectors_A=basis, eigenvectors_G=own.get("eigenvectors_G"), eigenvalues=values)
+
+
+def _diagonal(stored: Tensor, facts: LayerFacts) -> Tensor:
+    if stored.shape != (facts.out_dim,):
+        raise BrokenFactors(
+            f"layer `{facts.name}`: the stored diagonal of G holds {tuple(stored.shape)} numbers instead of "
+            f"{facts.out_dim}",
+            layer=facts.name,
+            pointer="/factors",
+        )
+    return stored
 
 
 def _tensor(artifacts: Artifacts, facts: LayerFacts, ordinal: int, name: str) -> Tensor:

@@ -12,10 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.curvature.batches import Batch, mapped
+from engine.curvature.batches import Batch, mapped, tensors
 from engine.curvature.broadcast import proven
+from engine.curvature.calls import Call, called, followers, shared_tables, unattributed, watched
 from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
+from engine.curvature.discovery import Uses, calls_of, candidates, discovered
 from engine.curvature.ekfac import corrected
 from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.factors import Corrected
@@ -23,7 +25,8 @@ from engine.curvature.finishing import flaw, foreseen_flaw
 from engine.curvature.finiteness import witnessed
 from engine.curvature.forecast import DryRun, forecast
 from engine.curvature.gathered import Gathered
-from engine.curvature.hooks import followers, shared_tables, unattributed, watched
+from engine.curvature.hooks import places_of
+from engine.curvature.interception import Interception
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.nested import sizes_of
 from engine.curvature.numerics import Numerics, pinned
@@ -86,6 +89,8 @@ def _collect(workspace: Workspace) -> Collected:
         with workspace.operation("dry run"):
             job, seen, mixed = _dry_run(job, found)
             found, seen = _without_other_uses(job, found, seen)
+            found, seen, mixed = _looked_into(job, found, seen, mixed)
+        job = dataclasses.replace(job, places=places_of(found))
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
@@ -167,6 +172,40 @@ def _without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Sur
         dataclasses.replace(survey, treated=kept, declared=(*survey.declared, *refused)),
         dataclasses.replace(seen, calls=calls),
     )
+
+
+def _looked_into(
+    job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str]
+) -> tuple[Survey, DryRun, frozenset[str]]:
+    """Look again, into the operations, where modules alone do not show what the parameters do."""
+    parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed)
+    if not parameters:
+        return survey, seen, mixed
+    batch = next(job.batches())
+    several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
+    survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed)
+    treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
+    calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
+    seen = DryRun(calls=calls[0], examples=several[0], outputs=seen.outputs)
+    return survey, seen, frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+
+
+def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
+    """What ``parameters`` do with ``batch``, and the calls of the modules."""
+    uses = Uses()
+    interception = Interception(parameters, uses)
+    interception.begin(tensors(batch.inputs), batch.size)
+    spread = [module for role, module in called(survey.treated) if role.name in job.tables]
+    with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception:
+        # what a table is spread to has an example's copy for each
+        handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
+        try:
+            predict(job.model, batch, job.task)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return uses, calls
 
 
 def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:

@@ -33,13 +33,15 @@ def surveyed(model: nn.Module, collection: Collection) -> Survey:
     finally:
         for module, training in modes:
             module.training = training
-    if not found.treated:
+    possible = [row for row in found.declared if row.open]
+    if not found.treated and not possible:
         reasons = sorted(reason_counts(found.declared)) or ["no trainable parameter"]
         raise NothingToAnalyse(
             f"the model ({type(model).__name__}) has no layer that can be treated: {', '.join(reasons)}",
             pointer="/model",
         )
-    require_coverage(trainable_numbers(model), found.treated, found.declared, collection)
+    closed = [row for row in found.declared if not row.open]
+    require_coverage(trainable_numbers(model), (*found.treated, *possible), closed, collection)
     return found
 
 
@@ -57,7 +59,10 @@ def reason_counts(declared: Iterable[DeclaredLayer]) -> dict[str, int]:
 
 
 def require_coverage(
-    trainable: int, covered: Iterable[TreatedLayer], declared: Iterable[DeclaredLayer], collection: Collection
+    trainable: int,
+    covered: Iterable[TreatedLayer | DeclaredLayer],
+    declared: Iterable[DeclaredLayer],
+    collection: Collection,
 ) -> None:
     """Hold the law, and what ``collection`` asks for, against what is covered and declared so far.
 

@@ -137,7 +137,7 @@ def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
     """One pass over the data."""
     workspace, collection = job.workspace, job.collection
-    collector = Collector(statistics=sums, tables=job.tables)
+    collector = Collector(statistics=sums, tables=job.tables, places=job.places)
     count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     updates = 0
     # the numbers that the passes before this one drew

@@ -1,8 +1,9 @@
 """Factors: A and G of one layer, their digests, and the packed triangles they are stored as.
 
 ``A`` (in_dim, in_dim) and ``G`` (out_dim, out_dim) are symmetric; where A is diagonal it is held
-as its diagonal (in_dim,). Row-vector convention: the layer's block of the curvature of the mean
-loss is ``G ⊗ A`` for ``weight.flatten()`` with the bias as the last column.
+as its diagonal (in_dim,), and so is the G of a bare parameter. Row-vector convention: the layer's
+block of the curvature of the mean loss is ``G ⊗ A`` for ``weight.flatten()`` with the bias as the
+last column.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ class Factors:
     A: Tensor
     """(in_dim, in_dim), or its diagonal (in_dim,), as it is stored."""
     G: Tensor
-    """(out_dim, out_dim), as it is stored."""
+    """(out_dim, out_dim), or its diagonal (out_dim,), as it is stored."""
     scale_A: float = 1.0
     """Power of two that the stored A is to be multiplied by."""
     scale_G: float = 1.0
@@ -136,9 +137,11 @@ def mirrored_(matrix: Tensor) -> Tensor:
 
 
 def packed(matrix: Tensor) -> Tensor:
-    """Upper triangle of ``matrix`` (n, n), row by row, as (n(n+1)/2,) on the host."""
+    """Upper triangle of ``matrix`` (n, n), row by row, as (n(n+1)/2,) on the host; a diagonal (n,) as it is."""
     size = matrix.shape[0]
     host = matrix.detach().to("cpu")
+    if matrix.ndim == 1:
+        return host
     triangle = torch.empty(size * (size + 1) // 2, dtype=host.dtype)
     start = 0
     for row in range(size):

@@ -14,7 +14,7 @@ from catalog.collection import Collection
 from engine.curvature.factors import Factors, mirrored_, to_storage
 from engine.curvature.gathered import Gathered
 from engine.curvature.layers.convolution import ConvolutionLayer
-from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.curvature.waiting import lay_aside
@@ -102,7 +102,8 @@ def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[
     """Why a treated layer must be declared, as far as is known before the first pass."""
     if layer.name in mixed:
         return "batch_not_first"
-    return "needs_gradients" if collection.fisher == "forward_only" and isinstance(layer, BlockLayer) else None
+    exact = layer.form in ("block", "diagonal_block")
+    return "needs_gradients" if collection.fisher == "forward_only" and exact else None
 
 
 def flaw(found: LayerStatistics, collection: Collection) -> str | None:
@@ -110,7 +111,9 @@ def flaw(found: LayerStatistics, collection: Collection) -> str | None:
     if found.flaw is not None:
         return found.flaw
     reached = found.gradients > 0 or collection.fisher == "forward_only"
-    return None if found.calls > 0 and reached else "no_gradient"
+    if found.calls == 0:
+        return found.layer.reason_uncalled
+    return None if reached else "no_gradient"
 
 
 def _activation(found: LayerStatistics) -> Tensor:
@@ -132,7 +135,8 @@ def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
         raise ValueError(f"layer `{found.layer.name}` was never allocated")
     if collection.fisher == "forward_only":
         return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device).expand(found.G.shape)
-    return mirrored_(found.G.div_(found.weight_G or 1.0))
+    normalised = found.G.div_(found.weight_G or 1.0)
+    return normalised if normalised.ndim == 1 else mirrored_(normalised)
 
 
 def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtype) -> list[Stored]:

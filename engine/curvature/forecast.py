@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from engine.curvature.hooks import Call
+from engine.curvature.calls import Call
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
@@ -202,6 +202,8 @@ def _plan(
     examples = chosen.micro_batch or workspace.collection.batch_size
     scale = examples / seen.examples
     patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in seen.calls), default=0)
+    # what arrives, and its sum over all uses
+    bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
     several = len(chosen.parts) > 1
     most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
     # logits, their softmax, its gradient and the gradient's copy in the graph
@@ -211,6 +213,7 @@ def _plan(
         ("activations", "2 · slice · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
+        ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
         ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "measuring"),
     ]
     if several:
@@ -287,8 +290,8 @@ def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
 
 def _sides(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
     """Rows of each factor the layer holds itself, and whether it is dense."""
-    sides = [(layer.out_dim, True)]
-    if not follows and layer.form != "block":
+    sides = [(layer.out_dim, layer.form != "diagonal_block")]
+    if not follows and layer.form not in ("block", "diagonal_block"):
         sides.append((layer.in_dim, layer.form == "kronecker"))
     if isinstance(layer, TiedHeadLayer):
         # beside the head's: the counts of the table's ids, and the moments of its vectors

@@ -8,19 +8,26 @@ output that then needs none either is made a leaf that does, so that gradients w
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.curvature.broadcast import disturbed, lacks_examples, spread
+from engine.curvature.broadcast import lacks_examples, spread
+from engine.curvature.calls import called, entered_by, version
+from engine.curvature.interception import Interception
 from engine.curvature.joint import Meeting
+from engine.curvature.layers.bare import BareLayer
 from engine.curvature.layers.convolution import ConvolutionLayer
+from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.embedding import EmbeddingLayer
+from engine.curvature.layers.functional_linear import FunctionalLinearLayer
 from engine.curvature.layers.layer import TreatedLayer, Use
-from engine.curvature.layers.linear import LinearLayer
+from engine.curvature.layers.place import Place
+from engine.curvature.provenance import Rows
+from engine.curvature.sightings import Product
 from engine.curvature.statistics import LayerStatistics
 from engine.errors import Unwinding
 
@@ -33,72 +40,14 @@ class SharingBroken(Unwinding):
         self.followers = followers
 
 
-@dataclass
-class Call:
-    """One call of a treated layer, seen in the dry run."""
-
-    layer: TreatedLayer
-    entered: Tensor
-    output: Tensor
-    version: int
-    """Writes to ``entered`` before this call."""
+Places = frozenset[tuple[Place | None, Place | None]]
+"""Of weights and their biases in parameters."""
 
 
-@contextlib.contextmanager
-def watched(
-    layers: tuple[TreatedLayer, ...],
-    examples: int = 1,
-    tables: frozenset[str] = frozenset(),
-    disturb: str | None = None,
-) -> Iterator[list[Call]]:
-    """List every call of ``layers``, in order; holds the tensors until the list is dropped.
-
-    The ``tables`` are spread over the ``examples``, and the last example's copy of ``disturb`` is disturbed.
-    """
-    calls: list[Call] = []
-
-    def watch(layer: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:  # noqa: ANN401
-            entered = _entered(args, kwargs)
-            version, instead = _version(entered), None
-            if layer.name in tables and lacks_examples(entered):
-                instead = spread(output, entered, examples)
-                entered = spread(entered, entered, examples)
-                if layer.name == disturb:
-                    instead = disturbed(instead)
-            calls.append(Call(layer, entered, output if instead is None else instead, version))
-            return instead
-
-        return after
-
-    handles = [
-        module.register_forward_hook(watch(role), with_kwargs=True, prepend=True) for role, module in _called(layers)
-    ]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _called(layers: Iterable[TreatedLayer]) -> Iterator[tuple[TreatedLayer, nn.Module]]:
-    """Every module that is called for one of ``layers``, with the part that it plays."""
-    for layer in layers:
-        for role in layer.roles:
-            for module in (role.module, *role.also.values()):
-                yield role, module
-
-
-def _entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    entered = args[0] if args else next(iter(kwargs.values()))
-    if not isinstance(entered, Tensor):
-        raise TypeError(f"a treated layer was called with {type(entered).__name__} instead of a tensor")
-    return entered
-
-
-def _version(tensor: Tensor) -> int:
-    """Writes to ``tensor`` so far; an inference tensor does not count them."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own guard, with no other name
+def places_of(survey: Survey) -> Places:
+    """The places of all layers that are places."""
+    layers = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
+    return frozenset((layer.weight_place, layer.bias_place) for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -127,6 +76,8 @@ class Collector:
     """(N, T) booleans of the current batch; None where all positions count."""
     tables: frozenset[str] = frozenset()
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
+    places: Places = frozenset()
+    """All places in parameters that are layers, those that are not collected now among them."""
     returning: bool = False
     """The backward pass has begun."""
     _seen: dict[str, _Entered] = field(default_factory=dict)
@@ -137,10 +88,23 @@ class Collector:
     """(follower, leader) of every pair that a layer belongs to."""
     _meetings: dict[str, Meeting] = field(default_factory=dict)
     """Of the layers whose inputs and gradients are wanted together."""
+    _products: dict[tuple[Place | None, Place | None], LayerStatistics] = field(default_factory=dict)
+    """Of the layers that are places in parameters."""
+    _bare: dict[str, LayerStatistics] = field(default_factory=dict)
+    """Of the layers that are parameters themselves, by parameter."""
+    _interception: Interception | None = None
+    """Watches the parameters of both; None where there are none."""
 
     def __post_init__(self) -> None:
-        """Look up who shares with whom, once."""
+        """Look up who shares with whom, and whose parameters are to be followed, once."""
+        parameters: dict[str, Tensor] = {}
         for statistics in self.statistics:
+            layer = statistics.layer
+            parameters |= layer.watched
+            if isinstance(layer, FunctionalLinearLayer):
+                self._products[layer.weight_place, layer.bias_place] = statistics
+            elif isinstance(layer, BareLayer):
+                self._bare[layer.parameter] = statistics
             if statistics.joint:
                 self._meetings[statistics.layer.name] = Meeting(statistics.add_met_)
         for follower in self.statistics:
@@ -148,9 +112,13 @@ class Collector:
                 pair = follower.layer.name, follower.leader.layer.name
                 for name in pair:
                     self._pairs.setdefault(name, []).append(pair)
+        if parameters:
+            self._interception = Interception(parameters, self)
 
-    def begin(self, examples: int, positions: Tensor | None) -> None:
-        """Prepare for one batch."""
+    def begin(self, examples: int, positions: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
+        """Prepare for one batch, of which ``inputs`` enter the model."""
+        if self._interception is not None:
+            self._interception.begin(inputs, examples)
         self.examples = examples
         self.positions = None if positions is None or bool(positions.all()) else positions
         self.returning = False
@@ -161,6 +129,9 @@ class Collector:
         """Close one backward pass."""
         for meeting in self._meetings.values():
             meeting.close()
+        if self._interception is not None:
+            for name, gradients in self._interception.returned():
+                self._bare[name].add_example_gradients_(gradients)
 
     def end(self) -> None:
         """Close one batch.
@@ -184,17 +155,18 @@ class Collector:
         handles = [
             module.register_forward_hook(self._after(statistics, role), with_kwargs=True, prepend=True)
             for statistics in self.statistics
-            for role, module in _called((statistics.layer,))
+            for role, module in called((statistics.layer,))
         ]
         try:
-            yield
+            with self._interception or contextlib.nullcontext():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
 
     def _after(self, statistics: LayerStatistics, role: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            entered = _entered(args, kwargs)
+            entered = entered_by(args, kwargs)
             counts = self._counts(statistics)
             if counts:
                 self._check_sharing(statistics, entered)
@@ -217,6 +189,64 @@ class Collector:
 
         return after
 
+    def multiplied(self, product: Product) -> Tensor:
+        """A place in a parameter entered a product; returns what stands for its result."""
+        statistics = self._products.get((product.weight, product.bias))
+        if statistics is None:
+            if (product.weight, product.bias) in self.places:
+                return product.left
+            places = (product.weight, product.bias)
+            self._unforeseen(frozenset(place.parameter for place in places if place is not None))
+            return product.left
+        counts = self._counts(statistics)
+        if counts:
+            self._check_sharing(statistics, product.entered)
+        if statistics.flaw is not None:
+            return product.left
+        rows = product.rows
+        arranged = rows.example_first(product.entered.detach(), self.examples)
+        owners, kept = self._routing(rows, arranged.numel() // max(arranged.shape[-1], 1))
+        use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)
+        if counts:
+            statistics.add_input_(use)
+        followed = self._follow(statistics, use, product.left, rows)
+        return product.left if followed is None else followed
+
+    def _routing(self, rows: Rows, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """Whose each of ``count`` positions is, where they were picked, and which of them count."""
+        owners, kept, known = rows.owners(self.examples), None, self.positions
+        if rows.labels is None or owners is None:
+            return None, known.reshape(-1) if known is not None and known.numel() == count else None
+        each = count // max(owners.shape[0], 1)
+        if known is not None and rows.size == known.numel() == rows.minor * self.examples:
+            kept = known.reshape(-1)[rows.labels].repeat_interleave(each)
+        return owners.repeat_interleave(each), kept
+
+    def broadcast(self, names: frozenset[str]) -> bool:
+        """Parameters were broadcast over examples; whether their gradients are wanted."""
+        if not names <= set(self._bare):
+            self._unforeseen(names)
+            return False
+        for name in names:
+            self._counts(self._bare[name])
+        return self.gradients
+
+    def expanded(self, names: frozenset[str], *, examples: int) -> bool:
+        """Whether a dimension as long as there are examples, all alike, is the examples'."""
+        del examples
+        layers = [self._bare[name].layer for name in names if name in self._bare]
+        return len(layers) == len(names) and all(isinstance(layer, BareLayer) and layer.leading for layer in layers)
+
+    def strange(self, names: frozenset[str], operation: str) -> None:
+        """Parameters entered an operation in which the dry run did not show them."""
+        del operation
+        self._unforeseen(names)
+
+    def _unforeseen(self, names: frozenset[str]) -> None:
+        for statistics in self.statistics:
+            if statistics.flaw is None and not names.isdisjoint(statistics.layer.watched):
+                statistics.flaw = "unforeseen_use"
+
     def _counts(self, statistics: LayerStatistics) -> bool:
         """Whether this call's input enters A."""
         name, graphed = statistics.layer.name, torch.is_grad_enabled() or not self.gradients
@@ -237,7 +267,7 @@ class Collector:
         """
         name = statistics.layer.name
         again = name in self._seen
-        self._seen[name] = _Entered(weakref.ref(entered), _version(entered))
+        self._seen[name] = _Entered(weakref.ref(entered), version(entered))
         broken = tuple(
             follower for follower, leader in self._pairs.get(name, ()) if again or self._differ(follower, leader)
         )
@@ -263,7 +293,8 @@ class Collector:
             kept = real if kept is None else kept & real
         return kept
 
-    def _follow(self, statistics: LayerStatistics, use: Use, output: Tensor) -> Tensor | None:
+    def _follow(self, statistics: LayerStatistics, use: Use, output: Tensor, rows: Rows | None = None) -> Tensor | None:
+        """Hand on the gradient of ``output``, its examples leading; returns what stands in its place, if anything."""
         if not torch.is_grad_enabled():
             return None
         name = statistics.layer.name
@@ -273,6 +304,8 @@ class Collector:
             use = use.without_input()
 
         def arrived(gradient: Tensor) -> None:
+            if rows is not None:
+                gradient = rows.example_first(gradient, use.examples)
             statistics.add_gradient_(use, gradient)
             if meeting is not None:
                 meeting.arrive(use, gradient, self._calls[name])
@@ -284,60 +317,3 @@ class Collector:
         leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
         # a copy, since the next operation may work in place and a leaf forbids that
         return leaf.clone()
-
-
-def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, str]:
-    """Layers that are fed by the very tensor that another one is fed by: follower → leader.
-
-    Only linear layers with the same column of ones share; identity of the tensor decides, unless
-    it was written to in between, and never equality of its values. The leader is the first of
-    ``layers``, whichever is called first.
-    """
-    count = Counter(call.layer.name for call in calls)
-    own = {call.layer.name: call for call in calls if count[call.layer.name] == 1}
-    leaders: dict[tuple[int, int, bool, bool], str] = {}
-    shared: dict[str, str] = {}
-    for layer in layers:
-        if not isinstance(layer, LinearLayer) or layer.name not in own:
-            continue
-        call = own[layer.name]
-        leader = leaders.setdefault((id(call.entered), call.version, layer.weight, layer.bias), layer.name)
-        if leader != layer.name:
-            shared[layer.name] = leader
-    return shared
-
-
-def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int]) -> frozenset[str]:
-    """Layers whose positions do not belong to one example each.
-
-    ``fewer`` and ``more`` are the calls for one example, repeated as often as ``examples`` says. A
-    layer that is called once for the whole batch (a table of positions that is then broadcast),
-    or has the examples elsewhere than first, sees other sizes than in proportion to them.
-    """
-    mixed = {
-        call.layer.name
-        for calls, repeated in zip((fewer, more), examples, strict=True)
-        for call in calls
-        if not call.layer.batch_first(call.entered, repeated)
-    }
-    left, right = (_sizes(calls) for calls in (fewer, more))
-    return frozenset(mixed | {name for name in left | right if left[name] * examples[1] != right[name] * examples[0]})
-
-
-def shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
-    """Embeddings that were called alike for fewer and for more examples, each time without a dimension for them."""
-    sizes: dict[str, list[list[int]]] = {}
-    refused: set[str] = set()
-    for place, calls in enumerate((fewer, more)):
-        for call in calls:
-            sizes.setdefault(call.layer.name, [[], []])[place].append(call.entered.numel())
-            if not isinstance(call.layer, EmbeddingLayer) or not lacks_examples(call.entered):
-                refused.add(call.layer.name)
-    return tuple(name for name, (left, right) in sizes.items() if name not in refused and left == right)
-
-
-def _sizes(calls: list[Call]) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for call in calls:
-        sizes[call.layer.name] += call.entered.numel()
-    return sizes

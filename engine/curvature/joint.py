@@ -204,6 +204,9 @@ def example_rows(layer: TreatedLayer, met: Met, dtype: torch.dtype, numbers: Cal
         return
     examples = met[0][0].examples
     positions = sum(gradient.numel() for _, gradient in met) // (examples * layer.groups * layer.fan_out)
+    if positions == 0:
+        # an expert that no token chose
+        return
     step = _examples_at_once(layer, positions, numbers)
     for start in range(0, examples, step):
         stop = min(start + step, examples)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from catalog.inputs import Task
 from engine.curvature.batches import Batch, mapped
-from engine.curvature.hooks import Call
+from engine.curvature.calls import Call
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.embedding import EmbeddingLayer
 from engine.curvature.prediction import Prediction

@@ -15,12 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.curvature.batches import Batch, batched
+from engine.curvature.batches import Batch, batched, tensors
 from engine.curvature.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
 from engine.curvature.finishing import foreseen_flaw, keep
 from engine.curvature.finiteness import witnessed
 from engine.curvature.gathered import Cursor, Gathered
-from engine.curvature.hooks import Collector, SharingBroken
+from engine.curvature.hooks import Collector, Places, SharingBroken
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
@@ -54,6 +54,8 @@ class PassJob:
     """Examples that go through the model at once; None is the whole batch."""
     tables: frozenset[str] = frozenset()
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
+    places: Places = frozenset()
+    """All places in parameters that are layers."""
     sizes: Sizes | None = None
     """Smaller sample sizes to keep."""
     cut_padding: bool = False
@@ -207,7 +209,8 @@ def _run(
     workspace, collection = job.workspace, job.collection
     by_name = _allocated(job, treated, gathered.shared, mixed)
     all_statistics = tuple(by_name.values())
-    collector = Collector(statistics=all_statistics, gradients=collection.fisher != "forward_only", tables=job.tables)
+    wanted = collection.fisher != "forward_only"
+    collector = Collector(statistics=all_statistics, gradients=wanted, tables=job.tables, places=job.places)
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     checked = workspace.checkpointed
     cursor, stream = Cursor(number=progress.number), job.stream()
@@ -295,7 +298,7 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
 
 def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
     """Let examples that go through the model together enter the statistics; returns their loss terms."""
-    collector.begin(batch.size, positions(batch, job.task))
+    collector.begin(batch.size, positions(batch, job.task), tensors(batch.inputs))
     with torch.set_grad_enabled(collector.gradients):
         prediction = predict(job.model, batch, job.task)
     collector.returning = True

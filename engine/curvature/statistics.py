@@ -88,10 +88,11 @@ class LayerStatistics:
         """
         layer = self.layer
         groups = (layer.groups,) if layer.groups > 1 else ()
-        if self.leader is None and layer.form != "block":
+        if self.leader is None and layer.form not in ("block", "diagonal_block"):
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=device)
-        self.G = torch.zeros(*groups, layer.out_dim, layer.out_dim, dtype=dtype, device=device)
+        sides = (layer.out_dim,) if layer.form == "diagonal_block" else (*groups, layer.out_dim, layer.out_dim)
+        self.G = torch.zeros(sides, dtype=dtype, device=device)
         if self.traced:
             self.squares = torch.zeros(3, layer.groups, dtype=torch.float64, device=device)
 
@@ -126,7 +127,7 @@ class LayerStatistics:
                 self.A += torch.bincount(ids, minlength=layer.fan_in).to(self.A.dtype)
             return
         if self.sharing == "reduce":
-            rows, positions = self._pooled(rows, use.examples, kept)
+            rows, positions = self._pooled(rows, use)
             self.positions += positions
         else:
             rows = rows if kept is None else rows[kept]
@@ -157,11 +158,20 @@ class LayerStatistics:
                 self.A[..., :width, width] += patches.sums().view(*self.A.shape[:-2], width)
             self.A[..., width, width] += rows
 
-    def _pooled(self, rows: Tensor, examples: int, kept: Tensor | None) -> tuple[Tensor, int]:
+    def _pooled(self, rows: Tensor, use: Use) -> tuple[Tensor, int]:
         """Mean of ``a`` over each example's positions (N, d), and how many positions there were.
 
         An example without any position is left out.
         """
+        examples, kept = use.examples, use.kept
+        if use.owners is not None:
+            owners = use.owners if kept is None else use.owners[kept]
+            numbers = torch.bincount(owners, minlength=examples)
+            means = _summed(rows, use) / numbers.clamp_min(1)[:, None].to(rows.dtype)
+            return means[numbers > 0], owners.shape[0]
+        if rows.shape[0] == 0:
+            # an expert that no token chose
+            return rows, 0
         grouped = rows.view(examples, -1, rows.shape[-1])
         if kept is None:
             return grouped.mean(1), rows.shape[0]
@@ -194,12 +204,20 @@ class LayerStatistics:
             return
         rows = layer.gradient_rows(gradient)
         if self.sharing == "reduce" and layer.form == "kronecker":
-            rows = rows if kept is None else rows * kept[:, None]
-            rows = rows.view(use.examples, -1, rows.shape[-1]).sum(1)
+            rows = _summed(rows, use)
         elif kept is not None:
             # dropped before the product: half of a padded batch is often padding
             rows = rows[kept]
         self._add_rows_(self.G, rows)
+
+    def add_example_gradients_(self, gradients: Tensor) -> None:
+        """Add the squares of ``gradients`` (N, numbers), those of each example with respect to a bare parameter."""
+        self.gradients += 1
+        if self.G is not None:
+            squares = gradients.to(self.G.dtype).square()
+            self.G += squares.sum(0)
+            if self.traced:
+                self._add_norms_(squares.sum(1, keepdim=True).to(torch.float64))
 
     def add_met_(self, met: Met) -> None:
         """Add what needs inputs and gradients of all calls of one direction together."""
@@ -242,6 +260,14 @@ class LayerStatistics:
             self.exact_traces.append(ratio if math.isfinite(ratio) else None)
             self.standard_errors.append(error if math.isfinite(error) else None)
         self.squares = None
+
+
+def _summed(rows: Tensor, use: Use) -> Tensor:
+    """Rows that count, summed over the positions of each example: (N, d)."""
+    counted = rows if use.kept is None else rows * use.kept[:, None]
+    if use.owners is None:
+        return counted.view(use.examples, -1, rows.shape[-1]).sum(1)
+    return rows.new_zeros(use.examples, rows.shape[-1]).index_add_(0, use.owners, counted)
 
 
 def _add_(total: Tensor, rows: Tensor) -> None:

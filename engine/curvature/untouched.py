@@ -31,7 +31,13 @@ def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         if buffer is not None and buffer.layout == torch.strided
     ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.inference_mode(mode=False), torch.random.fork_rng(devices=devices), _full_precision(), _eager():
+    with (
+        torch.inference_mode(mode=False),
+        torch.random.fork_rng(devices=devices),
+        _full_precision(),
+        _eager(),
+        _plain(model),
+    ):
         try:
             model.eval()
             for parameter, _ in flags:
@@ -78,6 +84,31 @@ def _switches() -> list[tuple[Any, str, Any]]:
         newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
         device = [(place, "fp32_precision", "ieee") for place in newer]
     return [switch for switch in (*host, *device) if hasattr(switch[0], switch[1])]
+
+
+@contextlib.contextmanager
+def _plain(model: nn.Module) -> Iterator[None]:
+    """Let attention and experts compute operation by operation: a fused kernel shows nothing of its inside."""
+    configurations = {
+        id(config): config
+        for config in (getattr(module, "config", None) for module in model.modules())
+        if isinstance(getattr(config, _EXPERTS, None), str)
+    }
+    experts = [(config, getattr(config, _EXPERTS)) for config in configurations.values()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(value=False)
+        for config, _ in experts:
+            setattr(config, _EXPERTS, "eager")
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for config, implementation in experts:
+            setattr(config, _EXPERTS, implementation)
+
+
+_EXPERTS = "_experts_implementation"
+"""Where Hugging Face's configurations keep how a mixture of experts is computed."""
 
 
 def _eager() -> contextlib.AbstractContextManager[object]:

@@ -41,7 +41,7 @@ class Waiting:
             form=self.form,
             bias=self.bias,
             A=stored_a if self.diagonal else unpacked(stored_a, self.in_dim),
-            G=unpacked(stored_g, self.out_dim),
+            G=stored_g if self.form == "diagonal_block" else unpacked(stored_g, self.out_dim),
             scale_A=self.scale_A,
             scale_G=self.scale_G,
         )

@@ -99,13 +99,22 @@ def test_the_block_of_a_broadcast_table_is_exact() -> None:
     lambda model, places: model.position(places[None]).sum(0),
     lambda model, places: model.position(places).unsqueeze(0),
     lambda model, places: model.position(places) * 0,
-    lambda model, places: functional.dropout(model.position(places), 0.5, training=True),
 ])  # fmt: skip
-def test_a_table_whose_copies_would_not_be_their_examples_is_declared(
+def test_a_table_whose_copies_would_not_be_their_examples_has_its_diagonal_instead(
     look_up: Callable[[Positioned, Tensor], Tensor],
 ) -> None:
-    reasons = {layer.name: layer.reason for layer in measured(look_up).declared}
-    assert reasons == {"position": "batch_not_first", "scale": "no_gradient"}
+    """The vectors are followed to where they meet the tokens, and each example gets its own there."""
+    whole = measured(look_up, fisher="empirical")
+    assert {layer.name: layer.reason for layer in whole.declared} == {"scale": "no_gradient"}
+    (table,) = [layer for layer in whole.layers if layer.name == "position"]
+    assert table.form == "diagonal_block"
+    model, ids = Positioned(look_up), sequences()
+    truth = torch.zeros(8, 4, dtype=torch.float64)
+    for example in ids:
+        outputs = model(example[None])[0, :-1]
+        loss = functional.cross_entropy(outputs, example[1:], reduction="sum")
+        truth += torch.autograd.grad(loss, model.position.weight)[0].square() / (10 * 7)
+    assert (whole.load(table.ordinal).G.view(8, 4) - truth).norm() <= EXACT * truth.norm()
 
 
 def test_one_table_that_cannot_be_spread_does_not_hold_back_another() -> None:
@@ -118,7 +127,10 @@ def test_one_table_that_cannot_be_spread_does_not_hold_back_another() -> None:
     whole = collect(model, [(ids, ids)], "causal_lm", fisher="mc")
     assert {layer.name: layer.reason for layer in whole.declared} == {
         "scale": "no_gradient",
-        "extra": "batch_not_first",
+    }
+    assert {layer.name: layer.form for layer in whole.layers if layer.name in ("position", "extra")} == {
+        "position": "diagonal",
+        "extra": "diagonal_block",
     }
 
 

@@ -55,8 +55,8 @@ def test_too_little_coverage_fails_before_the_model_runs() -> None:
     assert collect(model, [data()], "classification", min_coverage=share).covered_parameters == 36
 
 
-class Transposing(nn.Module):
-    """A layer whose positions come before its examples, and one that the loss does not depend on."""
+class Summing(nn.Module):
+    """A layer that sees the sum of all examples, and one that the loss does not depend on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class Transposing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.ignored(x)
-        return self.head(self.mixing(x.transpose(0, 1)).transpose(0, 1)[:, -1])
+        return self.head((x + self.mixing(x.sum(0, keepdim=True)))[:, -1])
 
 
 @pytest.mark.parametrize(("wanted", "planned", "reason"), [(0.9, False, "batch_not_first"), (0.6, True, "no_gradient")])
 def test_what_only_running_shows_fails_as_soon_as_it_is_shown(wanted: float, planned: bool, reason: str) -> None:
     plans: list[object] = []
-    space = workspace(Transposing().double(), [data()], "classification", min_coverage=wanted)
+    space = workspace(Summing().double(), [data()], "classification", min_coverage=wanted)
     space.planned = plans.append
     with pytest.raises(CoverageTooLow, match=f"20 {reason}"):
         collected(space)

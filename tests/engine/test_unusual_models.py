@@ -160,30 +160,41 @@ def test_gradients_are_those_of_the_layer_whatever_a_hook_makes_of_its_output() 
     assert relative_error(whole.load(0).G, gradient_moment(model, model.q)) < EXACT
 
 
-def test_a_forward_replaced_on_one_module_is_declared() -> None:
+def test_a_forward_replaced_on_one_module_is_seen_through() -> None:
     model = Three(lambda m, x: m.v(torch.tanh(m.q(x))))
     original = model.q.forward
     model.q.forward = lambda x: original(x) * 3  # type: ignore[method-assign]
     x, y = examples()
-    whole = collect(model, [(x, y)], "classification")
-    assert ("q", "overridden_forward") in [(layer.name, layer.reason) for layer in whole.declared]
+    whole = collect(model, [(x, y)], "classification", fisher="empirical")
+    assert [(layer.name, layer.reason) for layer in whole.declared] == [("k", "no_gradient")]
+    assert relative_error(whole.load(0).G, gradient_moment(model, model.q)) < EXACT
 
 
-def test_positions_before_examples_are_declared_even_where_there_are_as_many() -> None:
+def test_positions_before_examples_are_told_apart_even_where_there_are_as_many() -> None:
     class Sequential(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            torch.manual_seed(0)
             self.inner, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+            self.turned = True
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.norm(self.inner(x.transpose(0, 1))).transpose(0, 1))
+            if self.turned:
+                return self.head(self.norm(self.inner(x.transpose(0, 1))).transpose(0, 1))
+            return self.head(self.norm(self.inner(x)))
 
     x = torch.randn(8, 4, 4, dtype=torch.float64)
-    whole = collect(Sequential().double(), [(x, x)], "regression", sharing="reduce", batch_size=4)
-    assert {layer.name: layer.reason for layer in whole.declared} == {
-        "inner": "batch_not_first",
-        "norm": "batch_not_first",
-    }
+    model = Sequential().double()
+    whole = collect(model, [(x, x)], "regression", sharing="reduce", batch_size=4, min_coverage=1.0)
+    model.turned = False
+    plain = collect(model, [(x, x)], "regression", sharing="reduce", batch_size=4)
+    factors, truth = ({layer.name: w.load(layer.ordinal) for layer in w.layers} for w in (whole, plain))
+    for name in ("inner", "head"):
+        assert relative_error(factors[name].A, truth[name].A) < EXACT
+        assert relative_error(factors[name].G, truth[name].G) < EXACT
+    # weight and bias of the norm apart, as the diagonal of their one block
+    diagonal = torch.cat([factors["norm"].G, factors["norm.bias"].G])
+    assert relative_error(diagonal, truth["norm"].G.diagonal()) < EXACT
 
 
 def test_flattened_positions_are_those_of_their_examples() -> None:

@@ -12,7 +12,14 @@ A parameter is counted once, by identity. Reasons:
 - ``no_gradient``: the layer never ran, or its outputs never reached the loss;
 - ``several_inputs``: it was called with more than one input, which changes what it computes;
 - ``batch_not_first``: its positions cannot be told apart by example;
-- ``needs_gradients``: `forward_only` has no gradient to build an exact block from.
+- ``needs_gradients``: `forward_only` has no gradient to build an exact block from;
+- ``unknown_operation``: a parameter enters an operation that is not understood (the row names it);
+- ``mixed_uses``: a parameter is used in several ways that no one layer describes;
+- ``unforeseen_use``: later data made the model use it in a way that the first example did not show;
+- ``never_routed``: an expert to which the data routed no token.
+
+What a module says (``unsupported_layer``, ``bare_parameter``, ``overridden_forward``) is not the
+last word: the operations of a dry run may still show the layers.
 """
 
 from collections.abc import Iterator
@@ -47,6 +54,10 @@ from engine.curvature.layers.normalisation import (
 )
 from engine.curvature.layers.tied import untied
 
+_OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward"})
+_CLOSED = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.Bilinear)
+"""Each computes with all its parameters in one operation of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredLayer:
@@ -57,6 +68,10 @@ class DeclaredLayer:
     reason: str
     parameters: tuple[str, ...]
     parameter_count: int
+    why: str = ""
+    """What shows the reason, where there is more to say."""
+    open: bool = False
+    """The operations that the parameters enter may still show layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +114,7 @@ def survey(model: nn.Module) -> Survey:
                     reason=reason,
                     parameters=tuple(_qualified(name, key) for key in parameters),
                     parameter_count=sum(fresh.values()),
+                    open=reason in _OPEN and not isinstance(module, _CLOSED),
                 )
             )
     covering = {parameter: layer.name for layer in treated for parameter in layer.parameters}

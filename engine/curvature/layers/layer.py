@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-Form = Literal["kronecker", "diagonal", "block"]
+Form = Literal["kronecker", "diagonal", "block", "diagonal_block"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,11 @@ class TreatedLayer(ABC):
     why: ClassVar[str] = "A and G are small enough to be held dense and decomposed"
 
     @property
+    def watched(self) -> Mapping[str, Tensor]:
+        """Parameters to be followed through operations, by name; none where the module's calls show everything."""
+        return {}
+
+    @property
     @abstractmethod
     def fan_in(self) -> int:
         """Width of ``a`` without the column of ones."""
@@ -115,6 +120,11 @@ class TreatedLayer(ABC):
         own = [name for name, wanted in (("weight", self.weight), ("bias", self.bias)) if wanted]
         prefix = self.name if self.prefix is None else self.prefix
         return tuple(f"{prefix}.{name}" if prefix else name for name in own)
+
+    @property
+    def reason_uncalled(self) -> str:
+        """Why it is declared where no data call it."""
+        return "no_gradient"
 
     @property
     def roles(self) -> tuple["TreatedLayer", ...]:

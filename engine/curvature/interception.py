@@ -1,0 +1,392 @@
+"""Interception: parameters that no treated module covers, seen through the operations they enter.
+
+Module hooks see modules; a parameter that a model uses by itself is seen by a mode that is shown
+every torch operation. A tensor made from such a parameter alone is *derived*: it is followed until
+it meets the data. There it is one of these:
+
+- a matrix in a product with the data: the place it shows of its parameter is a linear layer;
+- a tensor that is broadcast over the examples: each example gets its own copy, whose gradient is
+  that example's gradient;
+- something else: its parameters are declared, and the operation is named.
+
+The mode costs a few microseconds an operation, so it is entered only for a model that has such
+parameters.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from engine.curvature.layers.place import Place, place_of
+from engine.curvature.provenance import Rows, batch_first, followed
+from engine.curvature.rewrites import REWRITES
+from engine.curvature.sightings import Product, Sink
+from engine.curvature.torch_functions import (
+    JOINS,
+    POINTWISE,
+    VIEW_PROPERTIES,
+    Operation,
+    hides,
+    operation_name,
+    tensors_of,
+    visible,
+)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What is known of one tensor in the current forward pass."""
+
+    epoch: object
+    sources: frozenset[str] | None = None
+    """The parameters that it was made of alone; None for data."""
+    rows: Rows | None = None
+    """Of data, where its examples are, if that is known."""
+
+
+_MARK = "kronoscope"
+
+
+class Interception(TorchFunctionMode):
+    """Shows ``sink`` what ``parameters`` do while inside."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], sink: Sink) -> None:
+        super().__init__()
+        self._parameters = dict(parameters)
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._sink = sink
+        self._examples = 0
+        self._epoch = object()
+        self._leaves: dict[str, Tensor] = {}
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
+        """Prepare for one forward pass on ``inputs``, whose examples lead."""
+        self._examples, self._epoch = examples, object()
+        self._waiting.clear()
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            self._leaves = {name: parameter.detach().requires_grad_() for name, parameter in self._parameters.items()}
+        for name, leaf in self._leaves.items():
+            self._mark(leaf, frozenset({name}))
+        for tensor in inputs:
+            self.enters(tensor)
+
+    def enters(self, tensor: Tensor) -> None:
+        """Take ``tensor`` for data, whose examples lead."""
+        self._mark(tensor, rows=batch_first(tensor, self._examples))
+
+    def returned(self) -> Iterator[tuple[str, Tensor]]:
+        """Close one backward pass: (name, gradient of each example (N, numbers)) of what it reached."""
+        waiting, self._waiting = self._waiting, []
+        totals: dict[str, Tensor] = {}
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            for derived, gradient in waiting:
+                for name, part in self._pulled_back(derived, gradient):
+                    totals[name] = totals[name].add_(part) if name in totals else part
+        yield from totals.items()
+
+    def _pulled_back(self, derived: Tensor, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Gradients with respect to the parameters from that of what was made of them, (N, *shape)."""
+        names = sorted(self._sources(derived))
+        place = place_of(derived, self._parameters[names[0]], names[0]) if len(names) == 1 else None
+        if place is not None:
+            alike = [1 + dim for dim, stride in enumerate(place.strides) if stride == 0]
+            summed = gradient.sum(alike, keepdim=True) if alike else gradient
+            count = self._parameters[names[0]].numel()
+            total = gradient.new_zeros(self._examples, count)
+            total.as_strided(summed.shape, (count, *place.strides), place.offset).add_(summed)
+            yield names[0], total
+            return
+        leaves = [self._leaves[name] for name in names]
+        found = torch.autograd.grad(
+            derived, leaves, gradient, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+        for name, part in zip(names, found, strict=True):
+            if part is not None:
+                yield name, part.reshape(self._examples, -1).clone()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        operation = Operation(func, operation_name(func), args, kwargs or {})
+        if operation.name == "backward":
+            # what a checkpoint runs again within is to be seen too
+            return self._opened(operation)
+        sources = frozenset().union(*(self._sources(tensor) for tensor in operation.tensors))
+        if sources:
+            return self._derive(operation, sources)
+        left = operation.run()
+        self._follow(operation, left)
+        return left
+
+    # ---- marks
+
+    def _known(self, tensor: Tensor) -> _Mark | None:
+        mark = vars(tensor).get(_MARK)
+        return mark if isinstance(mark, _Mark) and mark.epoch is self._epoch else None
+
+    def _mark(self, tensor: Tensor, sources: frozenset[str] | None = None, rows: Rows | None = None) -> None:
+        vars(tensor)[_MARK] = _Mark(self._epoch, sources, rows)
+
+    def _sources(self, tensor: Tensor) -> frozenset[str]:
+        name = self._names.get(id(tensor))
+        if name is not None:
+            return frozenset({name})
+        mark = self._known(tensor)
+        return frozenset() if mark is None or mark.sources is None else mark.sources
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what entered the model."""
+        if self._sources(tensor):
+            return False
+        return tensor.requires_grad or self._known(tensor) is not None
+
+    def _rows(self, tensor: Tensor) -> Rows | None:
+        """Where the examples of data are; what came out of an operation that no mode sees leads with them."""
+        mark = self._known(tensor)
+        return batch_first(tensor, self._examples) if mark is None else mark.rows
+
+    def _follow(self, operation: Operation, left: object) -> None:
+        """Mark the results of an operation on data."""
+        data = [tensor for tensor in operation.tensors if self._known(tensor) is not None]
+        if not data:
+            return
+        for result in tensors_of((left,)):
+            if self._known(result) is not None and any(result is tensor for tensor in data):
+                continue
+            rows = None
+            for tensor in data:
+                before = self._rows(tensor)
+                if before is not None and rows is None:
+                    rows = followed(
+                        operation.name, tensor, before, operation.args, operation.kwargs, result, self._examples
+                    )
+            self._mark(result, rows=rows)
+
+    # ---- operations on derived tensors
+
+    def _derive(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        if operation.func.__name__ in ("__get__", "__set__"):
+            return self._property(operation, sources)
+        if hides(operation.func):
+            return self._opened(operation)
+        if not any(self.is_data(tensor) for tensor in operation.tensors):
+            return self._alone(operation, sources)
+        rewrite = REWRITES.get(operation.name)
+        if rewrite is not None and not operation.writes:
+            left = rewrite(self, *operation.args, **operation.kwargs)
+            if left is not NotImplemented:
+                return left
+        lifted = self._lifted(operation)
+        if lifted is None:
+            return self._strange(operation, sources)
+        left = operation.run(lambda tensor: lifted.get(id(tensor), tensor))
+        for tensor in lifted.values():
+            operation.tensors.append(tensor)
+        self._follow(operation, left)
+        return left
+
+    def _property(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        if getattr(operation.func, "__self__", None) is None or operation.func.__name__ == "__set__":
+            return operation.run()
+        if operation.func.__self__.__name__ not in VIEW_PROPERTIES:  # type: ignore[attr-defined]
+            return operation.run()
+        left = operation.run(self._leaf)
+        self._mark(left, sources)
+        return left
+
+    def _opened(self, operation: Operation) -> Any:  # noqa: ANN401
+        """Run a function that would keep the operations within to itself."""
+        with self:
+            return visible(operation.func)(*operation.args, **operation.kwargs)
+
+    def _alone(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        """An operation without data: what comes out is derived too, unless it stands for all examples already."""
+        if operation.writes:
+            return self._strange(operation, sources)
+        left = self._repeated(operation) if operation.name == "repeat" else operation.run(self._leaf)
+        results = [result for result in tensors_of((left,)) if result.is_floating_point()]
+        if operation.name in ("detach", "data") or not results:
+            return left
+        storages = {tensor.untyped_storage().data_ptr() for tensor in operation.tensors}
+        if any(result.untyped_storage().data_ptr() not in storages for result in results):
+            over = {
+                id(tensor): self._spread(tensor) for tensor in operation.tensors if self._stands_for_examples(tensor)
+            }
+            if over:
+                with self:
+                    return operation.run(lambda tensor: over.get(id(tensor), tensor))
+        for result in results:
+            self._mark(result, sources)
+        return left
+
+    def _repeated(self, operation: Operation) -> Tensor:
+        """A repetition as an expansion where that is the same: its copies are then known to be alike."""
+        tensor = self._leaf(operation.args[0])
+        times = (
+            operation.args[1:] if len(operation.args) > 2 or isinstance(operation.args[1], int) else operation.args[1]
+        )
+        shape = [1] * (len(times) - tensor.ndim) + list(tensor.shape)
+        if all(size == 1 or time == 1 for size, time in zip(shape, times, strict=True)):
+            return tensor.expand([max(size, time) for size, time in zip(shape, times, strict=True)])
+        repeated: Tensor = operation.run(self._leaf)
+        return repeated
+
+    def _strange(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        self._sink.strange(sources, operation.name)
+        left = operation.run(lambda tensor: tensor.detach() if self._sources(tensor) else tensor)
+        self._follow(operation, left)
+        return left
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        name = self._names.get(id(tensor))
+        return tensor if name is None else self._leaves[name]
+
+    # ---- tensors that are broadcast over examples
+
+    def _lifted(self, operation: Operation) -> dict[int, Tensor] | None:
+        """A copy for each example of every derived tensor among the arguments; None where that is not possible."""
+        data = [tensor for tensor in operation.tensors if self.is_data(tensor)]
+        if operation.writes and not (operation.tensors[0] is data[0] and operation.name in POINTWISE):
+            return None
+        broadcasts = operation.name in POINTWISE or operation.name == "scaled_dot_product_attention"
+        dimensions = max(tensor.ndim for tensor in operation.tensors)
+        rows = self._rows_at(data, dimensions)
+        if rows is None:
+            return None
+        joins = operation.name in JOINS
+        if joins and operation.joined_along % dimensions == rows.dim:
+            return None
+        lifted: dict[int, Tensor] = {}
+        for tensor in operation.tensors:
+            if not self._sources(tensor):
+                continue
+            here = dimensions if broadcasts else tensor.ndim
+            single = self._single(tensor, here, rows, alone=broadcasts or (joins and rows.size == 1))
+            if single is None:
+                return None
+            lifted[id(tensor)] = self._copies(single, rows)
+        return lifted
+
+    def _rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
+        """Where the examples of a result with that many dimensions are, broadcast from the last."""
+        for tensor in data:
+            rows = self._rows(tensor)
+            if rows is not None:
+                dim = rows.dim + dimensions - tensor.ndim
+                return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels)
+        return None
+
+    def _single(self, derived: Tensor, dimensions: int, rows: Rows, *, alone: bool) -> Tensor | None:
+        """``derived`` with one index along the dimension of the examples; None where it has several that differ.
+
+        What is ``alone`` there may stand for all examples.
+        """
+        single = self._leaf(derived)
+        with self:
+            single = single[(None,) * (dimensions - single.ndim)] if single.ndim < dimensions else single
+            if rows.dim >= single.ndim:
+                return None
+            if single.shape[rows.dim] == 1:
+                return single if alone else None
+            return single.narrow(rows.dim, 0, 1) if single.stride(rows.dim) == 0 else None
+
+    def _stands_for_examples(self, tensor: Tensor) -> bool:
+        names = self._sources(tensor)
+        if not names:
+            return False
+        if self._examples == 1:
+            return True
+        return self._dim_of_examples(tensor) is not None and self._sink.expanded(names, examples=self._examples)
+
+    def _dim_of_examples(self, tensor: Tensor) -> int | None:
+        alike = [
+            dim
+            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+            if stride == 0 and size == self._examples > 1
+        ]
+        return alike[0] if len(alike) == 1 else None
+
+    def _spread(self, tensor: Tensor) -> Tensor:
+        """Data out of a derived tensor that stands for all examples already."""
+        if self._examples == 1:
+            with self:
+                single = self._leaf(tensor).unsqueeze(0)
+            copies = self._copies(single, Rows(dim=0, minor=1, size=1)).squeeze(0)
+            self._mark(copies, rows=batch_first(copies, 1))
+            return copies
+        dim = self._dim_of_examples(tensor)
+        if dim is None:
+            raise ValueError("no dimension of this tensor is the examples'")
+        rows = Rows(dim=dim, minor=1, size=self._examples)
+        with self:
+            single = self._leaf(tensor).narrow(dim, 0, 1)
+        return self._copies(single, rows)
+
+    def _copies(self, single: Tensor, rows: Rows) -> Tensor:
+        """``single`` repeated along the examples' dimension, each copy with its own gradient."""
+        names = self._sources(single)
+        wanted = self._sink.broadcast(names)
+        count = rows.size if rows.labels is None else rows.labels.shape[0]
+        shape = [count if dim == rows.dim else -1 for dim in range(single.ndim)]
+        copies = single.detach().expand(shape)
+        if wanted and torch.is_grad_enabled():
+            copies.requires_grad_()
+            examples = self._examples
+
+            def arrived(leaf: Tensor) -> None:
+                if leaf.grad is not None:
+                    gradient, leaf.grad = leaf.grad, None
+                    summed = rows.per_example(gradient, examples).unsqueeze(rows.dim + 1)
+                    self._waiting.append((single, summed))
+
+            copies.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self._mark(copies, rows=rows)
+        return copies
+
+    # ---- products
+
+    def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401 - NotImplemented where it is none
+        """``entered Wᵀ + b`` with W (out, in) or b derived, or NotImplemented."""
+        if self._sources(entered):
+            return NotImplemented
+        rows = self._rows(entered)
+        places = [self._place(tensor) for tensor in (weight, bias)]
+        for tensor, place in zip((weight, bias), places, strict=True):
+            if tensor is not None and place is None and (self._sources(tensor) or self.is_data(tensor)):
+                return NotImplemented
+        if rows is None or weight.ndim != 2 or rows.dim == entered.ndim - 1 or (bias is not None and bias.ndim != 1):
+            return NotImplemented
+        left = run()
+        stands = self._sink.multiplied(Product(weight=places[0], bias=places[1], entered=entered, rows=rows, left=left))
+        self._mark(stands, rows=rows)
+        return stands
+
+    def _place(self, tensor: Tensor | None) -> Place | None:
+        names = frozenset[str]() if tensor is None else self._sources(tensor)
+        if tensor is None or len(names) != 1:
+            return None
+        (name,) = names
+        return place_of(tensor, self._parameters[name], name)
+
+    def is_derived(self, tensor: object) -> bool:
+        """Whether a tensor was made of the watched parameters alone."""
+        return isinstance(tensor, Tensor) and bool(self._sources(tensor))
+
+    def lies_as(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """``tensor``, its rows known to be those of ``other``."""
+        self._mark(tensor, rows=self._rows(other))
+        return tensor
+
+    def leads(self, tensor: Tensor) -> bool:
+        """Whether the examples of ``tensor`` are along its first dimension, or unknown."""
+        rows = self._rows(tensor)
+        return rows is None or rows.dim == 0

@@ -1,0 +1,219 @@
+"""Provenance: whose each row of a tensor is, followed from the model's inputs through its operations.
+
+Examples lie along one dimension of an activation: index ``i`` along it belongs to example
+``(i // minor) % N``. That covers batch first (minor 1), time before batch, and either flattened with
+its neighbours, example by example or position by position. Rows picked by an index (tokens routed to
+an expert) carry the places they were picked from as ``labels``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_RESHAPES = frozenset({"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "contiguous", "ravel"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Where the examples of a tensor are."""
+
+    dim: int
+    """The dimension along which they lie."""
+    minor: int
+    """Consecutive indices along it that belong to one example."""
+    size: int
+    """Indices along it, before any were picked."""
+    labels: Tensor | None = None
+    """(K,) which of the ``size`` indices each one is, where they were picked; else None."""
+
+    def owners(self, examples: int) -> Tensor | None:
+        """(K,) the example of each picked index; None where none were picked."""
+        return None if self.labels is None else (self.labels // self.minor) % examples
+
+    def example_first(self, tensor: Tensor, examples: int) -> Tensor:
+        """``tensor`` with its examples leading, unless its rows were picked: then as it is.
+
+        ``tensor`` may be another than the one described, of the same sizes up to ``dim``.
+        """
+        if self.labels is not None or (self.dim == 0 and self.size == self.minor * examples):
+            return tensor
+        major = self.size // (self.minor * examples)
+        shape = (*tensor.shape[: self.dim], major, examples, self.minor, *tensor.shape[self.dim + 1 :])
+        return tensor.reshape(shape).movedim(self.dim + 1, 0)
+
+    def per_example(self, tensor: Tensor, examples: int) -> Tensor:
+        """``tensor`` summed over the indices of each example: (N, …), the other dimensions in order."""
+        front = tensor.movedim(self.dim, 0)
+        owners = self.owners(examples)
+        if owners is not None:
+            return front.new_zeros(examples, *front.shape[1:]).index_add_(0, owners, front)
+        major = self.size // (self.minor * examples)
+        return front.reshape(major, examples, self.minor, *front.shape[1:]).sum(dim=(0, 2))
+
+
+def batch_first(tensor: Tensor, examples: int) -> Rows | None:
+    """The rows of a tensor of which nothing is known but that its examples lead; None if they cannot."""
+    if tensor.ndim == 0 or tensor.shape[0] % examples:
+        return None
+    if tensor.ndim > 2 and tensor.shape[0] != examples:
+        return None
+    return Rows(dim=0, minor=tensor.shape[0] // examples, size=tensor.shape[0])
+
+
+def followed(
+    name: str, entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any], left: Tensor, examples: int
+) -> Rows | None:
+    """The rows of ``left``, which the operation ``name`` made of ``entered``; None where they are not known."""
+    if left is entered:
+        return rows
+    special = {"getitem": _indexed_by, "index_select": _selected, "repeat_interleave": _repeated}.get(name)
+    found = special(entered, rows, args, kwargs) if special is not None and args and args[0] is entered else None
+    if found is not None or special in (_selected, _repeated):
+        return found
+    if _same_storage(entered, left):
+        return _viewed(entered.shape, entered.stride(), rows, left.shape, left.stride(), examples)
+    if name in _RESHAPES and entered.numel() == left.numel():
+        return _viewed(entered.shape, _steps(entered.shape), rows, left.shape, _steps(left.shape), examples)
+    return _kept(name, entered, rows, args, kwargs, left)
+
+
+def _indexed_by(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
+    return None if kwargs else _indexed(entered, rows, args[1])
+
+
+def _selected(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
+    dim, index = args[1] if len(args) > 1 else kwargs["dim"], args[2] if len(args) > 2 else kwargs["index"]
+    return _picked(rows, index, rows.dim) if dim % entered.ndim == rows.dim else rows
+
+
+def _kept(
+    name: str, entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any], left: Tensor
+) -> Rows | None:
+    """The rule of all other operations: a dimension that keeps its place and size keeps its meaning."""
+    here, dim = entered.shape[rows.dim], rows.dim
+    if left.ndim < entered.ndim:
+        reduced = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        gone = {reduced} if isinstance(reduced, int) else set(reduced) if isinstance(reduced, (tuple, list)) else None
+        if gone is None or not all(isinstance(place, int) for place in gone):
+            return None
+        gone = {place % entered.ndim for place in gone}
+        if dim in gone:
+            return None
+        dim -= sum(place < dim for place in gone)
+    elif name == "stack":
+        place = kwargs.get("dim", args[1] if len(args) > 1 else 0) % left.ndim
+        dim += place <= dim
+    elif left.ndim > entered.ndim and name not in ("embedding", "one_hot"):
+        # broadcast against something with more dimensions, which are added in front
+        dim += left.ndim - entered.ndim
+    if dim >= left.ndim:
+        return None
+    if left.shape[dim] == here:
+        return replace(rows, dim=dim)
+    if name == "repeat" and rows.labels is None and left.shape[dim] % here == 0:
+        return replace(rows, dim=dim, size=left.shape[dim])
+    return None
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.layout == other.layout == torch.strided and (
+        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+    )
+
+
+def _steps(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
+
+def _viewed(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    rows: Rows,
+    new_shape: Sequence[int],
+    new_strides: Sequence[int],
+    examples: int,
+) -> Rows | None:
+    """Find the dimension along which neighbouring examples are as far apart as before."""
+    here = shape[rows.dim]
+    if rows.labels is not None:
+        places = [
+            place
+            for place in range(len(new_shape))
+            if new_shape[place] == here and (new_strides[place] == strides[rows.dim] or here == 1)
+        ]
+        return replace(rows, dim=places[0]) if places else None
+    if examples == 1 and new_shape:
+        return Rows(dim=0, minor=new_shape[0], size=new_shape[0])
+    step = strides[rows.dim] * rows.minor
+    for place, (size, stride) in enumerate(zip(new_shape, new_strides, strict=True)):
+        if 0 < stride <= step and step % stride == 0 and size % (step // stride * examples) == 0:
+            return Rows(dim=place, minor=step // stride, size=size)
+    return None
+
+
+def _picked(rows: Rows, index: Tensor, dim: int) -> Rows:
+    index = index.to(torch.int64)
+    return replace(rows, dim=dim, labels=index if rows.labels is None else rows.labels[index])
+
+
+def _indexed(entered: Tensor, rows: Rows, index: object) -> Rows | None:
+    """The rows after indexing by tensors; None where the index is made of slices and numbers only."""
+    parts = [
+        # a number in a tensor selects like a number
+        0 if isinstance(part, Tensor) and part.ndim == 0 and part.dtype != torch.bool else part
+        for part in (index if isinstance(index, tuple) else (index,))
+    ]
+    if not any(isinstance(part, (Tensor, list)) for part in parts):
+        return None
+    found, dim = _part_at(parts, entered.ndim, rows.dim)
+    if isinstance(found, slice):
+        return replace(rows, dim=dim) if found == slice(None) else None
+    if not isinstance(found, Tensor) or found.ndim > 2:
+        return None
+    chosen = found.dtype == torch.bool
+    if found.ndim == 1:
+        return _picked(rows, found.nonzero()[:, 0] if chosen else found, dim)
+    if not chosen or rows.dim > 0 or rows.labels is not None:
+        return None
+    # each of N·r times T places, counted row by row
+    width = found.shape[1]
+    flat = Rows(dim=0, minor=rows.minor * width, size=rows.size * width)
+    return _picked(flat, found.reshape(-1).nonzero()[:, 0], dim)
+
+
+def _part_at(parts: list[Any], dimensions: int, dim: int) -> tuple[object, int]:
+    """Which part of an index is for dimension ``dim``, and where what it leaves of it stands."""
+    if any(part is Ellipsis for part in parts):
+        spot = next(place for place, part in enumerate(parts) if part is Ellipsis)
+        used = sum(_width(part) for part in parts if part is not Ellipsis)
+        parts = [*parts[:spot], *[slice(None)] * (dimensions - used), *parts[spot + 1 :]]
+    at = before = 0
+    for part in parts:
+        width = _width(part)
+        if at <= dim < at + width:
+            return part, before
+        at += width
+        # a tensor leaves one dimension for those it takes
+        before += not isinstance(part, int)
+    return slice(None), before + dim - at
+
+
+def _width(part: object) -> int:
+    """Dimensions that one part of an index takes."""
+    return 0 if part is None else part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def _repeated(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
+    times = args[1] if len(args) > 1 else kwargs.get("repeats")
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if not isinstance(times, int) or not isinstance(dim, int):
+        return None
+    if dim % entered.ndim != rows.dim:
+        return rows
+    if rows.labels is None:
+        return replace(rows, minor=rows.minor * times, size=rows.size * times)
+    return replace(rows, labels=rows.labels.repeat_interleave(times))

@@ -1,0 +1,225 @@
+"""Rewrites: operations on a watched parameter, put into products and broadcasts that can be told apart.
+
+A product of several matrices becomes products of one each, a normalisation becomes a plain one with
+a scale and a shift after it. Each rewrite computes what the operation computes, up to rounding, or
+returns ``NotImplemented``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Watch(AbstractContextManager["Watch"], Protocol):
+    """Who shows the operations: entered, the operations within are shown too."""
+
+    def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401
+        """``entered Wᵀ + b`` with W (out, in) or b derived, or NotImplemented."""
+
+    def is_derived(self, tensor: object) -> bool:
+        """Whether a tensor was made of the watched parameters alone."""
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what entered the model."""
+
+    def lies_as(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """``tensor``, its rows known to be those of ``other``."""
+
+    def leads(self, tensor: Tensor) -> bool:
+        """Whether the examples of ``tensor`` are along its first dimension, or unknown."""
+
+
+def _linear(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
+    if bias is not None and mode.is_data(bias) and not mode.is_data(weight):
+        with mode:
+            return functional.linear(entered, weight) + bias
+    plain = None if bias is None else bias.detach()
+    return mode.product(entered, weight, bias, lambda: functional.linear(entered, weight.detach(), plain))
+
+
+def _matmul(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
+    if mode.is_derived(left):
+        if mode.is_derived(right) or left.ndim != 2 or right.ndim < 2:
+            return _batched(mode, left, right)
+        with mode:
+            # (W x) = (xᵀ Wᵀ)ᵀ
+            return torch.matmul(right.transpose(-1, -2), left.transpose(-1, -2)).transpose(-1, -2)
+    if right.ndim == 1:
+        with mode:
+            return torch.matmul(left, right.unsqueeze(-1)).squeeze(-1)
+    if right.ndim != 2 or left.ndim < 2:
+        return _batched(mode, left, right)
+    with mode:
+        transposed = right.transpose(0, 1)
+    return mode.product(left, transposed, None, lambda: torch.matmul(left, right.detach()))
+
+
+def _batched(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
+    """Several products at once, matrix by matrix: a parameter of three dimensions is several layers."""
+    derived, data = (left, right) if mode.is_derived(left) else (right, left)
+    if mode.is_derived(data) or not left.ndim == right.ndim == 3 or left.shape[0] != right.shape[0]:
+        return NotImplemented
+    if derived.stride(0) == 0:
+        with mode:
+            return torch.matmul(left[0], right) if derived is left else torch.matmul(left, right[0])
+    if mode.leads(data):
+        return NotImplemented
+    with mode:
+        return torch.stack([torch.matmul(left[place], right[place]) for place in range(left.shape[0])])
+
+
+def _addmm(mode: Watch, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:  # noqa: ANN401
+    if beta != 1 or alpha != 1:
+        return NotImplemented
+    with mode:
+        if added.ndim == 1 and mode.is_derived(right) and not mode.is_derived(left):
+            return functional.linear(left, right.transpose(0, 1), added)
+        return torch.matmul(left, right) + added
+
+
+def _grouped(
+    mode: Watch, left: Tensor, right: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None
+) -> Any:  # noqa: ANN401
+    """Rows sorted by their matrix, of which ``offs`` says where each one's end."""
+    if offs is None or bias is not None or mode.is_derived(left) or left.ndim != 2 or right.ndim != 3:
+        return NotImplemented
+    parts, start = [], 0
+    with mode:
+        for place, stop in enumerate(offs.tolist()):
+            if start == stop:
+                continue
+            index = torch.arange(start, stop, device=left.device)
+            parts.append(torch.matmul(torch.index_select(left, 0, index), right[place]))
+            start = stop
+        if start < left.shape[0]:
+            parts.append(left.new_zeros(left.shape[0] - start, right.shape[2]))
+        return mode.lies_as(torch.cat(parts), left)
+
+
+def _einsum(mode: Watch, equation: str, *operands: Any) -> Any:  # noqa: ANN401
+    """Two operands, one derived, whose letters are either summed with the data's or only its own."""
+    pair = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    entering, _, leaving = equation.replace(" ", "").partition("->")
+    letters = entering.split(",")
+    if len(pair) != 2 or not leaving or "." in equation or mode.is_derived(pair[0]) == mode.is_derived(pair[1]):
+        return NotImplemented
+    first = int(mode.is_derived(pair[0]))
+    data, derived = pair[first], pair[1 - first]
+    own, matrix = letters[first], letters[1 - first]
+    summed = [letter for letter in matrix if letter in own and letter not in leaving]
+    free = [letter for letter in matrix if letter not in own]
+    kept = [letter for letter in own if letter not in summed]
+    known = len(set(own)) == len(own) and len(set(matrix)) == len(matrix) and sorted(kept + free) == sorted(leaving)
+    if not known or not summed or set(summed + free) != set(matrix):
+        return NotImplemented
+    with mode:
+        rows = data.permute([own.index(letter) for letter in kept + summed]).flatten(len(kept))
+        arranged = derived.permute([matrix.index(letter) for letter in summed + free])
+        sizes = arranged.shape[len(summed) :]
+        product = torch.matmul(rows, arranged.reshape(rows.shape[-1], -1))
+        product = product.reshape(*product.shape[:-1], *sizes) if free else product.squeeze(-1)
+        return product.permute([(kept + free).index(letter) for letter in leaving])
+
+
+def _affine(mode: Watch, plain: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """A normalised tensor, scaled and shifted by operations that are seen."""
+    with mode:
+        scaled = plain if weight is None else plain * weight.view(shape)
+        return scaled if bias is None else scaled + bias.view(shape)
+
+
+def _layer_norm(
+    mode: Watch,
+    entered: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,  # noqa: ARG001 - torch's own signature
+) -> Any:  # noqa: ANN401
+    with mode:
+        plain = torch.layer_norm(entered, shape, None, None, eps)
+    return _affine(mode, plain, weight, bias, tuple(shape))
+
+
+def _rms_norm(
+    mode: Watch, entered: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:  # noqa: ANN401
+    with mode:
+        plain = torch.rms_norm(entered, shape, None, eps)
+    return _affine(mode, plain, weight, None, tuple(shape))
+
+
+def _group_norm(
+    mode: Watch,
+    entered: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,  # noqa: ARG001 - torch's own signature
+) -> Any:  # noqa: ANN401
+    with mode:
+        plain = torch.group_norm(entered, groups, None, None, eps)
+    return _affine(mode, plain, weight, bias, (1, -1, *[1] * (entered.ndim - 2)))
+
+
+def _prelu(mode: Watch, entered: Tensor, weight: Tensor) -> Any:  # noqa: ANN401
+    shape = (1, -1, *[1] * (entered.ndim - 2)) if weight.numel() > 1 else (1,) * entered.ndim
+    with mode:
+        return torch.where(entered >= 0, entered, entered * weight.view(shape))
+
+
+def _getitem(mode: Watch, entered: Tensor, index: Any) -> Any:  # noqa: ANN401
+    """A slice that the data choose, of which there is one: an expert."""
+    parts = index if isinstance(index, tuple) else (index,)
+    numbers = tuple(int(part) if _is_number(part) else part for part in parts)
+    if not mode.is_derived(entered) or any(isinstance(part, (Tensor, list)) for part in numbers):
+        return NotImplemented
+    with mode:
+        return entered[numbers]
+
+
+def _like(method: str) -> Callable[..., Any]:
+    """A derived tensor takes only its type or its shape from the data."""
+
+    def taken(mode: Watch, entered: Tensor, other: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if mode.is_derived(other) or not isinstance(other, Tensor):
+            return NotImplemented
+        with mode:
+            if method == "to":
+                return entered.to(other.device, other.dtype, *args, **kwargs)
+            return getattr(entered, method)(other.shape)
+
+    return taken
+
+
+def _is_number(part: object) -> bool:
+    return isinstance(part, Tensor) and part.ndim == 0 and not part.is_floating_point() and part.dtype != torch.bool
+
+
+REWRITES: Mapping[str, Callable[..., Any]] = {
+    "getitem": _getitem,
+    "to": _like("to"),
+    "type_as": _like("to"),
+    "expand_as": _like("expand"),
+    "view_as": _like("view"),
+    "reshape_as": _like("reshape"),
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _matmul,
+    "rmatmul": lambda mode, right, left: _matmul(mode, left, right),
+    "bmm": _batched,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "grouped_mm": _grouped,
+    "einsum": _einsum,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "group_norm": _group_norm,
+    "prelu": _prelu,
+}

@@ -1,0 +1,105 @@
+"""Torch's functions as a mode is shown them: their names, their tensors, and what they keep to themselves."""
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+_IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"})
+VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real"})
+"""Those of a tensor that are tensors too."""
+POINTWISE = frozenset(
+    {"add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "mul", "multiply", "rmul", "imul", "div", "divide"}
+    | {"true_divide", "truediv", "rdiv", "rtruediv", "itruediv", "pow", "rpow", "ipow", "maximum", "minimum", "where"}
+    | {"addcmul", "addcdiv", "lerp", "fmod", "remainder", "atan2", "hypot", "logaddexp", "copysign"}
+)
+
+
+"""Operations that broadcast their tensors against each other."""
+JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
+"""Operations that put tensors beside each other."""
+
+
+@dataclass
+class Operation:
+    """One torch operation, as the mode is shown it."""
+
+    func: Callable[..., Any]
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tensors: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the tensors among the arguments."""
+        self.tensors = list(tensors_of((self.args, *self.kwargs.values())))
+
+    def run(self, change: Callable[[Tensor], Tensor] | None = None) -> Any:  # noqa: ANN401 - as torch returns
+        """Do it, every tensor among the arguments changed first."""
+        if change is None:
+            return self.func(*self.args, **self.kwargs)
+        return self.func(*with_tensors(tuple(self.args), change), **with_tensors(dict(self.kwargs), change))
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes to its first argument, or to one given as `out`."""
+        own = self.func.__name__
+        return (own.endswith("_") and not own.endswith("__")) or own in _IN_PLACE or self.kwargs.get("out") is not None
+
+    @property
+    def joined_along(self) -> int:
+        """The dimension along which tensors are put beside each other."""
+        dim = self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else 0)
+        return dim if isinstance(dim, int) else 0
+
+
+def operation_name(func: Callable[..., Any]) -> str:
+    """The operation's name, without what says that it is a method, private or in place."""
+    return func.__name__.partition(".")[0].strip("_")
+
+
+def hides(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` is written in Python and, shown to a mode, would show it nothing of its inside."""
+    return isinstance(func, types.FunctionType) and any(
+        name.startswith("has_torch_function") for name in func.__code__.co_names
+    )
+
+
+def visible(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` without the question whether a mode is there, so that the mode sees what is inside."""
+    if not hides(func) or not isinstance(func, types.FunctionType):
+        return func
+    asked = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    twin = types.FunctionType(
+        func.__code__, {**func.__globals__, **asked}, func.__name__, func.__defaults__, func.__closure__
+    )
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def tensors_of(tree: object) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from tensors_of(part)
+    elif isinstance(tree, dict):
+        yield from tensors_of(tuple(tree.values()))
+
+
+def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+    """``tree`` with every tensor changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)(with_tensors(part, change) for part in tree)
+    if isinstance(tree, dict):
+        return {key: with_tensors(part, change) for key, part in tree.items()}
+    return tree

@@ -1,0 +1,200 @@
+"""Bare parameters: the diagonal that is kept is the diagonal of the autodiff Gauss-Newton block."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.curvature.collected import Collected
+from tests.oracles import collect, ggn_block, relative_error, stacked
+
+EXACT = 1e-10
+
+
+class Used(nn.Module):
+    """A net in which the parameters ``p`` and ``q`` are used as a test says, between others."""
+
+    def __init__(self, use: Callable[["Used", Tensor], Tensor], p: tuple[int, ...], q: tuple[int, ...] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.p = nn.Parameter(torch.randn(p))
+        if q is not None:
+            self.q = nn.Parameter(torch.randn(q))
+        self.register_buffer("index", torch.tensor([[0, 1, 2, 1, 0], [1, 1, 0, 2, 2]]))
+        self.use = use
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.use(self, torch.tanh(self.first(x)))).mean(1))
+
+
+def data(examples: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(examples, 5, 4, dtype=torch.float64, generator=generator),
+        torch.randint(0, 3, (examples,), generator=generator),
+    )
+
+
+def require_exact(model: nn.Module, x: Tensor, y: Tensor, whole: Collected, names: list[str]) -> None:
+    """Each of the parameters ``names`` has the diagonal of its own dense block."""
+    assert sorted(layer.parameters[0] for layer in whole.layers if layer.form == "diagonal_block") == sorted(names)
+    for layer in whole.layers:
+        if layer.form != "diagonal_block":
+            continue
+        (name,) = layer.parameters
+        truth = ggn_block(model, x, y, "cross_entropy", (name,), stacked(name)).diagonal()
+        factors = whole.load(layer.ordinal)
+        assert torch.equal(factors.A, torch.ones(1, 1, dtype=torch.float64))
+        assert factors.G.shape == truth.shape == (layer.parameter_count,)
+        assert relative_error(factors.G, truth) < EXACT
+
+
+def twice(model: Used, x: Tensor) -> Tensor:
+    return (x * model.p + torch.sin(x) * model.p) - model.p
+
+
+def in_place(model: Used, x: Tensor) -> Tensor:
+    y = x * 2
+    y += model.p
+    y.mul_(model.p)
+    return y
+
+
+def home_made_norm(model: Used, x: Tensor) -> Tensor:
+    return model.p * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
+def class_token(model: Used, x: Tensor) -> Tensor:
+    return torch.cat([model.p.expand(x.shape[0], -1, -1), x], dim=1) + model.q
+
+
+def repeated_token(model: Used, x: Tensor) -> Tensor:
+    return torch.cat((model.p.repeat(x.shape[0], 2, 1), x), 1)
+
+
+def learned_queries(model: Used, x: Tensor) -> Tensor:
+    queries = functional.layer_norm(model.p.unsqueeze(0).expand(x.shape[0], -1, -1), (4,))
+    return torch.softmax(queries @ x.transpose(1, 2), -1) @ x
+
+
+def bias_of_attention(model: Used, x: Tensor) -> Tensor:
+    table = model.p[model.index.flatten()].view(2, 5, 1).permute(2, 0, 1)
+    scores = x[:, None, :2] @ x[:, None].transpose(-1, -2) + table.unsqueeze(0)
+    return (torch.softmax(scores, -1) @ x[:, None])[:, 0]
+
+
+def time_first(model: Used, x: Tensor) -> Tensor:
+    return (x.transpose(0, 1) * model.p).transpose(0, 1)
+
+
+def flattened(model: Used, x: Tensor) -> Tensor:
+    return (x.reshape(-1, 4) * model.p + model.q).view_as(x)
+
+
+def picked(model: Used, x: Tensor) -> Tensor:
+    # five tokens of each example, the last example's first
+    token = (torch.tensor([3, 1, 1, 0, 4]) + 5 * torch.arange(x.shape[0]).flip(0)[:, None]).flatten()
+    return x.flatten(0, 1).index_add(0, token, x.flatten(0, 1)[token] * model.p).view_as(x)
+
+
+def masked(model: Used, x: Tensor) -> Tensor:
+    return torch.where(x[..., :1] > 0, x, model.p.expand(x.shape[0], 5, -1))
+
+
+USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, ...] | None]] = [
+    (lambda model, x: x + model.p, (4,), None),
+    (lambda model, x: model.p - x, (1, 5, 4), None),
+    (lambda model, x: 1 / (3 + model.p.exp()) * x, (4,), None),
+    (lambda model, x: x * (1.0 + model.p.double().to(x.dtype)), (4,), None),
+    (lambda model, x: x / model.p.unsqueeze(0).to(x), (5, 1), None),
+    (lambda model, x: x + model.p[:, 1:6], (1, 8, 4), None),
+    (lambda model, x: x + model.p[0] * model.q, (2, 4), (4,)),
+    (lambda model, x: x + (model.p @ model.q), (5, 2), (2, 4)),
+    (lambda model, x: functional.layer_norm(x, (4,), model.p, model.q), (4,), (4,)),
+    (lambda model, x: functional.rms_norm(x, (4,), model.p), (4,), None),
+    (lambda model, x: functional.group_norm(x, 5, model.p, model.q), (5,), (5,)),
+    (lambda model, x: functional.prelu(x, model.p), (5,), None),
+    (twice, (4,), None),
+    (in_place, (4,), None),
+    (home_made_norm, (4,), None),
+    (class_token, (1, 1, 4), (1, 6, 4)),
+    (repeated_token, (1, 1, 4), None),
+    (learned_queries, (3, 4), None),
+    (bias_of_attention, (3, 1), None),
+    (time_first, (4,), None),
+    (flattened, (4,), (4,)),
+    (picked, (4,), None),
+    (masked, (1, 1, 4), None),
+]
+
+
+@pytest.mark.parametrize(("use", "p", "q"), USES)
+@pytest.mark.parametrize("batch_size", [1, 4, 5])
+def test_the_diagonal_is_that_of_the_block(
+    use: Callable[[Used, Tensor], Tensor], p: tuple[int, ...], q: tuple[int, ...] | None, batch_size: int
+) -> None:
+    model = Used(use, p, q)
+    x, y = data()
+    whole = collect(model, [(x, y)], "classification", batch_size=batch_size, min_coverage=1.0)
+    require_exact(model, x, y, whole, ["p"] if q is None else ["p", "q"])
+
+
+def overwriting(model: Used, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0] = model.p
+    return y
+
+
+def across_examples(model: Used, x: Tensor) -> Tensor:
+    """The parameter's rows are the examples' neighbours, whoever they are."""
+    return x.flatten(0, 1).cumsum(0).view_as(x) + torch.cat([model.p, x], 0)[: x.shape[0]]
+
+
+STRANGE: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], str, str]] = [
+    (lambda _, x: x, (4, 4), "bare_parameter", ""),
+    (lambda model, x: functional.conv1d(x.mT, model.p).mT, (4, 4, 1), "unknown_operation", "conv1d"),
+    (lambda model, x: x @ (model.p * 2), (4, 4), "unknown_operation", "matmul"),
+    (lambda model, x: x @ model.p + torch.tanh(x) @ model.p.T, (4, 4), "mixed_uses", "several ways"),
+    (lambda model, x: x @ model.p + model.p[0], (4, 4), "mixed_uses", "several ways"),
+    (overwriting, (4,), "unknown_operation", "setitem"),
+    (across_examples, (1, 5, 4), "unknown_operation", "cat"),
+]
+
+
+@pytest.mark.parametrize(("use", "p", "reason", "why"), STRANGE)
+def test_what_is_not_understood_is_declared_and_the_operation_named(
+    use: Callable[[Used, Tensor], Tensor], p: tuple[int, ...], reason: str, why: str
+) -> None:
+    x, y = data()
+    whole = collect(Used(use, p, None), [(x, y)], "classification")
+    (row,) = whole.declared
+    assert (row.name, row.reason, row.parameters) == ("", reason, ("p",))
+    assert why in row.why
+    assert [layer.name for layer in whole.layers] == ["first", "head"]
+
+
+def test_a_use_that_the_first_example_does_not_show_is_declared() -> None:
+    def fickle(model: Used, x: Tensor) -> Tensor:
+        return x @ model.p if x.shape[0] < 4 else functional.conv1d(x.mT, model.p[..., None]).mT
+
+    x, y = data()
+    model = Used(fickle, (4, 4), None)
+    assert collect(model, [(x, y)], "classification", batch_size=3).declared == ()
+    assert [row.reason for row in collect(model, [(x, y)], "classification").declared] == ["unforeseen_use"]
+
+
+def test_the_batch_size_changes_nothing_and_the_model_stays_as_it_was() -> None:
+    x, y = data()
+    model = Used(class_token, (1, 1, 4), (1, 6, 4))
+    truth = collect(model, [(x, y)], "classification", fisher="mc")
+    apart = collect(model, [(x, y)], "classification", fisher="mc", batch_size=2)
+    for layer in truth.layers:
+        assert relative_error(apart.load(layer.ordinal).G, truth.load(layer.ordinal).G) < 1e-12
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 6
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    reasons = [row.reason for row in collect(model, [(x, y)], "classification", fisher="forward_only").declared]
+    assert reasons == ["needs_gradients", "needs_gradients"]
