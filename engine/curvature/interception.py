@@ -159,9 +159,7 @@ class Interception(TorchFunctionMode):
         data = [tensor for tensor in operation.tensors if self._known(tensor) is not None]
         if not data:
             return
-        for result in tensors_of((left,)):
-            if self._known(result) is not None and any(result is tensor for tensor in data):
-                continue
+        for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
             rows = None
             for tensor in data:
                 before = self._rows(tensor)

@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PLACES = frozenset(
+    {"gather", "scatter", "scatter_add", "scatter_reduce", "index_copy", "index_add", "index_fill", "index_put", "put"}
+    | {"take_along_dim", "sort", "msort", "flip", "fliplr", "flipud", "roll", "setitem", "masked_scatter"}
+)
+"""Operations that may put numbers where those of another example were."""
 _RESHAPES = frozenset({"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "contiguous", "ravel"})
 
 
@@ -68,6 +73,8 @@ def followed(
     name: str, entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any], left: Tensor, examples: int
 ) -> Rows | None:
     """The rows of ``left``, which the operation ``name`` made of ``entered``; None where they are not known."""
+    if name in _PLACES and _rearranges(name, args, kwargs, left.ndim, rows.dim):
+        return replace(rows, labels=None) if _puts_back(name, entered, rows, args, left) else None
     if left is entered:
         return rows
     special = {"getitem": _indexed_by, "index_select": _selected, "repeat_interleave": _repeated}.get(name)
@@ -88,6 +95,28 @@ def _indexed_by(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mappin
 def _selected(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
     dim, index = args[1] if len(args) > 1 else kwargs["dim"], args[2] if len(args) > 2 else kwargs["index"]
     return _picked(rows, index, rows.dim) if dim % entered.ndim == rows.dim else rows
+
+
+def _puts_back(name: str, entered: Tensor, rows: Rows, args: Sequence[Any], left: Tensor) -> bool:
+    """Whether what was picked is put to the very places that it was picked from."""
+    if name not in ("index_add", "index_copy") or rows.labels is None or len(args) < 4:
+        return False
+    if args[3] is not entered or args[2] is not rows.labels:
+        return False
+    return bool(args[1] == rows.dim and left.shape[rows.dim] == rows.size)
+
+
+def _rearranges(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dimensions: int, dim: int) -> bool:
+    """Whether one of ``_PLACES`` works along ``dim``, or may."""
+    if name == "setitem":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return _part_at(list(index), dimensions, dim)[0] != slice(None)
+    if name in ("index_put", "put", "masked_scatter", "msort", "fliplr", "flipud"):
+        return True
+    at = 2 if name in ("roll", "take_along_dim") else 1
+    along = kwargs.get("dim", kwargs.get("dims", args[at] if len(args) > at else None))
+    along = along if isinstance(along, (tuple, list)) else (-1 if along is None and name == "sort" else along,)
+    return any(not isinstance(place, int) or place % dimensions == dim for place in along)
 
 
 def _kept(

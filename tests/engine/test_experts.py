@@ -66,6 +66,27 @@ def grouped(model: Fused, x: Tensor, routes: Tensor) -> Tensor:
     return torch.zeros_like(out).index_copy(0, order, out).view_as(x)
 
 
+def gathered(model: Fused, x: Tensor, routes: Tensor) -> Tensor:
+    """Tokens brought into the order of their experts, as far as provenance goes by an unknown operation."""
+    order = routes.flatten().argsort(stable=True)
+    tokens = x.flatten(0, 1).gather(0, order[:, None].expand(-1, 4))
+    out, start = [], 0
+    for expert in range(EXPERTS - 1):
+        stop = start + int((routes == expert).sum())
+        h = model.activation(functional.linear(tokens[start:stop], model.up[expert], model.shift[expert]))
+        out.append(h @ model.down[expert])
+        start = stop
+    return torch.zeros_like(tokens).index_copy(0, order, torch.cat(out)).view_as(x)
+
+
+def scattered(model: Fused, x: Tensor, routes: Tensor) -> Tensor:
+    """The same, the tokens put there in place."""
+    order = routes.flatten().argsort(stable=True)
+    tokens = torch.zeros_like(x.flatten(0, 1))
+    tokens[order.argsort()] = x.flatten(0, 1)
+    return gathered(model, tokens.view_as(x), routes.flatten()[order].view_as(routes))
+
+
 def data(examples: int = 6, length: int = 7) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(examples, length, 4, dtype=torch.float64, generator=generator)
@@ -124,6 +145,36 @@ def test_a_slice_is_a_linear_layer_that_sees_only_its_tokens(mixture: Mixture, s
         ("up[3]", "never_routed", 40),
         ("down[3]", "never_routed", 32),
     ]
+
+
+@pytest.mark.parametrize("mixture", [gathered, scattered])
+def test_tokens_whose_examples_are_not_known_are_declared(mixture: Mixture) -> None:
+    whole = collect(Fused(mixture), [data()], "masked_lm", fisher="mc", sharing="reduce")
+    assert {row.reason for row in whole.declared} == {"unknown_operation"}
+    assert sum(row.parameter_count for row in whole.declared) == EXPERTS * (8 * 4 + 8 + 8 * 4)
+
+
+def test_what_experts_leave_lies_where_it_was_picked() -> None:
+    """A second mixture on the first one's results, which were added up in place."""
+
+    class Deep(Fused):
+        def __init__(self, mixture: Mixture) -> None:
+            super().__init__(mixture)
+            self.further = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+            self.plain = nn.Linear(4, 4, bias=False).double()
+            self.plain.weight.data = self.further.detach().T.clone()
+            self.functional = True
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            routes = (input_ids[..., 0].abs() * 100).long() % (EXPERTS - 1)
+            h = self.mixture(self, torch.tanh(self.first(input_ids)), routes)
+            return self.head(torch.tanh(h @ self.further if self.functional else self.plain(h)))
+
+    model = Deep(looped)
+    found = collect(model, [data()], "masked_lm", fisher="mc", sharing="reduce")
+    model.functional = False
+    truth = collect(model, [data()], "masked_lm", fisher="mc", sharing="reduce")
+    require_same(found, truth, {"further": "plain", "up[0]": "up[0]", "down[1]": "down[1]"})
 
 
 def test_the_block_of_an_expert_is_exact_in_a_linear_net() -> None:
