@@ -45,7 +45,19 @@ def forecast(
     fewest slices that need no further pass. EK-FAC's further passes are cut by the same bytes.
     """
     plan = _collection_plan(workspace, dtype, treated, seen, shared)
-    return _with_corrections(workspace, dtype, treated, shared, plan) if workspace.collection.ekfac else plan
+    if not workspace.collection.ekfac:
+        return plan
+    corrected = _with_corrections(workspace, dtype, treated, shared, plan)
+    if corrected.fits(workspace.memory) or workspace.scratch is None or len(plan.chosen.parts) > 1:
+        return corrected
+    # factors that would be in the way of the bases are laid aside, for which there must be several passes
+    item = torch.empty((), dtype=dtype).element_size()
+    groups = _groups(treated, shared, item)
+    halves = partition(groups, max(*groups.values(), sum(groups.values()) // 2 + 1))
+    if workspace.chosen is not None or halves is None or len(halves) == 1:
+        return corrected
+    aside = _plan(workspace, item, treated, seen, shared, groups, replace(plan.chosen, parts=halves))
+    return _with_corrections(workspace, dtype, treated, shared, aside)
 
 
 def _collection_plan(

@@ -52,6 +52,34 @@ def test_factors_equal_those_of_the_cpu(fisher: str, sharing: str) -> None:
         assert relative_error(right.G.cpu(), left.G) < 1e-11
 
 
+def test_traces_and_corrections_equal_those_of_the_cpu() -> None:
+    here, there = (collected(on(device, fisher="mc", ekfac=True)) for device in ("cpu", "cuda"))
+    assert here.load_corrected is not None
+    assert there.load_corrected is not None
+    for left, right in zip(here.layers, there.layers, strict=True):
+        assert right.exact_trace == pytest.approx(left.exact_trace, rel=1e-11)
+        assert right.trace_standard_error == pytest.approx(left.trace_standard_error, rel=1e-9)
+        corrected = there.load_corrected(right.ordinal)
+        assert corrected.eigenvalues.device.type == "cpu"
+        assert float(corrected.eigenvalues.sum()) == pytest.approx(right.exact_trace, rel=1e-11)
+        # bases of a null space are anyone's, and what lies along them is zero in both
+        largest = here.load_corrected(left.ordinal).eigenvalues.max()
+        assert float(corrected.eigenvalues.max()) == pytest.approx(float(largest), rel=1e-8)
+
+
+def test_traces_of_masked_tokens_equal_those_of_the_cpu() -> None:
+    traces = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).to(device)
+        ids = torch.randint(0, 9, (6, 5))
+        targets = torch.where(torch.rand(6, 5) < 0.3, -100, ids)
+        space = workspace(model, [(ids, targets)], "masked_lm", fisher="mc")
+        space.device = torch.device(device)
+        traces.append([layer.exact_trace for layer in collected(space).layers])
+    assert traces[1] == pytest.approx(traces[0], rel=1e-11)
+
+
 def test_embedding_and_tokens_on_the_device() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 9)).cuda()
