@@ -52,6 +52,7 @@ def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None
         "factors/0.safetensors",
         "factors/1.safetensors",
         "factors/factors.index.json",
+        "memory_curve.json",
         "spectra/0.json",
         "spectra/1.json",
     }
