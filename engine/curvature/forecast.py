@@ -123,7 +123,7 @@ def _corrected_plan(
     place: Literal["device", "host"],
     parts: tuple[tuple[str, ...], ...],
 ) -> Plan:
-    largest = max(side for layer in treated for side, dense in _sides(layer, follows=False) if dense)
+    largest = max((side for layer in treated for side, dense in _sides(layer, follows=False) if dense), default=0)
     most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
     # the data passes through as it did before
     again = [
@@ -149,6 +149,9 @@ def _corrected_plan(
 
 
 def _correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
+    if layer.form == "diagonal_block":
+        # its diagonal is the correction, and no basis goes with it
+        return layer.out_dim * item
     own_basis = layer.form == "kronecker" and not follows
     each = layer.out_dim**2 + layer.out_dim * layer.in_dim + (layer.in_dim**2 if own_basis else 0)
     return each * layer.groups * item

@@ -228,6 +228,27 @@ def test_bases_that_do_not_fit_together_go_in_several_passes(monkeypatch: pytest
     assert max(seen) >= (2, 3)
 
 
+def test_bare_parameters_need_no_basis() -> None:
+    """Their diagonal is the correction; bases of so many numbers would be refused."""
+
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(300_000, dtype=torch.float64))
+            self.head = nn.Linear(2, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((x * self.scale).unflatten(1, (2, -1)).mean(2))
+
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 300_000, dtype=torch.float64), torch.randint(0, 3, (3,))
+    space = workspace(Marked(), [(x, y)], "classification", fisher="mc", ekfac=True)
+    space.memory = MemoryBudget(device_bytes=2**62, host_bytes=forecast.resident_bytes() + 2**30)
+    whole = collected(space)
+    assert [layer.form for layer in whole.layers] == ["diagonal_block", "kronecker"]
+    law(whole)
+
+
 def test_kept_with_the_factors_and_read_again(tmp_path: Path) -> None:
     space = language()
     space.artifacts = ArtifactFiles(tmp_path, lambda *_: None)
