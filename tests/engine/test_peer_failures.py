@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from catalog.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
@@ -40,6 +40,21 @@ def gpt2(vocabulary: int = 40) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return MixtralForCausalLM(config)
+
+
 class Positions(nn.Module):
     """A layer with a loss term at every position: K-FAC is the Gauss-Newton matrix there."""
 
@@ -55,7 +70,7 @@ class Positions(nn.Module):
 # 1
 
 
-@pytest.mark.parametrize("build", [gpt2])
+@pytest.mark.parametrize("build", [gpt2, mixtral])
 def test_no_layer_is_skipped_silently(build: Any, record_property: Any) -> None:
     """Elsewhere the blocks of a GPT-2 vanish (its Conv1D is nobody's Linear), or the fused experts of a mixture
     do, and the result is of a third of the model or less, without a word. Here every parameter is covered or declared
@@ -81,6 +96,32 @@ def test_too_small_a_share_fails_before_anything_is_computed() -> None:
     with pytest.raises(CoverageTooLow):
         collect(model.double(), [(torch.randn(3, 4), torch.zeros(3).long())], "classification", min_coverage=0.9)
     assert calls == []
+
+
+# 2
+
+
+def test_attention_modules_are_measured() -> None:
+    """Elsewhere `nn.MultiheadAttention` ends in a KeyError and `nn.TransformerEncoderLayer` in a NotImplementedError,
+    or the packed projection is left out. Its three projections are linear layers, and are measured as these are.
+    """
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x).mean(1))
+
+    model = Encoder().double()
+    x, y = torch.randn(6, 5, 8, dtype=torch.float64), torch.randint(0, 3, (6,))
+    whole = collect(model, [(x, y)], "classification", fisher="mc")
+    assert whole.declared == ()
+    assert whole.covered_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 # 3
