@@ -1,6 +1,7 @@
 """How much memory a job may take, on the device and on the host."""
 
 import re
+from typing import Literal
 
 from catalog.record import FieldError, record
 
@@ -20,6 +21,9 @@ class Memory:
     micro_batch: int | None = None
     """Examples that go through the model at once: a batch goes in slices of this size, which changes the
     statistics by rounding only. Null: the whole batch, or the fewest equal slices that fit."""
+    offload: Literal["auto", "on", "off"] = "auto"
+    """Whether sums stand on the host while the device computes what is added to them. `auto`: where they do not fit
+    on the device, and moving them takes less time than further passes over the data."""
 
     def __post_init__(self) -> None:
         """Refuse amounts that cannot be read."""

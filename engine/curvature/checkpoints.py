@@ -308,14 +308,14 @@ def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
 
 
 def _state(statistics: LayerStatistics) -> dict[str, Any]:
-    """Every field but the layer itself and whose A it shares, which the survey and the dry run tell again.
+    """Every field but the layer itself, whose A it shares and its staging, which a new attempt has of its own.
 
     Raises:
         TypeError: If a field is neither a tensor nor a plain value nor a list of numbers: it could not be brought back.
     """
     state = {}
     for entry in dataclasses.fields(statistics):
-        if entry.name in ("layer", "leader"):
+        if entry.name in ("layer", "leader", "staging"):
             continue
         value = getattr(statistics, entry.name)
         numbers = isinstance(value, list) and all(isinstance(each, (float, type(None))) for each in value)

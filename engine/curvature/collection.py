@@ -100,7 +100,7 @@ def _collect(workspace: Workspace) -> Collected:
         workspace.planned(plan.as_json() | {"numerics": dataclasses.asdict(numerics)})
         plan.require(workspace.memory)
         sizes = sizes_of(workspace, job.collection)
-        job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, sizes=sizes)
+        job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
         gathered = gather(job, found, shared, mixed, plan)
         corrections = corrected(job, gathered, plan.chosen.corrections) if job.collection.ekfac else {}
         if gathered.nondeterministic:

@@ -39,6 +39,7 @@ def keep(
     Memory:
         One factor beyond what is kept, where the sums are on the host and kept in another precision.
     """
+    leaders = {found.leader.layer.name for found in statistics if found.leader is not None}
     shared: dict[str, list[Stored]] = {}
     parts = (part for known in gathered.statistics.values() for part in known.layer.parts)
     places = {part: place for place, part in enumerate(parts)}
@@ -53,6 +54,8 @@ def keep(
                 gathered.waiting[part], gathered.factors[part] = waiting, partial(waiting.load, workspace.scratch)
             else:
                 gathered.factors[part] = partial(_same, factors)
+        if found.layer.name not in leaders:
+            shared.pop(found.layer.name, None)
     for found in statistics:
         # of those that are declared after all
         found.A = found.G = None

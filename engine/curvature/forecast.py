@@ -5,7 +5,7 @@ outputs of the treated layers, which autograd and the model's other operations k
 follows from shapes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +16,10 @@ from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.nested import EIGHTHS
+from engine.curvature.offload import staging_numbers
+from engine.curvature.statistics import factor_sides
 from engine.memory.budget import resident_bytes
+from engine.memory.pace import measured_pace
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Phase, Plan, Term
 from engine.workspace import Workspace
 
@@ -42,7 +45,9 @@ def forecast(
     One pass with whole batches where everything fits; else one pass with the fewest equal slices
     of a batch that fit; else, given a scratch place for finished factors, as few passes as the
     smallest slices allow, each with as many neighbouring layers as fit by bytes, and then the
-    fewest slices that need no further pass. EK-FAC's further passes are cut by the same bytes.
+    fewest slices that need no further pass. On a device, sums that do not fit there stand on the
+    host instead, where the way there takes less time than the further passes would. EK-FAC's
+    further passes are cut by the same bytes.
     """
     plan = _collection_plan(workspace, dtype, treated, seen, shared)
     if not workspace.collection.ekfac:
@@ -63,33 +68,103 @@ def forecast(
 def _collection_plan(
     workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
 ) -> Plan:
-    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     item = torch.empty((), dtype=dtype).element_size()
     groups = _groups(treated, shared, item)
     names = tuple(layer.name for layer in treated)
+
+    def planned(chosen: Chosen) -> Plan:
+        return _plan(workspace, item, treated, seen, shared, groups, chosen)
+
     replayed = workspace.chosen
     if replayed is not None and {name for part in replayed.parts for name in part} == set(names):
-        return _plan(workspace, item, treated, seen, shared, groups, replayed)
-    allowed = workspace.memory.device_bytes if place == "device" else workspace.memory.host_bytes
-    plans = [
-        _plan(workspace, item, treated, seen, shared, groups, Chosen(parts=(names,), micro_batch=size))
-        for size in _slice_sizes(workspace)
-    ]
-    for plan in plans:
+        return replace(planned(replayed), why="an earlier attempt of this job chose so")
+    wish = workspace.memory_options.offload
+    if wish != "auto" or workspace.device.type != "cuda":
+        # on a CPU the sums are on the host anyway
+        return _fewest_passes(workspace, groups, planned, offload=wish == "on")
+    resident = _fewest_passes(workspace, groups, planned, offload=False)
+    if resident.fits(workspace.memory) and len(resident.chosen.parts) == 1:
+        return resident
+    offloaded = _fewest_passes(workspace, groups, planned, offload=True)
+    return _quicker(workspace, resident, offloaded, seen)
+
+
+def _fewest_passes(
+    workspace: Workspace,
+    groups: Mapping[tuple[str, ...], int],
+    planned: Callable[[Chosen], Plan],
+    *,
+    offload: bool,
+) -> Plan:
+    """One pass if any slices allow it, else as few as they do; the smallest slices where nothing fits."""
+    names = tuple(name for group in groups for name in group)
+    sizes = _slice_sizes(workspace)
+    where = "on the host" if offload else "in place"
+    plans = []
+    for size in sizes:
+        plan = planned(Chosen(parts=(names,), micro_batch=size, offload=offload))
         if plan.fits(workspace.memory):
-            return plan
-    if workspace.scratch is not None:
-        cuts = []
-        for size in _slice_sizes(workspace):
-            empty = _plan(workspace, item, treated, seen, shared, groups, Chosen(parts=((), ()), micro_batch=size))
-            parts = partition(groups, allowed - empty.phase_bytes(place, "collection"))
-            if parts is not None:
-                cuts.append(Chosen(parts=parts, micro_batch=size))
-        if cuts:
-            # of equally many passes the first, which has the fewest slices
-            fewest = min(cuts, key=lambda chosen: len(chosen.parts))
-            return _plan(workspace, item, treated, seen, shared, groups, fewest)
-    return plans[-1]
+            slices = "whole batches" if size == sizes[0] else f"slices of {size} examples, the largest that fit"
+            return replace(plan, why=f"one pass, with all sums {where} and {slices}")
+        plans.append(plan)
+    if workspace.scratch is None:
+        return replace(plans[-1], why="nothing fits, and there is no place for what further passes leave")
+    cuts = [
+        planned(Chosen(parts=parts, micro_batch=size, offload=offload))
+        for size in sizes
+        if (parts := _parts(workspace, groups, planned(Chosen(parts=((), ()), micro_batch=size, offload=offload))))
+    ]
+    if not cuts:
+        return replace(plans[-1], why="nothing fits, whatever the slices and passes")
+    # of equally many passes the first, which has the fewest slices
+    fewest = min(cuts, key=lambda plan: (not plan.fits(workspace.memory), len(plan.chosen.parts)))
+    return replace(fewest, why=f"{len(fewest.chosen.parts)} passes: all sums {where} do not fit together")
+
+
+def _parts(
+    workspace: Workspace, groups: Mapping[tuple[str, ...], int], empty: Plan
+) -> tuple[tuple[str, ...], ...] | None:
+    """The passes that fit beside what ``empty``, a plan without sums, holds already."""
+    on_device = workspace.device.type == "cuda" and not empty.chosen.offload
+    allowed = workspace.memory.device_bytes if on_device else workspace.memory.host_bytes
+    return partition(groups, allowed - empty.phase_bytes("device" if on_device else "host", "collection"))
+
+
+def _quicker(workspace: Workspace, resident: Plan, offloaded: Plan, seen: DryRun) -> Plan:
+    """The one that fits; of two, the one that takes less time for each batch, as the device's pace foretells."""
+    fits = [plan for plan in (resident, offloaded) if plan.fits(workspace.memory)]
+    if len(fits) < 2:
+        return fits[0] if fits else resident
+    pace = measured_pace(workspace.device)
+    moved = _moved_bytes(workspace, offloaded, seen) / pace.bytes_per_second
+    batch = _batch(workspace) / seen.examples
+    # forward, and backward without weight gradients: two operations a multiplication, each
+    operations = 4 * batch * sum(_patches(call) * call.layer.fan_out for call in seen.calls)
+    again = operations / pace.operations_per_second
+
+    def seconds(plan: Plan) -> float:
+        return len(plan.chosen.parts) * again + (moved if plan.chosen.offload else 0)
+
+    best = min(resident, offloaded, key=seconds)
+    other = offloaded if best is resident else resident
+    return replace(
+        best,
+        why=f"{best.why}; {seconds(best):.2g} s a batch are foreseen, and {seconds(other):.2g} s for {other.why}",
+    )
+
+
+def _moved_bytes(workspace: Workspace, plan: Plan, seen: DryRun) -> float:
+    """Bytes that offloaded sums receive for one batch: A once a slice, G once a slice and direction."""
+    kinds = {"mc": workspace.collection.samples, "empirical": 1, "forward_only": 0}
+    directions = kinds.get(workspace.collection.fisher, seen.outputs // seen.examples)
+    slices = -(-_batch(workspace) // (plan.chosen.micro_batch or _batch(workspace)))
+    sums = next(term.size_bytes for term in plan.terms if term.name == "accumulators")
+    # all but the diagonal strips is one triangle; A and G are taken for equally large
+    return 0.6 * sums * len(plan.chosen.parts) * slices * (1 + directions) / 2
+
+
+def _batch(workspace: Workspace) -> int:
+    return min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
 
 
 def _with_corrections(
@@ -145,7 +220,7 @@ def _corrected_plan(
         Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", phase=phase)
         for name, formula, size, where, phase in sizes
     ]
-    return Plan(terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
+    return replace(plan, terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
 
 
 def _correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
@@ -159,7 +234,7 @@ def _correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
 
 def _slice_sizes(workspace: Workspace) -> list[int]:
     """Examples at once, from the whole batch to one; each stands for a number of equal slices."""
-    batch = min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
+    batch = _batch(workspace)
     asked = workspace.memory_options.micro_batch
     if asked is not None:
         return [min(asked, batch)]
@@ -224,7 +299,6 @@ def _plan(
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
     sizes: list[tuple[str, str, int, Source, Phase]] = [
-        ("accumulators", "Σ in² + Σ out²", most, "exact", "collection"),
         ("activations", "2 · slice · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
@@ -243,17 +317,19 @@ def _plan(
         copied = own * item + largest * largest * item // 2
         sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
         sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "measuring"))
-    terms = [
+    sums: Literal["device", "host"] = "host" if chosen.offload else place
+    accumulators = Term(
+        name="accumulators",
+        formula="Σ in² + Σ out²",
+        size_bytes=most,
+        place=sums,
+        source="exact",
+        phase="collection",
+    )
+    terms = [accumulators] + [
         Term(name=name, formula=formula, size_bytes=size, place=place, source=source, phase=phase)
         for name, formula, size, source, phase in sizes
     ]
-    if not several:
-        stored = most // item * _stored_size(workspace.collection.storage_dtype, item)
-        # on a CPU they take the place of the sums, a layer at a time
-        when: Phase = "measuring" if place == "host" else "throughout"
-        terms.append(
-            Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", phase=when)
-        )
     if workspace.collection.nested and workspace.scratch is None:
         triangles = item * sum(
             each.groups * (side * (side + 1) // 2 if dense else side)
@@ -269,6 +345,29 @@ def _plan(
                 source="exact",
             )
         )
+    if not several:
+        stored = most // item * _stored_size(workspace.collection.storage_dtype, item)
+        # on the host they take the place of the sums, a layer at a time
+        when: Phase = "measuring" if sums == "host" else "throughout"
+        terms.append(
+            Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", phase=when)
+        )
+    if chosen.offload:
+        numbers = staging_numbers(
+            side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)
+        )
+        ends: tuple[Literal["device", "host"], ...] = (place, "host")
+        terms += [
+            Term(
+                name="staging",
+                formula="2 panels",
+                size_bytes=2 * numbers * item,
+                place=end,
+                source="exact",
+                phase="collection",
+            )
+            for end in ends
+        ]
     terms.append(
         Term(
             name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"

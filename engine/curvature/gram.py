@@ -4,15 +4,22 @@ A symmetric product needs half the multiplications of a general one. BLAS has a 
 and torch has none, so the upper triangle is covered by horizontal strips, each one GEMM from its
 own diagonal to the right edge: with b strips (b + 1)/2b of the full product. The blocks below
 the diagonal keep whatever they held; ``factors.mirrored_`` fills them once, at the end.
+
+Sums that stand elsewhere than the rows (see ``offload``) get the same strips by way of a staging
+buffer, each no larger than that.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from engine.curvature.offload import Staging
+
 _SMALL, _WIDE, _LARGE = 64, 384, 1024
 
 
-def add_gram_(total: Tensor, rows: Tensor) -> Tensor:
+def add_gram_(total: Tensor, rows: Tensor, staging: Staging | None = None) -> Tensor:
     """Add ``rowsᵀ rows`` to the upper triangle of ``total`` (n, n), for ``rows`` (P, n), in place.
 
     Memory:
@@ -21,16 +28,22 @@ def add_gram_(total: Tensor, rows: Tensor) -> Tensor:
     size = total.shape[0]
     strips = _strips(total, rows)
     height = -(-size // strips)
+    if staging is not None:
+        height = max(1, min(height, staging.numbers // size))
     for start in range(0, size, height):
         stop = min(start + height, size)
-        total[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+        here, left, right = total[start:stop, start:], rows[:, start:stop].T, rows[:, start:]
+        if staging is None:
+            here.addmm_(left, right)
+        else:
+            staging.add_(here, partial(_product, left, right))
     return total
 
 
 def _strips(total: Tensor, rows: Tensor) -> int:
     """The number of strips in which the triangle is fastest, as measured."""
     size = total.shape[0]
-    if total.is_cuda:
+    if rows.is_cuda:
         # each strip is a launch, and a device wants large ones
         return 1 if size < _LARGE else min(4, size // _LARGE)
     if rows.stride(0) == 1 and rows.shape[0] > 1:
@@ -46,16 +59,27 @@ def _strips(total: Tensor, rows: Tensor) -> int:
     return min(16, size // 192)
 
 
-def add_grams_(totals: Tensor, rows: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor, made: Tensor) -> None:
+    torch.matmul(left, right, out=made)
+
+
+def add_grams_(totals: Tensor, rows: Tensor, staging: Staging | None = None) -> Tensor:
     """Add ``rowsᵀ rows`` of each group of columns to ``totals`` (groups, n, n), for ``rows`` (P, groups · n), in place.
 
     Memory:
         Nothing besides its arguments; for groups of one column P · groups numbers.
     """
     groups, size = totals.shape[:2]
-    if size >= _WIDE:
+    if size >= _WIDE or (staging is not None and size * size > staging.numbers):
         for total, own in zip(totals, rows.view(-1, groups, size).unbind(1), strict=True):
-            add_gram_(total, own)
+            add_gram_(total, own, staging)
+        return totals
+    if staging is not None:
+        columns = rows.view(-1, groups, size).permute(1, 2, 0)
+        at_once = max(1, staging.numbers // (size * size))
+        for start in range(0, groups, at_once):
+            own = columns[start : start + at_once]
+            staging.add_(totals[start : start + at_once], partial(_product, own, own.mT))
         return totals
     if size == 1:
         totals[:, 0, 0] += rows.square().sum(0)

@@ -27,9 +27,10 @@ from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.numerics import Numerics
+from engine.curvature.offload import Staging, staging_numbers
 from engine.curvature.padding import grouped
 from engine.curvature.prediction import positions, predict
-from engine.curvature.statistics import LayerStatistics
+from engine.curvature.statistics import LayerStatistics, factor_sides
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
 from engine.memory.plan import Plan
@@ -52,6 +53,8 @@ class PassJob:
     """Operations without a deterministic form."""
     micro_batch: int | None = None
     """Examples that go through the model at once; None is the whole batch."""
+    offload: bool = False
+    """The sums stand on the host."""
     tables: frozenset[str] = frozenset()
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
     places: Places = frozenset()
@@ -271,11 +274,15 @@ def _allocated(
     """Zeroed sums of every layer of a pass."""
     by_name: dict[str, LayerStatistics] = {}
     traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
+    staging = None
+    if job.offload:
+        sides = [side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)]
+        staging = Staging(staging_numbers(sides), job.dtype, job.workspace.device)
     for layer in treated:
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
         # a leader stands before its followers
         leader = by_name[shared[layer.name]] if layer.name in shared else None
-        statistics = _kind(layer)(layer=layer, sharing=sharing, leader=leader, traced=traced)
+        statistics = _kind(layer)(layer=layer, sharing=sharing, leader=leader, traced=traced, staging=staging)
         statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
         statistics.allocate(job.dtype, job.workspace.device)
         by_name[layer.name] = statistics
@@ -293,7 +300,11 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
     of the additions.
     """
     groups = grouped(batch) if job.cut_padding else (batch,)
-    return sum(_enter(job, part, collector) for own in groups for part in own.slices(job.micro_batch or batch.size))
+    size = job.micro_batch or batch.size
+    terms = sum(_enter(job, part, collector) for own in groups for part in own.slices(size))
+    for staging in {each.staging for each in collector.statistics if each.staging is not None}:
+        staging.settle()
+    return terms
 
 
 def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.curvature.gram import add_gram_, add_grams_
+from engine.curvature.offload import Staging
 
 _AT_ONCE = 2**22
 """Numbers of windows written out at once."""
@@ -145,16 +146,17 @@ class Patches:
     """(N, *extents, C), padded, contiguous."""
     shape: Geometry
 
-    def add_gram_(self, total: Tensor) -> None:
+    def add_gram_(self, total: Tensor, staging: Staging | None = None) -> None:
         """Add ``Σ windowᵀ window`` to the upper triangle of ``total`` ([groups,] width, width), in place.
 
         Memory:
             As ``Geometry.scratch`` says.
         """
-        if self.shape.by_shifts(self.image.device):
-            self._add_by_shifts_(total)
+        block = self.shape.channels**2 // self.shape.groups
+        if self.shape.by_shifts(self.image.device) and (staging is None or block <= staging.numbers):
+            self._add_by_shifts_(total, staging)
         else:
-            self._add_by_slices_(total)
+            self._add_by_slices_(total, staging)
 
     def means(self) -> Tensor:
         """Mean window of each example, as (N, groups · width)."""
@@ -186,7 +188,7 @@ class Patches:
             ]
             yield image[(slice(None), *cuts)]
 
-    def _add_by_slices_(self, total: Tensor) -> None:
+    def _add_by_slices_(self, total: Tensor, staging: Staging | None) -> None:
         shape, steps = self.shape, self.image.stride()
         axes = range(len(shape.kernel))
         own = shape.channels // shape.groups
@@ -201,11 +203,11 @@ class Patches:
                 self.image.storage_offset() + start * steps[0],
             ).reshape(-1, shape.groups * shape.width)
             if total.ndim == 2:
-                add_gram_(total, windows)
+                add_gram_(total, windows, staging)
             else:
-                add_grams_(total, windows)
+                add_grams_(total, windows, staging)
 
-    def _add_by_shifts_(self, total: Tensor) -> None:
+    def _add_by_shifts_(self, total: Tensor, staging: Staging | None) -> None:
         shape = self.shape
         image = self.image
         if any(shape.missing):
@@ -216,10 +218,14 @@ class Patches:
             found: dict[_Strip, Tensor] = {}
             for row, column, terms in pairs:
                 block = total[..., row * own : (row + 1) * own, column * own : (column + 1) * own]
-                for sign, strip in terms:
+                for _, strip in terms:
                     if strip not in found:
                         found[strip] = self._correlation(image, shift, strip)
-                    block.add_(found[strip], alpha=sign)
+                signed = [(sign, found[strip]) for sign, strip in terms]
+                if staging is None:
+                    _add_signed_(signed, block)
+                else:
+                    staging.add_(block, lambda made, signed=signed: _add_signed_(signed, made.zero_()))  # type: ignore[misc]
 
     def _correlation(self, image: Tensor, shift: tuple[int, ...], strip: _Strip) -> Tensor:
         """``Σ x[q]ᵀ x[q + s]`` over the positions q of ``strip``, ([groups,] own, own)."""
@@ -244,6 +250,11 @@ class Patches:
         if total is None:
             raise ValueError("a strip without positions has no correlation")
         return total
+
+
+def _add_signed_(found: list[tuple[int, Tensor]], block: Tensor) -> None:
+    for sign, product in found:
+        block.add_(product, alpha=sign)
 
 
 def in_parameter_order_(total: Tensor, width: int, kernel: int, *, reverse: bool) -> Tensor:

@@ -16,6 +16,7 @@ References:
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,7 @@ from engine.curvature.gram import add_gram_, add_grams_
 from engine.curvature.joint import Met, block_gradients, squared_norms
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
+from engine.curvature.offload import Staging
 
 
 @dataclass(eq=False)
@@ -54,6 +56,8 @@ class LayerStatistics:
     """Backward hooks that fired."""
     flaw: str | None = None
     """Why the layer must be declared, once something has shown that it must."""
+    staging: Staging | None = None
+    """How contributions reach the sums where these stand on the host."""
     traced: bool = False
     """The exact trace is wanted."""
     squares: Tensor | None = None
@@ -81,18 +85,19 @@ class LayerStatistics:
         return self.layer.explanation
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the zeroed sums.
+        """Make the zeroed sums, on the host where there is a staging.
 
         Memory:
             in_dim² (or in_dim) and out_dim² numbers of each group, unless A is a leader's.
         """
+        place = torch.device("cpu") if self.staging is not None else device
         layer = self.layer
         groups = (layer.groups,) if layer.groups > 1 else ()
         if self.leader is None and layer.form not in ("block", "diagonal_block"):
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
-            self.A = torch.zeros(shape, dtype=dtype, device=device)
+            self.A = torch.zeros(shape, dtype=dtype, device=place)
         sides = (layer.out_dim,) if layer.form == "diagonal_block" else (*groups, layer.out_dim, layer.out_dim)
-        self.G = torch.zeros(sides, dtype=dtype, device=device)
+        self.G = torch.zeros(sides, dtype=dtype, device=place)
         if self.traced:
             self.squares = torch.zeros(3, layer.groups, dtype=torch.float64, device=device)
 
@@ -124,7 +129,7 @@ class LayerStatistics:
             self.positions += ids.numel()
             self.weight_A += ids.numel()
             if self.A is not None:
-                self.A += torch.bincount(ids, minlength=layer.fan_in).to(self.A.dtype)
+                self._add_small_(self.A, torch.bincount(ids, minlength=layer.fan_in))
             return
         if self.sharing == "reduce":
             rows, positions = self._pooled(rows, use)
@@ -152,10 +157,10 @@ class LayerStatistics:
             return
         width = layer.fan_in if layer.weight else 0
         if layer.weight:
-            patches.add_gram_(self.A[..., :width, :width])
+            patches.add_gram_(self.A[..., :width, :width], self.staging)
         if layer.bias:
             if layer.weight:
-                self.A[..., :width, width] += patches.sums().view(*self.A.shape[:-2], width)
+                self._add_small_(self.A[..., :width, width], patches.sums().view(*self.A.shape[:-2], width))
             self.A[..., width, width] += rows
 
     def _pooled(self, rows: Tensor, use: Use) -> tuple[Tensor, int]:
@@ -185,10 +190,10 @@ class LayerStatistics:
         layer = self.layer
         width = layer.fan_in if layer.weight else 0
         if layer.weight:
-            _add_(total[..., :width, :width], rows)
+            self._add_gram_(total[..., :width, :width], rows)
         if layer.bias:
             if layer.weight:
-                total[..., :width, width] += rows.sum(0).view(*total.shape[:-2], width)
+                self._add_small_(total[..., :width, width], rows.sum(0).view(*total.shape[:-2], width))
             total[..., width, width] += rows.shape[0]
 
     @property
@@ -233,7 +238,20 @@ class LayerStatistics:
 
     def _add_rows_(self, total: Tensor, rows: Tensor) -> None:
         self.rows_G += rows.shape[0]
-        _add_(total, rows.to(total.dtype))
+        self._add_gram_(total, rows.to(total.dtype))
+
+    def _add_gram_(self, total: Tensor, rows: Tensor) -> None:
+        if total.ndim == 2:
+            add_gram_(total, rows, self.staging)
+        else:
+            add_grams_(total, rows, self.staging)
+
+    def _add_small_(self, total: Tensor, numbers: Tensor) -> None:
+        """Add a vector's worth of numbers."""
+        if self.staging is None:
+            total += numbers.to(total.dtype)
+        else:
+            self.staging.add_(total, lambda made: made.copy_(numbers))
 
     def _add_norms_(self, norms: Tensor) -> None:
         self.norms = norms if self.norms is None else self.norms + norms
@@ -270,8 +288,8 @@ def _summed(rows: Tensor, use: Use) -> Tensor:
     return rows.new_zeros(use.examples, rows.shape[-1]).index_add_(0, use.owners, counted)
 
 
-def _add_(total: Tensor, rows: Tensor) -> None:
-    if total.ndim == 2:
-        add_gram_(total, rows)
-    else:
-        add_grams_(total, rows)
+def factor_sides(layer: TreatedLayer, *, follows: bool) -> Iterator[tuple[int, int]]:
+    """(groups, rows) of each factor that the layer holds itself; a diagonal one is so many groups of one row."""
+    yield (layer.out_dim, 1) if layer.form == "diagonal_block" else (layer.groups, layer.out_dim)
+    if not follows and layer.form not in ("block", "diagonal_block"):
+        yield (layer.in_dim, 1) if layer.form == "diagonal" else (layer.groups, layer.in_dim)

@@ -113,9 +113,10 @@ class TiedHeadStatistics(LayerStatistics):
         Memory:
             Nothing of the size of V².
         """
-        counts, vectors = self.counts, self.vectors
-        if counts is None or vectors is None:
+        if self.counts is None or self.vectors is None:
             raise ValueError(f"layer `{self.layer.name}` was never allocated")
+        # the head's sums may stand on the host
+        counts, vectors = self.counts.to(G.device), self.vectors.to(G.device)
         counts.div_(self.weight_counts or 1.0)
         mirrored_(vectors.div_(self.weight_G or 1.0))
         if identity:

@@ -46,6 +46,8 @@ class Chosen:
     """Examples that go through the model at once; None is the whole batch."""
     corrections: tuple[tuple[str, ...], ...] = ()
     """Layers of each further pass that EK-FAC makes; none without it."""
+    offload: bool = False
+    """The sums stand on the host, and contributions reach them by way of a staging buffer."""
 
     @classmethod
     def read(cls, plan: Mapping[str, Any]) -> "Chosen":
@@ -53,7 +55,12 @@ class Chosen:
         parts, corrections = (
             tuple(tuple(str(name) for name in part) for part in plan.get(key) or ()) for key in ("parts", "corrections")
         )
-        return cls(parts=parts, micro_batch=plan.get("micro_batch"), corrections=corrections)
+        return cls(
+            parts=parts,
+            micro_batch=plan.get("micro_batch"),
+            corrections=corrections,
+            offload=bool(plan.get("offload", False)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,8 @@ class Plan:
 
     terms: tuple[Term, ...]
     chosen: Chosen = field(default_factory=Chosen)
+    why: str = ""
+    """What was weighed, in words."""
 
     def peak_bytes(self, place: Literal["device", "host"]) -> int:
         """Bytes held at once in one place, in the phase that holds most."""
@@ -93,6 +102,7 @@ class Plan:
             "host_peak_bytes": self.peak_bytes("host"),
             "terms": [asdict(term) for term in self.terms],
             **asdict(self.chosen),
+            "why": self.why,
         }
 
     def fits(self, budget: MemoryBudget) -> bool:

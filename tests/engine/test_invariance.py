@@ -77,6 +77,12 @@ def in_passes(*parts: tuple[str, ...]) -> Workspace:
     return made
 
 
+def offloaded(**options: Any) -> Workspace:
+    made = space(**options)
+    made.memory_options = Memory(offload="on")
+    return made
+
+
 CHANGES: list[tuple[str, Callable[[], Workspace], str]] = [
     ("a second run", space, DIGESTS),
     ("chunks of the data", lambda: space(chunks=7), DIGESTS),
@@ -86,6 +92,7 @@ CHANGES: list[tuple[str, Callable[[], Workspace], str]] = [
     ("batch size 20", lambda: space(batch_size=20), ROUNDING),
     ("micro-batch 1", lambda: sliced(1), ROUNDING),
     ("micro-batch 3", lambda: sliced(3), ROUNDING),
+    ("sums on the host", offloaded, ROUNDING),
     ("order of the examples", lambda: space(order=torch.arange(19, -1, -1)), ROUNDING),
 ]
 

@@ -179,3 +179,35 @@ def test_a_tied_head_and_a_shared_table_of_positions_equal_those_of_the_cpu() ->
     for layer in here.layers:
         assert relative_error(there.load(layer.ordinal).A.cpu(), here.load(layer.ordinal).A) < 1e-11
         assert relative_error(there.load(layer.ordinal).G.cpu(), here.load(layer.ordinal).G) < 1e-11
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type2"])
+def test_offloaded_sums_equal_resident_ones(fisher: str) -> None:
+    whole, moved = on("cuda", fisher=fisher), on("cuda", fisher=fisher)
+    moved.memory_options = Memory(offload="on", micro_batch=5)
+    here, there = collected(whole), collected(moved)
+    for layer in here.layers:
+        left, right = here.load(layer.ordinal), there.load(layer.ordinal)
+        assert left.A.device.type == left.G.device.type == "cpu"
+        assert relative_error(right.A, left.A) < 1e-11
+        assert relative_error(right.G, left.G) < 1e-11
+
+
+def test_sums_leave_a_device_that_is_too_small_for_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1500, 1500) for _ in range(8)]).cuda()
+    x = torch.randn(8, 1500)
+    space = workspace(model, [(x, x)], "regression", fisher="mc", dtype="float32", batch_size=8)
+    space.device = torch.device("cuda")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    # eight layers' sums take 144 MB; the eigenvalues of one take 54 MB in float64
+    space.memory = MemoryBudget(device_bytes=weights + 100 * 2**20, host_bytes=2**40)
+    plans = []
+    space.planned = plans.append
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    whole = collected(space)
+    assert plans[0]["offload"]
+    assert whole.passes == 1
+    assert torch.cuda.max_memory_allocated() - before < 100 * 2**20
+    assert torch.cuda.memory_allocated() - before < 2**20

@@ -1,0 +1,88 @@
+"""Offload: sums that stand on the host, while what is added to them is computed on the device.
+
+A contribution is made panel by panel. Each is computed into one of two staging buffers on the
+device, copied to its twin in pinned host memory on a side stream, and added there to the sum when
+the buffer is wanted again: while one panel is on its way, the next is computed. On a CPU the same
+is done in turn, without streams.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PANEL = 2**24
+"""Numbers in one staging buffer, where a single row is not longer: 64 MiB in float32."""
+
+
+def staging_numbers(sides: Iterable[tuple[int, int]]) -> int:
+    """Numbers that a staging buffer needs for factors of (groups, rows): no more than the largest has."""
+    known = list(sides)
+    largest = max((groups * side * side for groups, side in known), default=1)
+    longest = max((groups * side for groups, side in known), default=1)
+    return max(min(largest, _PANEL), longest)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One staging buffer, and its twin on the host."""
+
+    made: Tensor
+    arrived: Tensor
+    copied: torch.cuda.Event | None
+    target: Tensor | None = None
+    """The part of a sum that what is on its way belongs to."""
+
+
+class Staging:
+    """Two buffers of ``numbers`` each on ``device``, and two on the host."""
+
+    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.numbers = numbers
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._slots = [
+            _Slot(
+                made=torch.empty(numbers, dtype=dtype, device=device),
+                arrived=torch.empty(numbers, dtype=dtype, pin_memory=cuda),
+                copied=torch.cuda.Event() if cuda else None,  # type: ignore[no-untyped-call]
+            )
+            for _ in range(2)
+        ]
+
+    def add_(self, target: Tensor, compute: Callable[[Tensor], object]) -> None:
+        """Add to ``target``, a part of a sum on the host, what ``compute`` writes into a tensor of its shape.
+
+        The addition is done by the next but one call, or by ``settle``.
+        """
+        slot = self._slots[0]
+        self._slots.reverse()
+        _receive(slot)
+        count = target.numel()
+        made = slot.made[:count].view(target.shape)
+        compute(made)
+        arrived = slot.arrived[:count].view(target.shape)
+        if self._stream is None or slot.copied is None:
+            arrived.copy_(made)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                arrived.copy_(made, non_blocking=True)
+                slot.copied.record(self._stream)
+        slot.target = target
+
+    def settle(self) -> None:
+        """Add what is still on its way, in the order it was made."""
+        for slot in self._slots:
+            _receive(slot)
+
+
+def _receive(slot: _Slot) -> None:
+    if slot.target is None:
+        return
+    if slot.copied is not None:
+        slot.copied.synchronize()
+    slot.target += slot.arrived[: slot.target.numel()].view(slot.target.shape)
+    slot.target = None
