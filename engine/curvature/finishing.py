@@ -149,7 +149,7 @@ def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtyp
         NonFiniteFactor: If it holds NaN or Inf, or does so at ``dtype``.
     """
     name = found.layer.name
-    if not bool(torch.isfinite(factor).all()):
+    if not _is_finite(factor):
         raise NonFiniteFactor(
             f"layer `{name}`: {side} holds NaN or Inf after the last batch; activations or gradients "
             f"overflow at {str(factor.dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
@@ -157,10 +157,19 @@ def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtyp
         )
     groups = [factor] if found.layer.groups == 1 else list(factor)
     kept = [to_storage(group, dtype) for group in groups]
-    if dtype != factor.dtype and not all(bool(torch.isfinite(stored).all()) for stored, _ in kept):
+    if dtype != factor.dtype and not all(_is_finite(stored) for stored, _ in kept):
         kind = str(dtype).removeprefix("torch.")
         raise NonFiniteFactor(
             f"layer `{name}`: {side} has entries beyond the range of {kind}; take another `collection.storage_dtype`",
             layer=name,
         )
     return kept
+
+
+def _is_finite(factor: Tensor) -> bool:
+    """Told by the diagonal, as no entry of a positive semidefinite matrix is larger than the largest there.
+
+    The whole would take another factor's worth of memory to look at.
+    """
+    diagonal = factor if factor.ndim == 1 else factor.diagonal(dim1=-2, dim2=-1)
+    return bool(torch.isfinite(diagonal).all())

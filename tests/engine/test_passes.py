@@ -199,7 +199,7 @@ whole = collected(Workspace(
 ))
 factor_bytes = sum(4 * (layer.in_dim ** 2 + layer.out_dim ** 2) for layer in whole.layers)
 print(json.dumps({
-    "passes": whole.passes, "factor_bytes": factor_bytes,
+    "passes": whole.passes, "micro_batch": whole.micro_batch, "factor_bytes": factor_bytes,
     "peak_bytes": peak_bytes(torch.device("cpu")),
     "trace": float(whole.load(139).A.diagonal().sum()),
 }))
@@ -211,9 +211,12 @@ def test_factors_of_four_budgets_stay_within_one(tmp_path: Path) -> None:
     budget = 520 * 2**20
     ran = subprocess.run(
         [sys.executable, "-P", "-c", _PROGRAM, str(budget), str(tmp_path)],
-        capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True,
+        # this very tree, whatever is installed
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )  # fmt: skip
     seen = json.loads(ran.stdout)
+    print({**seen, "budget": budget})  # noqa: T201 - the figures, with `pytest -s`
     assert seen["factor_bytes"] > 4 * budget
     assert seen["passes"] > 3
     assert seen["peak_bytes"] <= budget
