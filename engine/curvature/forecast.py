@@ -139,7 +139,11 @@ def _quicker(workspace: Workspace, resident: Plan, offloaded: Plan, seen: DryRun
     moved = _moved_bytes(workspace, offloaded, seen) / pace.bytes_per_second
     batch = _batch(workspace) / seen.examples
     # forward, and backward without weight gradients: two operations a multiplication, each
-    operations = 4 * batch * sum(_patches(call) * call.layer.fan_out for call in seen.calls)
+    operations = (
+        4
+        * batch
+        * sum(call.output.numel() * call.layer.fan_in for call in seen.calls if call.layer.form == "kronecker")
+    )
     again = operations / pace.operations_per_second
 
     def seconds(plan: Plan) -> float:
