@@ -25,6 +25,9 @@ class Collection:
     batch_size: int = 64
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of the passes and of the accumulators."""
+    amp: Literal["off", "bf16", "fp16"] = option("off", known_as="use_amp")
+    """Whether the model computes in 16 bits where torch deems that safe; the sums stay in float32. `fp16` is for
+    CUDA. A device that can not falls back to float32, and each layer's record says so."""
     storage_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     """Precision the factors are kept, digested and decomposed in; null is that of the sums. A wider one holds the
     same numbers. `bfloat16` rounds to 8 bits; `float16` to 11, times one power of two per factor, below which
@@ -56,6 +59,8 @@ class Collection:
             raise FieldError("samples", f"is {self.samples}, but only `mc` samples labels; take 1 or `fisher: mc`")
         if not 0 <= self.seed <= MAX_SEED:
             raise FieldError("seed", f"is {self.seed}; take 0 to 2^63-1")
+        if self.amp != "off" and self.dtype == "float64":
+            raise FieldError("amp", f"is {self.amp}, which narrows float32; take `dtype: float32`, or `amp: off`")
         if self.update_freq < 1:
             raise FieldError("update_freq", f"is {self.update_freq}; take 1 (every batch) or more")
         if self.ekfac and self.fisher == "forward_only":

@@ -67,6 +67,12 @@ class LayerRecord:
     """Precision the factors are kept in; digests and eigenvalues are of these numbers."""
     accumulation_dtype: str | None
     """Precision of the sums behind them."""
+    amp: str | None
+    """What the model computed in: `off` (float32 or float64 throughout), `bf16` or `fp16`."""
+    amp_fallback: str | None
+    """Why that is not what was asked for."""
+    loss_scale: float | None
+    """Power of two that `fp16` came to multiply directions by; it is divided out of everything."""
     scale_A: float | None
     """Power of two that the kept A is multiplied by; 1 but for float16."""
     scale_G: float | None

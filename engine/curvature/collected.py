@@ -77,6 +77,12 @@ class Collected:
     """`resident`: in memory together; `laid aside`: in a scratch place; `stored`: of an earlier job."""
     micro_batch: int | None
     """Examples that went through the model at once; None where an earlier job did not say."""
+    amp: str
+    """What the model computed in."""
+    amp_fallback: str | None
+    """Why that is not what was asked for."""
+    loss_scale: float | None
+    """What `fp16` came to multiply directions by."""
     planned_peak_bytes: int | None
     nondeterministic: tuple[str, ...] | None
     """Operations of the model without a deterministic form; None where nobody listened."""
@@ -190,6 +196,9 @@ def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, K
             "passes": collected.passes,
             "micro_batch": collected.micro_batch,
             "nondeterministic": collected.nondeterministic,
+            "amp": collected.amp,
+            "amp_fallback": collected.amp_fallback,
+            "loss_scale": collected.loss_scale,
             "layers": layers,
             "declared": [asdict(layer) for layer in collected.declared],
         },
@@ -228,6 +237,9 @@ def read_collected(artifacts: Artifacts) -> Collected:
         device="cpu",
         storage_policy="stored",
         micro_batch=index.get("micro_batch"),
+        amp=index.get("amp", "off"),
+        amp_fallback=index.get("amp_fallback"),
+        loss_scale=index.get("loss_scale"),
         planned_peak_bytes=None,
         nondeterministic=None if index.get("nondeterministic") is None else tuple(index["nondeterministic"]),
         not_replayed=(),

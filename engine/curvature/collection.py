@@ -28,6 +28,7 @@ from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import places_of
 from engine.curvature.interception import Interception
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
+from engine.curvature.mixed_precision import usable
 from engine.curvature.nested import sizes_of
 from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.padding import padding_decides_nothing
@@ -80,7 +81,10 @@ def _collect(workspace: Workspace) -> Collected:
         dtype=dtype,
         numerics=numerics,
         heard=set(),
+        precision=usable(workspace.collection.amp, workspace.device),
     )
+    if job.precision.fallback is not None:
+        workspace.log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
     _require_finite(job.model)
     found = surveyed(job.model, job.collection)
     trainable = trainable_numbers(job.model)
@@ -294,6 +298,9 @@ def _finished(
         device="cpu",
         storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
         micro_batch=plan.chosen.micro_batch,
+        amp=job.precision.amp,
+        amp_fallback=job.precision.fallback,
+        loss_scale=gathered.loss_scale if job.precision.amp == "fp16" else None,
         planned_peak_bytes=plan.largest_peak_bytes,
         nondeterministic=tuple(sorted(gathered.nondeterministic)),
         not_replayed=job.numerics.not_replayed(job.workspace.numerics),

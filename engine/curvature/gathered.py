@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.curvature.batches import Batch, tensors
 from engine.curvature.factors import Factors
+from engine.curvature.mixed_precision import FIRST_SCALE, LossScale
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import Waiting
 
@@ -47,6 +48,7 @@ class Gathered:
     examples: int = 0
     updates: int = 0
     passes: int = 0
+    loss_scale: float = FIRST_SCALE
 
 
 @dataclass(kw_only=True)
@@ -63,8 +65,17 @@ class Cursor:
     updates: int = 0
     terms: int = 0
     """Loss terms of those examples."""
+    loss_scale: float = FIRST_SCALE
+    """What `fp16` multiplies directions by."""
+    steady: int = 0
+    """Directions since that last changed."""
     data: int = 0
     """A checksum over the batches so far, where one is wanted."""
+
+    def note(self, scale: LossScale | None) -> None:
+        """Remember what directions are multiplied by."""
+        if scale is not None:
+            self.loss_scale, self.steady = scale.value, scale.steady
 
     def take(self, batch: Batch, *, checked: bool) -> None:
         """Count one batch, whether or not it enters the statistics."""

@@ -9,6 +9,7 @@ Sums that stand elsewhere than the rows (see ``offload``) get the same strips by
 buffer, each no larger than that.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -17,15 +18,21 @@ from torch import Tensor
 from engine.curvature.offload import Staging
 
 _SMALL, _WIDE, _LARGE = 64, 384, 1024
+_CAST = 2**22
 
 
 def add_gram_(total: Tensor, rows: Tensor, staging: Staging | None = None) -> Tensor:
     """Add ``rowsᵀ rows`` to the upper triangle of ``total`` (n, n), for ``rows`` (P, n), in place.
 
     Memory:
-        Nothing besides its arguments.
+        Nothing besides its arguments; rows of another precision than the sum's are brought to it
+        4 Mi numbers at a time.
     """
     size = total.shape[0]
+    if rows.dtype != total.dtype:
+        for piece in _pieces(rows):
+            add_gram_(total, piece.to(total.dtype), staging)
+        return total
     strips = _strips(total, rows)
     height = -(-size // strips)
     if staging is not None:
@@ -59,6 +66,12 @@ def _strips(total: Tensor, rows: Tensor) -> int:
     return min(16, size // 192)
 
 
+def _pieces(rows: Tensor) -> Iterator[Tensor]:
+    at_once = max(1, _CAST // max(rows.shape[1], 1))
+    for start in range(0, rows.shape[0], at_once):
+        yield rows[start : start + at_once]
+
+
 def _product(left: Tensor, right: Tensor, made: Tensor) -> None:
     torch.matmul(left, right, out=made)
 
@@ -70,6 +83,10 @@ def add_grams_(totals: Tensor, rows: Tensor, staging: Staging | None = None) -> 
         Nothing besides its arguments; for groups of one column P · groups numbers.
     """
     groups, size = totals.shape[:2]
+    if rows.dtype != totals.dtype:
+        for piece in _pieces(rows):
+            add_grams_(totals, piece.to(totals.dtype), staging)
+        return totals
     if size >= _WIDE or (staging is not None and size * size > staging.numbers):
         for total, own in zip(totals, rows.view(-1, groups, size).unbind(1), strict=True):
             add_gram_(total, own, staging)

@@ -8,7 +8,7 @@ output that then needs none either is made a leaf that does, so that gradients w
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from engine.curvature.layers.embedding import EmbeddingLayer
 from engine.curvature.layers.functional_linear import FunctionalLinearLayer
 from engine.curvature.layers.layer import TreatedLayer, Use
 from engine.curvature.layers.place import Place
+from engine.curvature.mixed_precision import LossScale
 from engine.curvature.provenance import Rows
 from engine.curvature.sightings import Product
 from engine.curvature.statistics import LayerStatistics
@@ -80,6 +81,10 @@ class Collector:
     """All places in parameters that are layers, those that are not collected now among them."""
     returning: bool = False
     """The backward pass has begun."""
+    scale: LossScale | None = None
+    """What directions are multiplied by; None where that is one."""
+    _held: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
+    """Gradients of one direction, and where they go once all of them are known to be finite."""
     _seen: dict[str, _Entered] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _ungraphed: Counter[str] = field(default_factory=Counter)
@@ -125,13 +130,34 @@ class Collector:
         for record in (self._seen, self._calls, self._ungraphed):
             record.clear()
 
-    def returned(self) -> None:
-        """Close one backward pass."""
+    def returned(self) -> bool:
+        """Close one backward pass; False where a gradient has overflowed, and nothing of it has entered anything."""
+        held, self._held = self._held, []
+        bare = [] if self._interception is None else list(self._interception.returned())
+        if self.scale is not None:
+            arrived = [gradient for _, gradient in (*held, *bare)]
+            if arrived and not bool(torch.stack([gradient.isfinite().all() for gradient in arrived]).all()):
+                return False
+        for enter, gradient in held:
+            enter(self._unscaled(gradient))
         for meeting in self._meetings.values():
             meeting.close()
-        if self._interception is not None:
-            for name, gradients in self._interception.returned():
-                self._bare[name].add_example_gradients_(gradients)
+        for name, gradients in bare:
+            self._bare[name].add_example_gradients_(self._unscaled(gradients))
+        return True
+
+    def receive(self, gradient: Tensor, enter: Callable[[Tensor], None]) -> None:
+        """Hand on one gradient that has arrived: at once, or when the others of its direction are there."""
+        if self.scale is None:
+            enter(gradient)
+        else:
+            self._held.append((enter, gradient))
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        if self.scale is None:
+            return gradient
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        return wide.div_(self.scale.value)
 
     def end(self) -> None:
         """Close one batch.
@@ -303,12 +329,15 @@ class Collector:
             # a bias's gradient needs no input
             use = use.without_input()
 
-        def arrived(gradient: Tensor) -> None:
+        def enter(gradient: Tensor) -> None:
             if rows is not None:
                 gradient = rows.example_first(gradient, use.examples)
             statistics.add_gradient_(use, gradient)
             if meeting is not None:
                 meeting.arrive(use, gradient, self._calls[name])
+
+        def arrived(gradient: Tensor) -> None:
+            self.receive(gradient, enter)
 
         if output.requires_grad:
             output.register_hook(arrived)  # type: ignore[no-untyped-call]

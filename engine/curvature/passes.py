@@ -5,7 +5,7 @@ of the plan and lays their factors aside before the next begins. The numbers are
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
+from engine.curvature.mixed_precision import Precision
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.numerics import Numerics
 from engine.curvature.offload import Staging, staging_numbers
@@ -55,6 +56,7 @@ class PassJob:
     """Examples that go through the model at once; None is the whole batch."""
     offload: bool = False
     """The sums stand on the host."""
+    precision: Precision = field(default_factory=Precision)
     tables: frozenset[str] = frozenset()
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
     places: Places = frozenset()
@@ -132,6 +134,7 @@ def _gather(
         if several and job.workspace.checkpointed:
             # what waits on the disk is never collected again
             after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
+            after.loss_scale = gathered.loss_scale
             checkpoints.save(after, (), gathered)
     if found is not None:
         job.workspace.log("info", "collection resumed after its last batch: every factor waits already")
@@ -163,6 +166,7 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
         nondeterministic=job.heard,
         examples=found.cursor.examples,
         updates=found.cursor.updates,
+        loss_scale=found.cursor.loss_scale,
         passes=found.passes,
     )
     job.heard.update(found.nondeterministic)
@@ -224,6 +228,7 @@ def _run(
         if found.running:
             cursor = saved
         progress.resume(cursor.batches, batch_count)
+    collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
     with witnessed(job.model, job.task) as witness, collector.attached(), torch.enable_grad():
         witness.read = cursor.read
         for arrived in stream:
@@ -235,6 +240,7 @@ def _run(
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
                 cursor.terms += update(job, batch, collector)
+                cursor.note(collector.scale)
                 witness.require_finite(all_statistics)
                 cursor.examples += batch.size
                 cursor.updates += 1
@@ -251,7 +257,7 @@ def _run(
         # the correction has no checkpoints of its own: whoever is killed in it begins it anew, and nothing before it
         checkpoints.save(cursor, all_statistics, gathered)
     _require_terms(job, cursor, all_statistics)
-    gathered.examples, gathered.updates = cursor.examples, cursor.updates
+    gathered.examples, gathered.updates, gathered.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
     return all_statistics
 
 
@@ -311,7 +317,10 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
     """Let examples that go through the model together enter the statistics; returns their loss terms."""
     collector.begin(batch.size, positions(batch, job.task), tensors(batch.inputs))
     with torch.set_grad_enabled(collector.gradients):
-        prediction = predict(job.model, batch, job.task)
+        with job.precision.autocast(job.workspace.device):
+            prediction = predict(job.model, batch, job.task)
+        # probabilities, and what is drawn from them, in the precision of the sums
+        prediction = replace(prediction, outputs=prediction.outputs.to(job.dtype))
     collector.returning = True
     terms, divisor, shares = prediction.terms, prediction.divisor, prediction.shares
     for statistics in collector.statistics:
@@ -323,19 +332,31 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
         end = get_gradient_edge(prediction.outputs)
         for direction in directions(prediction, batch.index, job.task, job.collection):
             if waiting is not None:
-                _pull_back(end, waiting, retain_graph=True)
-                collector.returned()
+                _return(end, waiting, collector, last=False)
             waiting = direction
         if waiting is not None:
             del prediction
-            # the last one frees the graph as it goes
-            _pull_back(end, waiting, retain_graph=False)
-            collector.returned()
+            _return(end, waiting, collector, last=True)
     collector.end()
     shares_squared = float(shares.dot(shares))
     for statistics in collector.statistics:
         statistics.end_batch_(shares, shares_squared)
     return terms
+
+
+def _return(end: GradientEdge, direction: Tensor, collector: Collector, *, last: bool) -> None:
+    """Pull one direction back, until all its gradients are finite."""
+    scale = collector.scale
+    if scale is None:
+        # the last one frees the graph as it goes
+        _pull_back(end, direction, retain_graph=not last)
+        collector.returned()
+        return
+    _pull_back(end, direction * scale.value, retain_graph=True)
+    while not collector.returned():
+        scale.lower()
+        _pull_back(end, direction * scale.value, retain_graph=True)
+    scale.endure()
 
 
 def _pull_back(end: GradientEdge, direction: Tensor, *, retain_graph: bool) -> None:

@@ -121,9 +121,6 @@ class LayerStatistics:
             self._add_patches_(layer, entered)
             return
         rows = layer.activation_rows(entered)
-        if rows.is_floating_point() and self.G is not None:
-            # a model may compute parts of itself more narrowly (autocast) than the sums are kept
-            rows = rows.to(self.G.dtype)
         if layer.form == "diagonal":
             ids = rows if kept is None else rows[kept]
             self.positions += ids.numel()
@@ -132,6 +129,9 @@ class LayerStatistics:
                 self._add_small_(self.A, torch.bincount(ids, minlength=layer.fan_in))
             return
         if self.sharing == "reduce":
+            if self.G is not None:
+                # a model may compute parts of itself more narrowly (autocast) than the sums are kept
+                rows = rows.to(self.G.dtype)
             rows, positions = self._pooled(rows, use)
             self.positions += positions
         else:
@@ -193,7 +193,9 @@ class LayerStatistics:
             self._add_gram_(total[..., :width, :width], rows)
         if layer.bias:
             if layer.weight:
-                self._add_small_(total[..., :width, width], rows.sum(0).view(*total.shape[:-2], width))
+                self._add_small_(
+                    total[..., :width, width], rows.sum(0, dtype=total.dtype).view(*total.shape[:-2], width)
+                )
             total[..., width, width] += rows.shape[0]
 
     @property
@@ -209,7 +211,7 @@ class LayerStatistics:
             return
         rows = layer.gradient_rows(gradient)
         if self.sharing == "reduce" and layer.form == "kronecker":
-            rows = _summed(rows, use)
+            rows = _summed(rows.to(self.G.dtype), use)
         elif kept is not None:
             # dropped before the product: half of a padded batch is often padding
             rows = rows[kept]
@@ -238,7 +240,7 @@ class LayerStatistics:
 
     def _add_rows_(self, total: Tensor, rows: Tensor) -> None:
         self.rows_G += rows.shape[0]
-        self._add_gram_(total, rows.to(total.dtype))
+        self._add_gram_(total, rows)
 
     def _add_gram_(self, total: Tensor, rows: Tensor) -> None:
         if total.ndim == 2:
