@@ -24,6 +24,9 @@ class Memory:
     offload: Literal["auto", "on", "off"] = "auto"
     """Whether sums stand on the host while the device computes what is added to them. `auto`: where they do not fit
     on the device, and moving them takes less time than further passes over the data."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Whether the model's repeated layers are computed again in the backward pass instead of keeping what they
+    computed, where the model offers it. `auto`: where a single example would not fit otherwise."""
 
     def __post_init__(self) -> None:
         """Refuse amounts that cannot be read."""

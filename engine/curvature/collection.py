@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from engine.curvature.activations import checkpointed, traced
 from engine.curvature.batches import Batch, mapped, tensors
 from engine.curvature.broadcast import proven
 from engine.curvature.calls import Call, called, followers, shared_tables, unattributed, watched
@@ -28,6 +29,7 @@ from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import places_of
 from engine.curvature.interception import Interception
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
+from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.mixed_precision import usable
 from engine.curvature.nested import sizes_of
 from engine.curvature.numerics import Numerics, pinned
@@ -97,6 +99,7 @@ def _collect(workspace: Workspace) -> Collected:
         job = dataclasses.replace(job, places=places_of(found))
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
+        seen = _with_activations(job, found, seen)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
         workspace.curve.planned_device_bytes = plan.peak_bytes("device")
@@ -105,8 +108,9 @@ def _collect(workspace: Workspace) -> Collected:
         plan.require(workspace.memory)
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
-        gathered = gather(job, found, shared, mixed, plan)
-        corrections = corrected(job, gathered, plan.chosen.corrections) if job.collection.ekfac else {}
+        with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
+            gathered = gather(job, found, shared, mixed, plan)
+            corrections = corrected(job, gathered, plan.chosen.corrections) if job.collection.ekfac else {}
         if gathered.nondeterministic:
             workspace.log(
                 "warning",
@@ -114,6 +118,29 @@ def _collect(workspace: Workspace) -> Collected:
                 + ", ".join(sorted(gathered.nondeterministic)),
             )
         return _finished(job, found, trainable, gathered, plan, corrections)
+
+
+def _with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
+    """The dry run, with what autograd saves of a pass where anything is pulled back."""
+    if job.collection.fisher == "forward_only":
+        return seen
+    batch = next(job.batches())
+    watched = {
+        role.module: job.collection.exact_trace or isinstance(role, BlockLayer)
+        for layer in survey.treated
+        for role in layer.roles
+    }
+
+    def run(examples: int) -> Tensor:
+        with job.precision.autocast(job.workspace.device):
+            return predict(job.model, _repeated(batch, examples), job.task).outputs
+
+    sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    saved, recomputed = traced(run, sizes, job.model, watched)
+    if saved.of(1) == 0:
+        # no graph at all: what the collection follows are loose parameters, which no module's call shows
+        return seen
+    return dataclasses.replace(seen, saved=saved, recomputed=recomputed)
 
 
 def _require_finite(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from engine.curvature.finishing import flaw
 from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import Collector
 from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.mixed_precision import FIRST_SCALE
 from engine.curvature.passes import PassJob, update
 from engine.curvature.statistics import LayerStatistics
 from engine.errors import NonFiniteFactor
@@ -137,7 +138,8 @@ def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
     """One pass over the data."""
     workspace, collection = job.workspace, job.collection
-    collector = Collector(statistics=sums, tables=job.tables, places=job.places)
+    scale = job.precision.loss_scale(FIRST_SCALE, 0)
+    collector = Collector(statistics=sums, tables=job.tables, places=job.places, scale=scale)
     count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     updates = 0
     # the numbers that the passes before this one drew

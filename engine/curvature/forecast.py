@@ -1,17 +1,18 @@
 """Forecast: the memory plan of one collection, from the shapes that a dry run showed.
 
-On a CPU everything is held by the host. The activations are an estimate (twice the inputs and
-outputs of the treated layers, which autograd and the model's other operations keep); the rest
-follows from shapes.
+On a CPU everything is held by the host. The activations are traced (see ``activations``), what a
+library decides is estimated; the rest follows from shapes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from engine.curvature.activations import Saved
 from engine.curvature.calls import Call
+from engine.curvature.choosing import Work, fewest_passes, partition, quicker
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
@@ -19,11 +20,10 @@ from engine.curvature.nested import EIGHTHS
 from engine.curvature.offload import staging_numbers
 from engine.curvature.statistics import factor_sides
 from engine.memory.budget import resident_bytes
-from engine.memory.pace import measured_pace
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Phase, Plan, Term
 from engine.workspace import Workspace
 
-Source = Literal["exact", "estimated"]
+Source = Literal["exact", "traced", "estimated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,10 @@ class DryRun:
     examples: int
     outputs: int
     """Numbers in the model's outputs."""
+    saved: Saved | None = None
+    """What autograd saves; None where nothing is pulled back."""
+    recomputed: Saved | None = None
+    """The same with activation checkpointing; None where the model offers none."""
 
 
 def forecast(
@@ -78,97 +82,39 @@ def _collection_plan(
     replayed = workspace.chosen
     if replayed is not None and {name for part in replayed.parts for name in part} == set(names):
         return replace(planned(replayed), why="an earlier attempt of this job chose so")
+    recompute = workspace.memory_options.activation_checkpointing
+    offered = seen.recomputed is not None
+    if recompute == "on" and not offered:
+        workspace.log("warning", "`memory.activation_checkpointing` is not used: the model offers none")
+
+    def fewest(*, offload: bool) -> Plan:
+        plan = fewest_passes(
+            workspace, groups, planned, Chosen(offload=offload, activation_checkpointing=offered and recompute == "on")
+        )
+        if plan.fits(workspace.memory) or recompute != "auto" or not offered:
+            return plan
+        smaller = fewest_passes(workspace, groups, planned, Chosen(offload=offload, activation_checkpointing=True))
+        if not smaller.fits(workspace.memory):
+            return plan
+        return replace(smaller, why=f"{smaller.why}; one example alone does not fit without activation checkpointing")
+
     wish = workspace.memory_options.offload
     if wish != "auto" or workspace.device.type != "cuda":
         # on a CPU the sums are on the host anyway
-        return _fewest_passes(workspace, groups, planned, offload=wish == "on")
-    resident = _fewest_passes(workspace, groups, planned, offload=False)
+        return fewest(offload=wish == "on")
+    resident = fewest(offload=False)
     if resident.fits(workspace.memory) and len(resident.chosen.parts) == 1:
         return resident
-    offloaded = _fewest_passes(workspace, groups, planned, offload=True)
-    return _quicker(workspace, resident, offloaded, seen)
+    offloaded = fewest(offload=True)
+    return quicker(workspace, resident, offloaded, _work(seen))
 
 
-def _fewest_passes(
-    workspace: Workspace,
-    groups: Mapping[tuple[str, ...], int],
-    planned: Callable[[Chosen], Plan],
-    *,
-    offload: bool,
-) -> Plan:
-    """One pass if any slices allow it, else as few as they do; the smallest slices where nothing fits."""
-    names = tuple(name for group in groups for name in group)
-    sizes = _slice_sizes(workspace)
-    where = "on the host" if offload else "in place"
-    plans = []
-    for size in sizes:
-        plan = planned(Chosen(parts=(names,), micro_batch=size, offload=offload))
-        if plan.fits(workspace.memory):
-            slices = "whole batches" if size == sizes[0] else f"slices of {size} examples, the largest that fit"
-            return replace(plan, why=f"one pass, with all sums {where} and {slices}")
-        plans.append(plan)
-    if workspace.scratch is None:
-        return replace(plans[-1], why="nothing fits, and there is no place for what further passes leave")
-    cuts = [
-        planned(Chosen(parts=parts, micro_batch=size, offload=offload))
-        for size in sizes
-        if (parts := _parts(workspace, groups, planned(Chosen(parts=((), ()), micro_batch=size, offload=offload))))
-    ]
-    if not cuts:
-        return replace(plans[-1], why="nothing fits, whatever the slices and passes")
-    # of equally many passes the first, which has the fewest slices
-    fewest = min(cuts, key=lambda plan: (not plan.fits(workspace.memory), len(plan.chosen.parts)))
-    return replace(fewest, why=f"{len(fewest.chosen.parts)} passes: all sums {where} do not fit together")
-
-
-def _parts(
-    workspace: Workspace, groups: Mapping[tuple[str, ...], int], empty: Plan
-) -> tuple[tuple[str, ...], ...] | None:
-    """The passes that fit beside what ``empty``, a plan without sums, holds already."""
-    on_device = workspace.device.type == "cuda" and not empty.chosen.offload
-    allowed = workspace.memory.device_bytes if on_device else workspace.memory.host_bytes
-    return partition(groups, allowed - empty.phase_bytes("device" if on_device else "host", "collection"))
-
-
-def _quicker(workspace: Workspace, resident: Plan, offloaded: Plan, seen: DryRun) -> Plan:
-    """The one that fits; of two, the one that takes less time for each batch, as the device's pace foretells."""
-    fits = [plan for plan in (resident, offloaded) if plan.fits(workspace.memory)]
-    if len(fits) < 2:
-        return fits[0] if fits else resident
-    pace = measured_pace(workspace.device)
-    moved = _moved_bytes(workspace, offloaded, seen) / pace.bytes_per_second
-    batch = _batch(workspace) / seen.examples
-    # forward, and backward without weight gradients: two operations a multiplication, each
-    operations = (
-        4
-        * batch
-        * sum(call.output.numel() * call.layer.fan_in for call in seen.calls if call.layer.form == "kronecker")
+def _work(seen: DryRun) -> Work:
+    # two operations a multiplication, there and back
+    multiplications = sum(
+        call.output.numel() * call.layer.fan_in for call in seen.calls if call.layer.form == "kronecker"
     )
-    again = operations / pace.operations_per_second
-
-    def seconds(plan: Plan) -> float:
-        return len(plan.chosen.parts) * again + (moved if plan.chosen.offload else 0)
-
-    best = min(resident, offloaded, key=seconds)
-    other = offloaded if best is resident else resident
-    return replace(
-        best,
-        why=f"{best.why}; {seconds(best):.2g} s a batch are foreseen, and {seconds(other):.2g} s for {other.why}",
-    )
-
-
-def _moved_bytes(workspace: Workspace, plan: Plan, seen: DryRun) -> float:
-    """Bytes that offloaded sums receive for one batch: A once a slice, G once a slice and direction."""
-    kinds = {"mc": workspace.collection.samples, "empirical": 1, "forward_only": 0}
-    directions = kinds.get(workspace.collection.fisher, seen.outputs // seen.examples)
-    slices = -(-_batch(workspace) // (plan.chosen.micro_batch or _batch(workspace)))
-    sums = next(term.size_bytes for term in plan.terms if term.name == "accumulators")
-    # all but the diagonal strips is one triangle; A and G are taken for equally large
-    return 0.6 * sums * len(plan.chosen.parts) * slices * (1 + directions) / 2
-
-
-def _batch(workspace: Workspace) -> int:
-    return min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
+    return Work(operations=4 * multiplications / seen.examples, outputs=seen.outputs // seen.examples)
 
 
 def _with_corrections(
@@ -208,7 +154,7 @@ def _corrected_plan(
     again = [
         replace(term, phase="correction")
         for term in plan.terms
-        if term.name in ("activations", "outputs", "patches", "factors") and term.phase != "throughout"
+        if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.phase != "throughout"
     ]
     sizes: list[tuple[str, str, int, Literal["device", "host"], Phase]] = [
         ("bases", "Σ in² + out² + in · out", most, place, "correction"),
@@ -234,34 +180,6 @@ def _correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
     own_basis = layer.form == "kronecker" and not follows
     each = layer.out_dim**2 + layer.out_dim * layer.in_dim + (layer.in_dim**2 if own_basis else 0)
     return each * layer.groups * item
-
-
-def _slice_sizes(workspace: Workspace) -> list[int]:
-    """Examples at once, from the whole batch to one; each stands for a number of equal slices."""
-    batch = _batch(workspace)
-    asked = workspace.memory_options.micro_batch
-    if asked is not None:
-        return [min(asked, batch)]
-    return sorted({-(-batch // slices) for slices in range(1, batch + 1)}, reverse=True)
-
-
-def partition(groups: Mapping[tuple[str, ...], int], allowed_bytes: int) -> tuple[tuple[str, ...], ...] | None:
-    """Cut ``groups`` (layers that must stay together, with their bytes) into runs of at most ``allowed_bytes``.
-
-    Filling each run before the next is opened gives the fewest runs that keep the order. None
-    where a single group is too large.
-    """
-    parts: list[tuple[str, ...]] = []
-    left = -1
-    for names, size in groups.items():
-        if size > allowed_bytes:
-            return None
-        if size > left or not parts:
-            parts.append(())
-            left = allowed_bytes
-        parts[-1] += names
-        left -= size
-    return tuple(parts)
 
 
 def _groups(treated: Sequence[TreatedLayer], shared: dict[str, str], item: int) -> dict[tuple[str, ...], int]:
@@ -292,9 +210,10 @@ def _plan(
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
     sides = [side for layer in treated for side in _sides(layer, follows=layer.name in shared)]
     largest = max((side for side, dense in sides if dense), default=0)
-    held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
     examples = chosen.micro_batch or workspace.collection.batch_size
     scale = examples / seen.examples
+    widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
+    saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
     patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in seen.calls), default=0)
     # what arrives, and its sum over all uses
     bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
@@ -303,7 +222,13 @@ def _plan(
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
     sizes: list[tuple[str, str, int, Source, Phase]] = [
-        ("activations", "2 · slice · (inputs + outputs)", int(2 * scale * held * item), "estimated", "collection"),
+        (
+            "gradients",
+            "2 · slice · (input + output), widest layer",
+            int(2 * scale * widest * item),
+            "estimated",
+            "collection",
+        ),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
         ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
@@ -321,6 +246,12 @@ def _plan(
         copied = own * item + largest * largest * item // 2
         sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
         sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "measuring"))
+    if saved is not None:
+        sizes.append(("activations", "a + b · slice, as autograd saves", saved.of(examples), "traced", "collection"))
+    else:
+        held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
+        passing = int(scale * held * item)
+        sizes.append(("activations", "slice · (inputs + outputs)", passing, "estimated", "collection"))
     sums: Literal["device", "host"] = "host" if chosen.offload else place
     accumulators = Term(
         name="accumulators",

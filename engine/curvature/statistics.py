@@ -222,7 +222,7 @@ class LayerStatistics:
         self.gradients += 1
         if self.G is not None:
             squares = gradients.to(self.G.dtype).square()
-            self.G += squares.sum(0)
+            self._add_small_(self.G, squares.sum(0))
             if self.traced:
                 self._add_norms_(squares.sum(1, keepdim=True).to(torch.float64))
 

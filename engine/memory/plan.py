@@ -1,7 +1,7 @@
 """The plan: how many bytes a collection will hold, term by term, before it holds them.
 
-Every term names its formula and where it comes from: ``exact`` from shapes, ``estimated`` where a
-library decides, ``measured`` for what the process holds already. The plan is compared with the
+Every term names its formula and where it comes from: ``exact`` from shapes, ``traced`` in a dry run,
+``estimated`` where a library decides, ``measured`` for what the process holds already. The plan is compared with the
 budget before anything large is allocated; what does not fit is refused with the terms that make
 it so.
 """
@@ -28,7 +28,7 @@ class Term:
     formula: str
     size_bytes: int
     place: Literal["device", "host"]
-    source: Literal["exact", "estimated", "measured"]
+    source: Literal["exact", "traced", "estimated", "measured"]
     phase: Phase = "throughout"
     """When it is held: while the data passes through, again for EK-FAC, while one layer is measured, or always."""
 
@@ -48,6 +48,8 @@ class Chosen:
     """Layers of each further pass that EK-FAC makes; none without it."""
     offload: bool = False
     """The sums stand on the host, and contributions reach them by way of a staging buffer."""
+    activation_checkpointing: bool = False
+    """The inside of the model's repeated layers is computed again in the backward pass."""
 
     @classmethod
     def read(cls, plan: Mapping[str, Any]) -> "Chosen":
@@ -60,6 +62,7 @@ class Chosen:
             micro_batch=plan.get("micro_batch"),
             corrections=corrections,
             offload=bool(plan.get("offload", False)),
+            activation_checkpointing=bool(plan.get("activation_checkpointing", False)),
         )
 
 

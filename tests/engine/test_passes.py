@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from catalog.memory import Memory
 from engine.analyses.factors import collect_factors
 from engine.curvature import forecast
+from engine.curvature.choosing import partition
 from engine.curvature.collection import collected
-from engine.curvature.forecast import partition
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.plan import LIBRARY_BYTES, Chosen
@@ -135,6 +135,9 @@ def planned(budget: int) -> dict[str, Any]:
     made = space(budget)
     made.examples, made.planned, made.memory_options = 20, stop, Memory()
     made.collection = replace(made.collection, batch_size=20)
+    # long texts, so that every example weighs
+    ids = torch.randint(0, 50, (20, 60))
+    made.batches = lambda: iter([(ids, torch.zeros(20, dtype=torch.int64))])
     with pytest.raises(Planned):
         collected(made)
     return dict(plans[0])
@@ -143,7 +146,7 @@ def planned(budget: int) -> dict[str, Any]:
 def test_slices_of_a_batch_come_before_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "resident_bytes", lambda: 0)
     seen: list[tuple[int, int]] = []
-    for extra in range(16 * 2**20, 2**20, -(2**18)):
+    for extra in range(30 * 2**20, 2**20, -(2**18)):
         plan = planned(LIBRARY_BYTES + extra)
         if plan["host_peak_bytes"] <= LIBRARY_BYTES + extra:
             seen.append((len(plan["parts"]), plan["micro_batch"]))
@@ -175,6 +178,7 @@ import torch
 from torch import nn
 from catalog.collection import Collection
 from catalog.inputs import Task
+from engine.curvature.choosing import partition
 from engine.curvature.collection import collected
 from engine.memory.budget import MemoryBudget, peak_bytes
 from engine.memory.plan import LIBRARY_BYTES
