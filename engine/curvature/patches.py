@@ -188,7 +188,7 @@ class Patches:
             ]
             yield image[(slice(None), *cuts)]
 
-    def _add_by_slices_(self, total: Tensor, staging: Staging | None) -> None:
+    def _add_by_slices_(self, total: Tensor, staging: Staging | None = None) -> None:
         shape, steps = self.shape, self.image.stride()
         axes = range(len(shape.kernel))
         own = shape.channels // shape.groups
@@ -207,7 +207,7 @@ class Patches:
             else:
                 add_grams_(total, windows, staging)
 
-    def _add_by_shifts_(self, total: Tensor, staging: Staging | None) -> None:
+    def _add_by_shifts_(self, total: Tensor, staging: Staging | None = None) -> None:
         shape = self.shape
         image = self.image
         if any(shape.missing):
