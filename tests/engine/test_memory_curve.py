@@ -1,5 +1,6 @@
 """The memory curve names every operation, keeps its extremes, and sees what is really held."""
 
+import gc
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from engine.analyses.factors import collect_factors
 from engine.curvature import checkpoints
+from engine.memory.budget import give_back_host_memory
 from engine.memory.curve import MOST_POINTS, MemoryCurve, Sample, thinned
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -83,6 +85,9 @@ def test_what_is_held_shows() -> None:
 
     made = workspace(Large(), [(torch.randn(4, 3000), torch.zeros(4, 2))], "regression", batch_size=4)
     made.kinds = ("factors",)
+    # what earlier tests left behind would be given back in between
+    gc.collect()
+    give_back_host_memory()
     list(collect_factors(None, made))
     by_mark = {(sample.operation, sample.moment): sample.host_bytes for sample in made.curve.samples}
     # A alone is 36 MB
