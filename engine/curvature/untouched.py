@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -37,6 +37,7 @@ def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         _full_precision(),
         _eager(),
         _plain(model),
+        _in_order(model),
     ):
         try:
             model.eval()
@@ -84,6 +85,35 @@ def _switches() -> list[tuple[Any, str, Any]]:
         newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
         device = [(place, "fp32_precision", "ieee") for place in newer]
     return [switch for switch in (*host, *device) if hasattr(switch[0], switch[1])]
+
+
+@contextlib.contextmanager
+def _in_order(model: nn.Module) -> Iterator[None]:
+    """Hand every batch norm its gradient in the memory order of its output.
+
+    torch 2.13 misreads it on a CPU where dimensions of size one (a batch of one, a map one wide)
+    leave that order open: the gradient of the input is then another one, without a word.
+    """
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - torch's hook signature
+        del module, args
+        if isinstance(output, Tensor) and output.requires_grad:
+            shape, strides = output.shape, output.stride()
+
+            def arrived(gradient: Tensor) -> Tensor | None:
+                if gradient.stride() == strides:
+                    return None
+                return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+            output.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    normalising = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001 - the common ancestor has no other name
+    handles = [module.register_forward_hook(after) for module in normalising]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -375,3 +375,34 @@ def test_outputs_may_stand_in_a_tuple_or_a_mapping(wrap: Callable[[Tensor], Any]
     plain = measured(lambda m, x: m.q(x))
     whole = measured(lambda m, x: wrap(m.q(x)))
     assert torch.equal(whole.load(0).G, plain.load(0).G)
+
+
+@pytest.mark.parametrize(("examples", "batch"), [(4, 1), (5, 2), (4, 4)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_batch_norm_on_a_batch_of_one_reads_its_gradient_right(examples: int, batch: int, *, trained: bool) -> None:
+    """Tokens taken from a map: torch misreads a batch norm's gradient where a batch of one leaves its order open."""
+
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(2, 4, 3)
+            self.norm = nn.BatchNorm2d(4)
+            self.mixed = nn.Linear(4, 3)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.mixed(self.norm(self.convolution(images)).flatten(2).transpose(1, 2)).sum(1)
+
+    torch.manual_seed(0)
+    model = Stem().double()
+    with torch.no_grad():
+        model.norm.running_mean.normal_()  # type: ignore[union-attr]
+        model.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    model.norm.requires_grad_(trained)
+    images, targets = torch.randn(examples, 2, 5, 5, dtype=torch.double), torch.zeros(examples, 3, dtype=torch.double)
+    whole = collect(model, [(images, targets)], "regression", batch_size=batch)
+    layer = next(place for place, facts in enumerate(whole.layers) if facts.name == "convolution")
+    # a linear stem: the gradient of every position is the same whatever the batch, and known in closed form
+    scale = model.norm.weight / (model.norm.running_var + model.norm.eps).sqrt()  # type: ignore[operator]
+    pulled = (model.mixed.weight * scale).detach()
+    expected = 9 * 2 / 3 * pulled.T @ pulled
+    assert relative_error(whole.load(layer).G, expected) < 1e-12
