@@ -49,7 +49,8 @@ def test_results(ours: httpx.Client, job: str) -> None:
     assert body["summary"]["capacity"]["coverage"]["declared_parameters"] == 1
     assert body["manifest"]["environment"]["torch"] == "2.13.0"
     assert body["layers"] == {"count": 16, "href": f"/v1/jobs/{job}/layers"}
-    assert {each["name"] for each in body["artifacts"]} == {f"spectra/{n}.json" for n in range(7)}
+    kept = {"memory_curve.json", *(f"spectra/{n}.json" for n in range(7))}
+    assert {each["name"] for each in body["artifacts"]} == kept
     assert body["job"]["state"] == "succeeded"
 
 
