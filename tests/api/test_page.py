@@ -76,7 +76,7 @@ def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
     paths = picture.locator("path.curve")
     expect(paths).to_have_count(2)
-    expect(page.locator("line.floor")).to_have_count(2)
+    expect(picture.locator("line.floor")).to_have_count(2)
     # log-log: a power law of slope -1.35 is a straight line of that slope, in units of the axes' decades
     points = [
         tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", paths.nth(0).get_attribute("d") or "")
