@@ -163,7 +163,8 @@ def _trace(run: Callable[[int], object], size: int, model: nn.Module, watched: M
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
             trace.hold(tensor, known)
-        return tensor
+        # the tensor itself would hold the graph that holds it, for ever, where an operation saves its own output
+        return tensor.detach()
 
     def follow(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - torch's hook signature
         if watched[module]:

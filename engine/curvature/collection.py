@@ -43,6 +43,7 @@ from engine.errors import (
     NonFiniteModel,
     NothingToAnalyse,
 )
+from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
@@ -102,6 +103,8 @@ def _collect(workspace: Workspace) -> Collected:
         seen = _with_activations(job, found, seen)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
+        # what the dry runs held would stay with the process, beside what the passes hold
+        give_back_host_memory()
         workspace.curve.planned_device_bytes = plan.peak_bytes("device")
         workspace.curve.planned_host_bytes = plan.peak_bytes("host")
         workspace.planned(plan.as_json() | {"numerics": dataclasses.asdict(numerics)})
