@@ -19,7 +19,7 @@ from catalog.inputs import Task
 from catalog.memory import Memory
 from engine.memory.budget import MemoryBudget
 from engine.memory.curve import MemoryCurve
-from engine.memory.plan import Chosen
+from engine.memory.plan import Chosen, Plan
 
 
 class Artifacts(Protocol):
@@ -83,6 +83,8 @@ class Workspace:
     """How to keep within the budget."""
     chosen: Chosen | None = None
     """What an earlier attempt's plan chose, to be done again: another choice is another plan."""
+    plan: Plan | None = None
+    """What this attempt decided, once it has: the rung that each decomposition begins with, and where."""
     numerics: Mapping[str, Any] | None = None
     """What the job's first attempt computed with, as its plan has it; None in a first attempt."""
     examples: int | None = None

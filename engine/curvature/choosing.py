@@ -55,7 +55,7 @@ def _parts(
     """The passes that fit beside what ``empty``, a plan without sums, holds already."""
     on_device = workspace.device.type == "cuda" and not empty.chosen.offload
     allowed = workspace.memory.device_bytes if on_device else workspace.memory.host_bytes
-    return partition(groups, allowed - empty.phase_bytes("device" if on_device else "host", "collection"))
+    return partition(groups, allowed - empty.stage_bytes("device" if on_device else "host", "collection"))
 
 
 def quicker(workspace: Workspace, resident: Plan, offloaded: Plan, work: Work) -> Plan:

@@ -108,6 +108,7 @@ def _collect(workspace: Workspace) -> Collected:
         workspace.curve.planned_device_bytes = plan.peak_bytes("device")
         workspace.curve.planned_host_bytes = plan.peak_bytes("host")
         workspace.planned(plan.as_json() | {"numerics": dataclasses.asdict(numerics)})
+        workspace.plan = plan
         plan.require(workspace.memory)
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)

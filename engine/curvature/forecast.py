@@ -20,10 +20,8 @@ from engine.curvature.nested import EIGHTHS
 from engine.curvature.offload import staging_numbers
 from engine.curvature.statistics import factor_sides
 from engine.memory.budget import resident_bytes
-from engine.memory.plan import LIBRARY_BYTES, Chosen, Phase, Plan, Term
+from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.workspace import Workspace
-
-Source = Literal["exact", "traced", "estimated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,7 @@ def _with_corrections(
     if whole.fits(budget) or workspace.scratch is None:
         return whole
     empty = _corrected_plan(plan, groups, treated, place, ((), ()))
-    parts = partition(groups, allowed - empty.phase_bytes(place, "correction"))
+    parts = partition(groups, allowed - empty.stage_bytes(place, "correction"))
     return whole if parts is None else _corrected_plan(plan, groups, treated, place, parts)
 
 
@@ -152,23 +150,23 @@ def _corrected_plan(
     most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
     # the data passes through as it did before
     again = [
-        replace(term, phase="correction")
+        replace(term, stage="correction")
         for term in plan.terms
-        if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.phase != "throughout"
+        if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.stage != "throughout"
     ]
-    sizes: list[tuple[str, str, int, Literal["device", "host"], Phase]] = [
+    sizes: list[tuple[str, str, int, Literal["device", "host"], Stage]] = [
         ("bases", "Σ in² + out² + in · out", most, place, "correction"),
         ("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
     ]
     if len(parts) > 1:
-        sizes.append(("one correction", "in² + out² + in · out", max(groups.values()), "host", "measuring"))
+        sizes.append(("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
     else:
-        sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "measuring"))
+        sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
         if place == "device":
             sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
     own = [
-        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", phase=phase)
-        for name, formula, size, where, phase in sizes
+        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", stage=stage)
+        for name, formula, size, where, stage in sizes
     ]
     return replace(plan, terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
 
@@ -221,7 +219,7 @@ def _plan(
     most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
-    sizes: list[tuple[str, str, int, Source, Phase]] = [
+    sizes: list[tuple[str, str, int, Source, Stage]] = [
         (
             "gradients",
             "2 · slice · (input + output), widest layer",
@@ -232,11 +230,11 @@ def _plan(
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
         ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
-        ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "measuring"),
+        ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "decomposition"),
     ]
     if several:
         sizes.append(("packed factor", "n² / 2", largest * largest * item // 2, "exact", "collection"))
-        sizes.append(("one layer", "3 · n², read back", 3 * largest * largest * item, "exact", "measuring"))
+        sizes.append(("one layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
     if workspace.collection.nested:
         # a follower's copy comes with a copy of the A that it shares
         own = max(
@@ -245,7 +243,7 @@ def _plan(
         )
         copied = own * item + largest * largest * item // 2
         sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
-        sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "measuring"))
+        sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
     if saved is not None:
         sizes.append(("activations", "a + b · slice, as autograd saves", saved.of(examples), "traced", "collection"))
     else:
@@ -259,11 +257,11 @@ def _plan(
         size_bytes=most,
         place=sums,
         source="exact",
-        phase="collection",
+        stage="collection",
     )
     terms = [accumulators] + [
-        Term(name=name, formula=formula, size_bytes=size, place=place, source=source, phase=phase)
-        for name, formula, size, source, phase in sizes
+        Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
+        for name, formula, size, source, stage in sizes
     ]
     if workspace.collection.nested and workspace.scratch is None:
         triangles = item * sum(
@@ -283,9 +281,9 @@ def _plan(
     if not several:
         stored = most // item * _stored_size(workspace.collection.storage_dtype, item)
         # on the host they take the place of the sums, a layer at a time
-        when: Phase = "measuring" if sums == "host" else "throughout"
+        when: Stage = "decomposition" if sums == "host" else "throughout"
         terms.append(
-            Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", phase=when)
+            Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", stage=when)
         )
     if chosen.offload:
         numbers = staging_numbers(
@@ -299,7 +297,7 @@ def _plan(
                 size_bytes=2 * numbers * item,
                 place=end,
                 source="exact",
-                phase="collection",
+                stage="collection",
             )
             for end in ends
         ]

@@ -1,7 +1,8 @@
-"""The plan: how many bytes a collection will hold, term by term, before it holds them.
+"""The plan: how many bytes a job will hold, term by term, before it holds them.
 
-Every term names its formula and where it comes from: ``exact`` from shapes, ``traced`` in a dry run,
-``estimated`` where a library decides, ``measured`` for what the process holds already. The plan is compared with the
+Every term names its formula, its stage and where it comes from: ``exact`` from shapes, ``traced`` in a dry
+run, ``estimated`` where a library decides, ``calibrated`` from this machine's own runs, ``measured`` for
+what the process holds already. The peak is the largest of the stages'. It is compared with the
 budget before anything large is allocated; what does not fit is refused with the terms that make
 it so.
 """
@@ -17,7 +18,11 @@ LIBRARY_BYTES = 96 * 2**20
 """What libraries take for themselves once work begins (BLAS, autograd's threads, files on their way
 to disk): 50 to 90 MB measured on a CPU build."""
 
-Phase = Literal["collection", "correction", "measuring", "throughout"]
+Place = Literal["device", "host", "disk"]
+Stage = Literal["model", "collection", "correction", "decomposition", "reconstruction", "capacity", "throughout"]
+STAGES: tuple[Stage, ...] = ("model", "collection", "correction", "decomposition", "reconstruction", "capacity")
+"""In the order in which a job comes to them."""
+Source = Literal["exact", "traced", "estimated", "calibrated", "measured"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +32,13 @@ class Term:
     name: str
     formula: str
     size_bytes: int
-    place: Literal["device", "host"]
-    source: Literal["exact", "traced", "estimated", "measured"]
-    phase: Phase = "throughout"
-    """When it is held: while the data passes through, again for EK-FAC, while one layer is measured, or always."""
+    place: Place
+    source: Source
+    stage: Stage = "throughout"
+    """When it is held: during one stage, or always."""
+    layer: str | None = None
+    """The only layer that it is held for: of such terms, a stage holds one layer's at a time. None: throughout its
+    stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,15 @@ class Chosen:
     """The sums stand on the host, and contributions reach them by way of a staging buffer."""
     activation_checkpointing: bool = False
     """The inside of the model's repeated layers is computed again in the backward pass."""
+    rungs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Of each layer, the rungs of the ladder that the decompositions of its A and its G begin with."""
+    placement: Mapping[str, str] = field(default_factory=dict)
+    """Of each layer that is reconstructed, where: `panels`, `device` or `host`."""
+
+    def rung(self, layer: str, side: Literal["A", "G"]) -> str | None:
+        """The rung that one factor's decomposition begins with; None where nothing was decided."""
+        pair = self.rungs.get(layer)
+        return None if pair is None else pair["AG".index(side)]
 
     @classmethod
     def read(cls, plan: Mapping[str, Any]) -> "Chosen":
@@ -63,6 +80,8 @@ class Chosen:
             corrections=corrections,
             offload=bool(plan.get("offload", False)),
             activation_checkpointing=bool(plan.get("activation_checkpointing", False)),
+            rungs={str(layer): (str(a), str(g)) for layer, (a, g) in (plan.get("rungs") or {}).items()},
+            placement={str(layer): str(place) for layer, place in (plan.get("placement") or {}).items()},
         )
 
 
@@ -74,20 +93,26 @@ class Plan:
     chosen: Chosen = field(default_factory=Chosen)
     why: str = ""
     """What was weighed, in words."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Foreseen for each stage, as far as this machine's pace is known."""
 
-    def peak_bytes(self, place: Literal["device", "host"]) -> int:
-        """Bytes held at once in one place, in the phase that holds most."""
-        return max(
-            self.phase_bytes(place, "collection"),
-            self.phase_bytes(place, "correction"),
-            self.phase_bytes(place, "measuring"),
-        )
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those that hold anything of their own, in order."""
+        return tuple(stage for stage in STAGES if any(term.stage == stage for term in self.terms))
 
-    def phase_bytes(self, place: Literal["device", "host"], phase: Phase) -> int:
-        """Bytes held at once in one place during one phase."""
-        return sum(
-            term.size_bytes for term in self.terms if term.place == place and term.phase in (phase, "throughout")
-        )
+    def peak_bytes(self, place: Place) -> int:
+        """Bytes held at once in one place, in the stage that holds most."""
+        return max((self.stage_bytes(place, stage) for stage in self.stages), default=self.stage_bytes(place, "model"))
+
+    def stage_bytes(self, place: Place, stage: Stage) -> int:
+        """Bytes held at once in one place during one stage, in the layer that takes most of it."""
+        here = [term for term in self.terms if term.place == place and term.stage in (stage, "throughout")]
+        layers: dict[str, int] = {}
+        for term in here:
+            if term.layer is not None:
+                layers[term.layer] = layers.get(term.layer, 0) + term.size_bytes
+        return sum(term.size_bytes for term in here if term.layer is None) + max(layers.values(), default=0)
 
     @property
     def largest_peak_bytes(self) -> int:
@@ -95,7 +120,7 @@ class Plan:
 
         What was measured differs between faithful runs, and the record is under the layer's digest.
         """
-        foretold = Plan(terms=tuple(term for term in self.terms if term.source != "measured"))
+        foretold = Plan(terms=tuple(term for term in self.terms if term.source not in ("measured", "calibrated")))
         return max(foretold.peak_bytes("device"), foretold.peak_bytes("host"))
 
     def as_json(self) -> dict[str, Any]:
@@ -103,6 +128,14 @@ class Plan:
         return {
             "device_peak_bytes": self.peak_bytes("device"),
             "host_peak_bytes": self.peak_bytes("host"),
+            "disk_peak_bytes": self.peak_bytes("disk"),
+            "stages": {
+                stage: {
+                    **{f"{place}_bytes": self.stage_bytes(place, stage) for place in ("device", "host", "disk")},
+                    "seconds": self.seconds.get(stage),
+                }
+                for stage in self.stages
+            },
             "terms": [asdict(term) for term in self.terms],
             **asdict(self.chosen),
             "why": self.why,

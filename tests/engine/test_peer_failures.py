@@ -415,12 +415,12 @@ def test_the_plan_says_the_memory_of_every_stage_beforehand() -> None:
     collected(space)
     ((plan, before),) = seen
     assert before == 0 < len(batches)
-    assert all({"formula", "size_bytes", "place", "source", "phase"} <= term.keys() for term in plan["terms"])
-    assert {term["phase"] for term in plan["terms"]} >= {"collection", "measuring"}
+    assert all({"formula", "size_bytes", "place", "source", "stage"} <= term.keys() for term in plan["terms"])
+    assert {term["stage"] for term in plan["terms"]} >= {"collection", "decomposition"}
     for place in ("device", "host"):
         stages = [
-            sum(t["size_bytes"] for t in plan["terms"] if t["place"] == place and t["phase"] in (stage, "throughout"))
-            for stage in ("collection", "measuring")
+            sum(t["size_bytes"] for t in plan["terms"] if t["place"] == place and t["stage"] in (stage, "throughout"))
+            for stage in ("collection", "decomposition")
         ]
         assert plan[f"{place}_peak_bytes"] == max(stages)
 

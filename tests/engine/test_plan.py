@@ -1,12 +1,14 @@
 """The plan's figures: what a budget is held against, and what a layer's record may quote."""
 
-from typing import Literal
+import json
 
-from engine.memory.plan import Plan, Term
+from engine.memory.plan import Chosen, Place, Plan, Source, Stage, Term
 
 
-def term(size: int, place: Literal["device", "host"], source: Literal["exact", "estimated", "measured"]) -> Term:
-    return Term(name="t", formula="f", size_bytes=size, place=place, source=source)
+def term(
+    size: int, place: Place, source: Source = "exact", stage: Stage = "throughout", layer: str | None = None
+) -> Term:
+    return Term(name="t", formula="f", size_bytes=size, place=place, source=source, stage=stage, layer=layer)
 
 
 def test_the_record_quotes_only_what_shapes_foretell() -> None:
@@ -15,3 +17,39 @@ def test_the_record_quotes_only_what_shapes_foretell() -> None:
     plans = [Plan(terms=(*shapes, term(resident, "host", "measured"))) for resident in (100, 900)]
     assert [plan.largest_peak_bytes for plan in plans] == [42, 42]
     assert [plan.peak_bytes("host") for plan in plans] == [142, 942]
+
+
+def test_a_stage_holds_one_layer_at_a_time_beside_what_it_holds_throughout() -> None:
+    plan = Plan(
+        terms=(
+            term(100, "host"),
+            term(10, "host", stage="collection"),
+            term(3, "host", stage="decomposition"),
+            # both of the second layer together are more than the largest term alone
+            term(7, "host", stage="decomposition", layer="a"),
+            term(5, "host", stage="decomposition", layer="b"),
+            term(4, "host", stage="decomposition", layer="b"),
+            term(6, "disk", stage="collection"),
+        )
+    )
+    assert plan.stages == ("collection", "decomposition")
+    assert plan.stage_bytes("host", "collection") == 100 + 10
+    assert plan.stage_bytes("host", "decomposition") == 100 + 3 + 9
+    assert [plan.peak_bytes(place) for place in ("device", "host", "disk")] == [0, 112, 6]
+
+
+def test_what_a_plan_chose_reads_back_from_the_jobs_row() -> None:
+    """The row is JSON, and a later attempt makes the same plan from it."""
+    chosen = Chosen(
+        parts=(("a", "b"), ("c",)),
+        micro_batch=3,
+        corrections=(("a",),),
+        offload=True,
+        activation_checkpointing=True,
+        rungs={"a": ("device_float64", "host_float64")},
+        placement={"a": "panels"},
+    )
+    stored = json.loads(json.dumps(Plan(terms=(), chosen=chosen).as_json()))
+    read = Chosen.read(stored)
+    assert read == chosen
+    assert [read.rung("a", "A"), read.rung("a", "G"), read.rung("b", "A")] == ["device_float64", "host_float64", None]
