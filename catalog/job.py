@@ -8,6 +8,7 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import DataSource, ModelSource, Task
 from catalog.memory import Memory
 from catalog.record import FieldError, option, record
+from catalog.woodbury import Woodbury
 
 MAX_LABELS = 32
 _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
@@ -41,6 +42,7 @@ class JobDocument:
     """Replaces model, data, task and collection: analyse factors already collected."""
     collection: Collection = option(Collection)
     stabilisation: Stabilisation = option(Stabilisation)
+    woodbury: Woodbury = option(Woodbury)
     memory: Memory = option(Memory)
     keep: tuple[Literal["factors", "spectra"], ...] = ("spectra",)
     """What stays as artifacts; the analysis `factors` always keeps its factors."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task
 from catalog.memory import Memory
+from catalog.woodbury import Woodbury
 from engine.memory.budget import MemoryBudget
 from engine.memory.curve import MemoryCurve
 from engine.memory.plan import Chosen, Plan
@@ -65,6 +66,7 @@ class Workspace:
     artifacts: Artifacts
     collection: Collection = field(default_factory=Collection)
     stabilisation: Stabilisation = field(default_factory=Stabilisation)
+    woodbury: Woodbury = field(default_factory=Woodbury)
     memory: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     keep: tuple[str, ...] = ("spectra",)

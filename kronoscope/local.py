@@ -18,6 +18,7 @@ from catalog.analysis import LayerResult
 from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task, TaskType
 from catalog.memory import Memory
+from catalog.woodbury import Woodbury
 from engine.curvature.collected import INDEX, Collected, read_collected, stored_correction
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.errors import BrokenFactors
@@ -234,6 +235,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     kinds: Sequence[str] = ("capacity",),
     collection: Collection | None = None,
     stabilisation: Stabilisation | None = None,
+    woodbury: Woodbury | None = None,
     memory: Memory | None = None,
     params: Mapping[str, Any] | None = None,
     report: Callable[[str, int, int | None, str], None] | None = None,
@@ -248,6 +250,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         kinds: Analyses of the menu, over one collection.
         collection: How curvature is collected.
         stabilisation: Damping and clipping.
+        woodbury: Which gradient sides are kept as rows, and how.
         memory: Budgets; none is held where this is left out.
         params: Each analysis's options record, by kind.
         report: Receives ``(stage, done, total, unit)``.
@@ -268,6 +271,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         artifacts=_artifacts(),
         collection=collection or Collection(),
         stabilisation=stabilisation or Stabilisation(),
+        woodbury=woodbury or Woodbury(),
         memory=MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(memory, device),
         memory_options=memory or Memory(),
         device=device,

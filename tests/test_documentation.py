@@ -53,6 +53,10 @@ def test_the_paper_preset_is_what_such_a_script_used() -> None:
     assert document.collection.update_freq == 10
     assert document.collection.ema_decay is None
     assert document.collection.fisher == "empirical"
+    assert document.woodbury.policy == "all"
+    assert document.woodbury.store_device == "auto"
+    assert document.woodbury.dtype == "fp16"
+    assert document.woodbury.eps == 1e-6
 
 
 def markdown() -> list[Path]:

@@ -157,6 +157,7 @@ def _compute(
         task=document.task,
         collection=document.collection,
         stabilisation=document.stabilisation,
+        woodbury=document.woodbury,
         memory=memory,
         device=device,
         keep=document.keep,
