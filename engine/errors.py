@@ -16,6 +16,7 @@
     │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
     │   ├── BrokenFactors        stored factors do not read as written
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
+    │       └── OutOfMemory      memory ran out although the plan fitted, on every rung down to the last
     ├── CoverageBroken           covered and declared do not add up to trainable (fatal: a fault of ours)
     └── NotConverged             every rung of the eigendecomposition failed (fatal: the operator)
 
@@ -117,6 +118,12 @@ class BudgetExceeded(UsageError):
     """The plan's peak exceeds the budget."""
 
     code = "budget_exceeded"
+
+
+class OutOfMemory(BudgetExceeded):
+    """Memory ran out where the plan had foreseen that it suffices, and no lower rung was left."""
+
+    code = "out_of_memory"
 
 
 class CoverageBroken(EngineError):

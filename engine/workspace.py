@@ -20,6 +20,7 @@ from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.memory.budget import MemoryBudget
 from engine.memory.curve import MemoryCurve
+from engine.memory.guard import Guard
 from engine.memory.plan import Chosen, Plan
 
 
@@ -69,6 +70,8 @@ class Workspace:
     woodbury: Woodbury = field(default_factory=Woodbury)
     memory: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    guard: Guard = field(default_factory=Guard.unlimited)
+    """Keeps what is allocated within the budget, and takes a lower rung where it would not."""
     keep: tuple[str, ...] = ("spectra",)
     kinds: tuple[str, ...] = ()
     """All analyses of this job; `factors` among them keeps the factors."""

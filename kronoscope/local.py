@@ -23,6 +23,7 @@ from engine.curvature.collected import INDEX, Collected, read_collected, stored_
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.errors import BrokenFactors
 from engine.memory.budget import MemoryBudget
+from engine.memory.guard import Guard
 from engine.workspace import Artifacts, Workspace
 
 Batches = Iterable[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]
@@ -264,6 +265,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     kept = batches if callable(batches) or isinstance(batches, Sequence) else list(batches)
     plan: dict[str, Any] = {}
+    budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(memory, device)
     workspace = Workspace(
         model=model,
         batches=lambda: iter(kept() if callable(kept) else kept),
@@ -272,7 +274,8 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         collection=collection or Collection(),
         stabilisation=stabilisation or Stabilisation(),
         woodbury=woodbury or Woodbury(),
-        memory=MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(memory, device),
+        memory=budget,
+        guard=Guard(budget=budget, device=device, log=lambda _, __: None),
         memory_options=memory or Memory(),
         device=device,
         kinds=tuple(kinds),

@@ -32,6 +32,7 @@ from catalog.record import canonical_json, plain
 from engine.curvature.coverage_law import surveyed
 from engine.errors import StopRequested
 from engine.memory.budget import MemoryBudget
+from engine.memory.guard import Guard
 from engine.workspace import Workspace
 from worker.artifact_files import ArtifactFiles, StoredFactors, find_factors
 from worker.assignment import Assignment, read_assignment
@@ -159,6 +160,7 @@ def _compute(
         stabilisation=document.stabilisation,
         woodbury=document.woodbury,
         memory=memory,
+        guard=Guard(budget=memory, device=device, log=pipe.log),
         device=device,
         keep=document.keep,
         kinds=document.kinds,

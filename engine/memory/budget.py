@@ -43,6 +43,12 @@ class MemoryBudget:
         return cls(device_bytes=amount_bytes("device", memory.device, free), host_bytes=host)
 
 
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes this process could still take on a CUDA device; what its allocator holds unused counts as free."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + int(torch.cuda.memory_reserved(device)) - int(torch.cuda.memory_allocated(device))
+
+
 def free_host_bytes() -> int:
     """Bytes this process could still take on the host."""
     limits = [_UNLIMITED]

@@ -157,7 +157,7 @@ class Plan:
                 raise BudgetExceeded(
                     f"the plan needs {readable_bytes(needed)} of {place} memory "
                     f"and the budget is {readable_bytes(allowed)}: "
-                    + ", ".join(_largest(self.terms, place))
+                    + ", ".join(largest(self.terms, place))
                     + f"; raise `memory.{place}`, or analyse fewer layers at a time",
                     pointer=f"/memory/{place}",
                 )
@@ -171,6 +171,12 @@ def readable_bytes(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def _largest(terms: Iterable[Term], place: str) -> list[str]:
+def written_bytes(size_bytes: int) -> str:
+    """At least so many bytes, as a document's budget is written."""
+    return f"{-(-size_bytes // 2**20)}MiB"
+
+
+def largest(terms: Iterable[Term], place: str) -> list[str]:
+    """The four that hold most in one place, in words."""
     here = sorted((term for term in terms if term.place == place), key=lambda term: -term.size_bytes)
     return [f"{term.name} {readable_bytes(term.size_bytes)} ({term.formula})" for term in here[:4]]
