@@ -57,10 +57,26 @@ def ending(code: int) -> str:
     return f"exit {code}"
 
 
-def crash_failure(signature: Signature, category: Literal["transient", "fatal"], detail: str | None) -> Failed:
-    """What the job's owner is told; `transient` where it will be tried again."""
+def crash_failure(
+    signature: Signature, category: Literal["transient", "fatal"], detail: str | None, *, exhausted: bool = False
+) -> Failed:
+    """What the job's owner is told; `transient` where it will be tried again.
+
+    ``exhausted``: the kernel has killed a process of this control group for want of memory meanwhile.
+    """
     where = f" during {signature.stage}" if signature.stage else " before it reported anything"
     after = f", after layer {signature.layer}" if signature.layer else ""
+    if exhausted and signature.signal == "SIGKILL":
+        return Failed(
+            category=category,
+            code="out_of_memory",
+            message=f"the kernel killed the computing process for want of memory{where}{after}; give `memory.host` a "
+            'size below what the machine has (such as "4GiB"), so that the job is planned to fit, or lower '
+            "`collection.batch_size`",
+            pointer="/memory/host",
+            layer=None,
+            detail=detail,
+        )
     remedy = (
         "SIGKILL is most often the machine running out of memory: lower `collection.batch_size` or `memory.host`"
         if signature.signal == "SIGKILL"

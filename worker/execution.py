@@ -33,6 +33,7 @@ from engine.curvature.coverage_law import surveyed
 from engine.errors import StopRequested
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
+from engine.memory.hold import hold_device
 from engine.workspace import Workspace
 from worker.artifact_files import ArtifactFiles, StoredFactors, find_factors
 from worker.assignment import Assignment, read_assignment
@@ -134,6 +135,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     _seed(document.collection.seed)
     # before the model is there: the plan counts its weights
     memory = MemoryBudget.measure(document.memory, device)
+    hold_device(memory, device)
     take_over(assignment.scratch, assignment.earlier)
     # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
     scratch = ArtifactFiles(assignment.scratch, None)
@@ -160,7 +162,13 @@ def _compute(
         stabilisation=document.stabilisation,
         woodbury=document.woodbury,
         memory=memory,
-        guard=Guard(budget=memory, device=device, log=pipe.log),
+        # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
+        guard=Guard(
+            budget=memory,
+            device=device,
+            log=pipe.log,
+            by_kernel=document.memory.host != "auto" and device.type != "cuda",
+        ),
         device=device,
         keep=document.keep,
         kinds=document.kinds,
@@ -192,6 +200,7 @@ def _compute(
     )
     if document.factors is not None:
         workspace.stored = _stored(document, assignment, surroundings)
+        workspace.guard.hold()
     else:
         with workspace.operation("model"):
             loaded = _load_model(document, surroundings)

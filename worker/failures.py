@@ -5,7 +5,8 @@
     Refusal             usage      what a loader says; Unavailable is transient
     EngineError         its own    what the mathematics says
     DocumentRefused     usage      the document's first complaint, and how many more there are
-    OutOfMemoryError    usage      the job does not fit this machine
+    out of memory       usage      the job does not fit this machine, or its budget
+    a lost device       transient  a new process may find it well
     OSError ENOSPC …    transient  the disk, not the job
     anything else       fatal      ours to mend
 """
@@ -13,16 +14,17 @@
 import errno
 import traceback
 
-import torch
-
 from catalog.complaints import Complaint
 from catalog.frames import Failed
 from catalog.record import FieldError
 from engine.errors import EngineError
+from engine.memory.budget import free_host_bytes, resident_bytes
+from engine.memory.exhaustion import lost_device, ran_out_of_memory
+from engine.memory.guard import first_line
+from engine.memory.plan import readable_bytes
 from worker.refusal import Refusal, writable
 
 _TRANSIENT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE})
-_HOST_ALLOCATOR = ("not enough memory", "can't allocate memory")  # torch has no type for it, and two ways to say it
 _MAX_MESSAGE = 4_000
 
 
@@ -51,10 +53,16 @@ def failure_of(error: BaseException) -> Failed:
 
 def _machine_failure(error: BaseException) -> Failed:
     """What nobody foresaw in a sentence of their own."""
-    exhausted = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if exhausted or (isinstance(error, RuntimeError) and any(text in str(error) for text in _HOST_ALLOCATOR)):
-        message = "the job ran out of memory; take a smaller `collection.batch_size` or a smaller model"
+    if ran_out_of_memory(error):
+        message = (
+            f"the job ran out of memory ({first_line(error)}); {readable_bytes(resident_bytes())} were resident and "
+            f"{readable_bytes(free_host_bytes())} free on the host when it was told: raise `memory.host` or "
+            "`memory.device`, or take a smaller `collection.batch_size` or a smaller model"
+        )
         return _failed(error, "usage", "out_of_memory", message, pointer="/collection/batch_size")
+    if lost_device(error):
+        message = f"the device failed ({first_line(error)}), and with it this process; the job is tried in a new one"
+        return _failed(error, "transient", "device_lost", message)
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         message = f"the machine refused a file operation ({error.strerror}); make room, and run the job again"
         return _failed(error, "transient", "machine", message)

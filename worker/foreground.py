@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from catalog.control_groups import oom_kills
 from catalog.frames import Failed, Finished, Frame, LogLine, Stopped, encode
 from worker.artifact_check import ArtifactMismatch
 from worker.child import EXECUTION, STOP_GRACE_SECONDS, Child, MalformedFrame
@@ -144,7 +145,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "scratch": str(folder.scratch),
         "plan": folder.plan,
     }
-    whereabouts = Whereabouts()
+    whereabouts, kills = Whereabouts(), oom_kills()
     with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:
         stopper.guard(child)
         try:
@@ -158,7 +159,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         last = Stopped()
     if last is None:
         signature = Signature(signal=ending(code), stage=whereabouts.stage, layer=whereabouts.layer)
-        last = crash_failure(signature, category="fatal", detail=None)
+        last = crash_failure(signature, category="fatal", detail=None, exhausted=oom_kills() > kills)
     return _end(folder, last, echo)
 
 

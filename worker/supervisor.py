@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Engine
 
+from catalog.control_groups import oom_kills
 from catalog.frames import Failed, Finished, Frame, Stopped
 from catalog.record import plain
 from jobs import claims
@@ -84,6 +85,7 @@ class Supervisor:
             self._watch.stop("cancel")
         last: Frame | None = None
         fault: str | None = None
+        kills = oom_kills()
         try:
             assignment = self._sink.write(self._assignment)
             child = Child.start(assignment, subprocess.PIPE, child_environment(os.environ), self._command)
@@ -118,7 +120,7 @@ class Supervisor:
         if self._watch.lost.is_set():
             raise LeaseLost(self._claim.job_id, self._claim.fence)
         if last is None and (fault is not None or self._watch.reason is None):
-            self._crash(fault or ending(code), tail)
+            self._crash(fault or ending(code), tail, exhausted=oom_kills() > kills)
         else:
             self._end(last, tail)
 
@@ -179,10 +181,10 @@ class Supervisor:
         if state in TERMINAL:
             self._scratch.clear(self._claim.job_id)
 
-    def _crash(self, how: str, tail: str | None) -> None:
+    def _crash(self, how: str, tail: str | None, *, exhausted: bool) -> None:
         signature = Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
         repeated = self._sink.write(lambda: record_crash(self._engine, self._claim, signature.as_json()))
-        failure = crash_failure(signature, "fatal" if repeated else "transient", tail)
+        failure = crash_failure(signature, "fatal" if repeated else "transient", tail, exhausted=exhausted)
         state = self._fail(failure, None)
         self._log.warning("child crashed", state=state, poison=repeated, **signature.as_json())
 

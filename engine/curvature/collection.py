@@ -110,6 +110,7 @@ def _collect(workspace: Workspace) -> Collected:
         workspace.planned(plan.as_json() | {"numerics": dataclasses.asdict(numerics)})
         workspace.plan = plan
         plan.require(workspace.memory)
+        workspace.guard.hold(plan)
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
         with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):

@@ -34,6 +34,7 @@ from engine.curvature.prediction import positions, predict
 from engine.curvature.statistics import LayerStatistics, factor_sides
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
+from engine.memory.exhaustion import lost_device, ran_out_of_memory
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
@@ -362,9 +363,11 @@ def _return(end: GradientEdge, direction: Tensor, collector: Collector, *, last:
 def _pull_back(end: GradientEdge, direction: Tensor, *, retain_graph: bool) -> None:
     try:
         torch.autograd.backward(end, direction, retain_graph=retain_graph)
-    except (EngineError, Unwinding, torch.OutOfMemoryError, MemoryError):
+    except (EngineError, Unwinding):
         raise
     except Exception as error:
+        if ran_out_of_memory(error) or lost_device(error):
+            raise
         raise ModelRefused(
             f"the model raised in its backward pass: {type(error).__name__}: {str(error)[:500]}; "
             "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",

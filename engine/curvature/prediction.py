@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from catalog.inputs import Task
 from engine.curvature.batches import Batch
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
+from engine.memory.exhaustion import lost_device, ran_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +108,11 @@ def _call(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: AN
             return model(**inputs, labels=batch.targets) if labelled else model(**inputs)
         positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         return model(*positional, batch.targets) if labelled else model(*positional)
-    except (EngineError, Unwinding, torch.OutOfMemoryError, MemoryError):
+    except (EngineError, Unwinding):
         raise
     except Exception as error:
+        if ran_out_of_memory(error) or lost_device(error):
+            raise
         shapes = (
             ", ".join(str(tuple(t.shape)) for t in inputs.values())
             if isinstance(inputs, Mapping)

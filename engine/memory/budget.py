@@ -1,7 +1,7 @@
 """The machine's budget: bytes a job may take, on the device and on the host.
 
-Measured when the job begins, from what is free then: the smaller of the kernel's MemAvailable,
-the control group's remainder and the address-space limit, and on CUDA the driver's free bytes.
+Measured when the job begins, from what is free then: the smallest of the kernel's MemAvailable,
+what the control groups leave and what the process's own limits leave, and on CUDA the driver's free bytes.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from catalog.control_groups import free_group_bytes
 from catalog.memory import Memory, amount_bytes
 
 _UNLIMITED = 2**62
@@ -50,20 +51,26 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes() -> int:
-    """Bytes this process could still take on the host."""
+    """Bytes this process could still take on the host: the kernel's, its control groups' and its own limits."""
     limits = [_UNLIMITED]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         lines = meminfo.read_text().splitlines()
         limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    group = Path("/sys/fs/cgroup")
-    ceiling, used = group / "memory.max", group / "memory.current"
-    if ceiling.exists() and used.exists() and (most := ceiling.read_text().strip()) != "max":
-        limits.append(int(most) - int(used.read_text()))
-    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if soft != resource.RLIM_INFINITY:
-        limits.append(soft - resident_bytes())
+    if (left := free_group_bytes()) is not None:
+        limits.append(left)
+    for limit, counted in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft - status_bytes(counted))
     return max(min(limits), 0)
+
+
+def status_bytes(entry: str) -> int:
+    """One entry of the kernel's account of this process, such as `VmData`; 0 where the platform does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:")), 0)
 
 
 def resident_bytes() -> int:
@@ -78,13 +85,8 @@ def peak_bytes(device: torch.device) -> int:
     """Highest resident set so far on a CPU; highest reserved bytes on a device."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
-    status = Path("/proc/self/status")
-    if status.exists():
-        # not ru_maxrss: that one remembers the parent's peak from before this program was loaded
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # not ru_maxrss first: that one remembers the parent's peak from before this program was loaded
+    return status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def give_back_host_memory() -> None:

@@ -23,6 +23,7 @@ from engine.memory.budget import (
     resident_bytes,
 )
 from engine.memory.exhaustion import free_memory, ran_out_of_memory
+from engine.memory.hold import hold_host
 from engine.memory.plan import Plan, largest, readable_bytes, written_bytes
 
 T = TypeVar("T")
@@ -96,6 +97,8 @@ class Guard:
     budget: MemoryBudget
     device: torch.device
     log: Callable[[str, str], None]
+    by_kernel: bool = False
+    """Let the kernel refuse what would exceed the host's budget."""
     plan: Plan | None = None
     """Whose terms a report quotes, once there is one."""
     planning_errors: list[PlanningError] = field(default_factory=list)
@@ -105,6 +108,13 @@ class Guard:
     def unlimited(cls) -> "Guard":
         """Refuses nothing beforehand; what runs out of memory goes down the ladder all the same."""
         return cls(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda _, __: None)
+
+    def hold(self, plan: Plan | None = None) -> None:
+        """Hold the budget from here on, for a ``plan`` that fits it: what comes before must still be able to say so."""
+        self.plan = plan
+        if self.by_kernel:
+            limit = hold_host(self.budget)
+            self.log("debug", f"the kernel holds this process to {readable_bytes(limit)} of data")
 
     def free_bytes(self, place: Literal["device", "host"]) -> int:
         """Bytes that may still be taken: of the budget, and of what the machine has left now."""

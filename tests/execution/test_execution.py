@@ -20,7 +20,7 @@ from catalog.frames import (
     decode,
     encode,
 )
-from engine.errors import NotConverged, WrongShape
+from engine.errors import NotConverged, OutOfMemory, WrongShape
 from worker.artifact_check import require_artifact
 from worker.child import Child
 from worker.execution import DATA_SOURCES, MODEL_SOURCES, parse_document
@@ -209,6 +209,9 @@ def test_whole_numbers_are_good_enough_for_real_ones() -> None:
         (NotConverged("no", layer="fc"), "fatal", "not_converged"),
         (MemoryError(), "usage", "out_of_memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), "usage", "out_of_memory"),
+        (RuntimeError("CUDA error: CUSOLVER_STATUS_ALLOC_FAILED when calling"), "usage", "out_of_memory"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "transient", "device_lost"),
+        (OutOfMemory("no", layer="fc"), "usage", "out_of_memory"),
         (OSError(28, "No space left on device"), "transient", "machine"),
         (SystemExit(3), "fatal", "unexpected"),
         (KeyError("secret-token"), "fatal", "unexpected"),

@@ -21,6 +21,7 @@ from jobs.results import layer_rows, list_artifacts
 from jobs.store import request_cancel
 from jobs.tables import jobs, outbox
 from worker import lease_watch
+from worker import supervisor as supervisor_module
 from worker.supervisor import Supervisor
 
 
@@ -144,6 +145,19 @@ def test_the_same_crash_twice_is_poison(submitted: Any, supervise: Any, job: Any
     assert [event.data["signature"] for event in events(job_id, "crash")] == [
         {"signal": "SIGKILL", "stage": "capacity", "layer": "capacity/0"}
     ] * 2
+
+
+def test_a_kill_for_want_of_memory_is_called_that(
+    submitted: Any, supervise: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submitted()
+    for _ in range(2):
+        # what the kernel counts before the child is started, and after it died
+        monkeypatch.setattr(supervisor_module, "oom_kills", iter([3, 4]).__next__)
+        supervise(job_id, ["kill_self"])
+    failure = job(job_id).failure
+    assert (job(job_id).state, failure["code"], failure["pointer"]) == ("failed", "out_of_memory", "/memory/host")
+    assert "for want of memory" in failure["message"]
 
 
 def test_two_different_crashes_are_bad_luck(submitted: Any, supervise: Any, job: Any) -> None:
