@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.curvature.batches import tensors
+from engine.curvature.storages import identity, storage_of
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments by which a layer hands keys and values on; running it twice would hand them on twice."""
@@ -54,14 +55,14 @@ class _Trace:
         """Count a tensor's storage once."""
         storage = tensor.untyped_storage()
         self.kept.append(storage)
-        if storage.data_ptr() not in known:
-            self.held.setdefault(self.within, {})[storage.data_ptr()] = storage.nbytes()
+        if identity(storage) not in known:
+            self.held.setdefault(self.within, {})[identity(storage)] = storage.nbytes()
 
     def storages(self, tree: Any) -> dict[int, int]:  # noqa: ANN401 - what a module was given
-        """Place and bytes of each storage of ``tree``."""
+        """Identity and bytes of each storage of ``tree``."""
         found = [tensor.untyped_storage() for tensor in tensors(tree) if tensor.layout == torch.strided]
         self.kept += found
-        return {storage.data_ptr(): storage.nbytes() for storage in found}
+        return {identity(storage): storage.nbytes() for storage in found}
 
     @property
     def plain(self) -> int:
@@ -155,9 +156,7 @@ def _trace(run: Callable[[int], object], size: int, model: nn.Module, watched: M
     trace = _Trace()
     # weights are there anyway, and counted as such
     known = frozenset(
-        tensor.untyped_storage().data_ptr()
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.layout == torch.strided
+        storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.layout == torch.strided
     )
 
     def pack(tensor: Tensor) -> Tensor:

@@ -7,35 +7,26 @@ checked before anything large is allocated.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from engine.curvature.activations import checkpointed, traced
-from engine.curvature.batches import Batch, mapped, tensors
-from engine.curvature.broadcast import proven
-from engine.curvature.calls import Call, called, followers, shared_tables, unattributed, watched
+from engine.curvature.activations import checkpointed
+from engine.curvature.calls import followers
 from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
-from engine.curvature.discovery import Uses, calls_of, candidates, discovered
+from engine.curvature.dry_run import dry_run, looked_into, with_activations, without_other_uses
 from engine.curvature.ekfac import corrected
-from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.factors import Corrected
 from engine.curvature.finishing import flaw, foreseen_flaw
-from engine.curvature.finiteness import witnessed
-from engine.curvature.forecast import DryRun, forecast
+from engine.curvature.forecast import forecast
 from engine.curvature.gathered import Gathered
 from engine.curvature.hooks import places_of
-from engine.curvature.interception import Interception
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
-from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.mixed_precision import usable
 from engine.curvature.nested import sizes_of
 from engine.curvature.numerics import Numerics, pinned
-from engine.curvature.padding import padding_decides_nothing
 from engine.curvature.passes import PassJob, gather
-from engine.curvature.prediction import predict
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.untouched import untouched
 from engine.errors import (
@@ -46,9 +37,6 @@ from engine.errors import (
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
-
-_DRY_EXAMPLES = (2, 3)
-"""One example, repeated. Not once alone: a model may squeeze a batch of one away."""
 
 
 def collected(workspace: Workspace) -> Collected:
@@ -94,13 +82,13 @@ def _collect(workspace: Workspace) -> Collected:
     with untouched(job.model, dtype), pinned(numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
         with workspace.operation("dry run"):
-            job, seen, mixed = _dry_run(job, found)
-            found, seen = _without_other_uses(job, found, seen)
-            found, seen, mixed = _looked_into(job, found, seen, mixed)
+            job, seen, mixed = dry_run(job, found)
+            found, seen = without_other_uses(job, found, seen)
+            found, seen, mixed = looked_into(job, found, seen, mixed)
         job = dataclasses.replace(job, places=places_of(found))
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
-        seen = _with_activations(job, found, seen)
+        seen = with_activations(job, found, seen)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
         # what the dry runs held would stay with the process, beside what the passes hold
@@ -125,29 +113,6 @@ def _collect(workspace: Workspace) -> Collected:
         return _finished(job, found, trainable, gathered, plan, corrections)
 
 
-def _with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
-    """The dry run, with what autograd saves of a pass where anything is pulled back."""
-    if job.collection.fisher == "forward_only":
-        return seen
-    batch = next(job.batches())
-    watched = {
-        role.module: job.collection.exact_trace or isinstance(role, BlockLayer)
-        for layer in survey.treated
-        for role in layer.roles
-    }
-
-    def run(examples: int) -> Tensor:
-        with job.precision.autocast(job.workspace.device):
-            return predict(job.model, _repeated(batch, examples), job.task).outputs
-
-    sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    saved, recomputed = traced(run, sizes, job.model, watched)
-    if saved.of(1) == 0:
-        # no graph at all: what the collection follows are loose parameters, which no module's call shows
-        return seen
-    return dataclasses.replace(seen, saved=saved, recomputed=recomputed)
-
-
 def _require_finite(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -165,107 +130,6 @@ def _require_finite(model: nn.Module) -> None:
                 layer=name.rpartition(".")[0],
                 pointer="/model",
             )
-
-
-def _dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[str]]:
-    """What one example, repeated, shows of the model: the job with its tables, a run, the layers that mix examples."""
-    batch = next(job.batches())
-    with witnessed(job.model, job.task) as witness:
-        witness.look_at(batch, 0)
-        if job.collection.batch_size == 1:
-            # every position is the only example's
-            return job, _seen(job, survey, _repeated(batch, 1)), frozenset()
-        fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
-        few, many = _seen(job, survey, fewer), _seen(job, survey, more)
-        tables = shared_tables(few.calls, many.calls)
-        if tables:
-            job = dataclasses.replace(job, tables=proven(tables, partial(_disturbed, job, survey, fewer)))
-            few, many = _seen(job, survey, fewer), _seen(job, survey, more)
-        run = partial(predict, job.model, task=job.task)
-        with torch.no_grad():
-            cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, run)
-        job = dataclasses.replace(job, cut_padding=cut)
-    return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
-
-
-def _without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
-    """Declare layers whose parameters the model also reads where no hook sees it."""
-    called = {call.layer.name for call in seen.calls}
-    batch = _repeated(next(job.batches()), seen.examples)
-
-    def run() -> None:
-        torch.manual_seed(job.collection.seed)
-        with torch.no_grad():
-            predict(job.model, batch, job.task)
-
-    elsewhere = used_elsewhere([layer for layer in survey.treated if layer.name in called], survey.aliases, run)
-    if not elsewhere:
-        return survey, seen
-    refused = tuple(declare(layer, "used_elsewhere") for layer in survey.treated if layer.name in elsewhere)
-    kept = tuple(layer for layer in survey.treated if layer.name not in elsewhere)
-    calls = [call for call in seen.calls if call.layer.name not in elsewhere]
-    return (
-        dataclasses.replace(survey, treated=kept, declared=(*survey.declared, *refused)),
-        dataclasses.replace(seen, calls=calls),
-    )
-
-
-def _looked_into(
-    job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str]
-) -> tuple[Survey, DryRun, frozenset[str]]:
-    """Look again, into the operations, where modules alone do not show what the parameters do."""
-    parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed)
-    if not parameters:
-        return survey, seen, mixed
-    batch = next(job.batches())
-    several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
-    survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed)
-    treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
-    calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
-    seen = DryRun(calls=calls[0], examples=several[0], outputs=seen.outputs)
-    return survey, seen, frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
-
-
-def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
-    """What ``parameters`` do with ``batch``, and the calls of the modules."""
-    uses = Uses()
-    interception = Interception(parameters, uses)
-    interception.begin(tensors(batch.inputs), batch.size)
-    spread = [module for role, module in called(survey.treated) if role.name in job.tables]
-    with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception:
-        # what a table is spread to has an example's copy for each
-        handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
-        try:
-            predict(job.model, batch, job.task)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return uses, calls
-
-
-def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
-    """Outputs of ``batch`` with ``tables`` spread over it, the last copy of one of them disturbed."""
-    torch.manual_seed(job.collection.seed)
-    # without its labels: the outputs of one example must be told from another's
-    unlabelled = dataclasses.replace(job.task, loss=None)
-    with torch.no_grad(), watched(survey.treated, batch.size, tables, disturb):
-        return predict(job.model, batch, unlabelled).outputs
-
-
-def _repeated(batch: Batch, times: int) -> Batch:
-    def repeated(tensor: Tensor) -> Tensor:
-        return tensor[:1].repeat_interleave(times, 0)
-
-    return Batch(
-        inputs=mapped(batch.inputs, repeated), targets=mapped(batch.targets, repeated), index=repeated(batch.index)
-    )
-
-
-def _seen(job: PassJob, survey: Survey, batch: Batch) -> DryRun:
-    with torch.no_grad(), watched(survey.treated, batch.size, job.tables) as calls:
-        prediction = predict(job.model, batch, job.task)
-    return DryRun(calls=calls, examples=batch.size, outputs=prediction.outputs.numel())
 
 
 def _require_coverage_so_far(job: PassJob, survey: Survey, trainable: int, mixed: frozenset[str]) -> None:

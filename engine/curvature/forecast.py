@@ -37,6 +37,8 @@ class DryRun:
     """What autograd saves; None where nothing is pulled back."""
     recomputed: Saved | None = None
     """The same with activation checkpointing; None where the model offers none."""
+    resident_bytes: int | None = None
+    """What the process holds without the plan's own needs; None: what it holds now."""
 
 
 def forecast(
@@ -307,13 +309,34 @@ def _plan(
         )
     )
     terms.append(
-        Term(name="process", formula="resident now", size_bytes=resident_bytes(), place="host", source="measured")
+        Term(
+            name="process",
+            formula="resident now",
+            size_bytes=resident_bytes() if seen.resident_bytes is None else seen.resident_bytes,
+            place="host",
+            source="measured",
+        )
     )
-    if place == "device" and workspace.model is not None:
-        tensors = (*workspace.model.parameters(), *workspace.model.buffers())
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        terms.append(Term(name="weights", formula="Σ bytes", size_bytes=weights, place=place, source="exact"))
+    terms += _weights(workspace, place)
     return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def _weights(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
+    """The model's own numbers, where what the process holds does not count them."""
+    if workspace.model is None:
+        return []
+    tensors = (*workspace.model.parameters(), *workspace.model.buffers())
+    absent = any(tensor.is_meta for tensor in tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    found = []
+    if place == "device" or absent:
+        found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
+    if place == "device" and absent:
+        # they come from the files by way of the host
+        found.append(
+            Term(name="weights", formula="Σ bytes", size_bytes=size, place="host", source="exact", stage="model")
+        )
+    return found
 
 
 def _stored_size(storage_dtype: str | None, item: int) -> int:

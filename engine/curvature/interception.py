@@ -25,6 +25,7 @@ from engine.curvature.layers.place import Place, place_of
 from engine.curvature.provenance import Rows, batch_first, followed
 from engine.curvature.rewrites import REWRITES
 from engine.curvature.sightings import Product, Sink
+from engine.curvature.storages import storage_of
 from engine.curvature.torch_functions import (
     JOINS,
     POINTWISE,
@@ -214,8 +215,8 @@ class Interception(TorchFunctionMode):
         results = [result for result in tensors_of((left,)) if result.is_floating_point()]
         if operation.name in ("detach", "data") or not results:
             return left
-        storages = {tensor.untyped_storage().data_ptr() for tensor in operation.tensors}
-        if any(result.untyped_storage().data_ptr() not in storages for result in results):
+        storages = {storage_of(tensor) for tensor in operation.tensors}
+        if any(storage_of(result) not in storages for result in results):
             over = {
                 id(tensor): self._spread(tensor) for tensor in operation.tensors if self._stands_for_examples(tensor)
             }

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.curvature.storages import storage_of
+
 _PLACES = frozenset(
     {"gather", "scatter", "scatter_add", "scatter_reduce", "index_copy", "index_add", "index_fill", "index_put", "put"}
     | {"take_along_dim", "sort", "msort", "flip", "fliplr", "flipud", "roll", "setitem", "masked_scatter"}
@@ -149,9 +151,7 @@ def _kept(
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.layout == other.layout == torch.strided and (
-        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
-    )
+    return one.layout == other.layout == torch.strided and storage_of(one) == storage_of(other)
 
 
 def _steps(shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
-from engine.curvature import collection, padding
+from engine.curvature import dry_run, padding
 from engine.curvature.collected import Collected
 from tests.oracles import collect, relative_error
 
@@ -80,7 +80,7 @@ def test_cut_padding_brings_the_same_factors(make: Any, task: str, monkeypatch: 
         passed.append(shapes.pop())
     assert sum(rows for rows, _ in passed) == 8
     assert sum(rows * width for rows, width in passed) < 0.75 * 8 * 12
-    monkeypatch.setattr(collection, "padding_decides_nothing", lambda *_: False)
+    monkeypatch.setattr(dry_run, "padding_decides_nothing", lambda *_: False)
     whole = make()
     shapes = widths(whole)
     same(cut, collect(whole, chunks, task, fisher="mc", batch_size=8))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.curvature.storages import storage_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -34,11 +36,7 @@ class Place:
 
 def place_of(view: Tensor, parameter: Tensor, name: str) -> Place | None:
     """The place of ``view`` in ``parameter``; None where it is not a view of it."""
-    if (
-        view.dtype != parameter.dtype
-        or view.layout != torch.strided
-        or view.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
-    ):
+    if view.dtype != parameter.dtype or view.layout != torch.strided or storage_of(view) != storage_of(parameter):
         return None
     # a stride of a dimension of one says nothing
     strides = tuple(stride if size > 1 else 0 for size, stride in zip(view.shape, view.stride(), strict=True))

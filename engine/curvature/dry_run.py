@@ -1,0 +1,158 @@
+"""Dry run: what very few examples show of a model before anything large is allocated.
+
+Which layers are called and how often, which are fed by the same tensor, which cannot tell their
+examples apart, what is used where no hook sees it, and what autograd saves of a pass.
+"""
+
+import dataclasses
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.curvature.activations import traced
+from engine.curvature.batches import Batch, mapped, tensors
+from engine.curvature.broadcast import proven
+from engine.curvature.calls import Call, called, shared_tables, unattributed, watched
+from engine.curvature.discovery import Uses, calls_of, candidates, discovered
+from engine.curvature.elsewhere import used_elsewhere
+from engine.curvature.finiteness import witnessed
+from engine.curvature.forecast import DryRun
+from engine.curvature.interception import Interception
+from engine.curvature.layers.coverage import Survey, declare
+from engine.curvature.layers.layer import BlockLayer
+from engine.curvature.padding import padding_decides_nothing
+from engine.curvature.passes import PassJob
+from engine.curvature.prediction import predict
+
+_DRY_EXAMPLES = (2, 3)
+"""One example, repeated. Not once alone: a model may squeeze a batch of one away."""
+
+
+def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[str]]:
+    """What one example, repeated, shows of the model: the job with its tables, a run, the layers that mix examples."""
+    batch = next(job.batches())
+    with witnessed(job.model, job.task) as witness:
+        witness.look_at(batch, 0)
+        if job.collection.batch_size == 1:
+            # every position is the only example's
+            return job, _seen(job, survey, _repeated(batch, 1)), frozenset()
+        fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
+        few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+        tables = shared_tables(few.calls, many.calls)
+        shapes_alone = batch.index.is_meta
+        if tables:
+            # only numbers can prove it
+            spread = frozenset(tables) if shapes_alone else proven(tables, partial(_disturbed, job, survey, fewer))
+            job = dataclasses.replace(job, tables=spread)
+            few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+        run = partial(predict, job.model, task=job.task)
+        if shapes_alone:
+            return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
+        with torch.no_grad():
+            cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, run)
+        job = dataclasses.replace(job, cut_padding=cut)
+    return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
+
+
+def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
+    """Declare layers whose parameters the model also reads where no hook sees it."""
+    called = {call.layer.name for call in seen.calls}
+    batch = _repeated(next(job.batches()), seen.examples)
+
+    def run() -> None:
+        torch.manual_seed(job.collection.seed)
+        with torch.no_grad():
+            predict(job.model, batch, job.task)
+
+    elsewhere = used_elsewhere([layer for layer in survey.treated if layer.name in called], survey.aliases, run)
+    if not elsewhere:
+        return survey, seen
+    refused = tuple(declare(layer, "used_elsewhere") for layer in survey.treated if layer.name in elsewhere)
+    kept = tuple(layer for layer in survey.treated if layer.name not in elsewhere)
+    calls = [call for call in seen.calls if call.layer.name not in elsewhere]
+    return (
+        dataclasses.replace(survey, treated=kept, declared=(*survey.declared, *refused)),
+        dataclasses.replace(seen, calls=calls),
+    )
+
+
+def looked_into(
+    job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str]
+) -> tuple[Survey, DryRun, frozenset[str]]:
+    """Look again, into the operations, where modules alone do not show what the parameters do."""
+    parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed)
+    if not parameters:
+        return survey, seen, mixed
+    batch = next(job.batches())
+    several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
+    survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed)
+    treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
+    calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
+    seen = DryRun(calls=calls[0], examples=several[0], outputs=seen.outputs)
+    return survey, seen, frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+
+
+def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
+    """The dry run, with what autograd saves of a pass where anything is pulled back."""
+    if job.collection.fisher == "forward_only":
+        return seen
+    batch = next(job.batches())
+    watched = {
+        role.module: job.collection.exact_trace or isinstance(role, BlockLayer)
+        for layer in survey.treated
+        for role in layer.roles
+    }
+
+    def run(examples: int) -> Tensor:
+        with job.precision.autocast(job.workspace.device):
+            return predict(job.model, _repeated(batch, examples), job.task).outputs
+
+    sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    saved, recomputed = traced(run, sizes, job.model, watched)
+    if saved.of(1) == 0:
+        # no graph at all: what the collection follows are loose parameters, which no module's call shows
+        return seen
+    return dataclasses.replace(seen, saved=saved, recomputed=recomputed)
+
+
+def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
+    """What ``parameters`` do with ``batch``, and the calls of the modules."""
+    uses = Uses()
+    interception = Interception(parameters, uses)
+    interception.begin(tensors(batch.inputs), batch.size)
+    spread = [module for role, module in called(survey.treated) if role.name in job.tables]
+    with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception:
+        # what a table is spread to has an example's copy for each
+        handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
+        try:
+            predict(job.model, batch, job.task)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return uses, calls
+
+
+def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
+    """Outputs of ``batch`` with ``tables`` spread over it, the last copy of one of them disturbed."""
+    torch.manual_seed(job.collection.seed)
+    # without its labels: the outputs of one example must be told from another's
+    unlabelled = dataclasses.replace(job.task, loss=None)
+    with torch.no_grad(), watched(survey.treated, batch.size, tables, disturb):
+        return predict(job.model, batch, unlabelled).outputs
+
+
+def _repeated(batch: Batch, times: int) -> Batch:
+    def repeated(tensor: Tensor) -> Tensor:
+        return tensor[:1].repeat_interleave(times, 0)
+
+    return Batch(
+        inputs=mapped(batch.inputs, repeated), targets=mapped(batch.targets, repeated), index=repeated(batch.index)
+    )
+
+
+def _seen(job: PassJob, survey: Survey, batch: Batch) -> DryRun:
+    with torch.no_grad(), watched(survey.treated, batch.size, job.tables) as calls:
+        prediction = predict(job.model, batch, job.task)
+    return DryRun(calls=calls, examples=batch.size, outputs=prediction.outputs.numel())

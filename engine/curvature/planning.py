@@ -1,0 +1,77 @@
+"""Planning: the plan of a whole job from shapes alone, before there are weights, sums or a device.
+
+The model stands on the meta device, the data gives one batch, and the same forecast that a job makes
+in its stage 0 is made here. What only numbers can show is assumed for the worse, and listed.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.curvature.batches import mapped
+from engine.curvature.calls import followers
+from engine.curvature.coverage_law import surveyed
+from engine.curvature.dry_run import dry_run, looked_into, with_activations
+from engine.curvature.forecast import forecast
+from engine.curvature.mixed_precision import usable
+from engine.curvature.numerics import Numerics, pinned
+from engine.curvature.passes import PassJob
+from engine.curvature.shapes import shapes_alone
+from engine.curvature.untouched import untouched
+from engine.memory.budget import resident_bytes
+from engine.memory.plan import Plan
+from engine.workspace import Workspace
+
+ASSUMED = (
+    "every weight and every example is finite",
+    "no parameter is used outside the module that holds it",
+    "no example is padded: a batch is as long as its longest example",
+    "tables that a batch shares can be spread over its examples",
+)
+"""What a plan without weights takes for given; each makes it larger, or ends the job before it is large."""
+
+
+def plan_job(workspace: Workspace) -> Plan:
+    """The plan of the job in ``workspace``, whose model may stand on the meta device.
+
+    Nothing is allocated but the first chunk of the data.
+
+    Raises:
+        EngineError: If model, data and task do not belong together.
+    """
+    if workspace.model is None or workspace.task is None or workspace.batches is None:
+        raise ValueError("a plan needs a model, batches and a task")
+    held = resident_bytes()
+    dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
+    meta = torch.device("meta")
+    first = next(iter(workspace.batches()))
+    chunk = mapped(tuple(first), lambda tensor: _shape_of(tensor, meta))
+
+    def batches() -> Iterator[tuple[Any, ...]]:
+        yield chunk
+
+    job = PassJob(
+        workspace=dataclasses.replace(workspace, device=meta, batches=batches, model=workspace.model.to(meta)),
+        model=workspace.model,
+        task=workspace.task,
+        collection=workspace.collection,
+        dtype=dtype,
+        numerics=Numerics.here(workspace.device, workspace.numerics),
+        heard=set(),
+        precision=usable(workspace.collection.amp, workspace.device),
+    )
+    with shapes_alone(workspace.device):
+        # the caller's flags say what is trainable; inside what follows, nothing is
+        found = surveyed(job.model, job.collection)
+    with shapes_alone(workspace.device), untouched(job.model, dtype), pinned(job.numerics, job.heard):
+        job, seen, mixed = dry_run(job, found)
+        found, seen, _ = looked_into(job, found, seen, mixed)
+        seen = dataclasses.replace(with_activations(job, found, seen), resident_bytes=held)
+    return forecast(workspace, dtype, found.treated, seen, followers(seen.calls, found.treated))
+
+
+def _shape_of(tensor: Tensor, meta: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=meta)

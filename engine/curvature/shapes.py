@@ -1,0 +1,96 @@
+"""Shapes: run a model on the meta device, where tensors have shapes and no numbers.
+
+Seven billion weights take no memory there, and a pass takes milliseconds. What a model or we ask of
+a number has no answer then, so one is assumed: a flag is true and a number is one, which is that no
+text is padded and nothing is NaN. Attention saves what the kernel of the machine's own device would.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as tracer
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Assumed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what is asked of numbers that are not there."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an overload of torch's
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - its only name
+                return True if args[0].dtype == torch.bool else 1
+            if func in (torch.ops.aten.equal.default, torch.ops.aten.allclose.default):
+                return True
+        # shapes are worked out in Python, by operations that are none of the model's
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its only name
+            return func(*args, **(kwargs or {}))
+
+
+class _Attention(TorchFunctionMode):
+    """Takes the fused kernel that ``device`` would take; on the meta device torch writes all scores out."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        given = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].is_meta:
+            return self._fused(*args, **given)
+        return func(*args, **given)
+
+    def _fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa and self._device.type == "cuda":
+            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
+        if query.ndim != 4 or (attn_mask is not None and attn_mask.requires_grad):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale
+            )
+        aten: Any = torch.ops.aten
+        if self._device.type == "cuda":
+            mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+            found = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
+                query, key, value, mask, True, dropout_p, is_causal, scale=scale
+            )
+        else:
+            found = aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )
+        attended: Tensor = found[0]
+        return attended
+
+
+@contextlib.contextmanager
+def shapes_alone(device: torch.device) -> Iterator[None]:
+    """Let models on the meta device run as they would on ``device``; loads torch's tracer, some 100 MB."""
+    before = tracer.meta_nonzero_assume_all_nonzero
+    tracer.meta_nonzero_assume_all_nonzero = True
+    try:
+        with _Assumed(), _Attention(device):  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        tracer.meta_nonzero_assume_all_nonzero = before
