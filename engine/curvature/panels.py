@@ -1,0 +1,90 @@
+"""Panels: rows of a large matrix that visit the device, or float64, a few at a time."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PANEL_BYTES = 16 * 2**20
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One panel on the device, and its twin on the host."""
+
+    leaving: Tensor
+    arrived: Tensor
+    copied: torch.cuda.Event | None
+    rows: int = 0
+
+
+class Arrivals:
+    """Panels of at most ``rows`` rows of ``width`` numbers on their way to ``device``: one there, one under way.
+
+    Memory:
+        Two panels on the device, two on the host (pinned, for a GPU).
+    """
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._slots = [
+            _Slot(
+                leaving=torch.empty(rows, width, dtype=dtype, pin_memory=cuda),
+                arrived=torch.empty(rows, width, dtype=dtype, device=device),
+                copied=torch.cuda.Event() if cuda else None,  # type: ignore[no-untyped-call]
+            )
+            for _ in range(2)
+        ]
+        self._sent: list[_Slot] = []
+
+    def send(self, panel: Tensor) -> None:
+        """Send rows off; what was taken before the last ``take`` is overwritten."""
+        slot = self._slots[0]
+        self._slots.reverse()
+        slot.rows = panel.shape[0]
+        if slot.copied is not None:
+            slot.copied.synchronize()
+        slot.leaving[: slot.rows].copy_(panel)
+        if self._stream is None or slot.copied is None:
+            slot.arrived[: slot.rows].copy_(slot.leaving[: slot.rows])
+        else:
+            # what still computes with this panel was asked for before
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                slot.arrived[: slot.rows].copy_(slot.leaving[: slot.rows], non_blocking=True)
+                slot.copied.record(self._stream)
+        self._sent.append(slot)
+
+    def take(self) -> Tensor:
+        """The panel sent first of those not yet taken, on the device."""
+        slot = self._sent.pop(0)
+        if slot.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(slot.copied)
+        return slot.arrived[: slot.rows]
+
+
+def wide_product(matrix: Tensor, right: Tensor) -> Tensor:
+    """``matrix`` (n, m) of any precision times ``right`` (m, k) in float64.
+
+    Memory:
+        16 MiB beside the result, where ``matrix`` is not float64 itself.
+    """
+    if matrix.dtype == torch.float64:
+        return matrix @ right
+    rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))
+    return torch.cat(
+        [matrix[start : start + rows].to(torch.float64) @ right for start in range(0, matrix.shape[0], rows)]
+    )
+
+
+def wide_transposed_product(matrix: Tensor, right: Tensor) -> Tensor:
+    """``matrixᵀ right`` likewise, for ``matrix`` (n, m) and ``right`` (n, k)."""
+    if matrix.dtype == torch.float64:
+        return matrix.mT @ right
+    rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))
+    total = torch.zeros(matrix.shape[1], right.shape[1], dtype=torch.float64, device=matrix.device)
+    for start in range(0, matrix.shape[0], rows):
+        total += matrix[start : start + rows].to(torch.float64).mT @ right[start : start + rows]
+    return total

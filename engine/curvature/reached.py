@@ -1,0 +1,113 @@
+"""What a stabilised factor came out as: its smallest eigenvalue, and how far it is from its definition.
+
+Up to ``EXACT_ROWS`` rows the eigenvalues of the result and its difference from ``Q max(Λ, f) Qᵀ`` are
+computed in float64. Beyond, the result N is compared with its definition D through ``D^-½ N D^-½``,
+whose eigenvalues are 1 but for rounding: Lanczos finds the smallest, θ, in a few dozen products, where on N
+itself it would take some √κ of them; ``θ · f`` bounds N's own from below. The difference is then estimated by what
+both do to a few random vectors.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.curvature.panels import wide_product, wide_transposed_product
+
+EXACT_ROWS = 1024
+_STEPS = 32
+_PROBES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """One stabilised factor, as it is."""
+
+    smallest: float
+    """Its smallest eigenvalue; negative if rounding made it indefinite."""
+    largest: float
+    relative_error: float
+    """‖N − D‖_F / ‖D‖_F, D being ``Q max(Λ, f) Qᵀ``."""
+    found_by: Literal["eigenvalues", "lanczos"]
+    """``lanczos``: smallest eigenvalue and error are estimates."""
+
+
+def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Reached:
+    """Look at the stabilised ``matrix`` (n, n), whose basis was ``values`` (n,) and ``vectors`` (n, n) or (n, r).
+
+    Memory:
+        Up to ``EXACT_ROWS`` rows four matrices in float64; beyond, 32 + 8 vectors.
+    """
+    size = matrix.shape[0]
+    kept = int((values >= floor).sum())
+    definition = _Definition(
+        vectors=vectors[:, vectors.shape[1] - kept :], values=values[size - kept :].to(vectors.device), floor=floor
+    )
+    if size <= EXACT_ROWS:
+        wide = matrix.to("cpu", torch.float64)
+        spectrum = torch.linalg.eigvalsh(wide)
+        truth = definition.dense().to("cpu")
+        return Reached(
+            smallest=float(spectrum[0]),
+            largest=float(spectrum[-1]),
+            relative_error=float((wide - truth).norm() / truth.norm()),
+            found_by="eigenvalues",
+        )
+    here = vectors.device
+    draws = torch.randn(size, _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(here)
+    wanted = definition.power(draws, 1.0)
+    found = wide_product(matrix, draws.to(matrix.device)).to(here)
+    top = definition.vectors[:, -1:].to(torch.float64)
+    smallest = max(float(values[0]), floor) * _smallest_ratio(matrix, definition, draws[:, :1])
+    return Reached(
+        smallest=smallest,
+        largest=float((top * wide_product(matrix, top.to(matrix.device)).to(here)).sum() / top.square().sum()),
+        relative_error=float((found - wanted).norm() / wanted.norm()),
+        found_by="lanczos",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Definition:
+    """``f·I + Q_u (Λ_u − f) Q_uᵀ`` and its powers."""
+
+    vectors: Tensor
+    values: Tensor
+    floor: float
+
+    def power(self, right: Tensor, exponent: float) -> Tensor:
+        """Its power times ``right`` (n, k)."""
+        base = float(self.floor**exponent)
+        inside = wide_transposed_product(self.vectors, right)
+        return wide_product(self.vectors, inside * (self.values.pow(exponent) - base)[:, None]).add_(right, alpha=base)
+
+    def dense(self) -> Tensor:
+        basis = self.vectors.to(torch.float64)
+        matrix = (basis * (self.values - self.floor)) @ basis.mT
+        matrix.diagonal().add_(self.floor)
+        return matrix
+
+
+def _smallest_ratio(matrix: Tensor, definition: _Definition, start: Tensor) -> float:
+    """Smallest eigenvalue of ``D^-½ N D^-½`` by Lanczos, every vector held orthogonal to all before it."""
+    held = [start / start.norm()]
+    alphas: list[float] = []
+    betas: list[float] = []
+    for _ in range(min(_STEPS, start.shape[0])):
+        inner = definition.power(held[-1], -0.5).to(matrix.device)
+        made = definition.power(wide_product(matrix, inner).to(start.device), -0.5)
+        alphas.append(float((made * held[-1]).sum()))
+        basis = torch.cat(held, 1)
+        for _again in range(2):
+            made = made - basis @ (basis.mT @ made)
+        betas.append(float(made.norm()))
+        # rounding alone is left: the space is exhausted
+        if betas[-1] <= 1e-14 * abs(alphas[-1]):
+            break
+        held.append(made / betas[-1])
+    size = len(alphas)
+    small = torch.diag(torch.tensor(alphas, dtype=torch.float64))
+    for place in range(size - 1):
+        small[place, place + 1] = small[place + 1, place] = betas[place]
+    return float(torch.linalg.eigvalsh(small)[0])
