@@ -1,10 +1,23 @@
 """One entry of the menu, and the envelope in which every analysis returns its layers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from catalog.layer_record import LayerRecord, Observed
 from catalog.record import record
+
+Decomposed = Literal["none", "values", "vectors"]
+"""What is asked of a factor's eigendecomposition: nothing, the eigenvalues alone, or the eigenvectors too."""
+
+
+def most_decomposed(options: Iterable[Any]) -> Decomposed:
+    """The most that analyses with these options ask for.
+
+    An options record says so by a property ``decomposition``; without one, as without options, it is the values.
+    """
+    steps: tuple[Decomposed, ...] = ("none", "values", "vectors")
+    asked = [steps.index(getattr(each, "decomposition", "values")) for each in options]
+    return steps[max(asked, default=0)]
 
 
 @record

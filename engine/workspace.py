@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from catalog.analysis import Decomposed
 from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task
 from catalog.memory import Memory
@@ -72,6 +73,8 @@ class Workspace:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     guard: Guard = field(default_factory=Guard.unlimited)
     """Keeps what is allocated within the budget, and takes a lower rung where it would not."""
+    decomposition: Decomposed = "values"
+    """The most that any analysis of this job asks of each factor."""
     keep: tuple[str, ...] = ("spectra",)
     kinds: tuple[str, ...] = ()
     """All analyses of this job; `factors` among them keeps the factors."""

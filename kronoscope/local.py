@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog import ANALYSES
-from catalog.analysis import LayerResult
+from catalog.analysis import LayerResult, most_decomposed
 from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task, TaskType
 from catalog.memory import Memory
@@ -286,14 +286,13 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         workspace.report = report
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}
+    options = {kind: _options(kind, params) for kind in kinds}
+    workspace.decomposition = most_decomposed(options.values())
     for kind in kinds:
-        analysis = ANALYSES[kind]
-        given = (params or {}).get(kind)
-        options = analysis.params() if given is None and analysis.params is not None else given
-        function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(analysis.function)
-        summary[kind] = _pulled(rows, function(options, workspace))
+        function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
+        summary[kind] = _pulled(rows, function(options[kind], workspace))
     return Measurement(
-        layers=tuple(rows),
+        layers=tuple(sorted(rows, key=lambda row: (list(kinds).index(row.kind), row.ordinal))),
         summary=summary,
         factors=LayersFactors(read_collected(workspace.artifacts)),
         index=workspace.artifacts.load_json(INDEX),
@@ -311,6 +310,11 @@ def _require_known(model: object, task: Task | str, kinds: Sequence[str]) -> Non
     unknown = [kind for kind in kinds if kind not in ANALYSES]
     if unknown or isinstance(kinds, str):
         raise ValueError(f"`kinds` is {kinds!r}; give a list of {', '.join(ANALYSES)}")
+
+
+def _options(kind: str, params: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - each analysis has its own
+    given, known = (params or {}).get(kind), ANALYSES[kind].params
+    return known() if given is None and known is not None else given
 
 
 def _artifacts() -> Artifacts:

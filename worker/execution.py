@@ -24,7 +24,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from catalog import ANALYSES, DOCUMENT
-from catalog.analysis import LayerResult
+from catalog.analysis import LayerResult, most_decomposed
 from catalog.complaints import complaints
 from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
@@ -172,6 +172,7 @@ def _compute(
         device=device,
         keep=document.keep,
         kinds=document.kinds,
+        decomposition=most_decomposed(_options(kind, document) for kind in document.kinds),
         artifacts=artifacts,
         scratch=scratch,
         checkpoint_seconds=assignment.checkpoint_seconds,
@@ -289,9 +290,7 @@ def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroun
 
 def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:
     """Pull one analysis's rows and send each up; its return value is the summary."""
-    analysis = ANALYSES[kind]
-    params = getattr(document, kind) if analysis.params is not None else None
-    rows: Generator[LayerResult, None, Any] = resolve(analysis.function)(params, workspace)
+    rows: Generator[LayerResult, None, Any] = resolve(ANALYSES[kind].function)(_options(kind, document), workspace)
     while True:
         try:
             row = next(rows)
@@ -299,6 +298,10 @@ def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: Frame
             pipe.send(Summarised(kind=kind, summary=plain(end.value)))
             return
         pipe.send(layer_frame(row))
+
+
+def _options(kind: str, document: JobDocument) -> Any:  # noqa: ANN401 - each analysis has its own
+    return None if ANALYSES[kind].params is None else getattr(document, kind)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -96,7 +96,10 @@ class OutputFolder:
     def end(self, state: str, failure: Failed | None) -> None:
         """Write the results, then the last state: in this order, so that `succeeded` promises them."""
         self._log.close()
-        self._write("results.json", {"summary": self._summary, "layers": self._rows})
+        # layers arrive by size
+        kinds = list(dict.fromkeys(row["kind"] for row in self._rows))
+        rows = sorted(self._rows, key=lambda row: (kinds.index(row["kind"]), row["ordinal"]))
+        self._write("results.json", {"summary": self._summary, "layers": rows})
         started = datetime.fromisoformat(self._job["started_at"])
         self._job["state"] = state
         self._job["finished_at"] = _now()

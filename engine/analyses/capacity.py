@@ -23,19 +23,21 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     """
     whole = collected(workspace)
     total = len(whole.layers)
-    rows: list[CapacityMetrics] = []
-    identity: list[str] = []
+    found: dict[int, CapacityMetrics] = {}
+    identity: dict[int, str] = {}
     decompositions = 0
     for done, layer in enumerate(measured_layers(workspace), start=1):
         metrics = layer_metrics(layer, params)
-        rows.append(metrics)
+        found[layer.facts.ordinal] = metrics
         decompositions += layer.facts.form not in ("diagonal", "diagonal_block")
         if metrics.damping is not None and metrics.damping > metrics.spectral_norm:
-            identity.append(layer.facts.name)
+            identity[layer.facts.ordinal] = layer.facts.name
         if ("capacity", layer.facts.ordinal) not in workspace.completed:
             yield covered_result("capacity", layer, metrics)
         workspace.report("capacity", done, total, "layers")
     yield from declared_results("capacity", workspace)
+    # in the model's order, whatever the order of measuring: sums round the same
+    rows = [found[facts.ordinal] for facts in whole.layers]
     dimension = sum(row.dimension for row in rows)
     effective = sum(row.effective_dimension or 0 for row in rows)
     return CapacitySummary(
@@ -54,13 +56,15 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         fisher=whole.collection.fisher,
         sharing=whole.collection.sharing,
         update_freq=whole.collection.update_freq,
-        identity_layers=tuple(identity),
+        identity_layers=tuple(name for _, name in sorted(identity.items())),
     )
 
 
 def layer_metrics(layer: Measured, params: CapacityParams) -> CapacityMetrics:
     """Every metric of one layer's F = G ⊗ A."""
     a, g, damped = layer.spectrum_A, layer.spectrum_G, layer.damping
+    if a is None or g is None:
+        raise ValueError(f"layer `{layer.facts.name}`: no eigenvalues were asked for")
     dimension = a.numel() * g.numel()
     if not math.isfinite(float(a.sum()) * float(g.sum())):
         raise NonFiniteFactor(

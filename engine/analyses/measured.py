@@ -5,8 +5,9 @@ collection neither decompose nor write anything twice.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from catalog.analysis import Coverage, LayerResult
 from catalog.layer_record import Branch, LayerRecord, Observed
-from engine.analyses.sample_sizes import MeasuredSize, smaller_sizes, trace
+from engine.analyses.decomposed import decomposed, load_basis
+from engine.analyses.sample_sizes import MeasuredSize, frobenius, smaller_sizes, trace
 from engine.curvature.collected import Collected, Kept, LayerFacts, stored_correction, write_factors, write_index
 from engine.curvature.collection import collected
 from engine.curvature.coverage_law import reason_counts
-from engine.curvature.eigenvalues import eigenvalues
+from engine.curvature.eigenbasis import Decomposition
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.layers.coverage import DeclaredLayer
 from engine.curvature.stabilisation import Clipping, Damping, clipping, damping
+from engine.curvature.structured import Structured
 from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
 from engine.workspace import Workspace
 
@@ -31,12 +34,14 @@ class Measured:
     """One covered layer with everything the analyses read; its factors are not held."""
 
     facts: LayerFacts
-    spectrum_A: Tensor
-    """(in_dim,) float64, ascending."""
-    spectrum_G: Tensor
-    """(out_dim,) float64, ascending."""
+    spectrum_A: Tensor | None
+    """(in_dim,) float64, ascending; None where no analysis asks for it."""
+    spectrum_G: Tensor | None
+    """(out_dim,) float64, ascending; None where no analysis asks for it, or it is not to be had without n×n."""
     trace_A: float
     trace_G: float
+    frobenius_A: float
+    frobenius_G: float
     nested: tuple[MeasuredSize, ...]
     """Ascending sample sizes up to the whole, where they were asked for; else none."""
     damping: Damping
@@ -44,6 +49,8 @@ class Measured:
     clipping_G: Clipping
     record: LayerRecord
     observed: Observed
+    load_basis: Callable[[Literal["A", "G"]], Decomposition]
+    """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them."""
 
     @property
     def status(self) -> Literal["covered", "zero_curvature"]:
@@ -52,28 +59,58 @@ class Measured:
 
 
 def measured_layers(workspace: Workspace) -> Iterator[Measured]:
-    """Every covered layer in order; the second analysis of a job gets the first one's."""
-    known: list[Measured] = workspace.shared.setdefault("measured", [])
+    """Every covered layer, the largest first; the second analysis of a job gets the first one's."""
+    known: dict[int, Measured] = workspace.shared.setdefault("measured", {})
     factors = collected(workspace)
     keep_factors = workspace.stored is None and ("factors" in workspace.keep or "factors" in workspace.kinds)
-    shared_a: dict[int, tuple[str, Tensor, tuple[str, ...]]] = workspace.shared.setdefault("shared_A", {})
-    for facts in factors.layers:
-        if facts.ordinal >= len(known):
+    for facts in sorted(factors.layers, key=_by_size):
+        if facts.ordinal not in known:
             with workspace.operation(f"layer {facts.ordinal}"):
-                known.append(_measure(workspace, factors, facts, shared_a, keep_factors=keep_factors))
-            if keep_factors and facts.ordinal == len(factors.layers) - 1:
-                write_index(workspace.artifacts, factors, {one.facts.ordinal: _kept(one.record) for one in known})
+                known[facts.ordinal] = _measure(workspace, factors, facts, keep_factors=keep_factors)
+            if keep_factors and len(known) == len(factors.layers):
+                write_index(workspace.artifacts, factors, {place: _kept(one.record) for place, one in known.items()})
         yield known[facts.ordinal]
 
 
-def _measure(
-    workspace: Workspace,
-    whole: Collected,
-    facts: LayerFacts,
-    shared_a: dict[int, tuple[str, Tensor, tuple[str, ...]]],
-    *,
-    keep_factors: bool,
-) -> Measured:
+def _by_size(facts: LayerFacts) -> tuple[int, int]:
+    """What decompositions cost, the largest first: what can not be done is known before the rest is."""
+    dense_a = facts.in_dim if facts.form == "kronecker" else 0
+    dense_g = facts.out_dim if facts.form != "diagonal_block" else 0
+    return -(dense_a**3 + dense_g**3), facts.ordinal
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """One factor of a layer, measured."""
+
+    digest: str
+    trace: float
+    frobenius: float
+    scale: float
+    rank_bound: int | None
+    found: Decomposition | None
+    spectrum: Tensor | None
+    """With the scale multiplied in."""
+
+
+def _side(workspace: Workspace, facts: LayerFacts, factors: Factors, side: Literal["A", "G"]) -> _Side:
+    factor: Tensor | Structured = factors.A if side == "A" else factors.G
+    scale = factors.scale_A if side == "A" else factors.scale_G
+    rank_bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
+    own = factor.digest() if isinstance(factor, Structured) else digest(factor)
+    found = decomposed(workspace, factor, layer=facts.name, side=side, digest=own, rank_bound=rank_bound)
+    return _Side(
+        digest=own,
+        trace=trace(factor, scale),
+        frobenius=frobenius(factor, scale),
+        scale=scale,
+        rank_bound=rank_bound,
+        found=found,
+        spectrum=None if found is None else found.values * scale,
+    )
+
+
+def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_factors: bool) -> Measured:
     workspace.checkpoint()
     begun, before = time.perf_counter(), _bytes(workspace.device)
     factors = whole.load(facts.ordinal)
@@ -81,26 +118,22 @@ def _measure(
     if keep_factors:
         write_factors(workspace.artifacts, facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)
-    digest_g = digest(factors.G)
-    spectrum_g, rungs_g = eigenvalues(factors.G.to(workspace.device), facts.name, rank_bound=facts.rank_bound_G)
-    spectrum_g.mul_(factors.scale_G)
+    side_g = _side(workspace, facts, factors, "G")
+    shared_a: dict[int, _Side] = workspace.shared.setdefault("shared_A", {})
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     if leader not in shared_a:
-        spectrum, rungs = eigenvalues(factors.A.to(workspace.device), facts.name, rank_bound=facts.rank_bound_A)
-        spectrum.mul_(factors.scale_A)
-        shared_a[leader] = digest(factors.A), spectrum, rungs
-    digest_a, spectrum_a, rungs_a = shared_a[leader]
+        shared_a[leader] = _side(workspace, facts, factors, "A")
+    side_a = shared_a[leader]
+    spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
     if "spectra" in workspace.keep:
-        table = {
-            "layer": facts.name,
-            "ordinal": facts.ordinal,
-            "form": facts.form,
-            "A": spectrum_a.tolist(),
-            "G": spectrum_g.tolist(),
-        }
-        workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
-    damped = damping(spectrum_a, spectrum_g, workspace.stabilisation, block=facts.form in ("block", "diagonal_block"))
-    _warn_of_identity(workspace, facts, damped, float(spectrum_a[-1]) * float(spectrum_g[-1]))
+        _keep_spectra(workspace, facts, spectrum_a, spectrum_g)
+    damped = damping(
+        side_a.trace / facts.in_dim if spectrum_a is None else float(spectrum_a.mean()),
+        side_g.trace / facts.out_dim if spectrum_g is None else float(spectrum_g.mean()),
+        workspace.stabilisation,
+        block=facts.form in ("block", "diagonal_block"),
+    )
+    _warn_of_identity(workspace, facts, damped, _largest(side_a) * _largest(side_g))
     clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
     clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
@@ -109,8 +142,10 @@ def _measure(
         examples=whole.examples,
         spectrum_A=spectrum_a,
         spectrum_G=spectrum_g,
-        trace_A=trace(factors.A, factors.scale_A),
-        trace_G=trace(factors.G, factors.scale_G),
+        trace_A=side_a.trace,
+        trace_G=side_g.trace,
+        frobenius_A=side_a.frobenius,
+        frobenius_G=side_g.frobenius,
     )
     kronecker_trace = complete.trace_A * complete.trace_G
     return Measured(
@@ -119,6 +154,9 @@ def _measure(
         spectrum_G=spectrum_g,
         trace_A=complete.trace_A,
         trace_G=complete.trace_G,
+        frobenius_A=complete.frobenius_A,
+        frobenius_G=complete.frobenius_G,
+        load_basis=partial(_load_basis, workspace, {"A": side_a, "G": side_g}),
         nested=(*smaller, complete) if whole.collection.nested else (),
         damping=damped,
         clipping_A=clipped_a,
@@ -152,7 +190,7 @@ def _measure(
             reduction="none",
             storage_device=whole.device,
             storage_policy=whole.storage_policy,
-            dtype=str(factors.G.dtype).removeprefix("torch."),
+            dtype=str(_dtype(factors.G)).removeprefix("torch."),
             accumulation_dtype=whole.collection.dtype,
             scale_A=factors.scale_A,
             scale_G=factors.scale_G,
@@ -167,19 +205,56 @@ def _measure(
             amp=whole.amp,
             amp_fallback=whole.amp_fallback,
             loss_scale=whole.loss_scale,
-            digest_A=digest_a,
-            digest_G=digest_g,
+            digest_A=side_a.digest,
+            digest_G=side_g.digest,
             digest_ekfac=ekfac.get("corrected_eigenvalues"),
             digest_eigenvectors_A=ekfac.get("eigenvectors_A"),
             digest_eigenvectors_G=ekfac.get("eigenvectors_G"),
             ekfac_trace=None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64)),
-            rungs_A=rungs_a,
-            rungs_G=rungs_g,
+            precision=_precision(side_a, side_g),
+            rungs_A=None if side_a.found is None else side_a.found.rungs,
+            rungs_G=None if side_g.found is None else side_g.found.rungs,
+            residual_A=None if side_a.found is None else side_a.found.residual,
+            residual_G=None if side_g.found is None else side_g.found.residual,
             nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
         observed=_observed(begun, before, after, workspace.device, whole),
     )
+
+
+def _keep_spectra(
+    workspace: Workspace, facts: LayerFacts, spectrum_a: Tensor | None, spectrum_g: Tensor | None
+) -> None:
+    if spectrum_a is None and spectrum_g is None:
+        return
+    table = {
+        "layer": facts.name,
+        "ordinal": facts.ordinal,
+        "form": facts.form,
+        "A": None if spectrum_a is None else spectrum_a.tolist(),
+        "G": None if spectrum_g is None else spectrum_g.tolist(),
+    }
+    workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
+
+
+def _largest(side: _Side) -> float:
+    """The largest eigenvalue, or what it cannot exceed."""
+    return side.frobenius if side.spectrum is None else float(side.spectrum[-1])
+
+
+def _precision(*sides: _Side) -> str | None:
+    """Of the less precise of two decompositions."""
+    known = [side.found.precision for side in sides if side.found is not None]
+    return min(known, default=None)
+
+
+def _load_basis(workspace: Workspace, sides: Mapping[str, _Side], side: Literal["A", "G"]) -> Decomposition:
+    return load_basis(workspace, sides[side].digest, sides[side].rank_bound, sides[side].scale)
+
+
+def _dtype(factor: Tensor | Structured) -> torch.dtype:
+    return factor.storage_dtype if isinstance(factor, Structured) else factor.dtype
 
 
 def _kept(record: LayerRecord) -> Kept:
@@ -223,8 +298,11 @@ _BRANCHES: dict[str, Branch] = {
 
 
 def _size(factors: Factors, *, own_a: bool) -> int:
-    own = (factors.A, factors.G) if own_a else (factors.G,)
-    return sum(tensor.numel() * tensor.element_size() for tensor in own)
+    return _size_bytes(factors.G) + (_size_bytes(factors.A) if own_a else 0)
+
+
+def _size_bytes(factor: Tensor | Structured) -> int:
+    return factor.size_bytes if isinstance(factor, Structured) else factor.numel() * factor.element_size()
 
 
 def _bytes(device: torch.device) -> tuple[int | None, int | None, int]:

@@ -8,8 +8,11 @@ from torch import Tensor
 from catalog.nested import NestedCapacity, NestedTraces
 from engine.curvature import kronecker_spectrum as spectrum
 from engine.curvature.collected import Collected, LayerFacts, nested_file, write_factors
-from engine.curvature.eigenvalues import eigenvalues
+from engine.curvature.eigenbasis import decompose
+from engine.curvature.structured import Structured
 from engine.workspace import Workspace
+
+_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +20,14 @@ class MeasuredSize:
     """One layer at one sample size."""
 
     examples: int
-    spectrum_A: Tensor
-    """(in_dim,) float64, ascending."""
-    spectrum_G: Tensor
-    """(out_dim,) float64, ascending."""
+    spectrum_A: Tensor | None
+    """(in_dim,) float64, ascending; None where no analysis asks for it."""
+    spectrum_G: Tensor | None
+    """(out_dim,) float64, ascending; None where no analysis asks for it, or it is not to be had without n×n."""
     trace_A: float
     trace_G: float
+    frobenius_A: float
+    frobenius_G: float
 
 
 def smaller_sizes(
@@ -33,7 +38,7 @@ def smaller_sizes(
     Memory:
         One layer's factors at one size, and their eigenvalues.
     """
-    shared_a: dict[tuple[int, int], Tensor] = workspace.shared.setdefault("nested_A", {})
+    shared_a: dict[tuple[int, int], Tensor | None] = workspace.shared.setdefault("nested_A", {})
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     found = []
     for size in whole.nested:
@@ -43,25 +48,55 @@ def smaller_sizes(
             write_factors(workspace.artifacts, facts, factors, nested_file(size.eighths, facts.ordinal))
         bound_a, bound_g = size.rank_bounds[facts.ordinal]
         if (size.eighths, leader) not in shared_a:
-            spectrum_a, _ = eigenvalues(factors.A.to(workspace.device), facts.name, rank_bound=bound_a)
-            shared_a[size.eighths, leader] = spectrum_a.mul_(factors.scale_A)
-        spectrum_g, _ = eigenvalues(factors.G.to(workspace.device), facts.name, rank_bound=bound_g)
+            shared_a[size.eighths, leader] = _spectrum(workspace, factors.A, facts.name, bound_a, factors.scale_A)
         found.append(
             MeasuredSize(
                 examples=size.examples,
                 spectrum_A=shared_a[size.eighths, leader],
-                spectrum_G=spectrum_g.mul_(factors.scale_G),
+                spectrum_G=_spectrum(workspace, factors.G, facts.name, bound_g, factors.scale_G),
                 trace_A=trace(factors.A, factors.scale_A),
                 trace_G=trace(factors.G, factors.scale_G),
+                frobenius_A=frobenius(factors.A, factors.scale_A),
+                frobenius_G=frobenius(factors.G, factors.scale_G),
             )
         )
     return tuple(found)
 
 
-def trace(factor: Tensor, scale: float) -> float:
+def _spectrum(
+    workspace: Workspace, factor: Tensor | Structured, layer: str, rank_bound: int | None, scale: float
+) -> Tensor | None:
+    """Values alone: of smaller sizes nobody asks for a basis."""
+    if workspace.decomposition == "none":
+        return None
+    if isinstance(factor, Structured):
+        known = factor.to(workspace.device).spectrum(layer, workspace.guard)
+        return None if known is None else known[0] * scale
+    found = decompose(factor.to(workspace.device), layer, rank_bound=rank_bound, guard=workspace.guard)
+    return found.values.mul_(scale)
+
+
+def trace(factor: Tensor | Structured, scale: float) -> float:
     """Trace of ``scale`` times a matrix (n, n), or the diagonal one whose diagonal (n,) is given."""
+    if isinstance(factor, Structured):
+        return factor.trace() * scale
     diagonal = factor if factor.ndim == 1 else factor.diagonal()
     return float(diagonal.to(torch.float64).sum()) * scale
+
+
+def frobenius(factor: Tensor | Structured, scale: float) -> float:
+    """Frobenius norm of the same.
+
+    Memory:
+        256 rows in float64.
+    """
+    if isinstance(factor, Structured):
+        return factor.frobenius_norm() * scale
+    parts = [
+        torch.linalg.vector_norm(factor[start : start + _ROWS_AT_ONCE].to(torch.float64))
+        for start in range(0, factor.shape[0], _ROWS_AT_ONCE)
+    ]
+    return float(torch.linalg.vector_norm(torch.stack(parts))) * scale
 
 
 def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] | None:
@@ -80,6 +115,8 @@ def nested_capacity(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedCapacity, ..
     rows = []
     for size in sizes:
         a, g = size.spectrum_A, size.spectrum_G
+        if a is None or g is None:
+            return None
         rank_a, rank_g = spectrum.entropy_effective_rank(a), spectrum.entropy_effective_rank(g)
         rows.append(
             NestedCapacity(

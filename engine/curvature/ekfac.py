@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.curvature.correction import CorrectionStatistics
-from engine.curvature.eigenvalues import eigenbasis
+from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import Corrected, Factors
 from engine.curvature.finishing import flaw
 from engine.curvature.gathered import Gathered
@@ -132,7 +132,15 @@ def _prepared(
 
 
 def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
-    return eigenbasis(factor.to(job.workspace.device), layer).to(job.dtype)
+    return _vectors(factor.to(job.workspace.device), layer).to(job.dtype)
+
+
+def _vectors(factor: Tensor, layer: str) -> Tensor:
+    """Q (n, n) of a dense factor, on its device."""
+    vectors = decompose(factor, layer, need="vectors").vectors
+    if vectors is None:
+        raise ValueError(f"layer `{layer}`: a diagonal factor has no basis of its own")
+    return vectors.to(factor.device)
 
 
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
@@ -179,7 +187,7 @@ def _block(job: PassJob, gathered: Gathered, found: LayerStatistics) -> list[Cor
 
 def _of_block(job: PassJob, factors: Factors) -> Corrected:
     block = factors.widened_G.to(job.workspace.device, torch.float64)
-    basis = None if block.ndim == 1 else eigenbasis(block, factors.layer)
+    basis = None if block.ndim == 1 else _vectors(block, factors.layer)
     values = block if basis is None else (basis * (block @ basis)).sum(0)
     return Corrected(
         eigenvectors_A=None,

@@ -41,7 +41,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from engine.curvature.eigenvalues import eigenbasis, eigenvalues
+from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest, mirrored_
 from engine.curvature.gram import add_gram_
 from engine.curvature.largest_eigenvalue import largest_eigenvalue
@@ -153,8 +153,8 @@ class SoftmaxFisher(Structured):
             raise NonFiniteFactor(f"layer `{layer}`: the probabilities hold NaN or Inf", layer=layer)
         if self.size > _DENSE_ROWS:
             return None
-        values, rungs = eigenvalues(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound)
-        return values, ("dense", *rungs)
+        found = decompose(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound)
+        return found.values, ("dense", *found.rungs)
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
         """Nonzero eigenvalues (r,), ascending, and orthonormal eigenvectors (V, r), for a small V.
@@ -169,10 +169,11 @@ class SoftmaxFisher(Structured):
                 layer=layer,
             )
         dense = self.to_dense(torch.float64)
-        vectors = eigenbasis(dense, layer)
-        values = (vectors * (dense @ vectors)).sum(0).clamp_min_(0)
+        found = decompose(dense, layer, need="vectors", rank_bound=self._rank_bound)
         first = self.size - self._rank_bound
-        return values[first:], vectors[:, first:]
+        if found.vectors is None:
+            raise ValueError(f"layer `{layer}`: a dense matrix has vectors")
+        return found.values[first:], found.vectors[:, first:]
 
     def apply(self, right: Tensor) -> Tensor:  # (V, k) -> (V, k)
         """``S right``; what of it lies along 1, which only the excess sees, is taken out first."""

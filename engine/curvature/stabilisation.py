@@ -42,12 +42,11 @@ class Clipping:
     """Eigenvalues below the floor."""
 
 
-def damping(spectrum_a: Tensor, spectrum_g: Tensor, options: Stabilisation, *, block: bool) -> Damping:
-    """Damping of a layer with these eigenvalues, (n,) and (m,), float64.
+def damping(mean_a: float, mean_g: float, options: Stabilisation, *, block: bool) -> Damping:
+    """Damping of a layer whose factors have these mean eigenvalues.
 
     An exact block (A = 1) is damped in G alone.
     """
-    mean_a, mean_g = float(spectrum_a.mean()), float(spectrum_g.mean())
     if mean_a <= 0 or mean_g <= 0:
         return Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)
     relative = options.damping_mode == "relative"
@@ -66,8 +65,10 @@ def damping(spectrum_a: Tensor, spectrum_g: Tensor, options: Stabilisation, *, b
     return Damping(joint=joint, A=damped_a, G=damped_g, relative_A=damped_a / mean_a, relative_G=damped_g / mean_g)
 
 
-def clipping(spectrum: Tensor, kappa_max: float | None) -> Clipping:
+def clipping(spectrum: Tensor | None, kappa_max: float | None) -> Clipping:
     """Condition of a factor with ascending eigenvalues (n,), before and after clipping at λ_max/κ_max."""
+    if spectrum is None:
+        return Clipping(kappa=None, kappa_clipped=None, clipped=None)
     smallest, largest = float(spectrum[0]), float(spectrum[-1])
     if largest <= 0:
         return Clipping(kappa=None, kappa_clipped=None, clipped=None)

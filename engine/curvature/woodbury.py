@@ -29,7 +29,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from engine.curvature.eigenvalues import eigenvalues
+from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NonFiniteFactor
@@ -140,15 +140,15 @@ class LowRank(Structured):
         """
         del guard
         if self.count > self.size:
-            values, rungs = eigenvalues(self.to_dense(torch.float64), layer)
-            return values, rungs
+            dense = decompose(self.to_dense(torch.float64), layer)
+            return dense.values, dense.rungs
         gram = self.gram()
         if not bool(torch.isfinite(gram.diagonal()).all()):
             raise NonFiniteFactor(f"layer `{layer}`: the gradient rows of G hold NaN or Inf", layer=layer)
-        nonzero, rungs = eigenvalues(gram, layer)
+        found = decompose(gram, layer)
         values = torch.zeros(self.size, dtype=torch.float64)
-        values[self.size - self.count :] = nonzero
-        return values, ("gram", *rungs)
+        values[self.size - self.count :] = found.values
+        return values, ("gram", *found.rungs)
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
         """The r nonzero eigenvalues (r,), ascending, and orthonormal eigenvectors (n, r), float64.

@@ -13,11 +13,10 @@ from transformers.pytorch_utils import Conv1D
 from catalog.collection import Collection
 from catalog.record import FieldError
 from engine.analyses.factors import collect_factors
-from engine.curvature import correction, eigenvalues, forecast, joint
+from engine.curvature import correction, forecast, joint
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
-from engine.curvature.eigenvalues import eigenbasis
-from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
+from engine.errors import BrokenFactors
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import LIBRARY_BYTES, Chosen
 from engine.workspace import Workspace
@@ -280,21 +279,3 @@ def test_kept_with_the_factors_and_read_again(tmp_path: Path) -> None:
 def test_forward_only_has_nothing_to_correct_with() -> None:
     with pytest.raises(FieldError, match="needs gradients"):
         Collection(ekfac=True, fisher="forward_only")
-
-
-def test_a_basis_that_does_not_give_the_factor_back_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = torch.randn(7, 7, dtype=torch.float64)
-    matrix = matrix @ matrix.T
-    truth = eigenbasis(matrix, "layer")
-
-    def wrong(given: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64)
-
-    monkeypatch.setattr(eigenvalues, "_eigh", wrong)
-    other = eigenbasis(matrix, "layer")
-    assert torch.allclose(truth.abs(), other.abs(), atol=1e-9)
-    monkeypatch.setattr(eigenvalues, "_syevr_vectors", wrong)
-    with pytest.raises(NotConverged, match="`layer`"):
-        eigenbasis(matrix, "layer")
-    with pytest.raises(NonFiniteFactor, match="`layer`"):
-        eigenbasis(matrix * float("nan"), "layer")
