@@ -113,10 +113,13 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
 
 
 def write_plan(engine: Engine, claim: Claim, frame: Planned) -> None:
-    """Keep the memory plan; the first one stands, since digests are promised per plan."""
+    """Keep the memory plan; the first one stands, since digests are promised per plan.
+
+    One that memory has proved wrong is replaced by what was done in its place, which later attempts must repeat.
+    """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
-        if drawn.plan is None:
+        if drawn.plan is None or frame.plan.get("planning_errors"):
             change(connection, drawn, {"plan": plain(frame.plan)})
         append_event(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)})
 

@@ -19,8 +19,7 @@ from catalog.frames import Failed
 from catalog.record import FieldError
 from engine.errors import EngineError
 from engine.memory.budget import free_host_bytes, resident_bytes
-from engine.memory.exhaustion import lost_device, ran_out_of_memory
-from engine.memory.guard import first_line
+from engine.memory.exhaustion import first_line, lost_device, ran_out_of_memory
 from engine.memory.plan import readable_bytes
 from worker.refusal import Refusal, writable
 

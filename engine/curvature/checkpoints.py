@@ -105,6 +105,12 @@ class Checkpoints:
             self.discard(str(foreign))
             return None
 
+    def under_way(self, number: int, shared: Mapping[str, str]) -> Resumed | None:
+        """The checkpoint of pass ``number``, where this attempt or an earlier one has made one in its midst."""
+        found = self.find()
+        inside = found is not None and found.cursor.number == number and bool(found.running)
+        return found if inside and found is not None and found.shared == shared else None
+
     def _read(self) -> Resumed:
         """Read the manifest.
 

@@ -21,12 +21,13 @@ from engine.curvature.factors import Corrected
 from engine.curvature.finishing import flaw, foreseen_flaw
 from engine.curvature.forecast import forecast
 from engine.curvature.gathered import Gathered
+from engine.curvature.gathering import announce, gather
 from engine.curvature.hooks import places_of
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.mixed_precision import usable
 from engine.curvature.nested import sizes_of
 from engine.curvature.numerics import Numerics, pinned
-from engine.curvature.passes import PassJob, gather
+from engine.curvature.passes import PassJob
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.untouched import untouched
 from engine.errors import (
@@ -95,7 +96,8 @@ def _collect(workspace: Workspace) -> Collected:
         give_back_host_memory()
         workspace.curve.planned_device_bytes = plan.peak_bytes("device")
         workspace.curve.planned_host_bytes = plan.peak_bytes("host")
-        workspace.planned(plan.as_json() | {"numerics": dataclasses.asdict(numerics)})
+        workspace.guard.announce = partial(announce, workspace, numerics)
+        announce(workspace, numerics, plan, ())
         workspace.plan = plan
         plan.require(workspace.memory)
         workspace.guard.hold(plan)
@@ -103,6 +105,8 @@ def _collect(workspace: Workspace) -> Collected:
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
         with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
             gathered = gather(job, found, shared, mixed, plan)
+            plan = dataclasses.replace(plan, chosen=gathered.chosen)
+            job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch)
             corrections = corrected(job, gathered, plan.chosen.corrections) if job.collection.ekfac else {}
         if gathered.nondeterministic:
             workspace.log(

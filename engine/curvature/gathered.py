@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from engine.curvature.factors import Factors
 from engine.curvature.mixed_precision import FIRST_SCALE, LossScale
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import Waiting
+from engine.memory.plan import Chosen
 
 _MASK = 2**63 - 1
 
@@ -49,6 +51,19 @@ class Gathered:
     updates: int = 0
     passes: int = 0
     loss_scale: float = FIRST_SCALE
+    chosen: Chosen = field(default_factory=Chosen)
+    """What the passes are made by: the plan's choice, or a lower rung where memory ran out."""
+
+    def settled(self) -> dict[str, Any]:
+        """What the finished passes have left, for ``restore``."""
+        kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "waiting")}
+        counts = {name: getattr(self, name) for name in ("examples", "updates", "passes", "loss_scale")}
+        return {**kept, **counts}
+
+    def restore(self, before: dict[str, Any]) -> None:
+        """Let go of what a pass that did not come to its end has left; that layers share no A stays known."""
+        for name, value in before.items():
+            setattr(self, name, value)
 
 
 @dataclass(kw_only=True)

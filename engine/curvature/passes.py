@@ -1,13 +1,7 @@
-"""Passes: the data goes through the model, and each treated layer's sums become its factors.
-
-One pass gathers every layer wherever memory allows; else each pass gathers the layers of one part
-of the plan and lays their factors aside before the next begins. The numbers are the same.
-"""
+"""Passes: the data goes through the model, and the sums of one pass's layers take in every batch."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +10,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.curvature.batches import Batch, batched, tensors
-from engine.curvature.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
-from engine.curvature.finishing import foreseen_flaw, keep
+from engine.curvature.checkpoints import Checkpoints, Resumed
+from engine.curvature.finishing import foreseen_flaw
 from engine.curvature.finiteness import witnessed
 from engine.curvature.gathered import Cursor, Gathered
-from engine.curvature.hooks import Collector, Places, SharingBroken
-from engine.curvature.layers.coverage import Survey
+from engine.curvature.hooks import Collector, Places
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
@@ -35,10 +28,7 @@ from engine.curvature.statistics import LayerStatistics, factor_sides
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
 from engine.memory.exhaustion import lost_device, ran_out_of_memory
-from engine.memory.plan import Plan
 from engine.workspace import Workspace
-
-_CALLED = {"version": "version of torch", "threads": "number of threads"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,110 +71,8 @@ class PassJob:
         return batch.to(self.workspace.device, self.dtype)
 
 
-def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozenset[str], plan: Plan) -> Gathered:
-    """Make the passes of ``plan``.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-    """
-    conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
-    checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
-    fresh = partial(Gathered, statistics={}, factors={}, shared=shared, nondeterministic=job.heard)
-    found = checkpoints.find()
-    try:
-        gathered = fresh() if found is None else _resumed(job, surveyed, found)
-        return _gather(job, surveyed, gathered, mixed, plan, checkpoints, found)
-    except CheckpointForeign as foreign:
-        checkpoints.discard(str(foreign))
-        return _gather(job, surveyed, fresh(), mixed, plan, checkpoints, None)
-
-
-def _gather(
-    job: PassJob,
-    surveyed: Survey,
-    gathered: Gathered,
-    mixed: frozenset[str],
-    plan: Plan,
-    checkpoints: Checkpoints,
-    found: Resumed | None,
-) -> Gathered:
-    several = len(plan.chosen.parts) > 1
-    for number, part in enumerate(plan.chosen.parts):
-        progress = _Progress(job.workspace, number, len(plan.chosen.parts))
-        if found is not None and number < found.cursor.number:
-            continue
-        layers = tuple(layer for layer in surveyed.treated if layer.name in set(part))
-        while True:
-            # a pass that is gone on with was counted when it began
-            gathered.passes += found is None or not found.running
-            here, found = found, None
-            try:
-                with job.workspace.operation(f"pass {number + 1}"):
-                    statistics = _run(job, layers, gathered, mixed, progress, checkpoints, here)
-                break
-            except SharingBroken as broken:
-                # rare: a model that feeds its layers differently from batch to batch
-                gathered.shared = {
-                    name: leader for name, leader in gathered.shared.items() if name not in broken.followers
-                }
-        for each in statistics:
-            each.end_pass_()
-        gathered.statistics |= {each.layer.name: each for each in statistics}
-        with job.workspace.operation(f"factors of pass {number + 1}"):
-            keep(job.workspace, job.dtype, gathered, statistics, aside=several)
-        if several and job.workspace.checkpointed:
-            # what waits on the disk is never collected again
-            after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
-            after.loss_scale = gathered.loss_scale
-            checkpoints.save(after, (), gathered)
-    if found is not None:
-        job.workspace.log("info", "collection resumed after its last batch: every factor waits already")
-    return gathered
-
-
-def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
-    """What a checkpoint's bits depend on, each entry under the name that a refusal calls it by."""
-    layers = [[layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim] for layer in surveyed.treated]
-    return {
-        **job.workspace.conditions,
-        **{_CALLED.get(name, name): value for name, value in asdict(job.numerics).items()},
-        "collection": asdict(job.collection),
-        "task": asdict(job.task),
-        "plan": asdict(plan.chosen),
-        "model": fingerprint(job.model),
-        "set of layers": layers,
-    }
-
-
-def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
-    """What the finished passes of an earlier attempt have left."""
-    gathered = Gathered(
-        statistics={},
-        factors={},
-        shared=found.shared,
-        waiting=found.waiting,
-        nested=found.nested,
-        nondeterministic=job.heard,
-        examples=found.cursor.examples,
-        updates=found.cursor.updates,
-        loss_scale=found.cursor.loss_scale,
-        passes=found.passes,
-    )
-    job.heard.update(found.nondeterministic)
-    treated = {layer.name: layer for layer in surveyed.treated}
-    for name, stored in found.finished.items():
-        leader = gathered.statistics[found.shared[name]] if name in found.shared else None
-        # the sharing stands in what was stored
-        gathered.statistics[name] = _kind(treated[name])(layer=treated[name], sharing="", leader=leader)
-        set_counts(gathered.statistics[name], stored)
-    scratch = job.workspace.scratch
-    if scratch is not None:
-        gathered.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
-    return gathered
-
-
 @dataclass(frozen=True)
-class _Progress:
+class Progress:
     """Batches done over all passes."""
 
     workspace: Workspace
@@ -204,12 +92,12 @@ class _Progress:
         self.report(done, total)
 
 
-def _run(
+def run_pass(
     job: PassJob,
     treated: tuple[TreatedLayer, ...],
     gathered: Gathered,
     mixed: frozenset[str],
-    progress: _Progress,
+    progress: Progress,
     checkpoints: Checkpoints,
     found: Resumed | None,
 ) -> tuple[LayerStatistics, ...]:
@@ -289,14 +177,15 @@ def _allocated(
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
         # a leader stands before its followers
         leader = by_name[shared[layer.name]] if layer.name in shared else None
-        statistics = _kind(layer)(layer=layer, sharing=sharing, leader=leader, traced=traced, staging=staging)
+        statistics = statistics_kind(layer)(layer=layer, sharing=sharing, leader=leader, traced=traced, staging=staging)
         statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
         statistics.allocate(job.dtype, job.workspace.device)
         by_name[layer.name] = statistics
     return by_name
 
 
-def _kind(layer: TreatedLayer) -> type[LayerStatistics]:
+def statistics_kind(layer: TreatedLayer) -> type[LayerStatistics]:
+    """What holds a layer's sums."""
     return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
 
 

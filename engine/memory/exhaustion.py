@@ -36,6 +36,12 @@ def lost_device(error: BaseException) -> bool:
     return told and not ran_out_of_memory(error)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough for a record."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
 def free_memory(device: torch.device) -> None:
     """Collect what nobody refers to, and return what allocators keep of it to the device and the system.
 

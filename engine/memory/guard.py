@@ -8,7 +8,7 @@ that ends without a result ends with a report of what was requested, held and fr
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -22,9 +22,9 @@ from engine.memory.budget import (
     give_back_host_memory,
     resident_bytes,
 )
-from engine.memory.exhaustion import free_memory, ran_out_of_memory
+from engine.memory.exhaustion import first_line, free_memory, ran_out_of_memory
 from engine.memory.hold import hold_host
-from engine.memory.plan import Plan, largest, readable_bytes, written_bytes
+from engine.memory.plan import Chosen, Plan, largest, readable_bytes, written_bytes
 
 T = TypeVar("T")
 
@@ -103,6 +103,8 @@ class Guard:
     """Whose terms a report quotes, once there is one."""
     planning_errors: list[PlanningError] = field(default_factory=list)
     """Of the whole job."""
+    announce: Callable[[Plan | None, Sequence[PlanningError]], None] = lambda _, __: None
+    """Receives the plan with each planning error, as it stands from then on."""
 
     @classmethod
     def unlimited(cls) -> "Guard":
@@ -182,7 +184,7 @@ class Guard:
                         said=ended.said,
                     )
                 )
-                self._note(errors[-1])
+                self.missed(errors[-1])
                 ended = self._attempt(rung)
             if not isinstance(ended, _Ended):
                 return Descended(
@@ -205,13 +207,36 @@ class Guard:
                 raise
             return _Ended(first_line(error), exhausted=True)
 
-    def _note(self, error: PlanningError) -> None:
+    def missed(self, error: PlanningError) -> None:
+        """Record that memory ran out where it was foreseen to suffice."""
         self.planning_errors.append(error)
         where = f" of layer `{error.layer}`" if error.layer else ""
         self.log(
             "warning",
-            f"{error.what}{where} ran out of memory by `{error.rung}`, which was foreseen to fit ({error.said}); "
-            "it is tried once more, then by the next rung",
+            f"{error.what}{where} ran out of memory by `{error.rung}`, which was foreseen to fit ({error.said})",
+        )
+        self.announce(self.plan, self.planning_errors)
+
+    def replan(self, chosen: Chosen) -> None:
+        """What the job is done by from here on, in place of what its plan had chosen."""
+        if self.plan is not None:
+            self.plan = replace(self.plan, chosen=chosen)
+        self.announce(self.plan, self.planning_errors)
+
+    def exhausted(self, missed: PlanningError, remedy: str) -> OutOfMemory:
+        """The end of a ladder: what to raise, with the report."""
+        asked = Rung(
+            name=missed.rung,
+            formula=missed.said,
+            device_bytes=missed.foreseen_device_bytes,
+            host_bytes=missed.foreseen_host_bytes,
+            run=lambda: None,
+        )
+        place: Literal["device", "host"] = "host" if self.device.type != "cuda" else "device"
+        return OutOfMemory(
+            f"{missed.what} ran out of memory: {self.report(asked, missed.stage)}; {remedy}",
+            layer=missed.layer,
+            pointer=f"/memory/{place}",
         )
 
     def _lacking(self, device_bytes: int, host_bytes: int) -> tuple[Literal["device", "host"], int] | None:
@@ -270,12 +295,6 @@ class Guard:
         allocated, _ = device_bytes(self.device)
         held = resident_bytes() if place == "host" else allocated or 0
         return f"raise `memory.{place}` to {written_bytes(held + _needed(rung, place))} or more"
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, short enough for a record."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
 
 
 def _needed(rung: Rung[Any], place: Literal["device", "host"]) -> int:

@@ -1,0 +1,44 @@
+"""Retreat: how a collection goes on where memory runs out although its plan had fitted.
+
+The rungs below a plan are half as many examples at a time, down to one, and then two passes in place of the one
+that ran out, down to one layer (with those that share its A) in each. A pass begins anew on each of them, so its sums
+are those of a job that had chosen that rung to begin with, and nothing is counted twice.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from engine.memory.plan import Chosen
+
+
+def lower(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *, aside: bool) -> Chosen | None:
+    """The next rung below ``chosen`` for its pass ``number``; None where there is none.
+
+    Args:
+        chosen: What ran out of memory.
+        number: The pass in which it did.
+        whole: Examples in a whole batch.
+        shared: Follower → leader of the layers that share one A, and so one pass.
+        aside: There is a place for what further passes leave.
+    """
+    size = min(chosen.micro_batch or whole, whole)
+    if size > 1:
+        return replace(chosen, micro_batch=-(-size // 2))
+    groups = list(_groups(chosen.parts[number], shared))
+    if not aside or len(groups) < 2:
+        return None
+    half = len(groups) // 2
+    halves = tuple(tuple(name for group in part for name in group) for part in (groups[:half], groups[half:]))
+    return replace(chosen, parts=(*chosen.parts[:number], *halves, *chosen.parts[number + 1 :]))
+
+
+def described(chosen: Chosen) -> str:
+    """A rung in words."""
+    slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch}"
+    return f"{slices}, {len(chosen.parts)} pass{'es' if len(chosen.parts) > 1 else ''}"
+
+
+def _groups(part: Sequence[str], shared: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    leaders = [name for name in part if shared.get(name) not in part]
+    for leader in leaders:
+        yield (leader, *(name for name in part if shared.get(name) == leader))
