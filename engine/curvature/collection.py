@@ -7,6 +7,7 @@ checked before anything large is allocated.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn

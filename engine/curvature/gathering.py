@@ -40,7 +40,11 @@ def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozen
     """
     conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
-    fresh = partial(Gathered, statistics={}, factors={}, shared=shared, nondeterministic=job.heard)
+
+    def fresh() -> Gathered:
+        # dictionaries of its own, each time: what an attempt that failed put into them is gone with it
+        return Gathered(statistics={}, factors={}, shared=shared, nondeterministic=job.heard)
+
     found = checkpoints.find()
     try:
         gathered = fresh() if found is None else _resumed(job, surveyed, found)

@@ -251,6 +251,16 @@ def test_the_first_plan_stands(ledger: Engine, held: Held) -> None:
     assert job_of(ledger, again).plan == {"threads": 2}
 
 
+def test_a_plan_that_memory_proved_wrong_is_replaced_by_what_was_done(ledger: Engine, held: Held) -> None:
+    mine = held()
+    write_plan(ledger, mine, Planned(plan={"micro_batch": 8}))
+    corrected = {"micro_batch": 4, "planning_errors": [{"rung": "slices of 8, 1 pass"}]}
+    write_plan(ledger, mine, Planned(plan=corrected))
+    assert job_of(ledger, mine).plan == corrected
+    write_plan(ledger, mine, Planned(plan={"micro_batch": 8}))
+    assert job_of(ledger, mine).plan == corrected
+
+
 def test_a_drain_returns_the_attempt_and_keeps_the_rows(ledger: Engine, held: Held, layer_frame: Any) -> None:
     mine = held()
     write_layer(ledger, mine, layer_frame(1))
