@@ -1,69 +1,72 @@
 """`capacity`: how many directions of a layer the loss really curves in, from the two spectra."""
 
+from collections.abc import Mapping
+from typing import Literal
+
 from catalog.analysis import Analysis, Coverage
-from catalog.nested import NestedCapacity
+from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.record import FieldError, record
+
+MAX_GRID = 1000
+DAMPING_GRID = tuple(10.0 ** (half / 2) for half in range(-32, 5))
+"""Half decades from 1e-16 to 1e2."""
 
 
 @record
 class CapacityParams:
     """Options of the capacity analysis."""
 
+    metrics: tuple[str, ...] | None = None
+    """Which metrics, by name; null is all of them. Where `trace`, `frobenius_norm`, `participation_ratio`, `trace_A`
+    and `trace_G` are all that is asked, nothing is decomposed."""
     rank_tolerance: float | None = None
     """Eigenvalues of F = G ⊗ A above this fraction of the largest count towards the rank; null takes
     max(n, m) · ε of the accumulators' precision, the usual numerical rank."""
+    quantile_levels: tuple[float, ...] = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+    """Which quantiles of the eigenvalues, each from 0 (the smallest) to 1 (the largest)."""
+    top_k: int = 10
+    """How many of the largest eigenvalues are listed."""
+    density_bins: int = 32
+    """Bins of the density over the 16 decades below the largest eigenvalue."""
+    damping_grid: tuple[float, ...] | None = None
+    """λ of the curve of the effective dimension, in absolute numbers; null takes half decades from 1e-16 to 1e2,
+    the same for every model, so that a curvature that has shrunk as a whole is seen to have."""
 
     def __post_init__(self) -> None:
-        """Refuse a tolerance outside [0, 1)."""
+        """Refuse unknown metrics and numbers outside their meaning."""
         if self.rank_tolerance is not None and not 0 <= self.rank_tolerance < 1:
             raise FieldError("rank_tolerance", f"is {self.rank_tolerance}; take a fraction in [0, 1), or null")
+        if self.metrics is not None:
+            unknown = [name for name in self.metrics if name not in METRICS]
+            if unknown or not self.metrics:
+                said = f"holds `{unknown[0]}`" if unknown else "is empty"
+                raise FieldError("metrics", f"{said}; take null for all, or some of {', '.join(METRICS)}")
+        wrong = [level for level in self.quantile_levels if not 0 <= level <= 1]
+        if wrong or len(self.quantile_levels) > MAX_GRID:
+            said = f"holds {wrong[0]}" if wrong else f"has {len(self.quantile_levels)} levels"
+            raise FieldError("quantile_levels", f"{said}; take at most {MAX_GRID} numbers from 0 to 1")
+        if not 0 <= self.top_k <= MAX_GRID:
+            raise FieldError("top_k", f"is {self.top_k}; take 0 to {MAX_GRID}")
+        if not 1 <= self.density_bins <= MAX_GRID:
+            raise FieldError("density_bins", f"is {self.density_bins}; take 1 to {MAX_GRID}")
+        grid = self.damping_grid
+        if grid is not None:
+            wrong = [value for value in grid if not 1e-30 <= value <= 1e30]
+            if wrong or not 1 <= len(grid) <= MAX_GRID or sorted(set(grid)) != list(grid):
+                said = f"holds {wrong[0]}" if wrong else f"has {len(grid)} numbers, or they do not ascend"
+                raise FieldError(
+                    "damping_grid", f"{said}; take 1 to {MAX_GRID} ascending numbers between 1e-30 and 1e30, or null"
+                )
 
+    @property
+    def selected(self) -> frozenset[str]:
+        """The metrics asked for."""
+        return frozenset(METRICS if self.metrics is None else self.metrics)
 
-@record
-class CapacityMetrics:
-    """Metrics of F = G ⊗ A; undefined values are null."""
-
-    form: str
-    """`kronecker` (A dense), `diagonal` (A diagonal) or `block` (exact block in G, A = 1)."""
-    dimension: int
-    """Rows of F: eigenvalues there are."""
-    trace: float
-    frobenius_norm: float
-    spectral_norm: float
-    stable_rank: float | None
-    """‖F‖_F² / ‖F‖₂²."""
-    participation_ratio: float | None
-    """(Σλ)² / Σλ²."""
-    effective_rank: float | None
-    """exp of the entropy of λ/Σλ (Roy & Vetterli 2007)."""
-    rank: int
-    """Eigenvalues above the tolerance."""
-    logdet: float | None
-    """log det F, undamped; null where F is singular."""
-    damping: float | None
-    """λ of the damped metrics below, absolute."""
-    logdet_damped: float | None
-    """log det(F + λI)."""
-    effective_dimension: float | None
-    """Σ λᵢ/(λᵢ + λ) over the eigenvalues of F."""
-    effective_dimension_factored: float | None
-    """The same under factored damping (A + λ_A I) ⊗ (G + λ_G I): another quantity, what K-FAC inverts."""
-    effective_dimension_share: float | None
-    """effective_dimension / dimension."""
-    kappa: float | None
-    """λ_max/λ_min of F; null where F is singular."""
-    kappa_clipped: float | None
-    """The same after both factors are clipped at κ_max."""
-    trace_A: float
-    """Trace of A."""
-    trace_G: float
-    """Trace of G."""
-    effective_rank_A: float | None
-    """Entropy effective rank of A."""
-    effective_rank_G: float | None
-    """Entropy effective rank of G."""
-    nested: tuple[NestedCapacity, ...] | None
-    """Three of these at each sample size up to the whole, for `collection.nested`; else null."""
+    @property
+    def decomposition(self) -> Literal["none", "values"]:
+        """What must be known of the factors' eigenvalues."""
+        return "none" if self.selected <= set(WITHOUT_DECOMPOSITION) else "values"
 
 
 @record
@@ -74,12 +77,12 @@ class CapacitySummary:
     layers: int
     eigendecompositions: int
     dimension: int
-    trace: float
-    effective_dimension: float
+    trace: float | None
+    effective_dimension: float | None
     effective_dimension_share: float | None
-    effective_rank: float
+    effective_rank: float | None
     """Sum over layers."""
-    logdet_damped: float
+    logdet_damped: float | None
     damping: float
     damping_mode: str
     kappa_max: float | None
@@ -88,12 +91,15 @@ class CapacitySummary:
     update_freq: int
     identity_layers: tuple[str, ...]
     """Layers where λ exceeds λ_max: the preconditioner is the identity there."""
+    not_converged: Mapping[str, int] | None
+    """Layers whose metric has not converged, by metric; null without `collection.nested`."""
+    model: ModelCapacity
 
 
 CAPACITY = Analysis(
     kind="capacity",
     title="Capacity metrics",
-    description="Effective rank and dimension, stable rank, condition and log-determinant of each layer.",
+    description="Ranks, effective dimension, condition, log-determinant and spectrum of each layer and of the model.",
     function="engine.analyses.capacity:measure_capacity",
     params=CapacityParams,
     metrics=CapacityMetrics,

@@ -26,3 +26,18 @@ class NestedCapacity:
     """(Σλ)² / Σλ²."""
     effective_rank: float | None
     """exp of the entropy of λ/Σλ."""
+
+
+@record
+class Convergence:
+    """One metric over ever more examples, with the damping of the whole throughout."""
+
+    metric: str
+    examples: tuple[int, ...]
+    """Sizes, ascending up to the whole."""
+    values: tuple[float | None, ...]
+    extrapolation: float | None
+    """The value at infinitely many examples, from the last two sizes, if the error falls with 1/N; where N is below
+    the dimension the truth lies further still."""
+    not_converged: bool | None
+    """Whether that is more than 5 % away from the last value (a log-determinant: more than 0.05 per dimension)."""

@@ -1,17 +1,15 @@
-"""`capacity`: how many directions of each layer the loss really curves in."""
+"""`capacity`: how many directions of each layer, and of the model, the loss really curves in."""
 
-import math
-from collections.abc import Generator
-
-import torch
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 
 from catalog.analysis import LayerResult
-from catalog.capacity import CapacityMetrics, CapacityParams, CapacitySummary
-from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
-from engine.analyses.sample_sizes import nested_capacity
-from engine.curvature import kronecker_spectrum as spectrum
+from catalog.capacity import CapacityParams, CapacitySummary
+from catalog.capacity_metrics import CapacityMetrics
+from engine.analyses.layer_capacity import layer_metrics, sides_of
+from engine.analyses.measured import coverage, covered_result, declared_results, measured_layers
+from engine.analyses.model_capacity import ModelLayer, model_metrics
 from engine.curvature.collection import collected
-from engine.errors import NonFiniteFactor
 from engine.workspace import Workspace
 
 
@@ -23,33 +21,37 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     """
     whole = collected(workspace)
     total = len(whole.layers)
-    found: dict[int, CapacityMetrics] = {}
+    found: dict[int, tuple[ModelLayer, CapacityMetrics]] = {}
     identity: dict[int, str] = {}
     decompositions = 0
     for done, layer in enumerate(measured_layers(workspace), start=1):
-        metrics = layer_metrics(layer, params)
-        found[layer.facts.ordinal] = metrics
-        decompositions += layer.facts.form not in ("diagonal", "diagonal_block")
-        if metrics.damping is not None and metrics.damping > metrics.spectral_norm:
+        sides = sides_of(layer, whole, params)
+        metrics = layer_metrics(layer, sides, params)
+        decompositions += layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
+        kept = ModelLayer.of(layer.facts.name, sides, metrics)
+        if metrics.damping is not None and kept.spectral_norm is not None and metrics.damping > kept.spectral_norm:
             identity[layer.facts.ordinal] = layer.facts.name
+        found[layer.facts.ordinal] = kept, metrics
         if ("capacity", layer.facts.ordinal) not in workspace.completed:
             yield covered_result("capacity", layer, metrics)
         workspace.report("capacity", done, total, "layers")
     yield from declared_results("capacity", workspace)
+    workspace.checkpoint()
     # in the model's order, whatever the order of measuring: sums round the same
-    rows = [found[facts.ordinal] for facts in whole.layers]
+    rows = [found[facts.ordinal][1] for facts in whole.layers]
     dimension = sum(row.dimension for row in rows)
-    effective = sum(row.effective_dimension or 0 for row in rows)
+    wanted = params.selected
+    effective = _sum(row.effective_dimension for row in rows) if "effective_dimension" in wanted else None
     return CapacitySummary(
         coverage=coverage(whole),
         layers=total,
         eigendecompositions=decompositions,
         dimension=dimension,
-        trace=sum(row.trace for row in rows),
+        trace=_sum(row.trace for row in rows) if "trace" in wanted else None,
         effective_dimension=effective,
-        effective_dimension_share=effective / dimension if dimension else None,
-        effective_rank=sum(row.effective_rank or 0 for row in rows),
-        logdet_damped=sum(row.logdet_damped or 0 for row in rows),
+        effective_dimension_share=effective / dimension if dimension and effective is not None else None,
+        effective_rank=_sum(row.effective_rank for row in rows) if "effective_rank" in wanted else None,
+        logdet_damped=_sum(row.logdet_damped for row in rows) if "logdet_damped" in wanted else None,
         damping=workspace.stabilisation.damping,
         damping_mode=workspace.stabilisation.damping_mode,
         kappa_max=workspace.stabilisation.kappa_max,
@@ -57,60 +59,21 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         sharing=whole.collection.sharing,
         update_freq=whole.collection.update_freq,
         identity_layers=tuple(name for _, name in sorted(identity.items())),
+        not_converged=_not_converged(rows),
+        model=model_metrics([found[facts.ordinal][0] for facts in whole.layers], params),
     )
 
 
-def layer_metrics(layer: Measured, params: CapacityParams) -> CapacityMetrics:
-    """Every metric of one layer's F = G ⊗ A."""
-    a, g, damped = layer.spectrum_A, layer.spectrum_G, layer.damping
-    if a is None or g is None:
-        raise ValueError(f"layer `{layer.facts.name}`: no eigenvalues were asked for")
-    dimension = a.numel() * g.numel()
-    if not math.isfinite(float(a.sum()) * float(g.sum())):
-        raise NonFiniteFactor(
-            f"layer `{layer.facts.name}`: the eigenvalues of G ⊗ A exceed float64; scale the model's inputs or loss",
-            layer=layer.facts.name,
-        )
-    tolerance = params.rank_tolerance
-    if tolerance is None:
-        precision = torch.float64 if layer.record.dtype == "float64" else torch.float32
-        tolerance = max(a.numel(), g.numel()) * torch.finfo(precision).eps
-    rank_a, rank_g = spectrum.entropy_effective_rank(a), spectrum.entropy_effective_rank(g)
-    found = spectrum.rank(a, g, tolerance)
-    singular = layer.clipping_A.kappa is None or layer.clipping_G.kappa is None
-    joint = damped.joint
-    effective = None if joint is None else spectrum.effective_dimension(a, g, joint)
-    factored = None
-    if damped.A is not None and damped.G is not None:
-        factored = spectrum.effective_dimension_factored(a, g, damped.A, damped.G)
-    return CapacityMetrics(
-        form=layer.facts.form,
-        dimension=dimension,
-        trace=float(a.sum()) * float(g.sum()),
-        frobenius_norm=float(a.norm()) * float(g.norm()),
-        spectral_norm=float(a[-1]) * float(g[-1]),
-        stable_rank=spectrum.stable_rank(a, g),
-        participation_ratio=spectrum.participation_ratio(a, g),
-        effective_rank=None if rank_a is None or rank_g is None else rank_a * rank_g,
-        rank=found,
-        logdet=spectrum.logdet(a, g) if found == dimension else None,
-        damping=joint,
-        logdet_damped=None if joint is None else spectrum.logdet_damped(a, g, joint),
-        effective_dimension=effective,
-        effective_dimension_factored=factored,
-        effective_dimension_share=None if effective is None else effective / dimension,
-        kappa=None if singular else _product(layer.clipping_A.kappa, layer.clipping_G.kappa),
-        kappa_clipped=_product(layer.clipping_A.kappa_clipped, layer.clipping_G.kappa_clipped),
-        trace_A=layer.trace_A,
-        trace_G=layer.trace_G,
-        effective_rank_A=rank_a,
-        effective_rank_G=rank_g,
-        nested=nested_capacity(layer.nested),
-    )
+def _sum(values: Iterable[float | None]) -> float:
+    """Over the layers where there is one: a layer without curvature has none."""
+    return sum(value or 0 for value in values)
 
 
-def _product(left: float | None, right: float | None) -> float | None:
-    if left is None or right is None:
+def _not_converged(rows: Sequence[CapacityMetrics]) -> dict[str, int] | None:
+    """Layers by metric; every metric that was followed is named."""
+    followed = [row.convergence for row in rows if row.convergence is not None]
+    if not followed:
         return None
-    product = left * right
-    return product if product < float("inf") else None
+    counts = Counter({each.metric: 0 for each in followed[0]})
+    counts.update(each.metric for one in followed for each in one if each.not_converged)
+    return dict(counts)

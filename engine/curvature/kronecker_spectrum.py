@@ -1,21 +1,18 @@
 """Metrics of F = G ⊗ A from the two spectra: the eigenvalues of F are the products λᵢμⱼ.
 
-Traces, norms, ranks and entropies follow from A's and G's own in O(n + m); `log det(F + λI)` and
-the effective dimension Σ λᵢμⱼ/(λᵢμⱼ + λ) need every product and are summed in float64, a chunk of
-A's eigenvalues at a time. Undefined values are None.
+Traces, norms, ranks, entropies and everything under factored damping follow from A's and G's own
+in O(n + m). What needs every product is in ``kronecker_sums`` and ``kronecker_order``. Undefined
+values are None.
 
 References:
     Roy & Vetterli (2007), The effective rank: a measure of effective dimensionality
-    MacKay (1992), Bayesian interpolation (effective number of parameters)
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-_PRODUCTS_AT_ONCE = 2**22
 
 
 def entropy_effective_rank(spectrum: Tensor) -> float | None:
@@ -27,16 +24,14 @@ def entropy_effective_rank(spectrum: Tensor) -> float | None:
     return math.exp(float(-(share * share.log()).sum()))
 
 
-def participation_ratio(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
-    """(Σλ)²/Σλ² of the products, which is the product of the factors' own ratios."""
+def participation_ratio(traces: tuple[float, float], norms: tuple[float, float]) -> float | None:
+    """(Σλ)²/Σλ² of the products from each side's trace and Frobenius norm; None for a zero matrix."""
     ratio = 1.0
-    for spectrum in (spectrum_a, spectrum_g):
-        largest = float(spectrum.max())
-        if largest <= 0:
+    for trace, norm in zip(traces, norms, strict=True):
+        if trace <= 0 or norm <= 0:
             return None
-        # scaled first: squares of small eigenvalues underflow
-        scaled = spectrum / largest
-        ratio *= float(scaled.sum()) ** 2 / float(scaled.square().sum())
+        # divided first: squares of small numbers underflow
+        ratio *= (trace / norm) ** 2
     return ratio
 
 
@@ -68,28 +63,6 @@ def logdet(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
     return spectrum_g.numel() * float(spectrum_a.log().sum()) + spectrum_a.numel() * float(spectrum_g.log().sum())
 
 
-def logdet_damped(spectrum_a: Tensor, spectrum_g: Tensor, damping: float) -> float:
-    """Log det(F + λI) over every product.
-
-    Memory:
-        At most 4 Mi products at once.
-    """
-    # log λ + log1p(λᵢμⱼ/λ) keeps the digits of products far below λ
-    constant = spectrum_a.numel() * spectrum_g.numel() * math.log(damping)
-    return constant + sum(
-        float(torch.log1p(products).sum()) for products in _products(spectrum_a / damping, spectrum_g)
-    )
-
-
-def effective_dimension(spectrum_a: Tensor, spectrum_g: Tensor, damping: float) -> float:
-    """Σ λᵢμⱼ/(λᵢμⱼ + λ) over every product.
-
-    Memory:
-        At most 4 Mi products at once.
-    """
-    return sum(float((products / (products + 1)).sum()) for products in _products(spectrum_a / damping, spectrum_g))
-
-
 def effective_dimension_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping_a: float, damping_g: float) -> float:
     """The same under (A + λ_A I) ⊗ (G + λ_G I), which is another quantity: it factorises."""
     return float((spectrum_a / (spectrum_a + damping_a)).nan_to_num(0).sum()) * float(
@@ -97,7 +70,52 @@ def effective_dimension_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping
     )
 
 
-def _products(spectrum_a: Tensor, spectrum_g: Tensor) -> Iterator[Tensor]:
-    rows = max(1, _PRODUCTS_AT_ONCE // spectrum_g.numel())
-    for start in range(0, spectrum_a.numel(), rows):
-        yield torch.outer(spectrum_a[start : start + rows], spectrum_g)
+def logdet_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping_a: float, damping_g: float) -> float | None:
+    """Log det of (A + λ_A I) ⊗ (G + λ_G I) = m·log det(A + λ_A I) + n·log det(G + λ_G I); None where singular."""
+    sides = spectrum_a + damping_a, spectrum_g + damping_g
+    if float(sides[0][0]) <= 0 or float(sides[1][0]) <= 0:
+        return None
+    return logdet(*sides)
+
+
+def kappa(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
+    """λ_max/λ_min of F, the product of the factors' own; None where F is singular."""
+    return kappa_factored(spectrum_a, spectrum_g, 0.0, 0.0)
+
+
+def kappa_damped(spectrum_a: Tensor, spectrum_g: Tensor, damping: float) -> float | None:
+    """Condition (λ_max + λ)/(λ_min + λ) of F + λI; None where float64 does not reach it."""
+    smallest = float(spectrum_a[0]) * float(spectrum_g[0]) + damping
+    return _ratio(float(spectrum_a[-1]) * float(spectrum_g[-1]) + damping, smallest)
+
+
+def kappa_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping_a: float, damping_g: float) -> float | None:
+    """Condition of (A + λ_A I) ⊗ (G + λ_G I), the product of the sides' own."""
+    left = _ratio(float(spectrum_a[-1]) + damping_a, float(spectrum_a[0]) + damping_a)
+    right = _ratio(float(spectrum_g[-1]) + damping_g, float(spectrum_g[0]) + damping_g)
+    return None if left is None or right is None else _ratio(left * right, 1.0)
+
+
+def effective_rank_of_blocks(traces: Sequence[float], ranks: Sequence[float | None]) -> float | None:
+    """Entropy effective rank of a block-diagonal matrix from each block's trace and effective rank.
+
+    With p_l = tr_l/Σ tr the entropies add up to H = Σ_l p_l (H_l − log p_l); a zero block adds nothing.
+    """
+    total = math.fsum(traces)
+    if total <= 0:
+        return None
+    entropy = 0.0
+    for trace, rank in zip(traces, ranks, strict=True):
+        if trace > 0:
+            if rank is None:
+                return None
+            share = trace / total
+            entropy += share * (math.log(rank) - math.log(share)) if share > 0 else 0.0
+    return math.exp(entropy)
+
+
+def _ratio(above: float, below: float) -> float | None:
+    if below <= 0 or not math.isfinite(above):
+        return None
+    ratio = above / below
+    return ratio if math.isfinite(ratio) else None

@@ -1,0 +1,170 @@
+"""What `capacity` says of one layer, and of the whole model as one block-diagonal matrix."""
+
+from catalog.nested import Convergence, NestedCapacity
+from catalog.record import record
+
+
+@record
+class Quantile:
+    """A quantile of the eigenvalues of F."""
+
+    level: float
+    value: float
+    """The smallest eigenvalue that at least `level` of all do not exceed."""
+
+
+@record
+class SpectralDensity:
+    """Eigenvalues of F counted in equal steps of the logarithm over the 16 decades below the largest."""
+
+    edges: tuple[float, ...]
+    """One more than counts; ascending up to the largest eigenvalue."""
+    counts: tuple[int, ...]
+    """Eigenvalues above the left edge, up to the right one."""
+    below: int
+    """Eigenvalues up to the first edge, the zeros among them."""
+
+
+@record
+class SpectralDecay:
+    """The exponent α of λ_k ∝ k^−α, by least squares of log λ_k against log k at ranks evenly spread in log k."""
+
+    exponent: float
+    first_rank: int
+    """Of the range that the fit is over, from 1 for the largest eigenvalue: the tenth."""
+    last_rank: int
+    """A quarter of the numerical rank."""
+    r_squared: float | None
+    """How straight the line is: 1 for a power law; null where all eigenvalues are equal."""
+
+
+@record
+class EffectiveDimensionCurve:
+    """Σ λᵢ/(λᵢ + λ) over a grid of absolute λ, which shows it where all curvature has shrunk alike."""
+
+    damping: tuple[float, ...]
+    """λ, in absolute numbers."""
+    effective_dimension: tuple[float | None, ...]
+
+
+@record
+class CapacityMetrics:
+    """Metrics of F = G ⊗ A; what is undefined, or was not asked for, is null."""
+
+    form: str
+    """`kronecker` (A dense), `diagonal` (A diagonal) or `block` (exact block in G, A = 1)."""
+    dimension: int
+    """Rows of F: eigenvalues there are."""
+    approximate: bool
+    """Whether G is not the factor itself but a sketch of it."""
+    no_spectrum: str | None
+    """Why there are no eigenvalues, and what follows from them is null; null where there are."""
+    trace: float | None
+    frobenius_norm: float | None
+    spectral_norm: float | None
+    """The largest eigenvalue."""
+    stable_rank: float | None
+    """‖F‖_F² / ‖F‖₂²."""
+    participation_ratio: float | None
+    """(Σλ)² / Σλ²."""
+    effective_rank: float | None
+    """exp of the entropy of λ/Σλ (Roy & Vetterli 2007)."""
+    rank: int | None
+    """Eigenvalues above the tolerance."""
+    logdet: float | None
+    """log det F, undamped; null where F is singular."""
+    damping: float | None
+    """λ of F + λI below, absolute."""
+    logdet_damped: float | None
+    """log det(F + λI)."""
+    logdet_factored: float | None
+    """log det of (A + λ_A I) ⊗ (G + λ_G I): another quantity, that of what K-FAC inverts."""
+    effective_dimension: float | None
+    """Σ λᵢ/(λᵢ + λ) over the eigenvalues of F."""
+    effective_dimension_factored: float | None
+    """tr A(A + λ_A I)⁻¹ · tr G(G + λ_G I)⁻¹: the same under factored damping, another quantity."""
+    effective_dimension_share: float | None
+    """effective_dimension / dimension."""
+    kappa: float | None
+    """λ_max/λ_min of F; null where F is singular."""
+    kappa_damped: float | None
+    """(λ_max + λ)/(λ_min + λ), of F + λI."""
+    kappa_factored: float | None
+    """The condition of (A + λ_A I) ⊗ (G + λ_G I)."""
+    kappa_clipped: float | None
+    """The condition of F after both factors are clipped at κ_max."""
+    trace_A: float | None
+    """Trace of A."""
+    trace_G: float | None
+    """Trace of G."""
+    effective_rank_A: float | None
+    """Entropy effective rank of A."""
+    effective_rank_G: float | None
+    """Entropy effective rank of G."""
+    quantiles: tuple[Quantile, ...] | None
+    density: SpectralDensity | None
+    decay: SpectralDecay | None
+    """Null where the range of the fit would be shorter than half a decade."""
+    top_eigenvalues: tuple[float, ...] | None
+    """The largest eigenvalues of F, descending."""
+    effective_dimension_curve: EffectiveDimensionCurve | None
+    nested: tuple[NestedCapacity, ...] | None
+    """Three of these at each sample size up to the whole, for `collection.nested`; else null."""
+    convergence: tuple[Convergence, ...] | None
+    """Each scalar metric over the same sizes, with where it is heading; null without `collection.nested`."""
+
+
+WITHOUT_DECOMPOSITION = ("trace", "frobenius_norm", "participation_ratio", "trace_A", "trace_G")
+"""Metrics that the factors themselves give."""
+
+METRICS = tuple(
+    name
+    for name in CapacityMetrics.__dataclass_fields__
+    if name not in ("form", "dimension", "approximate", "no_spectrum", "damping", "nested", "convergence")
+)
+"""What can be selected by name."""
+
+
+@record
+class TopEigenvalue:
+    """One of the largest eigenvalues of the model."""
+
+    value: float
+    layer: str
+
+
+@record
+class TraceShare:
+    """One layer's part of the model's trace."""
+
+    layer: str
+    trace: float
+    share: float | None
+    """Null where the model has no curvature."""
+
+
+@record
+class ModelCapacity:
+    """The whole model as one block-diagonal matrix: its eigenvalues are those of all covered layers together."""
+
+    no_spectrum: tuple[str, ...]
+    """Layers without eigenvalues; where there are any, what needs all eigenvalues is null."""
+    trace_shares: tuple[TraceShare, ...] | None
+    frobenius_norm: float | None
+    spectral_norm: float | None
+    stable_rank: float | None
+    participation_ratio: float | None
+    effective_rank: float | None
+    """exp of the entropy of all eigenvalues over the model's trace; the layers' own do not add up to it."""
+    rank: int | None
+    """Eigenvalues above the tolerance times the largest of the model."""
+    logdet: float | None
+    kappa: float | None
+    """Largest over smallest eigenvalue of all; null where one is zero."""
+    kappa_damped: float | None
+    """The same of F + λI, each layer with its own λ."""
+    quantiles: tuple[Quantile, ...] | None
+    density: SpectralDensity | None
+    decay: SpectralDecay | None
+    top_eigenvalues: tuple[TopEigenvalue, ...] | None
+    effective_dimension_curve: EffectiveDimensionCurve | None
