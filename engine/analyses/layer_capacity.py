@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from catalog.capacity import DAMPING_GRID, CapacityParams
 from catalog.capacity_metrics import (
@@ -57,8 +58,9 @@ def sides_of(layer: Measured, whole: Collected, params: CapacityParams) -> Sides
     if params.decomposition != "none" and layer.spectrum_A is not None and layer.spectrum_G is None:
         # read again for this layer alone: no layer's factors are held
         factors = whole.load(facts.ordinal)
-        if isinstance(factors.G, Structured):
-            structured, scale = factors.G, factors.scale_G
+        side: Tensor | Structured = factors.G
+        if isinstance(side, Structured):
+            structured, scale = side, factors.scale_G
     return Sides(
         in_dim=facts.in_dim,
         out_dim=facts.out_dim,

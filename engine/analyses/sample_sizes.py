@@ -114,15 +114,17 @@ def nested_capacity(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedCapacity, ..
     """What the analysis `capacity` says of ``sizes``; None where none were asked for."""
     rows = []
     for size in sizes:
-        a, g = size.spectrum_A, size.spectrum_G
-        if a is None or g is None:
-            return None
-        rank_a, rank_g = spectrum.entropy_effective_rank(a), spectrum.entropy_effective_rank(g)
+        rank_a, rank_g = (
+            None if side is None else spectrum.entropy_effective_rank(side)
+            for side in (size.spectrum_A, size.spectrum_G)
+        )
         rows.append(
             NestedCapacity(
                 examples=size.examples,
-                trace=float(a.sum()) * float(g.sum()),
-                participation_ratio=spectrum.participation_ratio(a, g),
+                trace=size.trace_A * size.trace_G,
+                participation_ratio=spectrum.participation_ratio(
+                    (size.trace_A, size.trace_G), (size.frobenius_A, size.frobenius_G)
+                ),
                 effective_rank=None if rank_a is None or rank_g is None else rank_a * rank_g,
             )
         )

@@ -1,6 +1,7 @@
 """Jobs written straight into the ledger, as a worker would: plausible rows, spectra and summaries."""
 
 import hashlib
+import itertools
 import json
 import math
 import secrets
@@ -10,10 +11,21 @@ from typing import Any
 from sqlalchemy import Engine
 
 from catalog.analysis import Coverage, LayerResult
-from catalog.capacity import CapacityMetrics, CapacitySummary
+from catalog.capacity import CapacitySummary
+from catalog.capacity_metrics import (
+    CapacityMetrics,
+    EffectiveDimensionCurve,
+    ModelCapacity,
+    Quantile,
+    SpectralDecay,
+    SpectralDensity,
+    TopEigenvalue,
+    TraceShare,
+)
 from catalog.factors import FactorsMetrics, FactorsSummary
 from catalog.frames import ArtifactWritten, Failed, Started, Summarised, layer_frame
 from catalog.layer_record import LayerRecord, Observed
+from catalog.nested import Convergence
 from catalog.record import plain
 from jobs import claims
 from jobs.artifacts import ArtifactFolder
@@ -162,9 +174,14 @@ def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[flo
         damping = 1e-4 * trace / len(products)
         used = sum(p / (p + damping) for p in products)
         entropy = -sum(p / trace * math.log(p / trace) for p in products if p > 0)
+        grid = [10.0 ** (half / 2) for half in range(-32, 5)]
+        steps = [top * 10 ** (place / 2 - 16) for place in range(33)]
+        counts = [sum(left < p <= right for p in products) for left, right in itertools.pairwise(steps)]
         metrics = CapacityMetrics(
             form="kronecker",
             dimension=len(products),
+            approximate=False,
+            no_spectrum=None,
             trace=trace,
             frobenius_norm=math.sqrt(square),
             spectral_norm=top,
@@ -175,16 +192,42 @@ def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[flo
             logdet=None,
             damping=damping,
             logdet_damped=sum(math.log(p + damping) for p in products),
+            logdet_factored=sum(math.log(p + damping) for p in products) * 0.9,
             effective_dimension=used,
             effective_dimension_factored=used * 0.93,
             effective_dimension_share=used / len(products),
             kappa=None if min(A) <= 0 else top / min(products),
+            kappa_damped=(top + damping) / (min(products) + damping),
+            kappa_factored=1e4,
             kappa_clipped=1e6,
             trace_A=sum(A),
             trace_G=sum(G),
             effective_rank_A=None,
             effective_rank_G=None,
+            quantiles=tuple(
+                Quantile(level=level, value=sorted(products)[math.ceil(level * len(products)) - 1])
+                for level in (0.1, 0.5, 0.9)
+            ),
+            density=SpectralDensity(
+                edges=tuple(steps), counts=tuple(counts), below=sum(p <= steps[0] for p in products)
+            ),
+            decay=SpectralDecay(exponent=1.21, first_rank=10, last_rank=len(products) // 4, r_squared=0.98),
+            top_eigenvalues=tuple(sorted(products, reverse=True)[:10]),
+            effective_dimension_curve=EffectiveDimensionCurve(
+                damping=tuple(grid),
+                effective_dimension=tuple(sum(p / (p + value) for p in products) for value in grid),
+            ),
             nested=None,
+            convergence=tuple(
+                Convergence(
+                    metric=name,
+                    examples=(224, 449, 898, 1797),
+                    values=tuple(math.exp(entropy) * part for part in (0.6, 0.75, 0.88, 1.0)),
+                    extrapolation=math.exp(entropy) * 1.12,
+                    not_converged=True,
+                )
+                for name in ("effective_rank",)
+            ),
         )
     else:
         metrics = FactorsMetrics(
@@ -325,4 +368,37 @@ def summary(kind: str) -> CapacitySummary | FactorsSummary:
         sharing="expand",
         update_freq=1,
         identity_layers=(),
+        not_converged={"effective_rank": 7, "trace": 0},
+        model=model(),
+    )
+
+
+def model() -> ModelCapacity:
+    """All layers together; the curve is one of a made-up shape."""
+    blank: dict[str, Any] = dict.fromkeys(ModelCapacity.__annotations__)
+    grid = [10.0 ** (half / 2) for half in range(-32, 5)]
+    edges = [0.06 * 10 ** (place / 2 - 16) for place in range(33)]
+    return ModelCapacity(
+        **blank
+        | {
+            "no_spectrum": (),
+            "trace_shares": tuple(TraceShare(layer=name, trace=0.1, share=1 / len(LAYERS)) for name, *_ in LAYERS),
+            "participation_ratio": 31.4,
+            "effective_rank": 215.3,
+            "stable_rank": 7.9,
+            "spectral_norm": 0.06,
+            "kappa_damped": 6e5,
+            "rank": 29_144,
+            "quantiles": (Quantile(level=0.5, value=1.3e-7),),
+            "density": SpectralDensity(
+                edges=tuple(edges),
+                counts=tuple(int(3000 * math.exp(-((k - 17) ** 2) / 40)) for k in range(32)),
+                below=2620,
+            ),
+            "decay": SpectralDecay(exponent=1.43, first_rank=10, last_rank=7286, r_squared=0.991),
+            "top_eigenvalues": (TopEigenvalue(value=0.06, layer="features.0"),),
+            "effective_dimension_curve": EffectiveDimensionCurve(
+                damping=tuple(grid), effective_dimension=tuple(31_764 / (1 + (value / 1e-7) ** 0.6) for value in grid)
+            ),
+        }
     )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from catalog.capacity_metrics import CapacityMetrics
 from catalog.nested import NestedCapacity
 from kronoscope.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.tables import declared_lines, layer_table, number, shortened, summary_line
@@ -28,9 +29,7 @@ def printed(thing: Any) -> str:
 
 
 def metrics_row(**changes: Any) -> Any:
-    full = dict.fromkeys(["form", "dimension", "frobenius_norm", "spectral_norm", "stable_rank", "participation_ratio",
-                          "rank", "logdet", "damping", "logdet_damped", "effective_dimension_factored", "kappa_clipped",
-                          "trace_A", "trace_G", "effective_rank_A", "effective_rank_G", "nested"])  # fmt: skip
+    full = dict.fromkeys(CapacityMetrics.__dataclass_fields__)
     return layer_of(ROW | {"metrics": full | dict(ROW["metrics"])} | changes)  # type: ignore[call-overload]
 
 

@@ -1,0 +1,361 @@
+"""Every metric of a layer and of the model against the dense float64 outer product, and what is asked for it."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from catalog.capacity import DAMPING_GRID, CapacityParams
+from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
+from catalog.collection import Stabilisation
+from catalog.record import FieldError, canonical_json
+from engine.analyses.capacity import measure_capacity
+from engine.analyses.layer_capacity import curve, ordered
+from engine.analyses.model_capacity import ModelLayer, model_metrics
+from engine.analyses.sides import SCALARS, Sides
+from engine.curvature.collection import collected
+from engine.curvature.kronecker_order import quantile_rank
+from engine.curvature.stabilisation import damping
+from engine.workspace import Workspace
+from tests.oracles import workspace
+
+PARAMS = CapacityParams(top_k=7, density_bins=9, damping_grid=(1e-9, 1e-3, 1.0))
+
+
+def sides(a: Tensor, g: Tensor, options: Stabilisation | None = None) -> Sides:
+    return Sides(
+        in_dim=a.numel(),
+        out_dim=g.numel(),
+        spectrum_A=a,
+        spectrum_G=g,
+        trace_A=float(a.sum()),
+        trace_G=float(g.sum()),
+        frobenius_A=float(a.norm()),
+        frobenius_G=float(g.norm()),
+        damping=damping(float(a.mean()), float(g.mean()), options or Stabilisation(), block=False),
+        tolerance=1e-12,
+    )
+
+
+def ratio(above: float, below: float) -> float | None:
+    return above / below if below > 0 and above / below < math.inf else None
+
+
+def oracle(a: Tensor, g: Tensor, side: Sides) -> dict[str, float | None]:
+    """Every scalar metric from all products, and from nothing else but λ."""
+    f = torch.outer(g, a).flatten().sort().values
+    trace, square, top = float(f.sum()), float(f.square().sum()), float(f[-1])
+    share = f[f > 0] / trace
+    joint, damped_a, damped_g = side.damping.joint, side.damping.A, side.damping.G
+    rank = int((f > 1e-12 * top).sum())
+    found: dict[str, float | None] = {
+        "trace": trace,
+        "frobenius_norm": math.sqrt(square),
+        "spectral_norm": top,
+        "stable_rank": square / top**2 if top else None,
+        "participation_ratio": trace**2 / square if top else None,
+        "effective_rank": math.exp(-float((share * share.log()).sum())) if top else None,
+        "rank": rank,
+        "logdet": float(f.log().sum()) if rank == f.numel() else None,
+        "kappa": ratio(top, float(f[0])),
+    }
+    if joint is not None and damped_a is not None and damped_g is not None:
+        factored = torch.outer(g + damped_g, a + damped_a).flatten()
+        found |= {
+            "logdet_damped": math.fsum((f + joint).log().tolist()),
+            "logdet_factored": math.fsum(factored.log().tolist()),
+            "effective_dimension": math.fsum((f / (f + joint)).tolist()),
+            "effective_dimension_factored": math.fsum((torch.outer(g, a).flatten() / factored).tolist()),
+            "kappa_damped": (top + joint) / (float(f[0]) + joint),
+            "kappa_factored": float(factored.max() / factored.min()),
+        }
+    return found
+
+
+# squares and products stay in range, so that the oracle itself is exact
+VALUES = st.one_of(st.sampled_from([0.0, 1.0, 1.0, 2.0]), st.floats(1e-8, 1e3))
+SPECTRA = st.lists(VALUES, min_size=1, max_size=30).map(lambda each: torch.tensor(each).double().sort().values)
+
+
+@given(SPECTRA, SPECTRA, st.floats(1e-8, 10.0))
+@settings(max_examples=80, deadline=None)
+def test_every_scalar_is_that_of_the_dense_product(a: Tensor, g: Tensor, relative: float) -> None:
+    side = sides(a, g, Stabilisation(damping=relative))
+    truth = oracle(a, g, side)
+    for name, measure in SCALARS.items():
+        if name in ("trace_A", "trace_G", "effective_rank_A", "effective_rank_G"):
+            continue
+        expected = truth.get(name)
+        scale = a.numel() * g.numel() if name.startswith("logdet") else 0
+        found = measure(side)
+        assert found == (None if expected is None else pytest.approx(expected, rel=1e-10, abs=1e-11 * scale)), name
+
+
+def spectrum(size: int, decades: float, seed: int, zeros: int = 0) -> Tensor:
+    drawn = torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.cat([torch.zeros(zeros, dtype=torch.float64), (10 ** (-decades * drawn)).sort().values])
+
+
+LAYERS = {
+    "wide": (spectrum(40, 6, 0), spectrum(25, 3, 1)),
+    "singular": (spectrum(30, 4, 2, zeros=7), spectrum(17, 2, 3)),
+    "block": (torch.ones(1, dtype=torch.float64), spectrum(60, 5, 4)),
+    "flat": (torch.zeros(5, dtype=torch.float64), spectrum(6, 1, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_ordered_metrics_are_those_of_the_sorted_product(name: str) -> None:
+    a, g = LAYERS[name]
+    side = sides(a, g)
+    f = torch.outer(a, g).flatten().sort().values
+    products = side.products()
+    assert products is not None
+    found = ordered(products, PARAMS, int((f > 0).sum()))
+    assert [each.value for each in found["quantiles"]] == [
+        float(f[quantile_rank(level, f.numel()) - 1]) for level in PARAMS.quantile_levels
+    ]
+    assert found["top_eigenvalues"] == tuple(f.flip(0)[:7].tolist())
+    if float(f[-1]) == 0:
+        assert "density" not in found
+    else:
+        assert sum(found["density"].counts) + found["density"].below == f.numel()
+        assert found["density"].edges[0] == pytest.approx(1e-16 * float(f[-1]))
+    over = curve(side, PARAMS)
+    assert over is not None
+    for value, effective in zip(over.damping, over.effective_dimension, strict=True):
+        assert effective == pytest.approx(float((f / (f + value)).sum()), rel=1e-12)
+
+
+def model_of(names: list[str], params: CapacityParams = PARAMS) -> tuple[ModelCapacity, Tensor, list[Sides]]:
+    each = [sides(*LAYERS[name]) for name in names]
+    kept = [
+        ModelLayer(name=name, sides=side, spectral_norm=side.spectral_norm, curve=curve(side, params))
+        for name, side in zip(names, each, strict=True)
+    ]
+    f = torch.cat([torch.outer(*LAYERS[name]).flatten() for name in names]).sort().values
+    return model_metrics(kept, params), f, each
+
+
+@pytest.mark.parametrize("names", [["wide", "block"], list(LAYERS)])
+def test_the_model_is_one_block_diagonal_matrix(names: list[str]) -> None:
+    found, f, each = model_of(names)
+    trace, square, top = float(f.sum()), float(f.square().sum()), float(f[-1])
+    share = f[f > 0] / trace
+    assert found.frobenius_norm == pytest.approx(math.sqrt(square), rel=1e-12)
+    assert found.spectral_norm == top
+    assert found.stable_rank == pytest.approx(square / top**2, rel=1e-12)
+    assert found.participation_ratio == pytest.approx(trace**2 / square, rel=1e-12)
+    assert found.rank == int((f > 1e-12 * top).sum())
+    assert found.quantiles is not None
+    assert [one.value for one in found.quantiles] == [
+        float(f[quantile_rank(level, f.numel()) - 1]) for level in PARAMS.quantile_levels
+    ]
+    assert found.top_eigenvalues is not None
+    assert [one.value for one in found.top_eigenvalues] == f.flip(0)[:7].tolist()
+    largest = {name: float(torch.outer(*LAYERS[name]).max()) for name in names}
+    assert found.top_eigenvalues[0].layer == max(largest, key=largest.__getitem__)
+    assert found.effective_dimension_curve is not None
+    for value, effective in zip(*vars(found.effective_dimension_curve).values(), strict=True):
+        assert effective == pytest.approx(float((f / (f + value)).sum()), rel=1e-12)
+    assert found.trace_shares is not None
+    assert math.fsum(one.share or 0 for one in found.trace_shares) == pytest.approx(1)
+    assert found.effective_rank == pytest.approx(math.exp(-float((share * share.log()).sum())), rel=1e-12)
+    singular = float(f[0]) == 0
+    assert (found.kappa is None) == singular
+    if not singular:
+        assert found.kappa == pytest.approx(top / float(f[0]))
+        assert found.logdet == pytest.approx(float(f.log().sum()), rel=1e-12)
+        damped = [torch.outer(*LAYERS[name]).flatten() + (one.damping.joint or 0) for name, one in zip(names, each)]  # noqa: B905
+        together = torch.cat(damped)
+        assert found.kappa_damped == pytest.approx(float(together.max() / together.min()))
+
+
+def test_a_layer_without_eigenvalues_leaves_what_needs_them_all_undefined() -> None:
+    _, _, (one, other) = model_of(["wide", "singular"])
+    other = replace(other, spectrum_G=None)
+    kept = [
+        ModelLayer(name="a", sides=one, spectral_norm=one.spectral_norm, curve=curve(one, PARAMS)),
+        ModelLayer(name="b", sides=other, spectral_norm=0.5, curve=curve(one, PARAMS)),
+    ]
+    found = model_metrics(kept, PARAMS)
+    assert found.no_spectrum == ("b",)
+    undefined = {name for name, value in vars(found).items() if value is None}
+    assert undefined == {
+        "effective_rank", "rank", "logdet", "kappa", "kappa_damped", "quantiles", "density", "decay", "top_eigenvalues",
+    }  # fmt: skip
+
+
+class Net(nn.Module):
+    """Dense factors, a diagonal A, an exact block, a diagonal block, and a layer without curvature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.position = nn.Parameter(0.1 * torch.randn(1, 5, 6))
+        self.norm = nn.LayerNorm(6)
+        self.hidden = nn.Linear(6, 7)
+        self.dead = nn.Linear(6, 7)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(self.table(ids) + self.position)
+        return self.head(torch.tanh(self.hidden(h) + 0 * self.dead(h)).mean(1))
+
+
+def space(**options: Any) -> Workspace:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(0, 9, (32, 5), generator=generator), torch.randint(0, 3, (32,), generator=generator)
+    made = workspace(Net(), [data], "classification", **options)
+    made.examples = 32
+    return made
+
+
+def measured(made: Workspace, params: CapacityParams | None = None) -> tuple[dict[str, Any], Any]:
+    rows = measure_capacity(params or CapacityParams(), made)
+    found = {}
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration as end:
+            return found, end.value
+        found[row.layer] = row
+
+
+def dense(side: Tensor) -> Tensor:
+    return torch.diag(side) if side.ndim == 1 else side
+
+
+def test_rows_of_every_form_are_those_of_the_dense_factors() -> None:
+    made = space()
+    rows, summary = measured(made)
+    whole = collected(made)
+    assert {row.metrics.form for row in rows.values() if row.metrics} >= {
+        "kronecker", "diagonal", "block", "diagonal_block",
+    }  # fmt: skip
+    everything = []
+    for facts in whole.layers:
+        metrics = rows[facts.name].metrics
+        factors = whole.load(facts.ordinal)
+        values = torch.linalg.eigvalsh(torch.kron(dense(factors.G), dense(factors.A))).clamp_min(0)
+        everything.append(values)
+        assert metrics.dimension == values.numel()
+        assert metrics.trace == pytest.approx(float(values.sum()), rel=1e-10, abs=1e-20)
+        assert metrics.frobenius_norm == pytest.approx(float(values.norm()), rel=1e-10, abs=1e-20)
+        for value, effective in zip(*vars(metrics.effective_dimension_curve).values(), strict=True):
+            if value >= 1e-6:
+                assert effective == pytest.approx(float((values / (values + value)).sum()), rel=1e-8, abs=1e-12)
+        if rows[facts.name].status == "zero_curvature":
+            assert metrics.effective_rank is metrics.damping is metrics.density is metrics.decay is None
+            assert (metrics.rank, metrics.trace, metrics.quantiles[-1].value) == (0, 0, 0)
+            continue
+        joint = metrics.damping
+        assert metrics.logdet_damped == pytest.approx(float((values + joint).log().sum()), rel=1e-9)
+        assert metrics.effective_dimension == pytest.approx(float((values / (values + joint)).sum()), rel=1e-9)
+        assert metrics.kappa_damped == pytest.approx(float((values[-1] + joint) / (values[0] + joint)), rel=1e-9)
+        assert metrics.top_eigenvalues == pytest.approx(values.flip(0)[:10].tolist(), rel=1e-9, abs=1e-16)
+    assert "zero_curvature" in {row.status for row in rows.values()}
+    f = torch.cat(everything)
+    assert summary.trace == pytest.approx(float(f.sum()), rel=1e-10)
+    assert summary.model.stable_rank == pytest.approx(float(f.square().sum() / f.max() ** 2), rel=1e-10)
+    canonical_json(summary)
+    for row in rows.values():
+        canonical_json(row.metrics)
+
+
+def test_default_grid_is_absolute_and_shows_a_uniform_shrinkage() -> None:
+    a, g = LAYERS["wide"]
+    large, small = curve(sides(a, g), CapacityParams()), curve(sides(a * 1e-4, g), CapacityParams())
+    assert large is not None
+    assert small is not None
+    assert large.damping == small.damping == DAMPING_GRID
+    # eight half decades of λ further down the same numbers stand
+    assert small.effective_dimension[:-8] == pytest.approx(large.effective_dimension[8:], rel=1e-9)
+    assert SCALARS["effective_dimension"](sides(a * 1e-4, g)) == pytest.approx(
+        SCALARS["effective_dimension"](sides(a, g)) or 0, rel=1e-9
+    )
+
+
+@pytest.fixture
+def no_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an eigendecomposition was made")
+
+    for name in ("eigh", "eigvalsh", "eig", "svd", "svdvals"):
+        monkeypatch.setattr(torch.linalg, name, refuse)
+
+
+@pytest.mark.parametrize("names", [("trace",), ("frobenius_norm", "participation_ratio"), WITHOUT_DECOMPOSITION])
+def test_what_the_factors_give_decomposes_nothing(names: tuple[str, ...], no_eigenvalues: None) -> None:
+    params = CapacityParams(metrics=names)
+    made = space(nested=True)
+    made.decomposition = params.decomposition
+    rows, summary = measured(made, params)
+    assert summary.eigendecompositions == 0
+    for row in rows.values():
+        for name in METRICS:
+            unset = name not in names or (row.status == "zero_curvature" and name == "participation_ratio")
+            assert (getattr(row.metrics, name) is None) == unset, (row.layer, name)
+        assert {each.metric for each in row.metrics.convergence} == set(names)
+    assert (summary.trace is None) == ("trace" not in names)
+
+
+def test_cheap_metrics_are_the_same_numbers_with_and_without_eigenvalues() -> None:
+    with_values, _ = measured(space())
+    made = space()
+    made.decomposition = "none"
+    without, _ = measured(made, CapacityParams(metrics=WITHOUT_DECOMPOSITION))
+    for name, row in with_values.items():
+        for metric in WITHOUT_DECOMPOSITION:
+            assert getattr(row.metrics, metric) == getattr(without[name].metrics, metric)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_each_metric_can_be_asked_for_alone(name: str) -> None:
+    whole, _ = measured(space())
+    alone, summary = measured(space(), CapacityParams(metrics=(name,)))
+    for layer, row in alone.items():
+        given = {each for each in METRICS if getattr(row.metrics, each) is not None}
+        assert given <= {name}
+        assert getattr(row.metrics, name) == getattr(whole[layer].metrics, name)
+    assert {each for each in vars(summary.model) if getattr(summary.model, each) is not None} <= {
+        "no_spectrum", "trace_shares", name,
+    }  # fmt: skip
+
+
+def test_options_are_refused_by_name() -> None:
+    for wrong, said in (
+        ({"metrics": ("trace", "stable_rnak")}, "`stable_rnak`; take null for all, or some of trace, frobenius_norm"),
+        ({"metrics": ()}, "is empty"),
+        ({"quantile_levels": (0.5, 1.5)}, "holds 1.5"),
+        ({"top_k": -1}, "is -1"),
+        ({"density_bins": 0}, "is 0"),
+        ({"damping_grid": (1.0, 0.5)}, "do not ascend"),
+        ({"damping_grid": (0.0,)}, "holds 0.0"),
+        ({"damping_grid": ()}, "has 0 numbers"),
+    ):
+        with pytest.raises(FieldError) as refused:
+            CapacityParams(**wrong)  # type: ignore[arg-type]
+        assert refused.value.field == next(iter(wrong))
+        assert said in refused.value.message
+
+
+def test_a_resumed_job_gives_the_same_summary_and_only_the_missing_rows() -> None:
+    rows, summary = measured(space())
+    resumed = space()
+    resumed.completed = frozenset({("capacity", 0), ("capacity", 2)})
+    rest, again = measured(resumed)
+    assert again == summary
+    assert {row.ordinal for row in rows.values()} - {row.ordinal for row in rest.values()} == {0, 2}
+
+
+def test_the_record_names_what_can_be_selected() -> None:
+    apart = {"form", "dimension", "approximate", "no_spectrum", "damping", "nested", "convergence"}
+    assert set(METRICS) | apart == set(CapacityMetrics.__dataclass_fields__)
+    assert set(SCALARS) <= set(METRICS)
