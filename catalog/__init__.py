@@ -11,8 +11,9 @@ from catalog.analysis import Analysis
 from catalog.capacity import CAPACITY
 from catalog.factors import FACTORS
 from catalog.job import JobDocument
+from catalog.reconstruction import RECONSTRUCTION
 
-ANALYSES: dict[str, Analysis] = {analysis.kind: analysis for analysis in (FACTORS, CAPACITY)}
+ANALYSES: dict[str, Analysis] = {analysis.kind: analysis for analysis in (FACTORS, CAPACITY, RECONSTRUCTION)}
 
 _KIND: Any = Literal[tuple(ANALYSES)]
 

@@ -72,7 +72,9 @@ def _complaint(error: Mapping[str, Any], document: type) -> Complaint:
     context = error.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, FieldError):
-        return Complaint(pointer=_pointer((*path, cause.field)), code="invalid_value", message=cause.message)
+        return Complaint(
+            pointer=_pointer((*path, *cause.field.split("."))), code="invalid_value", message=cause.message
+        )
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         message = _unknown(str(path[-1]), owners, document)
         return Complaint(pointer=_pointer(path), code="unknown_field", message=message)

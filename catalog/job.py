@@ -57,6 +57,11 @@ class JobDocument:
             raise FieldError("kind", "names an analysis twice; name each once")
         self._require_inputs()
         self._require_likelihood()
+        if "reconstruction" in self.kinds and self.stabilisation.kappa_max is None:
+            raise FieldError(
+                "stabilisation.kappa_max",
+                "is null, and `reconstruction` clips at it; give a number above 1, such as 1e6",
+            )
         _require_labels(self.labels)
 
     def _require_inputs(self) -> None:

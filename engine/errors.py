@@ -14,6 +14,7 @@
     │   ├── NothingToAnalyse     no trainable parameter in a treated layer
     │   ├── CoverageTooLow       less is covered than `collection.min_coverage` asks
     │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
+    │   ├── NoConditionNumber    clipping is asked for, and `stabilisation.kappa_max` is null
     │   ├── BrokenFactors        stored factors do not read as written
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
     │       └── OutOfMemory      memory ran out although the plan fitted, on every rung down to the last
@@ -106,6 +107,12 @@ class BiasColumnMismatch(UsageError):
     """A factor or gradient has a bias column where its layer has none, or lacks it."""
 
     code = "bias_column_mismatch"
+
+
+class NoConditionNumber(UsageError):
+    """There is no condition number to clip at."""
+
+    code = "no_condition_number"
 
 
 class BrokenFactors(UsageError):

@@ -32,6 +32,35 @@ def _share(row: Layer) -> str:
     return "–" if share is None else f"{share:.1%}"
 
 
+def _of_side(name: str, show: Callable[[Any], str]) -> Callable[[Layer], str]:
+    def shown(row: Layer) -> str:
+        side = _field(row.metrics, name)
+        return "–" if side is None else show(side)
+
+    return shown
+
+
+def _clipped(side: Any) -> str:  # noqa: ANN401 - a record, or a mapping of a newer service
+    clipped = _field(side, "clipped")
+    return "–" if clipped is None else f"{clipped:,}/{_field(side, 'size'):,}"
+
+
+def _both(row: Layer) -> list[Any]:
+    return [side for name in ("A", "G") if (side := _field(row.metrics, name)) is not None]
+
+
+def _floor_kept(row: Layer) -> str:
+    """The smallest eigenvalue over the floor that was wanted, of the side that kept less of it."""
+    wanted = [(_field(side, "floor"), _field(side, "floor_reached")) for side in _both(row)]
+    shares = [found / floor for floor, found in wanted if floor and found is not None]
+    return "–" if not shares else "kept" if min(shares) >= 0.99 else f"{min(shares):.0%}"
+
+
+def _where(row: Layer) -> str:
+    places = [_field(side, "placement") or _field(side, "update") for side in _both(row)]
+    return "/".join(dict.fromkeys(str(place) for place in places)) or "–"
+
+
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "capacity": (
         ("A×G", _sides),
@@ -40,6 +69,15 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("eff. dim.", _metric("effective_dimension")),
         ("share", _share),
         ("κ", _metric("kappa")),
+    ),
+    "reconstruction": (
+        ("A×G", _sides),
+        ("clipped A", _of_side("A", _clipped)),
+        ("clipped G", _of_side("G", _clipped)),
+        ("κ A", _of_side("A", lambda side: number(_field(side, "kappa_reached")))),
+        ("κ G", _of_side("G", lambda side: number(_field(side, "kappa_reached")))),
+        ("floor", _floor_kept),
+        ("where", _where),
     ),
     "factors": (
         ("A×G", _sides),
@@ -112,6 +150,12 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
     if effective is not None:
         parts.append(f"effective dimension {number(effective)}" + (f" of {dimension:,}" if dimension else ""))
+    clipped = _field(summary, "clipped")
+    if clipped is not None:
+        kept, limit = _field(summary, "floor_kept"), number(_field(summary, "kappa_max"))
+        parts.append(f"{clipped:,} of {_field(summary, 'eigenvalues'):,} eigenvalues clipped at κ_max {limit}")
+        if kept is not None:
+            parts.append(f"floor kept to {kept:.1%}")
     rank = _field(summary, "effective_rank")
     if rank is not None:
         parts.append(f"effective rank {number(rank)}")

@@ -162,6 +162,8 @@ def _shaped(hint: Any, item: Any) -> Any:  # noqa: ANN401 - annotations and JSON
         kinds = [member for member in (hint, *typing.get_args(hint)) if typing.get_origin(member) is tuple]
         each = typing.get_args(kinds[0])[0] if kinds else Any
         return tuple(_shaped(each, member) for member in item)
-    if isinstance(item, dict) and dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return build(hint, item)
+    if isinstance(item, dict):
+        records = [each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)]
+        if len(records) == 1 and isinstance(records[0], type):
+            return build(records[0], item)
     return item

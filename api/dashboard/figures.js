@@ -30,6 +30,32 @@ const FIGURES = {
       text: "The sum of all eigenvalues: how strongly the loss reacts to small changes of the weights.",
     },
   ],
+  reconstruction: (summary) => [
+    {
+      name: "Clipped",
+      value: percent(summary.clipped_share, 2),
+      note: `${number(summary.clipped)} of ${number(summary.eigenvalues)} eigenvalues`,
+      text: "Eigenvalues of A and G below λ_max/κ_max, which were raised to it.",
+    },
+    {
+      name: "Floor kept",
+      value: summary.floor_kept == null ? "–" : percent(summary.floor_kept, 1),
+      note: `κ_max = ${number(summary.kappa_max)}`,
+      text: "The least of what the smallest eigenvalues came out as, over the floor that was wanted.",
+    },
+    {
+      name: "Trace added",
+      value: summary.mass_share == null ? "–" : percent(summary.mass_share, 2),
+      note: "of the trace before",
+      text: "How much curvature the clipping makes up.",
+    },
+    {
+      name: "Error",
+      value: summary.relative_error == null ? "–" : number(summary.relative_error, 2),
+      note: summary.route === "eigenbasis" ? "nothing was rebuilt" : "largest of all factors",
+      text: "Distance of a stabilised factor from Q max(Λ, f) Qᵀ, relative to it.",
+    },
+  ],
   factors: (summary) => [
     { name: "Examples", value: number(summary.examples), note: `${several(summary.updates, "update")}, ${several(summary.passes, "pass", "passes")}`, text: "What the factors were averaged over." },
     { name: "Layers", value: number(summary.layers), note: `${summary.fisher} Fisher, ${summary.sharing}`, text: "Layers whose A and G were collected." },

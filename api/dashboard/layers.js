@@ -17,6 +17,13 @@ const SECONDS = { name: "Time", title: "Seconds this layer took", value: (row) =
 
 const metric = (key, name, title, more = {}) => ({ key, name, title, value: (row) => row.metrics?.[key] ?? null, ...more });
 
+const side = (name, key, heading, title) => ({
+  name: heading,
+  title,
+  value: (row) => row.metrics?.[name]?.[key] ?? null,
+  ...(key === "clipped" ? { share: (row) => (row.metrics?.[name]?.clipped ?? 0) / (row.metrics?.[name]?.size || 1) } : {}),
+});
+
 const COLUMNS = {
   capacity: [
     LAYER,
@@ -31,6 +38,18 @@ const COLUMNS = {
     metric("stable_rank", "Stable rank", "‖F‖_F² / ‖F‖₂²"),
     metric("trace", "Trace", "Sum of all eigenvalues of F = G ⊗ A; the bar compares layers", { relative: true }),
     metric("kappa", "κ", "λ_max/λ_min of F; ∞ where F is singular", { show: (row) => (row.metrics?.kappa == null ? "∞" : number(row.metrics.kappa)) }),
+    SECONDS,
+  ],
+  reconstruction: [
+    LAYER,
+    SIZE,
+    PARAMETERS,
+    side("A", "clipped", "Clipped A", "Eigenvalues of A below λ_max/κ_max; the bar is their share"),
+    side("G", "clipped", "Clipped G", "Eigenvalues of G below λ_max/κ_max; the bar is their share"),
+    side("A", "kappa_reached", "κ of A", "Condition number that A came out with"),
+    side("G", "kappa_reached", "κ of G", "Condition number that G came out with"),
+    side("A", "relative_error", "Error of A", "Distance from Q max(Λ, f) Qᵀ, relative to it"),
+    side("G", "relative_error", "Error of G", "Distance from Q max(Λ, f) Qᵀ, relative to it"),
     SECONDS,
   ],
   factors: [

@@ -60,7 +60,7 @@ def test_every_analysis_has_its_block() -> None:
 @pytest.mark.parametrize(
     ("change", "pointer", "message"),
     [
-        ({"kind": "hessian"}, "/kind", "is not a choice here; take 'factors' or 'capacity'"),
+        ({"kind": "hessian"}, "/kind", "is not a choice here; take 'factors', 'capacity' or 'reconstruction'"),
         ({"kind": []}, "/kind", "is empty"),
         ({"kind": ["capacity", "capacity"]}, "/kind", "names an analysis twice"),
         ({"model": None}, "/model", "is missing; give `model`"),
@@ -85,6 +85,11 @@ def test_every_analysis_has_its_block() -> None:
         ({"stabilisation": {"damping": 0}}, "/stabilisation/damping", "take a positive number"),
         ({"stabilisation": {"damping": -1}}, "/stabilisation/damping", "take a positive number"),
         ({"stabilisation": {"damping": 1e308}}, "/stabilisation/damping", "take a positive number"),
+        (
+            {"kind": "reconstruction", "stabilisation": {"kappa_max": None}},
+            "/stabilisation/kappa_max",
+            "is null, and `reconstruction` clips at it",
+        ),
         ({"damping": 1e-3}, "/damping", "it is `stabilisation.damping`"),
         ({"max_condition_number": 1e6}, "/max_condition_number", "it is `stabilisation.kappa_max`"),
         ({"memory": {"host": "20 parsecs"}}, "/memory/host", "is not a size"),
@@ -120,7 +125,9 @@ def test_factories_are_named_in_one_way(factory: str) -> None:
 
 
 def test_only_the_meant_branch_of_a_union_is_blamed() -> None:
-    assert refusals({**GOOD, "kind": "hessian"}) == [("/kind", "is not a choice here; take 'factors' or 'capacity'")]
+    assert refusals({**GOOD, "kind": "hessian"}) == [
+        ("/kind", "is not a choice here; take 'factors', 'capacity' or 'reconstruction'")
+    ]
     assert [pointer for pointer, _ in refusals({**GOOD, "kind": ["capacity", "hessian"]})] == ["/kind/1"]
     assert refusals({**GOOD, "memory": {"host": True}}) != []
 

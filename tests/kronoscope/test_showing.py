@@ -7,6 +7,7 @@ from rich.console import Console
 
 from catalog.capacity_metrics import CapacityMetrics
 from catalog.nested import NestedCapacity
+from catalog.reconstruction import ReconstructedSide
 from kronoscope.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.tables import declared_lines, layer_table, number, shortened, summary_line
 from kronoscope.views import job_of, layer_of
@@ -141,3 +142,25 @@ def test_nested_records_of_a_row_are_records_again() -> None:
     assert row.metrics.nested is None
     full = {name: getattr(row.metrics, name) for name in vars(row.metrics)} | {"nested": [size]}
     assert metrics_row(metrics=full).metrics.nested == (NestedCapacity(**size),)  # type: ignore[arg-type]
+
+
+def test_a_reconstruction_shows_what_was_clipped_and_whether_the_floor_was_kept() -> None:
+    blank = dict.fromkeys(ReconstructedSide.__dataclass_fields__)
+    side = blank | {"size": 4096, "clipped": 244, "floor": 1e-6, "floor_reached": 0.9999e-6, "kappa_reached": 1e6,
+                    "placement": "device", "rungs": ["device"]}  # fmt: skip
+    lost = side | {"floor_reached": 0.66e-6, "placement": "host"}
+    metrics = {"form": "kronecker", "kappa_max": 1e6, "shared_A_with": None, "artifact": None}
+    rows = [
+        layer_of(ROW | {"kind": "reconstruction", "metrics": metrics | {"A": side, "G": other}})
+        for other in (side, lost, None)
+    ]
+    assert isinstance(rows[0].metrics.A, ReconstructedSide)
+    assert rows[0].metrics.A.rungs == ("device",)
+    lines = printed(layer_table("reconstruction", rows)).splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert "244/4,096 │ 244/4,096 │ 1e6 │ 1e6 │  kept │      device" in lines[3]
+    assert "66% │ device/host" in lines[4]
+    summary = {"layers": 3, "clipped": 732, "eigenvalues": 12288, "kappa_max": 1e6, "floor_kept": 0.66}
+    assert summary_line("reconstruction", summary) == (
+        "reconstruction: 3 layers; 732 of 12,288 eigenvalues clipped at κ_max 1e6; floor kept to 66.0%"
+    )

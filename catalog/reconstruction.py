@@ -1,0 +1,128 @@
+"""`reconstruction`: each layer's factors with their spectra clipped at κ_max, rebuilt or kept as an eigenbasis."""
+
+from typing import Literal
+
+from catalog.analysis import Analysis, Coverage
+from catalog.record import record
+
+
+@record
+class ReconstructionParams:
+    """Options of the reconstruction; the condition number is `stabilisation.kappa_max`."""
+
+    placement: Literal["auto", "device", "panels", "host"] = "auto"
+    """Where a factor is rebuilt. `device`: all of it there; `panels`: factor and basis stay on the host, and tiles
+    visit the device; `host`: on the CPU, in float64. `auto`: the first of these that fits; another begins there."""
+    route: Literal["rebuild", "eigenbasis"] = "rebuild"
+    """`rebuild`: the stabilised matrices; `eigenbasis`: eigenvectors and clipped eigenvalues, through which an inverse
+    is applied to 1e-6 where a float32 matrix has lost a tenth of it (κ = 1e6)."""
+    sides: Literal["both", "A", "G"] = "both"
+    """Which factors are stabilised; the other one stays as it is."""
+    keep_matrices: bool = True
+    """Whether what was made stays as artifacts, below `stabilised/`; without, only its metrics and digests do."""
+
+    @property
+    def decomposition(self) -> Literal["none", "values", "vectors"]:
+        """What is asked of the eigendecompositions."""
+        return "vectors"
+
+
+@record
+class ReconstructedSide:
+    """One factor, stabilised."""
+
+    size: int
+    """Rows."""
+    kind: str
+    """`matrix`, `diagonal`, or how a side that is never made dense is kept."""
+    clipped: int | None
+    """k: eigenvalues below the floor, raised to it."""
+    unclipped: int | None
+    """n − k."""
+    update: str
+    """`clipped`: M + Q_c(f − Λ_c)Q_cᵀ; `unclipped`: f·I + Q_u(Λ_u − f)Q_uᵀ; `none`: nothing was below the floor;
+    `diagonal`; `eigenbasis`: not rebuilt; `not stabilised`: for the reason in `why`."""
+    why: str | None
+    """Why this side is not stabilised."""
+    precision: str | None
+    """What the update was summed in."""
+    placement: str | None
+    """Where the result was computed; null where nothing was rebuilt."""
+    rungs: tuple[str, ...]
+    """Placements tried, the last of which gave the result."""
+    floor: float | None
+    """λ_max/κ_max, as wanted."""
+    floor_reached: float | None
+    """Smallest eigenvalue of what came out; negative if rounding to its precision made it indefinite."""
+    kappa_reached: float | None
+    """λ_max/λ_min of what came out; null where that is singular or indefinite."""
+    found_by: str | None
+    """`eigenvalues` of the result in float64 (up to 1024 rows), `lanczos`, by which the smallest and the error are
+    estimates, or `construction`, where the eigenvalues are what is kept."""
+    trace: float | None
+    """Sum of the eigenvalues before."""
+    mass: float | None
+    """Trace added: Σ (f − λ) over the clipped eigenvalues."""
+    mass_share: float | None
+    """The same over the trace before."""
+    relative_error: float | None
+    """‖M_stable − Q max(Λ, f) Qᵀ‖_F over ‖Q max(Λ, f) Qᵀ‖_F; null where nothing was rebuilt."""
+    smallest: float | None
+    """Smallest eigenvalue of a matrix of your own before, negative where it is indefinite; null for collected factors,
+    which are not."""
+    digest: str | None
+    """SHA-256 of the stabilised factor as it is kept."""
+
+
+@record
+class ReconstructionMetrics:
+    """One layer's stabilised factors."""
+
+    form: str
+    """`kronecker` (A dense), `diagonal` (A diagonal), `block` (exact block in G, A = 1) or `diagonal_block`."""
+    kappa_max: float
+    A: ReconstructedSide | None
+    """Null where A is 1, or was not asked for."""
+    G: ReconstructedSide | None
+    """Null where it was not asked for."""
+    shared_A_with: str | None
+    """Layer whose A this is; it is stabilised, and kept, once."""
+    artifact: str | None
+    """File that holds them; null without `keep_matrices`."""
+
+
+@record
+class ReconstructionSummary:
+    """The whole model."""
+
+    coverage: Coverage
+    layers: int
+    factors: int
+    """Sides that were stabilised, a shared A once."""
+    kappa_max: float
+    route: str
+    clipped: int
+    """Eigenvalues raised, over all of them."""
+    eigenvalues: int
+    clipped_share: float | None
+    mass_share: float | None
+    """Trace added over the trace before, summed over the factors."""
+    floor_kept: float | None
+    """Least floor reached over floor wanted, over all factors in which something was clipped."""
+    kappa_reached: float | None
+    """Largest over all factors; null where one is singular."""
+    relative_error: float | None
+    """Largest over all rebuilt factors."""
+    not_stabilised: tuple[str, ...]
+    """Layers with a side that could not be, for the reason in its row."""
+
+
+RECONSTRUCTION = Analysis(
+    kind="reconstruction",
+    title="Stabilised factors",
+    description="Clip each factor's spectrum at κ_max; keep the stabilised matrices, or eigenbases to invert through.",
+    function="engine.analyses.reconstruction:reconstruct",
+    params=ReconstructionParams,
+    metrics=ReconstructionMetrics,
+    summary=ReconstructionSummary,
+)

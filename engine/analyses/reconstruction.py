@@ -1,0 +1,322 @@
+"""`reconstruction`: each layer's factors with their spectra clipped at κ_max, rebuilt or kept as an eigenbasis."""
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from catalog.analysis import LayerResult
+from catalog.layer_record import Observed
+from catalog.reconstruction import (
+    ReconstructedSide,
+    ReconstructionMetrics,
+    ReconstructionParams,
+    ReconstructionSummary,
+)
+from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
+from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
+from engine.curvature.collected import Collected, Kept, write_factors, write_index
+from engine.curvature.collection import collected
+from engine.curvature.factors import Factors, packed
+from engine.curvature.stabilised_inverse import StabilisedSide
+from engine.curvature.structured import Structured
+from engine.errors import NoConditionNumber
+from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
+from engine.workspace import Workspace
+
+KIND = "reconstruction"
+FOLDER = "stabilised"
+FORMAT = "kronoscope-stabilised/1"
+INDEX = f"{FOLDER}/stabilised.index.json"
+_PREFIX = {"A": "activation", "G": "gradient"}
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One reconstruction under way."""
+
+    params: ReconstructionParams
+    workspace: Workspace
+    whole: Collected
+    kappa_max: float
+    shared: dict[int, ReconstructedSide] = field(default_factory=dict)
+    """A of layers that others share it with, by ordinal."""
+    rows: dict[int, ReconstructionMetrics] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What the index says of each layer."""
+
+
+def reconstruct(
+    params: ReconstructionParams, workspace: Workspace
+) -> Generator[LayerResult, None, ReconstructionSummary]:
+    """Yield each layer as its factors are stabilised, one that shares an A after the layer that holds it.
+
+    Memory:
+        One layer's factors, their stabilised copies and one basis.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
+    kappa_max = workspace.stabilisation.kappa_max
+    if kappa_max is None:
+        raise NoConditionNumber(
+            "`stabilisation.kappa_max` is null, so there is nothing to clip at; give a number above 1, such as 1e6",
+            pointer="/stabilisation/kappa_max",
+        )
+    run = _Run(params=params, workspace=workspace, whole=collected(workspace), kappa_max=kappa_max)
+    for done, layer in enumerate(_holders_first(workspace, run.whole), start=1):
+        workspace.checkpoint()
+        facts, begun = layer.facts, time.perf_counter()
+        known = _recalled(run, layer)
+        if known is None:
+            with workspace.operation(f"reconstruction of layer {facts.ordinal}"):
+                known = _stabilised(run, layer)
+            _remember(run, layer, known)
+        run.rows[facts.ordinal] = known
+        if (KIND, facts.ordinal) not in workspace.completed:
+            yield replace(covered_result(KIND, layer, known), observed=_observed(workspace, layer, begun))
+        workspace.report(KIND, done, len(run.whole.layers), "layers")
+    _write_indices(run)
+    yield from declared_results(KIND, workspace)
+    return _summary(run)
+
+
+def _holders_first(workspace: Workspace, whole: Collected) -> Iterator[Measured]:
+    """Layers in the order they are measured, but one whose A another holds waits for that one."""
+    held: set[int] = set()
+    waiting: dict[int, list[Measured]] = {}
+    for layer in measured_layers(workspace):
+        holder = layer.facts.shared_A_with
+        if holder is not None and holder not in held:
+            waiting.setdefault(holder, []).append(layer)
+            continue
+        held.add(layer.facts.ordinal)
+        yield layer
+        yield from waiting.pop(layer.facts.ordinal, [])
+    if waiting:
+        raise ValueError(f"layers {sorted(waiting)} hold an A and are not among the {len(whole.layers)} measured")
+
+
+def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
+    facts, params, workspace = layer.facts, run.params, run.workspace
+    factors = run.whole.load(facts.ordinal)
+    made_a = made_g = None
+    side_a = None if facts.shared_A_with is None else run.shared.get(facts.shared_A_with)
+    if params.sides != "G" and facts.shared_A_with is None and facts.form not in ("block", "diagonal_block"):
+        made_a = _made(run, layer, factors.A, "A", factors.scale_A)
+        run.shared[facts.ordinal] = side_a = made_a.side
+    if params.sides != "A":
+        made_g = _made(run, layer, factors.G, "G", factors.scale_G)
+    side_g = None if made_g is None else made_g.side
+    artifact = None
+    if params.keep_matrices:
+        artifact = f"{FOLDER}/{facts.ordinal}.safetensors"
+        _write(run, layer, factors, {"A": made_a, "G": made_g}, artifact)
+    for side in (side_a, side_g):
+        if side is not None and side.floor_reached is not None and side.floor_reached < 0.5 * (side.floor or 0):
+            workspace.log(
+                "warning",
+                f"layer `{facts.name}`: the smallest eigenvalue came out as {side.floor_reached:.3g} for a floor of "
+                f"{side.floor:.3g}: the factors' precision can not hold κ_max = {run.kappa_max:.3g}; take `collection."
+                "dtype: float64`, or `reconstruction.route: eigenbasis`",
+            )
+    return ReconstructionMetrics(
+        form=facts.form,
+        kappa_max=run.kappa_max,
+        A=side_a if params.sides != "G" else None,
+        G=side_g,
+        shared_A_with=None if facts.shared_A_with is None else run.whole.layers[facts.shared_A_with].name,
+        artifact=artifact,
+    )
+
+
+def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal["A", "G"], scale: float) -> Made:
+    """One side by the route that was asked for; one that is never made dense always as its eigenbasis."""
+    spectrum = layer.spectrum_A if side == "A" else layer.spectrum_G
+    name = layer.facts.name
+    if isinstance(factor, Structured):
+        if spectrum is None:
+            return not_stabilised(
+                factor.size, factor.kind, "its spectrum is not to be had without a dense matrix of that size"
+            )
+        basis = layer.load_basis(side)
+        return in_eigenbasis(basis.values, basis.vectors, run.kappa_max, torch.float32, kind=factor.kind)
+    wide = torch.float64 if factor.dtype == torch.float64 else torch.float32
+    if factor.ndim == 1 and run.params.route == "eigenbasis":
+        return in_eigenbasis(factor.to(torch.float64) * scale, None, run.kappa_max, wide, kind="diagonal")
+    if factor.ndim == 1:
+        values, vectors = torch.sort(factor.to(torch.float64)).values, None
+    else:
+        basis = layer.load_basis(side)
+        values, vectors = basis.values / scale, basis.vectors
+    if run.params.route == "eigenbasis":
+        return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
+    place = run.params.placement
+    return rebuilt(run.workspace, factor, values, vectors, run.kappa_max, place, layer=name, scale=scale)
+
+
+def _write(
+    run: _Run, layer: Measured, factors: Factors, made: Mapping[Literal["A", "G"], Made | None], name: str
+) -> None:
+    """One layer's file: packed triangles as a collection writes them, wherever both sides are matrices."""
+    facts, artifacts = layer.facts, run.workspace.artifacts
+    contents: dict[str, Any] = {side: each.content for side, each in made.items() if each is not None}
+    matrices: dict[str, Any] = {side: each for side, each in contents.items() if isinstance(each, Tensor)}
+    gradient: Tensor | Structured = factors.G
+    run.entries[facts.ordinal] = {
+        "ordinal": facts.ordinal,
+        "name": facts.name,
+        "holder_of_A": facts.ordinal if facts.shared_A_with is None else facts.shared_A_with,
+        "sides": {
+            side: {
+                "kind": "matrix" if side in matrices else "none" if each is None else "eigenbasis",
+                "floor": each.floor if isinstance(each, StabilisedSide) else None,
+            }
+            for side, each in contents.items()
+        },
+    }
+    if run.params.route == "rebuild" and isinstance(gradient, Tensor):
+        write_factors(artifacts, facts, replace(factors, **matrices), name)
+        record = layer.record
+        digests = {side: each.side.digest for side, each in made.items() if each is not None}
+        shared = run.shared.get(facts.ordinal if facts.shared_A_with is None else facts.shared_A_with)
+        run.kept[facts.ordinal] = Kept(
+            digest_A=str(record.digest_A if shared is None else shared.digest),
+            digest_G=str(digests.get("G") or record.digest_G),
+            scale_A=factors.scale_A,
+            scale_G=factors.scale_G,
+            ekfac={},
+        )
+        return
+    tensors: dict[str, Tensor] = {}
+    for side, content in contents.items():
+        if isinstance(content, StabilisedSide):
+            tensors |= content.tensors(_PREFIX[side])
+        elif isinstance(content, Tensor):
+            tensors[f"{_PREFIX[side]}_covariance"] = packed(content)
+    artifacts.save_tensors(name, tensors, {"format": FORMAT, "layer": facts.name})
+
+
+def _write_indices(run: _Run) -> None:
+    """Indices last, so that their presence says that all is there.
+
+    Where every side is a matrix, they are factors as a collection leaves them, for whoever reads those.
+    """
+    if not run.params.keep_matrices:
+        return
+    artifacts, layers = run.workspace.artifacts, run.whole.layers
+    if len(run.kept) == len(layers):
+        collection = replace(run.whole.collection, ekfac=False)
+        write_index(artifacts, replace(run.whole, collection=collection), run.kept, f"{FOLDER}/factors.index.json")
+    else:
+        artifacts.save_json(
+            INDEX,
+            {
+                "format": FORMAT,
+                "kappa_max": run.kappa_max,
+                "layers": [run.entries[facts.ordinal] for facts in layers],
+            },
+        )
+
+
+def _remembered(layer: Measured) -> str:
+    return f"{KIND}/{layer.facts.ordinal}.json"
+
+
+def _remember(run: _Run, layer: Measured, metrics: ReconstructionMetrics) -> None:
+    """Lay aside what the summary and the indices need of a row, for an attempt that begins after it."""
+    workspace, ordinal = run.workspace, layer.facts.ordinal
+    if workspace.scratch is None or not workspace.checkpointed:
+        return
+    kept = run.kept.get(ordinal)
+    workspace.scratch.save_json(
+        _remembered(layer),
+        {
+            "conditions": dict(workspace.conditions),
+            "metrics": asdict(metrics),
+            "kept": None if kept is None else asdict(kept),
+            "entry": run.entries.get(ordinal),
+        },
+    )
+
+
+def _recalled(run: _Run, layer: Measured) -> ReconstructionMetrics | None:
+    """A row that an earlier attempt has delivered, where it left what is needed of it."""
+    workspace, ordinal = run.workspace, layer.facts.ordinal
+    if workspace.scratch is None or (KIND, ordinal) not in workspace.completed:
+        return None
+    try:
+        table = workspace.scratch.load_json(_remembered(layer))
+        if table["conditions"] != dict(workspace.conditions):
+            return None
+        metrics = dict(table["metrics"])
+        sides = {
+            side: None if metrics[side] is None else ReconstructedSide(**metrics[side] | _rungs(metrics[side]))
+            for side in ("A", "G")
+        }
+        kept = None if table["kept"] is None else Kept(**table["kept"])
+        entry = table["entry"]
+    except (FileNotFoundError, KeyError, TypeError):
+        return None
+    if kept is not None:
+        run.kept[ordinal] = kept
+    if entry is not None:
+        run.entries[ordinal] = entry
+    if sides["A"] is not None and layer.facts.shared_A_with is None:
+        run.shared[ordinal] = sides["A"]
+    return ReconstructionMetrics(**{**metrics, **sides})
+
+
+def _rungs(side: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rungs": tuple(side["rungs"])}
+
+
+def _observed(workspace: Workspace, layer: Measured, begun: float) -> Observed:
+    allocated, reserved = device_bytes(workspace.device)
+    return replace(
+        layer.observed,
+        seconds=time.perf_counter() - begun,
+        allocated_after_bytes=allocated,
+        reserved_after_bytes=reserved,
+        host_after_bytes=resident_bytes(),
+        measured_peak_bytes=peak_bytes(workspace.device),
+    )
+
+
+def _summary(run: _Run) -> ReconstructionSummary:
+    own: list[ReconstructedSide] = []
+    lacking = []
+    for facts in run.whole.layers:
+        row = run.rows[facts.ordinal]
+        sides = [side for side in (row.A if facts.shared_A_with is None else None, row.G) if side is not None]
+        own += [side for side in sides if side.why is None]
+        if any(side.why is not None for side in sides):
+            lacking.append(facts.name)
+    eigenvalues = sum(side.size for side in own)
+    clipped = sum(side.clipped or 0 for side in own)
+    before = sum(side.trace or 0 for side in own)
+    kappas = [side.kappa_reached for side in own if side.floor]
+    errors = [side.relative_error for side in own if side.relative_error is not None]
+    return ReconstructionSummary(
+        coverage=coverage(run.whole),
+        layers=len(run.whole.layers),
+        factors=len(own),
+        kappa_max=run.kappa_max,
+        route=run.params.route,
+        clipped=clipped,
+        eigenvalues=eigenvalues,
+        clipped_share=clipped / eigenvalues if eigenvalues else None,
+        mass_share=sum(side.mass or 0 for side in own) / before if before > 0 else None,
+        floor_kept=min((_kept_share(side) for side in own if side.clipped and side.floor), default=None),
+        kappa_reached=None if None in kappas else max((kappa for kappa in kappas if kappa is not None), default=None),
+        relative_error=max(errors, default=None),
+        not_stabilised=tuple(lacking),
+    )
+
+
+def _kept_share(side: ReconstructedSide) -> float:
+    return (side.floor_reached or 0.0) / (side.floor or 1.0)
