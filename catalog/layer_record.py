@@ -8,7 +8,16 @@ from typing import Literal
 
 from catalog.record import record
 
-Branch = Literal["eigendecomposition", "diagonal", "block", "diagonal_block", "declared"]
+Branch = Literal[
+    "eigendecomposition",
+    "woodbury",
+    "softmax_head",
+    "diagonal_sketch",
+    "diagonal",
+    "block",
+    "diagonal_block",
+    "declared",
+]
 
 
 @record
@@ -24,6 +33,7 @@ class LayerRecord:
     why: str
     """Why this branch."""
     policy: str | None
+    """`woodbury.policy`."""
     lambda_A: float | None
     """Damping of A in absolute numbers."""
     lambda_G: float | None
@@ -64,7 +74,7 @@ class LayerRecord:
     storage_device: str | None
     storage_policy: str | None
     dtype: str | None
-    """Precision the factors are kept in; digests and eigenvalues are of these numbers."""
+    """Precision the factors are kept in, gradient rows apart; digests and eigenvalues are of these numbers."""
     accumulation_dtype: str | None
     """Precision of the sums behind them."""
     amp: str | None
@@ -78,8 +88,15 @@ class LayerRecord:
     scale_G: float | None
     """The same of G."""
     factor_bytes: int | None
-    """Bytes of the dense factors."""
+    """Bytes of the factors as they are held."""
+    gradient_rows: int | None
+    """Rows kept in place of G; null where G is dense."""
+    gradient_rows_dtype: str | None
+    """Precision of those rows."""
+    gradient_rows_device: str | None
+    """Where they stood while they were collected: `device` or `host`."""
     cholesky_jitter: float | None
+    """What had to be added to the damped Gram matrix of the rows for a Cholesky factorisation; null without rows."""
     fisher: str | None
     sharing: str | None
     samples: int | None

@@ -19,12 +19,18 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task, TaskType
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
+from engine.curvature.batches import counted
 from engine.curvature.collected import INDEX, Collected, read_collected, stored_correction
 from engine.curvature.factors import Corrected, Factors, digest
+from engine.curvature.structured import Structured
+from engine.curvature.woodbury import LowRank
 from engine.errors import BrokenFactors
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
+from engine.memory.plan import readable_bytes
 from engine.workspace import Artifacts, Workspace
+
+_LARGEST_DENSE_BYTES = 2**31
 
 Batches = Iterable[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]
 
@@ -56,13 +62,43 @@ class LayerFactors:
 
     @property
     def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """(out_dim, out_dim) dense gradient covariance."""
+        """(out_dim, out_dim) dense gradient covariance, made at each access where gradient rows stand for it.
+
+        Raises:
+            MemoryError: If it is not kept dense, and would take more than 2 GiB.
+        """
+        side = self._factors.G
+        if isinstance(side, Structured) and 4 * side.size**2 > _LARGEST_DENSE_BYTES:
+            message = (
+                f"layer `{self.name}`: G is kept as `{side.kind}` in {readable_bytes(side.size_bytes)}, and as a "
+                f"{side.size}×{side.size} matrix would take {readable_bytes(4 * side.size**2)}; take "
+                "`structured_G`, which multiplies, solves and has a diagonal and a trace, or `gradient_rows`"
+            )
+            raise MemoryError(message)
         widened = self._factors.widened_G
         return torch.diag(widened) if widened.ndim == 1 else widened
 
     @property
+    def structured_G(self) -> Structured | None:  # noqa: N802 - the field's own symbol
+        """What stands for G where it is not dense: products, solves, spectrum; None where G is dense."""
+        side = self._factors.G
+        return side if isinstance(side, Structured) else None
+
+    @property
+    def gradient_rows(self) -> Tensor | None:
+        """(T, out_dim) U with ``G = Uᵀ U``, scales and weight multiplied in; None where none are kept.
+
+        Memory:
+            The rows widened to float32, or float64 where they are kept so.
+        """
+        side = self._factors.G
+        return side.scaled() if isinstance(side, LowRank) else None
+
+    @property
     def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """(out_dim,) diagonal of G, without making a diagonal G dense."""
+        """(out_dim,) diagonal of G, without making it dense."""
+        if isinstance(self._factors.G, Structured):
+            return self._factors.G.diagonal()
         widened = self._factors.widened_G
         return widened if widened.ndim == 1 else widened.diagonal()
 
@@ -280,6 +316,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         device=device,
         kinds=tuple(kinds),
         keep=("factors",),
+        examples=counted(kept) if isinstance(kept, (list, tuple)) else None,
         planned=plan.update,
     )
     if report is not None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from catalog.analysis import Coverage, LayerResult
-from catalog.layer_record import Branch, LayerRecord, Observed
+from catalog.layer_record import LayerRecord, Observed
 from engine.analyses.decomposed import decomposed, load_basis
+from engine.analyses.gradient_side import branch, factorised, row_facts, with_factorisation
 from engine.analyses.sample_sizes import MeasuredSize, frobenius, smaller_sizes, trace
 from engine.curvature.collected import Collected, Kept, LayerFacts, stored_correction, write_factors, write_index
 from engine.curvature.collection import collected
@@ -51,6 +52,8 @@ class Measured:
     observed: Observed
     load_basis: Callable[[Literal["A", "G"]], Decomposition]
     """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them."""
+    metadata_G: Mapping[str, str]
+    """What reading a structured G needs besides its tensors; empty for a dense one."""
 
     @property
     def status(self) -> Literal["covered", "zero_curvature"]:
@@ -68,7 +71,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
             with workspace.operation(f"layer {facts.ordinal}"):
                 known[facts.ordinal] = _measure(workspace, factors, facts, keep_factors=keep_factors)
             if keep_factors and len(known) == len(factors.layers):
-                write_index(workspace.artifacts, factors, {place: _kept(one.record) for place, one in known.items()})
+                write_index(workspace.artifacts, factors, {place: _kept(one) for place, one in known.items()})
         yield known[facts.ordinal]
 
 
@@ -136,6 +139,7 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
     _warn_of_identity(workspace, facts, damped, _largest(side_a) * _largest(side_g))
     clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
     clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
+    taken = factorised(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
     after = _bytes(workspace.device)
     complete = MeasuredSize(
@@ -164,9 +168,9 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
         record=LayerRecord(
             in_dim=facts.in_dim,
             out_dim=facts.out_dim,
-            branch=_BRANCHES[facts.form],
+            branch=branch(facts),
             why=facts.why,
-            policy="dense",
+            policy=whole.woodbury.policy,
             lambda_A=damped.A,
             lambda_G=damped.G,
             lambda_A_relative=damped.relative_A,
@@ -190,12 +194,13 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
             reduction="none",
             storage_device=whole.device,
             storage_policy=whole.storage_policy,
-            dtype=str(_dtype(factors.G)).removeprefix("torch."),
+            dtype=str(factors.A.dtype).removeprefix("torch."),
+            **row_facts(factors, facts),
             accumulation_dtype=whole.collection.dtype,
             scale_A=factors.scale_A,
             scale_G=factors.scale_G,
             factor_bytes=_size(factors, own_a=facts.shared_A_with is None),
-            cholesky_jitter=None,
+            cholesky_jitter=None if taken is None else taken.jitter,
             fisher=whole.collection.fisher,
             sharing=facts.sharing,
             samples=whole.collection.samples if whole.collection.fisher == "mc" else None,
@@ -213,13 +218,14 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
             ekfac_trace=None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64)),
             precision=_precision(side_a, side_g),
             rungs_A=None if side_a.found is None else side_a.found.rungs,
-            rungs_G=None if side_g.found is None else side_g.found.rungs,
+            rungs_G=with_factorisation(None if side_g.found is None else side_g.found.rungs, taken),
             residual_A=None if side_a.found is None else side_a.found.residual,
             residual_G=None if side_g.found is None else side_g.found.residual,
             nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
         observed=_observed(begun, before, after, workspace.device, whole),
+        metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
     )
 
 
@@ -257,12 +263,14 @@ def _dtype(factor: Tensor | Structured) -> torch.dtype:
     return factor.storage_dtype if isinstance(factor, Structured) else factor.dtype
 
 
-def _kept(record: LayerRecord) -> Kept:
+def _kept(measured: Measured) -> Kept:
+    record = measured.record
     return Kept(
         digest_A=str(record.digest_A),
         digest_G=str(record.digest_G),
         scale_A=record.scale_A or 1.0,
         scale_G=record.scale_G or 1.0,
+        metadata_G=measured.metadata_G,
         ekfac={
             name: sha256
             for name, sha256 in (
@@ -287,14 +295,6 @@ def _warn_of_identity(workspace: Workspace, facts: LayerFacts, damped: Damping, 
             f"layer `{facts.name}`: λ = {damped.joint:.3g} exceeds λ_max = {largest:.3g}; "
             "the damped inverse is the identity there: lower `stabilisation.damping` or take `relative`",
         )
-
-
-_BRANCHES: dict[str, Branch] = {
-    "kronecker": "eigendecomposition",
-    "diagonal": "diagonal",
-    "block": "block",
-    "diagonal_block": "diagonal_block",
-}
 
 
 def _size(factors: Factors, *, own_a: bool) -> int:

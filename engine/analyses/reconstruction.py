@@ -190,6 +190,7 @@ def _write(
             scale_A=factors.scale_A,
             scale_G=factors.scale_G,
             ekfac={},
+            metadata_G={},
         )
         return
     tensors: dict[str, Tensor] = {}

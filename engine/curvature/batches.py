@@ -115,6 +115,13 @@ def batched(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Bat
         raise EmptyData("the data holds no example; give at least one", pointer="/data")
 
 
+def counted(chunks: Iterable[tuple[Tree, ...]]) -> int | None:
+    """Examples in ``chunks``, as their first tensors say; None where one has none."""
+    firsts = [next(iter(tensors(chunk)), None) for chunk in chunks]
+    sizes = [first.shape[0] for first in firsts if first is not None and first.ndim]
+    return sum(sizes) if len(sizes) == len(firsts) else None
+
+
 def _cut(waiting: list[Batch], batch_size: int) -> Iterator[Batch]:
     if waiting:
         yield from _joined(waiting).slices(batch_size)

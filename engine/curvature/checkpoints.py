@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from engine.curvature.batches import Batch
 from engine.curvature.factors import digest
 from engine.curvature.gathered import Cursor, Gathered, Snapshot, bit_sum
+from engine.curvature.gradient_rows import GradientRows
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import Waiting
 from engine.errors import Unwinding
@@ -294,8 +295,11 @@ def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
 
 
 def _put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.device) -> None:
-    held = getattr(statistics, entry)
-    if isinstance(held, Tensor) and held.shape == tensor.shape and held.dtype == tensor.dtype:
+    owner, _, own = entry.partition(".")
+    held = getattr(statistics, owner)
+    if isinstance(held, GradientRows):
+        held.put(own, tensor)
+    elif isinstance(held, Tensor) and held.shape == tensor.shape and held.dtype == tensor.dtype:
         # in place, for whoever holds a view of it
         held.copy_(tensor)
     else:
@@ -310,20 +314,28 @@ def counts(statistics: LayerStatistics) -> dict[str, Any]:
 def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
     """Put ``counts`` back."""
     for name in _state(statistics).keys() & stored.keys():
-        setattr(statistics, name, stored[name])
+        owner, _, own = name.partition(".")
+        held = getattr(statistics, owner)
+        if isinstance(held, GradientRows):
+            held.put(own, stored[name])
+        else:
+            setattr(statistics, name, stored[name])
 
 
 def _state(statistics: LayerStatistics) -> dict[str, Any]:
-    """Every field but the layer itself, whose A it shares and its staging, which a new attempt has of its own.
+    """Every field but what a new attempt has of its own: the layer, whose A it shares, its staging, what was chosen.
 
     Raises:
         TypeError: If a field is neither a tensor nor a plain value nor a list of numbers: it could not be brought back.
     """
-    state = {}
+    state: dict[str, Any] = {}
     for entry in dataclasses.fields(statistics):
-        if entry.name in ("layer", "leader", "staging"):
+        if entry.name in ("layer", "leader", "staging", "row_staging", "representation", "sums_dtype"):
             continue
         value = getattr(statistics, entry.name)
+        if isinstance(value, GradientRows):
+            state |= {f"{entry.name}.{name}": held for name, held in value.state().items()}
+            continue
         numbers = isinstance(value, list) and all(isinstance(each, (float, type(None))) for each in value)
         if not numbers and not isinstance(value, (Tensor, bool, int, float, str, type(None))):
             raise TypeError(

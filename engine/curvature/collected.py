@@ -7,9 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from catalog.collection import Collection
+from catalog.woodbury import Woodbury
 from engine.curvature.factors import Corrected, Factors, packed, require_bias_column, unpacked
 from engine.curvature.layers.coverage import DeclaredLayer
 from engine.curvature.layers.layer import Form
+from engine.curvature.representation import read_structured
+from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors
 from engine.workspace import Artifacts
 
@@ -45,6 +48,10 @@ class LayerFacts:
     """Trace of the layer's block of the curvature of the mean loss; None where it was not gathered."""
     trace_standard_error: float | None = None
     """Standard error of that trace over the examples as a sample."""
+    representation_G: str = "dense"
+    """How G is kept: `dense`, or the kind of what stands for it."""
+    rows_place: str | None = None
+    """Where gradient rows stood while they were collected; None where none were kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,7 @@ class Collected:
     updates: int
     passes: int
     collection: Collection
+    woodbury: Woodbury
     device: str
     storage_policy: str
     """`resident`: in memory together; `laid aside`: in a scratch place; `stored`: of an earlier job."""
@@ -119,7 +127,12 @@ def write_factors(
     corrected: Corrected | None = None,
 ) -> None:
     """Write one layer's packed triangles and its correction; what belongs to a shared A once, with its leader."""
-    tensors: dict[str, Tensor] = {"gradient_covariance": packed(factors.G)}
+    side = factors.G
+    tensors: dict[str, Tensor]
+    if isinstance(side, Structured):
+        tensors, own = side.tensors(), side.metadata()
+    else:
+        tensors, own = {"gradient_covariance": packed(side)}, {}
     if facts.shared_A_with is None:
         tensors["activation_covariance"] = packed(factors.A)
     if corrected is not None:
@@ -131,9 +144,10 @@ def write_factors(
         "in_dim": str(facts.in_dim),
         "out_dim": str(facts.out_dim),
         "layout": "upper triangle, row by row; a diagonal A or G as its diagonal",
-        "dtype": str(factors.G.dtype).removeprefix("torch."),
+        "dtype": str(factors.A.dtype).removeprefix("torch."),
         "activation_covariance_scale": repr(factors.scale_A),
         "gradient_covariance_scale": repr(factors.scale_G),
+        **own,
     }
     artifacts.save_tensors(name or factor_file(facts.ordinal), tensors, metadata)
 
@@ -156,6 +170,8 @@ class Kept:
     digest_G: str
     scale_A: float
     scale_G: float
+    metadata_G: Mapping[str, str]
+    """What reading a structured G needs besides its tensors; empty for a dense one."""
     ekfac: Mapping[str, str]
     """Digests of EK-FAC's tensors, by the names that they are stored by."""
 
@@ -178,6 +194,7 @@ def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, K
                     "file": f"{facts.ordinal}.safetensors",
                     "sha256": own.digest_G,
                     "scale": own.scale_G,
+                    "metadata": dict(own.metadata_G),
                 },
             }
             | {
@@ -190,6 +207,7 @@ def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, K
         {
             "format": FORMAT,
             "collection": asdict(collected.collection),
+            "woodbury": asdict(collected.woodbury),
             "trainable_parameters": collected.trainable_parameters,
             "examples": collected.examples,
             "updates": collected.updates,
@@ -222,10 +240,15 @@ def read_collected(artifacts: Artifacts) -> Collected:
     try:
         layers = tuple(_facts(entry) for entry in index["layers"])
         scales = {int(entry["ordinal"]): _scales(entry) for entry in index["layers"]}
+        metadata = {
+            int(entry["ordinal"]): dict(_side(entry, "gradient").get("metadata", {})) for entry in index["layers"]
+        }
         declared = tuple(
             DeclaredLayer(**{**entry, "parameters": tuple(entry["parameters"])}) for entry in index["declared"]
         )
         collection = Collection(**index["collection"])
+        # an index from before there were any has dense ones
+        woodbury = Woodbury(**index.get("woodbury", {"policy": "dense"}))
         counts = {name: int(index[name]) for name in ("trainable_parameters", "examples", "updates", "passes")}
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenFactors(f"`{INDEX}` lacks or garbles an entry: {error}", pointer="/factors") from error
@@ -234,6 +257,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
         layers=layers,
         declared=declared,
         collection=collection,
+        woodbury=woodbury,
         device="cpu",
         storage_policy="stored",
         micro_batch=index.get("micro_batch"),
@@ -243,7 +267,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
         planned_peak_bytes=None,
         nondeterministic=None if index.get("nondeterministic") is None else tuple(index["nondeterministic"]),
         not_replayed=(),
-        load=lambda ordinal: _load(artifacts, by_ordinal[ordinal], scales[ordinal]),
+        load=lambda ordinal: _load(artifacts, by_ordinal[ordinal], scales[ordinal], metadata[ordinal]),
         load_corrected=(lambda ordinal: _load_corrected(artifacts, by_ordinal[ordinal])) if collection.ekfac else None,
         nested=(),
         **counts,
@@ -258,13 +282,16 @@ def _facts(entry: Mapping[str, Any]) -> LayerFacts:
 
 def _scales(entry: Mapping[str, Any]) -> tuple[float, float]:
     """Of A and of G; an index from before there were any has none."""
-    activation, gradient = (entry.get(f"{side}_covariance") or {} for side in ("activation", "gradient"))
+    activation, gradient = _side(entry, "activation"), _side(entry, "gradient")
     return float(activation.get("scale", 1.0)), float(gradient.get("scale", 1.0))
 
 
-def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float]) -> Factors:
+def _side(entry: Mapping[str, Any], side: str) -> Mapping[str, Any]:
+    return entry.get(f"{side}_covariance") or {}
+
+
+def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float], metadata: Mapping[str, str]) -> Factors:
     holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
-    gradient = _tensor(artifacts, facts, facts.ordinal, "gradient_covariance")
     activation = _tensor(artifacts, facts, holder, "activation_covariance")
     expected = (facts.in_dim,) if facts.form == "diagonal" else (facts.in_dim * (facts.in_dim + 1) // 2,)
     require_bias_column(facts.name, "the stored A (packed)", tuple(activation.shape), expected, bias=facts.bias)
@@ -273,10 +300,30 @@ def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float]) 
         form=facts.form,
         bias=facts.bias,
         A=activation if facts.form == "diagonal" else unpacked(activation, facts.in_dim),
-        G=_diagonal(gradient, facts) if facts.form == "diagonal_block" else unpacked(gradient, facts.out_dim),
+        G=_gradient(artifacts, facts, metadata),
         scale_A=scales[0],
         scale_G=scales[1],
     )
+
+
+def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata: Mapping[str, str]) -> Tensor | Structured:
+    if facts.representation_G == "dense":
+        stored = _tensor(artifacts, facts, facts.ordinal, "gradient_covariance")
+        return _diagonal(stored, facts) if facts.form == "diagonal_block" else unpacked(stored, facts.out_dim)
+    try:
+        tensors = artifacts.load_tensors(factor_file(facts.ordinal))
+    except FileNotFoundError as error:
+        raise BrokenFactors(
+            f"layer `{facts.name}`: `{factor_file(facts.ordinal)}` is missing", layer=facts.name, pointer="/factors"
+        ) from error
+    side = read_structured(facts.representation_G, tensors, metadata)
+    if side.size != facts.out_dim:
+        raise BrokenFactors(
+            f"layer `{facts.name}`: the stored G has {side.size} rows instead of {facts.out_dim}",
+            layer=facts.name,
+            pointer="/factors",
+        )
+    return side
 
 
 def _load_corrected(artifacts: Artifacts, facts: LayerFacts) -> Corrected:

@@ -14,9 +14,9 @@ from torch import nn
 
 from engine.curvature.activations import checkpointed
 from engine.curvature.calls import followers
-from engine.curvature.collected import Collected, LayerFacts, NestedSize, read_collected
+from engine.curvature.collected import Collected, LayerFacts, read_collected
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
-from engine.curvature.dry_run import dry_run, looked_into, with_activations, without_other_uses
+from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations, without_other_uses
 from engine.curvature.ekfac import corrected
 from engine.curvature.factors import Corrected
 from engine.curvature.finishing import flaw, foreseen_flaw
@@ -26,7 +26,7 @@ from engine.curvature.gathering import announce, gather
 from engine.curvature.hooks import places_of
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.mixed_precision import usable
-from engine.curvature.nested import sizes_of
+from engine.curvature.nested import by_ordinal, sizes_of
 from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.passes import PassJob
 from engine.curvature.statistics import LayerStatistics
@@ -90,7 +90,8 @@ def _collect(workspace: Workspace) -> Collected:
         job = dataclasses.replace(job, places=places_of(found))
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
-        seen = with_activations(job, found, seen)
+        seen = represented(job, found, with_activations(job, found, seen))
+        job = dataclasses.replace(job, representations=seen.representations)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
         # what the dry runs held would stay with the process, beside what the passes hold
@@ -177,11 +178,13 @@ def _finished(
     names = [found.layer.parts[group] for found, group in parts]
     ordinals = {name: ordinal for ordinal, name in enumerate(names)}
     facts = []
+    sums = torch.device("cpu") if job.offload else job.workspace.device
     for ordinal, (found, group) in enumerate(parts):
         leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
         shared_with = None if leader is None else ordinals[leader.layer.name]
         # examples of a moving average do not weigh alike, and the formula takes them to
-        facts.append(_facts(ordinal, found, group, leader, shared_with, ema=job.collection.ema_decay is not None))
+        ema = job.collection.ema_decay is not None
+        facts.append(_facts(ordinal, found, group, leader, shared_with, ema=ema, sums=sums))
     factors = [gathered.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return Collected(
@@ -196,6 +199,7 @@ def _finished(
         updates=gathered.updates,
         passes=gathered.passes,
         collection=dataclasses.replace(job.collection),
+        woodbury=job.workspace.woodbury,
         device="cpu",
         storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
         micro_batch=plan.chosen.micro_batch,
@@ -207,31 +211,8 @@ def _finished(
         not_replayed=job.numerics.not_replayed(job.workspace.numerics),
         load=lambda ordinal: factors[ordinal](),
         load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
-        nested=_nested(job, gathered, tuple(facts)),
+        nested=by_ordinal(job.sizes, gathered, tuple(facts)),
     )
-
-
-def _nested(job: PassJob, gathered: Gathered, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
-    """The smaller sample sizes, by the ordinals of the whole."""
-    if job.sizes is None:
-        return ()
-    shelf = job.sizes.shelf
-    found = []
-    for _, snapshot in sorted(gathered.nested.items()):
-        bounds = [(facts, snapshot.rows[facts.name]) for facts in layers]
-        waiting = [snapshot.waiting[facts.name] for facts in layers]
-        found.append(
-            NestedSize(
-                eighths=snapshot.eighths,
-                examples=snapshot.examples,
-                rank_bounds=tuple(
-                    ((rows_a or None) if facts.form == "kronecker" else None, rows_g or None)
-                    for facts, (rows_a, rows_g) in bounds
-                ),
-                load=lambda ordinal, waiting=waiting: waiting[ordinal].load(shelf),  # type: ignore[misc]
-            )
-        )
-    return tuple(found)
 
 
 def _facts(
@@ -242,6 +223,7 @@ def _facts(
     shared_with: int | None,
     *,
     ema: bool,
+    sums: torch.device,
 ) -> LayerFacts:
     layer = found.layer
     source = leader or found
@@ -264,5 +246,7 @@ def _facts(
         rank_bound_G=found.rank_bounds[1] or None,
         shared_A_with=shared_with,
         exact_trace=found.exact_traces[group] if found.exact_traces else None,
+        representation_G=found.representation.kind,
+        rows_place=found.representation.place(sums),
         trace_standard_error=None if ema or not found.standard_errors else found.standard_errors[group],
     )

@@ -17,13 +17,14 @@ from engine.curvature.calls import Call, called, shared_tables, unattributed, wa
 from engine.curvature.discovery import Uses, calls_of, candidates, discovered
 from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.finiteness import witnessed
-from engine.curvature.forecast import DryRun
 from engine.curvature.interception import Interception
+from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.padding import padding_decides_nothing
 from engine.curvature.passes import PassJob
 from engine.curvature.prediction import predict
+from engine.curvature.representation import Foreseen, choose
 
 _DRY_EXAMPLES = (2, 3)
 """One example, repeated. Not once alone: a model may squeeze a batch of one away."""
@@ -115,6 +116,16 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
     return dataclasses.replace(seen, saved=saved, recomputed=recomputed)
+
+
+def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
+    """The dry run, with how each layer is to keep its G."""
+    workspace = job.workspace
+    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.examples)
+    chosen = {
+        layer.name: choose(layer, workspace.woodbury, job.collection, foreseen, job.dtype) for layer in survey.treated
+    }
+    return dataclasses.replace(seen, representations=chosen)
 
 
 def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:

@@ -125,7 +125,7 @@ def _prepared(
         layer=layer,
         sharing=found.sharing,
         basis_A=bases.get(leader) if layer.form == "kronecker" else None,
-        basis_G=torch.stack([_basis(job, each.G, each.layer) for each in factors]),
+        basis_G=torch.stack([_basis(job, each.dense_G, each.layer) for each in factors]),
     )
     made.allocate(job.dtype, job.workspace.device)
     return made

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.curvature.layers.layer import Form
+from engine.curvature.structured import Structured
 from engine.errors import BiasColumnMismatch, BrokenFactors
 
 _HASHED_AT_ONCE = 2**26
@@ -30,12 +31,29 @@ class Factors:
     """A's last row and column belong to the bias."""
     A: Tensor
     """(in_dim, in_dim), or its diagonal (in_dim,), as it is stored."""
-    G: Tensor
-    """(out_dim, out_dim), or its diagonal (out_dim,), as it is stored."""
+    G: Tensor | Structured
+    """(out_dim, out_dim), or its diagonal (out_dim,), as it is stored; or what stands for it."""
     scale_A: float = 1.0
     """Power of two that the stored A is to be multiplied by."""
     scale_G: float = 1.0
     """The same of G."""
+
+    @property
+    def out_dim(self) -> int:
+        """Rows and columns of G."""
+        return self.G.size if isinstance(self.G, Structured) else self.G.shape[0]
+
+    @property
+    def dense_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """G where it is held as a matrix or a diagonal.
+
+        Raises:
+            TypeError: If something else stands for it.
+        """
+        if isinstance(self.G, Structured):
+            message = f"layer `{self.layer}`: G is kept as `{self.G.kind}`, not as a matrix"
+            raise TypeError(message)
+        return self.G
 
     @property
     def widened_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
@@ -44,7 +62,9 @@ class Factors:
 
     @property
     def widened_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """G itself, likewise."""
+        """G itself, likewise; made dense where something else stands for it."""
+        if isinstance(self.G, Structured):
+            return self.G.to_dense(torch.promote_types(self.G.storage_dtype, torch.float32))
         return _widened(self.G, self.scale_G)
 
     def require_fit(self, gradient: Tensor) -> None:
@@ -54,7 +74,7 @@ class Factors:
             BiasColumnMismatch: If one has the bias column and the other lacks it, or the shapes
                 disagree altogether; the message names both shapes.
         """
-        expected = (self.G.shape[0], self.A.shape[0])
+        expected = (self.out_dim, self.A.shape[0])
         require_bias_column(self.layer, "gradient", tuple(gradient.shape), expected, bias=self.bias)
 
 
@@ -170,8 +190,13 @@ def unpacked(triangle: Tensor, size: int) -> Tensor:
     return mirrored_(matrix)
 
 
-def digest(tensor: Tensor) -> str:
-    """SHA-256 over dtype, shape and the dense row-major little-endian bytes of ``tensor``."""
+def digest(tensor: Tensor | Structured) -> str:
+    """SHA-256 over dtype, shape and the dense row-major little-endian bytes of ``tensor``.
+
+    What stands for a matrix has its own, over all that it stores.
+    """
+    if isinstance(tensor, Structured):
+        return tensor.digest()
     host = tensor.detach().to("cpu").contiguous()
     hashed = hashlib.sha256(f"{str(host.dtype).removeprefix('torch.')}{tuple(host.shape)}".encode())
     size = host.numel() * host.element_size()

@@ -4,7 +4,7 @@ A layer that no gradient reached, or that turned out to mix examples, is declare
 sums are freed with the others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from engine.curvature.gathered import Gathered
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.statistics import LayerStatistics
+from engine.curvature.structured import Structured
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.curvature.waiting import lay_aside
 from engine.errors import NonFiniteFactor
@@ -24,6 +25,8 @@ from engine.workspace import Workspace
 
 Stored = tuple[Tensor, float]
 """A factor as it is kept, and its scale."""
+StoredSide = tuple[Tensor | Structured, float]
+"""The same of a G, or what stands for it."""
 
 
 def keep(
@@ -58,7 +61,7 @@ def keep(
             shared.pop(found.layer.name, None)
     for found in statistics:
         # of those that are declared after all
-        found.A = found.G = None
+        found.A = found.G = found.gradient_rows = None
     if aside:
         give_back_host_memory()
 
@@ -76,6 +79,7 @@ def finished(
     wanted = collection.storage_dtype
     storage = dtype if wanted is None else getattr(torch, wanted)
     holder = found.leader or found
+    gradient: Sequence[StoredSide]
     if isinstance(found, TiedHeadStatistics):
         nearest = found.nearest_product_(
             _activation(found), _gradient(found, collection), identity=collection.fisher == "forward_only"
@@ -89,8 +93,8 @@ def finished(
         if holder.layer.name not in shared:
             shared[holder.layer.name] = _stored(found, "A", _activation(found), storage)
             holder.A = None
-        gradient = _stored(found, "G", _gradient(found, collection), storage)
-    found.G = None
+        gradient = _gradient_side(found, collection, storage)
+    found.G = found.gradient_rows = None
     for part, (A, scale_A), (G, scale_G) in zip(found.layer.parts, shared[holder.layer.name], gradient, strict=True):
         yield Factors(
             layer=part, form=found.layer.form, bias=found.layer.bias, A=A, G=G, scale_A=scale_A, scale_G=scale_G
@@ -123,7 +127,7 @@ def _activation(found: LayerStatistics) -> Tensor:
     """A, normalised and symmetric; the 1×1 matrix 1 for an exact block; the leader's where that was declared."""
     holder = found.leader if found.leader is not None else found
     if holder.A is None:
-        return torch.ones(1, 1, dtype=found.G.dtype, device=found.G.device) if found.G is not None else torch.ones(1, 1)
+        return torch.ones(1, 1, dtype=found.sums_dtype)
     # a decayed count may lie below one; without any position the sum is zero
     normalised = holder.A.div_(holder.weight_A or 1.0)
     holder.weight_A = 1.0
@@ -131,6 +135,19 @@ def _activation(found: LayerStatistics) -> Tensor:
         return normalised
     symmetric, layer = mirrored_(normalised), holder.layer
     return layer.in_parameter_order_(symmetric) if isinstance(layer, ConvolutionLayer) else symmetric
+
+
+def _gradient_side(found: LayerStatistics, collection: Collection, storage: torch.dtype) -> Sequence[StoredSide]:
+    """G of each group as it is kept.
+
+    Raises:
+        NonFiniteFactor: If it holds NaN or Inf.
+    """
+    if found.gradient_rows is None:
+        return _stored(found, "G", _gradient(found, collection), storage)
+    if not bool(torch.isfinite(found.gradient_rows.largest)):
+        raise _overflown(found.layer.name, "G", found.sums_dtype)
+    return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0)]
 
 
 def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
@@ -150,11 +167,7 @@ def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtyp
     """
     name = found.layer.name
     if not _is_finite(factor):
-        raise NonFiniteFactor(
-            f"layer `{name}`: {side} holds NaN or Inf after the last batch; activations or gradients "
-            f"overflow at {str(factor.dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
-            layer=name,
-        )
+        raise _overflown(name, side, factor.dtype)
     groups = [factor] if found.layer.groups == 1 else list(factor)
     kept = [to_storage(group, dtype) for group in groups]
     if dtype != factor.dtype and not all(_is_finite(stored) for stored, _ in kept):
@@ -164,6 +177,14 @@ def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtyp
             layer=name,
         )
     return kept
+
+
+def _overflown(name: str, side: str, dtype: torch.dtype | None) -> NonFiniteFactor:
+    return NonFiniteFactor(
+        f"layer `{name}`: {side} holds NaN or Inf after the last batch; activations or gradients "
+        f"overflow at {str(dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
+        layer=name,
+    )
 
 
 def _is_finite(factor: Tensor) -> bool:

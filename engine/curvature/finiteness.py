@@ -87,6 +87,8 @@ def _diagonals(found: LayerStatistics) -> Iterator[tuple[str, Tensor]]:
     for side, total in (("A", found.A), ("G", found.G)):
         if total is not None:
             yield side, total if total.ndim == 1 else total.diagonal(dim1=-2, dim2=-1)
+    if found.gradient_rows is not None:
+        yield "G", found.gradient_rows.largest
 
 
 def _by_device(sums: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -5,40 +5,22 @@ library decides is estimated; the rest follows from shapes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from engine.curvature.activations import Saved
 from engine.curvature.calls import Call
 from engine.curvature.choosing import Work, fewest_passes, partition, quicker
+from engine.curvature.layer_bytes import DryRun, group_bytes, kept_terms, members_of, row_sizes, sides_of
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
-from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.nested import EIGHTHS
 from engine.curvature.offload import staging_numbers
 from engine.curvature.statistics import factor_sides
 from engine.memory.budget import resident_bytes
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.workspace import Workspace
-
-
-@dataclass(frozen=True, kw_only=True)
-class DryRun:
-    """What a forward pass of very few examples has shown."""
-
-    calls: list[Call]
-    """Every call of a treated layer, with its tensors."""
-    examples: int
-    outputs: int
-    """Numbers in the model's outputs."""
-    saved: Saved | None = None
-    """What autograd saves; None where nothing is pulled back."""
-    recomputed: Saved | None = None
-    """The same with activation checkpointing; None where the model offers none."""
-    resident_bytes: int | None = None
-    """What the process holds without the plan's own needs; None: what it holds now."""
 
 
 def forecast(
@@ -61,7 +43,7 @@ def forecast(
         return corrected
     # factors that would be in the way of the bases are laid aside, for which there must be several passes
     item = torch.empty((), dtype=dtype).element_size()
-    groups = _groups(treated, shared, item)
+    groups = group_bytes(treated, shared, item, seen, workspace.device)
     halves = partition(groups, max(*groups.values(), sum(groups.values()) // 2 + 1))
     if workspace.chosen is not None or halves is None or len(halves) == 1:
         return corrected
@@ -73,7 +55,7 @@ def _collection_plan(
     workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
 ) -> Plan:
     item = torch.empty((), dtype=dtype).element_size()
-    groups = _groups(treated, shared, item)
+    groups = group_bytes(treated, shared, item, seen, workspace.device)
     names = tuple(layer.name for layer in treated)
 
     def planned(chosen: Chosen) -> Plan:
@@ -123,7 +105,7 @@ def _with_corrections(
     """The same plan with the passes that re-estimate the eigenvalues; layers of one A stay together there too."""
     item = torch.empty((), dtype=dtype).element_size()
     groups: dict[tuple[str, ...], int] = {}
-    for names in _groups(treated, shared, item):
+    for names in members_of(treated, shared):
         members = [layer for layer in treated if layer.name in names]
         groups[names] = sum(_correction_bytes(layer, item, follows=layer.name in shared) for layer in members)
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
@@ -148,7 +130,7 @@ def _corrected_plan(
     place: Literal["device", "host"],
     parts: tuple[tuple[str, ...], ...],
 ) -> Plan:
-    largest = max((side for layer in treated for side, dense in _sides(layer, follows=False) if dense), default=0)
+    largest = max((side for layer in treated for side, dense in sides_of(layer, follows=False) if dense), default=0)
     most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
     # the data passes through as it did before
     again = [
@@ -182,22 +164,6 @@ def _correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
     return each * layer.groups * item
 
 
-def _groups(treated: Sequence[TreatedLayer], shared: dict[str, str], item: int) -> dict[tuple[str, ...], int]:
-    """Layers of one shared A stay together; bytes of each group's sums, in the order of its first layer."""
-    members: dict[str, list[TreatedLayer]] = {}
-    for layer in treated:
-        members.setdefault(shared.get(layer.name, layer.name), []).append(layer)
-    return {
-        tuple(layer.name for layer in group): item
-        * sum(
-            (side * side if dense else side) * layer.groups
-            for layer in group
-            for side, dense in _sides(layer, follows=layer.name in shared)
-        )
-        for group in members.values()
-    }
-
-
 def _plan(
     workspace: Workspace,
     item: int,
@@ -208,7 +174,7 @@ def _plan(
     chosen: Chosen,
 ) -> Plan:
     place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
-    sides = [side for layer in treated for side in _sides(layer, follows=layer.name in shared)]
+    sides = [side for layer in treated for side in seen.sides(layer, follows=layer.name in shared)]
     largest = max((side for side, dense in sides if dense), default=0)
     examples = chosen.micro_batch or workspace.collection.batch_size
     scale = examples / seen.examples
@@ -234,13 +200,14 @@ def _plan(
         ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
         ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "decomposition"),
     ]
+    sizes += row_sizes(treated, seen, item)
     if several:
         sizes.append(("packed factor", "n² / 2", largest * largest * item // 2, "exact", "collection"))
         sizes.append(("one layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
     if workspace.collection.nested:
         # a follower's copy comes with a copy of the A that it shares
         own = max(
-            each.groups * sum(side * side if dense else side for side, dense in _sides(each, follows=False))
+            each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
             for each in treated
         )
         copied = own * item + largest * largest * item // 2
@@ -255,7 +222,7 @@ def _plan(
     sums: Literal["device", "host"] = "host" if chosen.offload else place
     accumulators = Term(
         name="accumulators",
-        formula="Σ in² + Σ out²",
+        formula="Σ in² + Σ out², or T · out",
         size_bytes=most,
         place=sums,
         source="exact",
@@ -269,7 +236,7 @@ def _plan(
         triangles = item * sum(
             each.groups * (side * (side + 1) // 2 if dense else side)
             for each in treated
-            for side, dense in _sides(each, follows=each.name in shared)
+            for side, dense in sides_of(each, follows=each.name in shared)
         )
         terms.append(
             Term(
@@ -280,13 +247,7 @@ def _plan(
                 source="exact",
             )
         )
-    if not several:
-        stored = most // item * _stored_size(workspace.collection.storage_dtype, item)
-        # on the host they take the place of the sums, a layer at a time
-        when: Stage = "decomposition" if sums == "host" else "throughout"
-        terms.append(
-            Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", stage=when)
-        )
+    terms += kept_terms(workspace, treated, seen, shared, offload=chosen.offload, several=several)
     if chosen.offload:
         numbers = staging_numbers(
             side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)
@@ -339,10 +300,6 @@ def _weights(workspace: Workspace, place: Literal["device", "host"]) -> list[Ter
     return found
 
 
-def _stored_size(storage_dtype: str | None, item: int) -> int:
-    return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
-
-
 def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
     """Numbers that the moments of one call take besides their sums, for ``examples`` instead of ``seen``."""
     layer, entered, output = call.layer, call.entered, call.output
@@ -356,14 +313,3 @@ def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
     if not layer.batch_first(entered, seen):
         return 0  # it will be declared
     return max(layer.geometry((examples, *entered.shape[1:])).scratch(device), gradient)
-
-
-def _sides(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
-    """Rows of each factor the layer holds itself, and whether it is dense."""
-    sides = [(layer.out_dim, layer.form != "diagonal_block")]
-    if not follows and layer.form not in ("block", "diagonal_block"):
-        sides.append((layer.in_dim, layer.form == "kronecker"))
-    if isinstance(layer, TiedHeadLayer):
-        # beside the head's: the counts of the table's ids, and the moments of its vectors
-        sides += [(layer.fan_out, False), (layer.fan_in, True)]
-    return sides

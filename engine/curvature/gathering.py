@@ -16,6 +16,7 @@ from engine.curvature.hooks import SharingBroken
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.numerics import Numerics
 from engine.curvature.passes import PassJob, Progress, run_pass, statistics_kind
+from engine.curvature.representation import DENSE
 from engine.curvature.retreat import described, lower
 from engine.memory.exhaustion import first_line, free_memory, ran_out_of_memory
 from engine.memory.guard import PlanningError
@@ -184,6 +185,7 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
         **job.workspace.conditions,
         **{_CALLED.get(name, name): value for name, value in asdict(job.numerics).items()},
         "collection": asdict(job.collection),
+        "woodbury": asdict(job.workspace.woodbury),
         "task": asdict(job.task),
         "plan": asdict(plan.chosen),
         "model": fingerprint(job.model),
@@ -210,7 +212,9 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
     for name, stored in found.finished.items():
         leader = gathered.statistics[found.shared[name]] if name in found.shared else None
         # the sharing stands in what was stored
-        gathered.statistics[name] = statistics_kind(treated[name])(layer=treated[name], sharing="", leader=leader)
+        gathered.statistics[name] = statistics_kind(treated[name])(
+            layer=treated[name], sharing="", leader=leader, representation=job.representations.get(name, DENSE)
+        )
         set_counts(gathered.statistics[name], stored)
     scratch = job.workspace.scratch
     if scratch is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from catalog.collection import Collection
 from engine.curvature.batches import batched
+from engine.curvature.collected import LayerFacts, NestedSize
 from engine.curvature.finishing import Stored, finished
 from engine.curvature.gathered import Gathered, Snapshot
 from engine.curvature.statistics import LayerStatistics
@@ -131,8 +132,33 @@ def keep_size(
             shared.pop(holder, None)
 
 
+def by_ordinal(sizes: Sizes | None, gathered: Gathered, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
+    """The smaller sample sizes, by the ordinals of the whole."""
+    if sizes is None:
+        return ()
+    shelf = sizes.shelf
+    found = []
+    for _, snapshot in sorted(gathered.nested.items()):
+        bounds = [(facts, snapshot.rows[facts.name]) for facts in layers]
+        waiting = [snapshot.waiting[facts.name] for facts in layers]
+        found.append(
+            NestedSize(
+                eighths=snapshot.eighths,
+                examples=snapshot.examples,
+                rank_bounds=tuple(
+                    ((rows_a or None) if facts.form == "kronecker" else None, rows_g or None)
+                    for facts, (rows_a, rows_g) in bounds
+                ),
+                load=lambda ordinal, waiting=waiting: waiting[ordinal].load(shelf),  # type: ignore[misc]
+            )
+        )
+    return tuple(found)
+
+
 def _copied(found: LayerStatistics, leader: LayerStatistics | None) -> LayerStatistics:
     """The statistics with sums of their own, so that normalising them changes nothing."""
     values = {entry.name: getattr(found, entry.name) for entry in dataclasses.fields(found)}
     own: dict[str, Any] = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+    if found.gradient_rows is not None:
+        own["gradient_rows"] = found.gradient_rows.copied()
     return dataclasses.replace(found, leader=leader, **own)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 _PANEL = 2**24
 """Numbers in one staging buffer, where a single row is not longer: 64 MiB in float32."""
+ROW_STAGING_NUMBERS = 2**22
+"""Numbers in a staging buffer that only rows pass through: 16 MiB in float32."""
 
 
 def staging_numbers(sides: Iterable[tuple[int, int]]) -> int:
@@ -33,6 +35,8 @@ class _Slot:
     copied: torch.cuda.Event | None
     target: Tensor | None = None
     """The part of a sum that what is on its way belongs to."""
+    adds: bool = True
+    """What is on its way is added to the target, instead of taking its place byte for byte."""
 
 
 class Staging:
@@ -57,13 +61,36 @@ class Staging:
 
         The addition is done by the next but one call, or by ``settle``.
         """
-        slot = self._slots[0]
-        self._slots.reverse()
-        _receive(slot)
+        slot = self._free()
         count = target.numel()
         made = slot.made[:count].view(target.shape)
         compute(made)
-        arrived = slot.arrived[:count].view(target.shape)
+        self._send(slot, made, slot.arrived[:count].view(target.shape))
+        slot.target, slot.adds = target, True
+
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        """Put ``source`` in the place of ``target``, both contiguous and of one dtype, whichever that is.
+
+        The last of it is there by the next but one call, or by ``settle``.
+        """
+        read, written = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
+        at_once = self.numbers * self._slots[0].made.element_size()
+        for start in range(0, read.numel(), at_once):
+            part = read[start : start + at_once]
+            slot = self._free()
+            made = slot.made.view(torch.uint8)[: part.numel()]
+            made.copy_(part)
+            self._send(slot, made, slot.arrived.view(torch.uint8)[: part.numel()])
+            slot.target, slot.adds = written[start : start + at_once], False
+
+    def _free(self) -> _Slot:
+        """The slot that waits longest, what was on its way in it received."""
+        slot = self._slots[0]
+        self._slots.reverse()
+        _receive(slot)
+        return slot
+
+    def _send(self, slot: _Slot, made: Tensor, arrived: Tensor) -> None:
         if self._stream is None or slot.copied is None:
             arrived.copy_(made)
         else:
@@ -71,7 +98,6 @@ class Staging:
             with torch.cuda.stream(self._stream):
                 arrived.copy_(made, non_blocking=True)
                 slot.copied.record(self._stream)
-        slot.target = target
 
     def settle(self) -> None:
         """Add what is still on its way, in the order it was made."""
@@ -84,5 +110,8 @@ def _receive(slot: _Slot) -> None:
         return
     if slot.copied is not None:
         slot.copied.synchronize()
-    slot.target += slot.arrived[: slot.target.numel()].view(slot.target.shape)
+    if slot.adds:
+        slot.target += slot.arrived[: slot.target.numel()].view(slot.target.shape)
+    else:
+        slot.target.copy_(slot.arrived.view(torch.uint8)[: slot.target.numel()])
     slot.target = None

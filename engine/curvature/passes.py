@@ -1,6 +1,6 @@
 """Passes: the data goes through the model, and the sums of one pass's layers take in every batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,9 +21,10 @@ from engine.curvature.loss import directions
 from engine.curvature.mixed_precision import Precision
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.numerics import Numerics
-from engine.curvature.offload import Staging, staging_numbers
+from engine.curvature.offload import ROW_STAGING_NUMBERS, Staging, staging_numbers
 from engine.curvature.padding import grouped
 from engine.curvature.prediction import positions, predict
+from engine.curvature.representation import DENSE, Representation
 from engine.curvature.statistics import LayerStatistics, factor_sides
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
@@ -54,6 +55,8 @@ class PassJob:
     """All places in parameters that are layers."""
     sizes: Sizes | None = None
     """Smaller sample sizes to keep."""
+    representations: Mapping[str, Representation] = field(default_factory=dict)
+    """How the layers keep their G; dense where a layer is not named."""
     cut_padding: bool = False
     """Padding decides nothing, so it need not go through the model."""
 
@@ -169,15 +172,26 @@ def _allocated(
     """Zeroed sums of every layer of a pass."""
     by_name: dict[str, LayerStatistics] = {}
     traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
-    staging = None
+    staging = row_staging = None
     if job.offload:
         sides = [side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)]
         staging = Staging(staging_numbers(sides), job.dtype, job.workspace.device)
+    elif job.workspace.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
+        row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.device)
     for layer in treated:
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
         # a leader stands before its followers
         leader = by_name[shared[layer.name]] if layer.name in shared else None
-        statistics = statistics_kind(layer)(layer=layer, sharing=sharing, leader=leader, traced=traced, staging=staging)
+        representation = job.representations.get(layer.name, DENSE)
+        statistics = statistics_kind(layer)(
+            layer=layer,
+            sharing=sharing,
+            leader=leader,
+            traced=traced,
+            staging=staging,
+            row_staging=row_staging if representation.on_host else None,
+            representation=representation,
+        )
         statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
         statistics.allocate(job.dtype, job.workspace.device)
         by_name[layer.name] = statistics
@@ -198,8 +212,9 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
     groups = grouped(batch) if job.cut_padding else (batch,)
     size = job.micro_batch or batch.size
     terms = sum(_enter(job, part, collector) for own in groups for part in own.slices(size))
-    for staging in {each.staging for each in collector.statistics if each.staging is not None}:
-        staging.settle()
+    for staging in {each for found in collector.statistics for each in (found.staging, found.row_staging)}:
+        if staging is not None:
+            staging.settle()
     return terms
 
 

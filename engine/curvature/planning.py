@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.curvature.batches import mapped
 from engine.curvature.calls import followers
 from engine.curvature.coverage_law import surveyed
-from engine.curvature.dry_run import dry_run, looked_into, with_activations
+from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations
 from engine.curvature.forecast import forecast
 from engine.curvature.mixed_precision import usable
 from engine.curvature.numerics import Numerics, pinned
@@ -69,7 +69,8 @@ def plan_job(workspace: Workspace) -> Plan:
     with shapes_alone(workspace.device), untouched(job.model, dtype), pinned(job.numerics, job.heard):
         job, seen, mixed = dry_run(job, found)
         found, seen, _ = looked_into(job, found, seen, mixed)
-        seen = dataclasses.replace(with_activations(job, found, seen), resident_bytes=held)
+        seen = represented(job, found, with_activations(job, found, seen))
+        seen = dataclasses.replace(seen, resident_bytes=held)
     return forecast(workspace, dtype, found.treated, seen, followers(seen.calls, found.treated))
 
 

@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.curvature.gradient_rows import GradientRows
 from engine.curvature.gram import add_gram_, add_grams_
 from engine.curvature.joint import Met, block_gradients, squared_norms
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.curvature.offload import Staging
+from engine.curvature.representation import DENSE, Representation
 
 
 @dataclass(eq=False)
@@ -36,8 +38,15 @@ class LayerStatistics:
     layer: TreatedLayer
     sharing: str
     leader: "LayerStatistics | None" = None
+    representation: Representation = DENSE
+    """How G is kept."""
+    sums_dtype: torch.dtype | None = None
+    """Precision of the sums, once they are allocated."""
     A: Tensor | None = None
     G: Tensor | None = None
+    """None where its rows are kept instead."""
+    gradient_rows: GradientRows | None = None
+    """What G is the sum of, row by row."""
     weight_A: float = 0.0
     """Positions (or examples, under `reduce`), decayed with the sums."""
     weight_G: float = 0.0
@@ -58,6 +67,8 @@ class LayerStatistics:
     """Why the layer must be declared, once something has shown that it must."""
     staging: Staging | None = None
     """How contributions reach the sums where these stand on the host."""
+    row_staging: Staging | None = None
+    """How gradient rows reach the host where they stand there and the sums do not."""
     traced: bool = False
     """The exact trace is wanted."""
     squares: Tensor | None = None
@@ -82,22 +93,36 @@ class LayerStatistics:
     @property
     def explanation(self) -> str:
         """Why the layer is represented as it is."""
-        return self.layer.explanation
+        return "; ".join(filter(None, (self.layer.explanation, self.representation.why)))
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums, on the host where there is a staging.
 
         Memory:
-            in_dim² (or in_dim) and out_dim² numbers of each group, unless A is a leader's.
+            in_dim² (or in_dim) and out_dim² numbers of each group, unless A is a leader's; or the foreseen gradient
+            rows in place of the latter.
         """
         place = torch.device("cpu") if self.staging is not None else device
         layer = self.layer
+        self.sums_dtype = dtype
         groups = (layer.groups,) if layer.groups > 1 else ()
         if self.leader is None and layer.form not in ("block", "diagonal_block"):
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=place)
-        sides = (layer.out_dim,) if layer.form == "diagonal_block" else (*groups, layer.out_dim, layer.out_dim)
-        self.G = torch.zeros(sides, dtype=dtype, device=place)
+        if self.representation.kind == "woodbury":
+            self.gradient_rows = GradientRows.empty(
+                layer.groups,
+                layer.out_dim,
+                capacity=self.representation.rows,
+                dtype=self.representation.dtype,
+                working=dtype,
+                arrive=device,
+                stand=torch.device("cpu") if self.representation.on_host else place,
+                staging=self.row_staging or self.staging,
+            )
+        else:
+            sides = (layer.out_dim,) if layer.form == "diagonal_block" else (*groups, layer.out_dim, layer.out_dim)
+            self.G = torch.zeros(sides, dtype=dtype, device=place)
         if self.traced:
             self.squares = torch.zeros(3, layer.groups, dtype=torch.float64, device=device)
 
@@ -106,6 +131,8 @@ class LayerStatistics:
         for total in (self.A, self.G):
             if total is not None:
                 total.mul_(past)
+        if self.gradient_rows is not None:
+            self.gradient_rows.decay_(past)
         if self.squares is not None:
             self.squares[0] *= past
         self.weight_A *= past
@@ -129,9 +156,9 @@ class LayerStatistics:
                 self._add_small_(self.A, torch.bincount(ids, minlength=layer.fan_in))
             return
         if self.sharing == "reduce":
-            if self.G is not None:
+            if self.sums_dtype is not None:
                 # a model may compute parts of itself more narrowly (autocast) than the sums are kept
-                rows = rows.to(self.G.dtype)
+                rows = rows.to(self.sums_dtype)
             rows, positions = self._pooled(rows, use)
             self.positions += positions
         else:
@@ -207,15 +234,15 @@ class LayerStatistics:
         """Add ``Σ g gᵀ`` of one call and one direction; a block layer's comes with ``add_met_``."""
         layer, kept = self.layer, use.kept
         self.gradients += 1
-        if self.G is None or isinstance(layer, BlockLayer):
+        if self.sums_dtype is None or isinstance(layer, BlockLayer):
             return
         rows = layer.gradient_rows(gradient)
         if self.sharing == "reduce" and layer.form == "kronecker":
-            rows = _summed(rows.to(self.G.dtype), use)
+            rows = _summed(rows.to(self.sums_dtype), use)
         elif kept is not None:
             # dropped before the product: half of a padded batch is often padding
             rows = rows[kept]
-        self._add_rows_(self.G, rows)
+        self._add_rows_(rows)
 
     def add_example_gradients_(self, gradients: Tensor) -> None:
         """Add the squares of ``gradients`` (N, numbers), those of each example with respect to a bare parameter."""
@@ -228,19 +255,22 @@ class LayerStatistics:
 
     def add_met_(self, met: Met) -> None:
         """Add what needs inputs and gradients of all calls of one direction together."""
-        if self.G is None:
+        if self.sums_dtype is None:
             return
         if isinstance(self.layer, BlockLayer):
-            gradients = block_gradients(self.layer, met).to(self.G.dtype)
-            self._add_rows_(self.G, gradients)
+            gradients = block_gradients(self.layer, met).to(self.sums_dtype)
+            self._add_rows_(gradients)
             if self.traced:
                 self._add_norms_(gradients.to(torch.float64).square().sum(1, keepdim=True))
         elif self.traced:
-            self._add_norms_(squared_norms(self.layer, met, self.G.dtype))
+            self._add_norms_(squared_norms(self.layer, met, self.sums_dtype))
 
-    def _add_rows_(self, total: Tensor, rows: Tensor) -> None:
+    def _add_rows_(self, rows: Tensor) -> None:
         self.rows_G += rows.shape[0]
-        self._add_gram_(total, rows)
+        if self.gradient_rows is not None:
+            self.gradient_rows.add_(rows)
+        elif self.G is not None:
+            self._add_gram_(self.G, rows)
 
     def _add_gram_(self, total: Tensor, rows: Tensor) -> None:
         if total.ndim == 2:

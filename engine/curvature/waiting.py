@@ -4,12 +4,15 @@ Where the factors of all layers do not fit into memory together, each pass over 
 its own in a scratch place and frees them; they are read back one layer at a time, bit for bit.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from engine.curvature.factors import Factors, digest, packed, unpacked
 from engine.curvature.layers.layer import Form
+from engine.curvature.representation import read_structured
+from engine.curvature.structured import Structured
 from engine.workspace import Artifacts
 
 
@@ -32,16 +35,22 @@ class Waiting:
     digest_G: str
     scale_A: float
     scale_G: float
+    kind: str = "dense"
+    """How G is kept."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What reading a structured G needs besides its tensors."""
 
     def load(self, scratch: Artifacts) -> Factors:
         """Read them back."""
         stored_a, stored_g = self._stored(scratch)
+        if isinstance(stored_g, Tensor) and self.form != "diagonal_block":
+            stored_g = unpacked(stored_g, self.out_dim)
         return Factors(
             layer=self.layer,
             form=self.form,
             bias=self.bias,
             A=stored_a if self.diagonal else unpacked(stored_a, self.in_dim),
-            G=stored_g if self.form == "diagonal_block" else unpacked(stored_g, self.out_dim),
+            G=stored_g,
             scale_A=self.scale_A,
             scale_G=self.scale_G,
         )
@@ -55,8 +64,14 @@ class Waiting:
         stored_a, stored_g = self._stored(scratch)
         return (digest(stored_a), digest(stored_g)) == (self.digest_A, self.digest_G)
 
-    def _stored(self, scratch: Artifacts) -> tuple[Tensor, Tensor]:
-        return scratch.load_tensors(_file(self.holder, "A"))["A"], scratch.load_tensors(_file(self.place, "G"))["G"]
+    def _stored(self, scratch: Artifacts) -> tuple[Tensor, Tensor | Structured]:
+        activation, gradient = (
+            scratch.load_tensors(_file(self.holder, "A")),
+            scratch.load_tensors(_file(self.place, "G")),
+        )
+        if self.kind == "dense":
+            return activation["A"], gradient["G"]
+        return activation["A"], read_structured(self.kind, gradient, self.metadata)
 
 
 def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting | None) -> Waiting:
@@ -73,8 +88,14 @@ def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting 
         del own
     else:
         digest_a = shared.digest_A
-    gradient = packed(factors.G)
-    scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
+    gradient: Tensor | Structured
+    kind: str
+    if isinstance(factors.G, Structured):
+        gradient, kind, metadata = factors.G, factors.G.kind, factors.G.metadata()
+        scratch.save_tensors(_file(place, "G"), factors.G.tensors(), metadata)
+    else:
+        gradient, kind, metadata = packed(factors.G), "dense", {}
+        scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
     return Waiting(
         layer=factors.layer,
         form=factors.form,
@@ -82,12 +103,14 @@ def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting 
         place=place,
         holder=place if shared is None else shared.holder,
         in_dim=factors.A.shape[0],
-        out_dim=factors.G.shape[0],
+        out_dim=factors.out_dim,
         diagonal=diagonal,
         digest_A=digest_a,
         digest_G=digest(gradient),
         scale_A=factors.scale_A,
         scale_G=factors.scale_G,
+        kind=kind,
+        metadata=metadata,
     )
 
 

@@ -118,6 +118,18 @@ class LowRank(Structured):
         """Largest eigenvalue."""
         return float(self._values[-1]) if self.count else 0.0
 
+    def scaled(self) -> Tensor:
+        """U/√w (T, n) on the host, at least float32: ``G = Uᵀ U`` of what is returned.
+
+        Memory:
+            The rows in that precision.
+        """
+        dtype = torch.promote_types(self.rows.dtype, torch.float32)
+        whole = torch.empty(self.rows.shape, dtype=dtype)
+        for start, rows in self._chunks(dtype):
+            whole[start : start + rows.shape[0]] = rows
+        return whole
+
     def gram(self) -> Tensor:
         """K (T, T) float64, where arithmetic is done.
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from catalog.capacity import CapacityParams
 from catalog.memory import Memory
+from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
 from engine.curvature import forecast
@@ -51,12 +52,14 @@ def data(examples: int) -> tuple[Tensor, Tensor]:
     return ids[:examples], torch.randint(0, 3, (64,), generator=generator)[:examples]
 
 
-def space(examples: int = 64, *, scratch: bool = True, **options: Any) -> Workspace:
+def space(examples: int = 64, *, scratch: bool = True, policy: Any = "dense", **options: Any) -> Workspace:
     torch.manual_seed(0)
     settings = {"fisher": "mc", "dtype": "float32", "batch_size": 4} | options
     made = workspace(Mixed(), [data(examples)], "classification", **settings)
     made.scratch = MemoryArtifacts() if scratch else None
     made.examples = examples
+    # `auto` would choose by the number of examples, which is what differs here
+    made.woodbury = Woodbury(policy=policy)
     return made
 
 
@@ -90,6 +93,7 @@ def same(left: Collected, size: int, right: Collected) -> None:
         {"storage_dtype": "float16"},
         {"storage_dtype": "bfloat16", "sharing": "reduce"},
         {"ekfac": True},
+        {"policy": "all", "ema_decay": 0.9},
     ],
 )
 def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scratch: bool) -> None:

@@ -1,0 +1,52 @@
+"""The gradient side: what a layer's record says of how its G is kept, and of what inverting it takes."""
+
+from typing import Any
+
+from catalog.layer_record import Branch
+from engine.curvature.collected import LayerFacts
+from engine.curvature.factors import Factors
+from engine.curvature.woodbury import Factorised, LowRank
+from engine.workspace import Workspace
+
+_BRANCHES: dict[str, Branch] = {
+    "kronecker": "eigendecomposition",
+    "diagonal": "diagonal",
+    "block": "block",
+    "diagonal_block": "diagonal_block",
+    "woodbury": "woodbury",
+    "softmax_head": "softmax_head",
+    "diagonal_sketch": "diagonal_sketch",
+}
+
+
+def branch(facts: LayerFacts) -> Branch:
+    """How the layer's curvature is represented: by what stands for G, or by the form of both sides."""
+    return _BRANCHES[facts.form if facts.representation_G == "dense" else facts.representation_G]
+
+
+def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
+    """The record's fields on gradient rows; null where none are kept."""
+    side = factors.G
+    if not isinstance(side, LowRank):
+        return {"gradient_rows": None, "gradient_rows_dtype": None, "gradient_rows_device": None}
+    return {
+        "gradient_rows": side.count,
+        "gradient_rows_dtype": str(side.storage_dtype).removeprefix("torch."),
+        "gradient_rows_device": facts.rows_place,
+    }
+
+
+def factorised(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
+    """How the damped Gram matrix of gradient rows is inverted; None where there are none, or no damping of G's own.
+
+    Memory:
+        2 T² numbers in float64.
+    """
+    if not isinstance(factors.G, LowRank) or damping_g is None:
+        return None
+    return factors.G.to(workspace.device).factorised(damping_g, workspace.woodbury.eps)
+
+
+def with_factorisation(rungs: tuple[str, ...] | None, taken: Factorised | None) -> tuple[str, ...] | None:
+    """The decomposition's rungs, and the one by which the damped Gram matrix was inverted."""
+    return rungs if taken is None else (*(rungs or ()), taken.rung)

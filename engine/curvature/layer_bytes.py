@@ -1,0 +1,138 @@
+"""Bytes of layers: what a dry run has shown of them, and what each will hold by that."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.curvature.activations import Saved
+from engine.curvature.calls import Call
+from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.layers.tied import TiedHeadLayer
+from engine.curvature.representation import DENSE, Representation
+from engine.curvature.woodbury import gram_bytes
+from engine.memory.plan import Source, Stage, Term
+from engine.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a forward pass of very few examples has shown."""
+
+    calls: list[Call]
+    """Every call of a treated layer, with its tensors."""
+    examples: int
+    outputs: int
+    """Numbers in the model's outputs."""
+    saved: Saved | None = None
+    """What autograd saves; None where nothing is pulled back."""
+    recomputed: Saved | None = None
+    """The same with activation checkpointing; None where the model offers none."""
+    resident_bytes: int | None = None
+    """What the process holds without the plan's own needs; None: what it holds now."""
+    representations: Mapping[str, Representation] = field(default_factory=dict)
+    """How the layers keep their G; dense where a layer is not named."""
+
+    def kept(self, layer: TreatedLayer) -> Representation:
+        """How one layer keeps its G."""
+        return self.representations.get(layer.name, DENSE)
+
+    def sides(self, layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
+        """Rows of each factor the layer sums itself, and whether it is dense; no G that is kept as rows."""
+        every = sides_of(layer, follows=follows)
+        return every if self.kept(layer).kind == "dense" else every[1:]
+
+
+def members_of(treated: Sequence[TreatedLayer], shared: dict[str, str]) -> dict[tuple[str, ...], list[TreatedLayer]]:
+    """Layers of one shared A stay together, in the order of the first."""
+    members: dict[str, list[TreatedLayer]] = {}
+    for layer in treated:
+        members.setdefault(shared.get(layer.name, layer.name), []).append(layer)
+    return {tuple(layer.name for layer in group): group for group in members.values()}
+
+
+def group_bytes(
+    treated: Sequence[TreatedLayer], shared: dict[str, str], item: int, seen: DryRun, device: torch.device
+) -> dict[tuple[str, ...], int]:
+    """Bytes of the sums and gradient rows of layers that stay together, where the sums stand."""
+    return {
+        names: sum(
+            _summed_bytes(layer, seen, item, follows=layer.name in shared)
+            + (0 if _elsewhere(layer, seen, device) else _row_bytes(layer, seen))
+            for layer in group
+        )
+        for names, group in members_of(treated, shared).items()
+    }
+
+
+def _summed_bytes(layer: TreatedLayer, seen: DryRun, item: int, *, follows: bool) -> int:
+    sides = seen.sides(layer, follows=follows)
+    return item * layer.groups * sum(side * side if dense else side for side, dense in sides)
+
+
+def _row_bytes(layer: TreatedLayer, seen: DryRun) -> int:
+    kept = seen.kept(layer)
+    return 0 if kept.kind == "dense" else kept.held_bytes(layer)
+
+
+def _elsewhere(layer: TreatedLayer, seen: DryRun, device: torch.device) -> bool:
+    """Whether its gradient rows stand on the host though the device computes."""
+    return device.type == "cuda" and seen.kept(layer).on_host
+
+
+def kept_terms(
+    workspace: Workspace,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    *,
+    offload: bool,
+    several: bool,
+) -> list[Term]:
+    """Gradient rows that stand on the host, and factors that are not laid aside."""
+    terms: list[Term] = []
+    apart = sum(_row_bytes(layer, seen) for layer in treated if _elsewhere(layer, seen, workspace.device))
+    if apart:
+        terms.append(Term(name="gradient rows", formula="Σ T · out", size_bytes=apart, place="host", source="exact"))
+    if several:
+        return terms
+    item = 8 if workspace.collection.dtype == "float64" else 4
+    width = _stored_size(workspace.collection.storage_dtype, item)
+    # rows that stand on the host stay where they are
+    stored = sum(_row_bytes(layer, seen) for layer in treated) - apart
+    stored += sum(_summed_bytes(layer, seen, width, follows=layer.name in shared) for layer in treated)
+    # on the host they take the place of the sums, a layer at a time
+    when: Stage = "decomposition" if offload or workspace.device.type != "cuda" else "throughout"
+    terms.append(
+        Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", stage=when)
+    )
+    return terms
+
+
+def row_sizes(treated: Sequence[TreatedLayer], seen: DryRun, item: int) -> list[tuple[str, str, int, Source, Stage]]:
+    """What gradient rows take besides themselves."""
+    kept = [(layer, seen.kept(layer)) for layer in treated if seen.kept(layer).kind != "dense"]
+    if not kept:
+        return []
+    gram = max(gram_bytes(each.held_rows(layer.out_dim)) for layer, each in kept)
+    # rows beyond twice the outputs are made one: they, and the factorisation's copy
+    merged = max((4 * layer.out_dim**2 for layer, each in kept if each.rows > 2 * layer.out_dim), default=0)
+    return [
+        ("Gram matrix", "4 · T² · 8, most gradient rows", gram, "exact", "decomposition"),
+        ("merged gradient rows", "2 · 2n · n, widest layer", merged * item, "exact", "collection"),
+    ]
+
+
+def _stored_size(storage_dtype: str | None, item: int) -> int:
+    return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
+
+
+def sides_of(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
+    """Rows of each factor the layer holds itself, and whether it is dense."""
+    sides = [(layer.out_dim, layer.form != "diagonal_block")]
+    if not follows and layer.form not in ("block", "diagonal_block"):
+        sides.append((layer.in_dim, layer.form == "kronecker"))
+    if isinstance(layer, TiedHeadLayer):
+        # beside the head's: the counts of the table's ids, and the moments of its vectors
+        sides += [(layer.fan_out, False), (layer.fan_in, True)]
+    return sides

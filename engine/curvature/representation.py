@@ -1,0 +1,149 @@
+"""Representation: how a layer's G is kept, chosen before the pass from what a dry run has shown.
+
+T gradient rows of o outputs, as much again while they are worked on, and their T×T Gram matrix take
+no more than G while ``T² + 2 T·o ≤ o²``: for ``T ≤ (√2 − 1) o``. What is not kept as rows is dense, and
+says why.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from catalog.collection import Collection
+from catalog.woodbury import Woodbury
+from engine.curvature.calls import Call
+from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.layers.tied import TiedHeadLayer
+from engine.curvature.structured import Structured
+from engine.curvature.woodbury import LowRank, low_rank_bytes
+from engine.errors import BrokenFactors
+
+RATIO = 2**0.5 - 1
+"""Rows over outputs up to which `auto` keeps rows."""
+LARGE_BYTES = 500 * 10**6
+"""Rows of a layer from which `auto` stands them on the host, and narrows them."""
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_READERS: Mapping[str, type[Structured]] = {"woodbury": LowRank}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Representation:
+    """How one layer's G is kept."""
+
+    kind: Literal["dense", "woodbury"]
+    why: str
+    """Why so; empty where nothing was to be chosen."""
+    rows: int = 0
+    """Gradient rows of each group foreseen, at most."""
+    dtype: torch.dtype = torch.float32
+    """Of the rows."""
+    on_host: bool = False
+    """The rows stand on the host."""
+
+    def place(self, sums: torch.device) -> str | None:
+        """Where rows stand beside sums on the device ``sums``; None where none are kept."""
+        if self.kind == "dense":
+            return None
+        return "host" if self.on_host or sums.type == "cpu" else "device"
+
+    def held_rows(self, size: int) -> int:
+        """Rows held at once: beyond twice the outputs they are merged."""
+        return min(self.rows, 2 * size)
+
+    def held_bytes(self, layer: TreatedLayer) -> int:
+        """Bytes of the rows of all groups."""
+        return layer.groups * low_rank_bytes(self.held_rows(layer.out_dim), layer.out_dim, self.dtype.itemsize)
+
+
+DENSE = Representation(kind="dense", why="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What is known of the data before the pass."""
+
+    calls: Sequence[Call]
+    """Of a dry run."""
+    seen: int
+    """Its examples."""
+    outputs: int
+    """Numbers in the model's outputs for all of them."""
+    examples: int | None
+    """Examples of the data; None where nobody says."""
+
+    def rows(self, layer: TreatedLayer, collection: Collection) -> int | None:
+        """Gradient rows of each group that enter G, at most; None where the data's size is unknown."""
+        if self.examples is None:
+            return None
+        batches = -(-self.examples // collection.batch_size)
+        updates = -(-batches // collection.update_freq)
+        entering = min(self.examples, updates * collection.batch_size)
+        directions = {"mc": collection.samples, "empirical": 1}.get(collection.fisher, self.outputs // self.seen)
+        if isinstance(layer, BlockLayer):
+            return entering * directions
+        own = [call for call in self.calls if call.layer is layer or call.layer in layer.roles]
+        if collection.sharing == "reduce" and layer.form == "kronecker":
+            return entering * directions * len(own)
+        width = layer.fan_out * layer.groups
+        positions = sum(call.output.numel() // width for call in own)
+        return -(-entering * positions * directions // self.seen)
+
+
+def choose(
+    layer: TreatedLayer, options: Woodbury, collection: Collection, foreseen: Foreseen, sums: torch.dtype
+) -> Representation:
+    """How ``layer`` keeps its G, whose sums would be of dtype ``sums``."""
+    if options.policy == "dense" or layer.form == "diagonal_block":
+        return DENSE
+    size, rows = layer.out_dim, foreseen.rows(layer, collection)
+    refused = _refusal(layer, options, collection, rows)
+    if refused is not None:
+        return Representation(kind="dense", why=f"G is dense: {refused}")
+    rows = 2 * size if rows is None else rows
+    plain = sums if collection.storage_dtype is None else getattr(torch, collection.storage_dtype)
+    large = layer.groups * low_rank_bytes(min(rows, 2 * size), size, plain.itemsize) >= LARGE_BYTES
+    kept = Representation(
+        kind="woodbury",
+        why=f"G is kept as its gradient rows: {rows} are foreseen, for {size} outputs",
+        rows=rows,
+        dtype=_DTYPES.get(options.dtype, torch.float16 if large and plain.itemsize > 2 else plain),
+    )
+    if options.store_device == "auto":
+        return replace(kept, on_host=kept.held_bytes(layer) >= LARGE_BYTES)
+    return replace(kept, on_host=options.store_device == "host")
+
+
+def _refusal(layer: TreatedLayer, options: Woodbury, collection: Collection, rows: int | None) -> str | None:
+    """Why its G is not kept as ``rows`` rows; None where it is."""
+    size = layer.out_dim
+    reasons = (
+        (collection.fisher == "forward_only", "`forward_only` has no gradients, and sets it to the identity"),
+        (collection.ekfac, "EK-FAC's correction needs all of its eigenvectors"),
+        (isinstance(layer, TiedHeadLayer), "head and table share one weight, and their two products become one"),
+        (
+            options.policy == "hybrid" and size < options.hybrid_from,
+            f"it has {size} outputs, and `woodbury.hybrid_from` is {options.hybrid_from}",
+        ),
+        (rows == 0, "the dry run did not call the layer"),
+        (options.policy == "auto" and rows is None, "the data do not say how many examples they hold"),
+        (
+            options.policy == "auto" and rows is not None and rows > RATIO * size,
+            f"{rows} gradient rows are foreseen, more than {RATIO:.3f} of {size} outputs",
+        ),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
+
+
+def read_structured(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Structured:
+    """The structured side that was stored.
+
+    Raises:
+        BrokenFactors: If the kind is unknown, or something is missing.
+    """
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise BrokenFactors(f"a stored G is of kind `{kind}`, which this version does not know", pointer="/factors")
+    return reader.read(tensors, metadata)
