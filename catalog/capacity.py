@@ -5,6 +5,7 @@ from typing import Literal
 
 from catalog.analysis import Analysis, Coverage
 from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
+from catalog.cross_check import CrossCheck, require_cross_check
 from catalog.record import FieldError, record
 
 MAX_GRID = 1000
@@ -31,6 +32,14 @@ class CapacityParams:
     damping_grid: tuple[float, ...] | None = None
     """λ of the curve of the effective dimension, in absolute numbers; null takes half decades from 1e-16 to 1e2,
     the same for every model, so that a curvature that has shrunk as a whole is seen to have."""
+    cross_check: Literal["ggn"] | None = None
+    """`ggn` adds trace and largest eigenvalue of the exact Gauss-Newton matrix over the same data, of each layer's
+    block and of the whole model; it needs the model, and passes over the data of its own."""
+    cross_check_probes: int = 32
+    """Random probes of the trace: its standard error falls with their root."""
+    cross_check_iterations: int = 20
+    """Most products per block on the way to its largest eigenvalue, each of which pulls back three times; 0 takes
+    the trace alone."""
 
     def __post_init__(self) -> None:
         """Refuse unknown metrics and numbers outside their meaning."""
@@ -57,6 +66,12 @@ class CapacityParams:
                 raise FieldError(
                     "damping_grid", f"{said}; take 1 to {MAX_GRID} ascending numbers between 1e-30 and 1e30, or null"
                 )
+        require_cross_check(self.cross_check_probes, self.cross_check_iterations)
+
+    @property
+    def needs_model(self) -> str | None:
+        """The option that factors of an earlier job cannot serve, as the document says it."""
+        return None if self.cross_check is None else f"capacity.cross_check: {self.cross_check}"
 
     @property
     def selected(self) -> frozenset[str]:
@@ -66,7 +81,8 @@ class CapacityParams:
     @property
     def decomposition(self) -> Literal["none", "values"]:
         """What must be known of the factors' eigenvalues."""
-        return "none" if self.selected <= set(WITHOUT_DECOMPOSITION) else "values"
+        bare = self.selected <= set(WITHOUT_DECOMPOSITION) and not (self.cross_check and self.cross_check_iterations)
+        return "none" if bare else "values"
 
 
 @record
@@ -94,6 +110,8 @@ class CapacitySummary:
     not_converged: Mapping[str, int] | None
     """Layers whose metric has not converged, by metric; null without `collection.nested`."""
     model: ModelCapacity
+    cross_check: CrossCheck | None
+    """The exact curvature of all covered parameters together, for `cross_check`."""
 
 
 CAPACITY = Analysis(

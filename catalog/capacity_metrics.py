@@ -1,5 +1,6 @@
 """What `capacity` says of one layer, and of the whole model as one block-diagonal matrix."""
 
+from catalog.cross_check import CrossCheck
 from catalog.nested import Convergence, NestedCapacity
 from catalog.record import record
 
@@ -112,6 +113,9 @@ class CapacityMetrics:
     """Three of these at each sample size up to the whole, for `collection.nested`; else null."""
     convergence: tuple[Convergence, ...] | None
     """Each scalar metric over the same sizes, with where it is heading; null without `collection.nested`."""
+    cross_check: CrossCheck | None
+    """The exact curvature of the layer, for `cross_check`; null also where the layer is no run of whole rows of a
+    parameter, which the log says."""
 
 
 WITHOUT_DECOMPOSITION = ("trace", "frobenius_norm", "participation_ratio", "trace_A", "trace_G")
@@ -120,7 +124,8 @@ WITHOUT_DECOMPOSITION = ("trace", "frobenius_norm", "participation_ratio", "trac
 METRICS = tuple(
     name
     for name in CapacityMetrics.__dataclass_fields__
-    if name not in ("form", "dimension", "approximate", "no_spectrum", "damping", "nested", "convergence")
+    if name
+    not in ("form", "dimension", "approximate", "no_spectrum", "damping", "nested", "convergence", "cross_check")
 )
 """What can be selected by name."""
 

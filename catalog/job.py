@@ -62,6 +62,7 @@ class JobDocument:
                 "stabilisation.kappa_max",
                 "is null, and `reconstruction` clips at it; give a number above 1, such as 1e6",
             )
+        self._require_model()
         _require_labels(self.labels)
 
     def _require_inputs(self) -> None:
@@ -83,6 +84,21 @@ class JobDocument:
             )
         if self.task.type == "sentence_embedding" and self.collection.fisher == "empirical":
             raise FieldError("task", "`sentence_embedding` has no targets; take `collection.fisher: mc` or `type2`")
+
+    def _require_model(self) -> None:
+        """Refuse options that ask more of the model than was given."""
+        for kind in self.kinds:
+            asked = getattr(getattr(self, kind, None), "needs_model", None)
+            if asked is not None and self.factors is not None:
+                raise FieldError(
+                    "factors",
+                    f"hold no model, and `{asked}` needs it: give `model`, `data` and `task`, or leave it out",
+                )
+            if asked is not None and self.task is not None and self.task.likelihood == "model":
+                raise FieldError(
+                    "task",
+                    f"`loss: model` has no known Hessian, and `{asked}` needs it: name the loss, or leave it out",
+                )
 
     @property
     def kinds(self) -> tuple[str, ...]:

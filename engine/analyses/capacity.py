@@ -1,11 +1,13 @@
 """`capacity`: how many directions of each layer, and of the model, the loss really curves in."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 
 from catalog.analysis import LayerResult
 from catalog.capacity import CapacityParams, CapacitySummary
 from catalog.capacity_metrics import CapacityMetrics
+from engine.analyses.cross_check import cross_checked
 from engine.analyses.layer_capacity import layer_metrics, sides_of
 from engine.analyses.measured import coverage, covered_result, declared_results, measured_layers
 from engine.analyses.model_capacity import ModelLayer, model_metrics
@@ -20,6 +22,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         EngineError: As ``engine.errors`` lists.
     """
     whole = collected(workspace)
+    exact = cross_checked(params, workspace, whole)
     total = len(whole.layers)
     found: dict[int, tuple[ModelLayer, CapacityMetrics]] = {}
     identity: dict[int, str] = {}
@@ -31,6 +34,9 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         kept = ModelLayer.of(layer.facts.name, sides, metrics)
         if metrics.damping is not None and kept.spectral_norm is not None and metrics.damping > kept.spectral_norm:
             identity[layer.facts.ordinal] = layer.facts.name
+        if exact is not None:
+            beside = exact.of_layer(layer.facts.ordinal, layer.trace_A * layer.trace_G, kept.spectral_norm)
+            metrics = dataclasses.replace(metrics, cross_check=beside)
         found[layer.facts.ordinal] = kept, metrics
         if ("capacity", layer.facts.ordinal) not in workspace.completed:
             yield covered_result("capacity", layer, metrics)
@@ -61,6 +67,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         identity_layers=tuple(name for _, name in sorted(identity.items())),
         not_converged=_not_converged(rows),
         model=model_metrics([found[facts.ordinal][0] for facts in whole.layers], params),
+        cross_check=None if exact is None else exact.of_model(row.cross_check for row in rows),
     )
 
 

@@ -104,6 +104,7 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         damping=sides.damping.joint,
         nested=nested_capacity(layer.nested),
         convergence=_convergence(layer, sides, params),
+        cross_check=None,
         **found,
     )
 

@@ -167,5 +167,53 @@ def _column(outputs: Tensor, component: int, loss: Loss) -> Tensor:
     return unit * (probability * (1 - probability) / width).sqrt()
 
 
+def root_product(prediction: Prediction, probe: Tensor, task: Task) -> Tensor:
+    """``S u`` for a ``probe`` u (N, R, C) and the root ``S Sᵀ = H`` of the summed loss's Hessian, all terms at once.
+
+    Raises:
+        NoLikelihood: If the loss is the model's own.
+    """
+    outputs, counted = prediction.outputs.detach(), _counted(prediction, task)
+    probe = probe * counted.sqrt()
+    width = outputs.shape[-1]
+    if task.likelihood == "cross_entropy":
+        probability = torch.softmax(outputs, -1)
+        probe = probe.mul_(probability.sqrt())
+        return probe.sub_(probability.mul_(probe.sum(-1, keepdim=True)))
+    if task.likelihood == "mse":
+        return probe.mul_(math.sqrt(2 / width))
+    probability = torch.sigmoid(outputs)
+    return probe.mul_((probability * (1 - probability)).div_(width).sqrt_())
+
+
+def hessian_product(prediction: Prediction, vector: Tensor, task: Task) -> Tensor:
+    """``H x`` for the summed loss's Hessian with respect to the outputs and a ``vector`` x (N, R, C).
+
+    Raises:
+        NoLikelihood: If the loss is the model's own.
+    """
+    outputs, counted = prediction.outputs.detach(), _counted(prediction, task)
+    width = outputs.shape[-1]
+    if task.likelihood == "cross_entropy":
+        probability = torch.softmax(outputs, -1)
+        product = probability * vector
+        return product.sub_(probability.mul_(product.sum(-1, keepdim=True))).mul_(counted)
+    if task.likelihood == "mse":
+        return vector * (counted * (2 / width))
+    probability = torch.sigmoid(outputs)
+    return (probability * (1 - probability)).div_(width).mul_(vector).mul_(counted)
+
+
+def _counted(prediction: Prediction, task: Task) -> Tensor:
+    """What each term weighs, (N, R, 1 or C); zero where it does not count."""
+    if task.likelihood == "model":
+        raise NoLikelihood(
+            "`loss: model` is a number without a known likelihood, so its Hessian is not known; name the loss",
+            pointer="/task/loss",
+        )
+    counted = prediction.valid.unsqueeze(-1).to(prediction.outputs.dtype)
+    return counted if prediction.weights is None else counted * prediction.weights
+
+
 def _minus_one(like: Tensor) -> Tensor:
     return torch.full((*like.shape[:-1], 1), -1.0, dtype=like.dtype, device=like.device)
