@@ -163,6 +163,12 @@ class Guard:
                 place, free = lacking
                 needed = rung.device_bytes if place == "device" else rung.host_bytes
                 refused.append(Refused(name=rung.name, place=place, needed=needed, free=free))
+                where = f" of layer `{layer}`" if layer else ""
+                self.log(
+                    "info",
+                    f"{what}{where}: `{rung.name}` is passed over, as it needs {readable_bytes(needed)} of {place} "
+                    f"memory and {readable_bytes(free)} are free",
+                )
                 continue
             taken.append(rung.name)
             last = rung
