@@ -149,5 +149,8 @@ class Observed:
     host_after_bytes: int
     not_replayed: tuple[str, ...]
     """What the job's first attempt computed with and this one could not repeat."""
+    refused_rungs: tuple[str, ...]
+    """Rungs of either side's eigendecomposition that were passed over, with the bytes that each needs and that were
+    free."""
     measured_peak_bytes: int
     """Highest resident set (CPU) or highest reserved device bytes so far."""

@@ -8,28 +8,85 @@ kept in float64.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from engine.curvature.eigenbasis import Decomposition, decompose, decompose_structured
+from engine.analyses.sample_sizes import frobenius, trace
+from engine.curvature.collected import LayerFacts
+from engine.curvature.eigenbasis import Decomposition, decompose, decompose_structured, kept_dtype
+from engine.curvature.factors import digest
+from engine.curvature.streaming import Arrived
 from engine.curvature.structured import Structured
+from engine.memory.plan import readable_bytes
 from engine.workspace import Workspace
 
 _WORTH_KEEPING = 512
 """Rows from which values alone are laid aside: below, they are computed again as fast as they are read."""
 
 
-def basis_bytes(size: int, dtype: torch.dtype) -> int:
-    """Bytes of a basis (n, n) as it is laid aside, for a factor kept in ``dtype``."""
-    return size * size * _stored(dtype).itemsize
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One factor of a layer, measured."""
+
+    digest: str
+    trace: float
+    frobenius: float
+    scale: float
+    rank_bound: int | None
+    found: Decomposition | None
+    """Without its vectors."""
+    spectrum: Tensor | None
+    """Eigenvalues with the scale multiplied in; None where none were asked for, or none are to be had."""
+
+    @property
+    def largest(self) -> float:
+        """The largest eigenvalue, or what it cannot exceed."""
+        return self.frobenius if self.spectrum is None else float(self.spectrum[-1])
+
+
+def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
+    """Digest, norms and spectrum of one factor."""
+    factors = arrived.factors
+    factor: Tensor | Structured = factors.A if side == "A" else factors.G
+    there = arrived.there_A if side == "A" else arrived.there_G
+    scale = factors.scale_A if side == "A" else factors.scale_G
+    rank_bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
+    own = factor.digest() if isinstance(factor, Structured) else digest(factor)
+    found = decomposed(workspace, factor, there, layer=facts.name, side=side, digest=own, rank_bound=rank_bound)
+    return Side(
+        digest=own,
+        trace=trace(factor, scale),
+        frobenius=frobenius(factor, scale),
+        scale=scale,
+        rank_bound=rank_bound,
+        found=found,
+        spectrum=None if found is None else found.values * scale,
+    )
+
+
+def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
+    """The rungs that were passed over for want of memory, in words."""
+    return tuple(
+        f"{name}: {each.name} needs {readable_bytes(each.needed)} of {each.place} memory, "
+        f"{readable_bytes(each.free)} free"
+        for name, side in sides.items()
+        if side.found is not None
+        for each in side.found.refused
+    )
+
+
+def least_precise(*sides: Side) -> str | None:
+    """Precision of the less precise of two decompositions; None where there was none."""
+    return min((side.found.precision for side in sides if side.found is not None), default=None)
 
 
 def decomposed(
     workspace: Workspace,
     factor: Tensor | Structured,
+    there: Tensor | Structured,
     *,
     layer: str,
     side: Literal["A", "G"],
@@ -41,6 +98,7 @@ def decomposed(
     Args:
         workspace: Says what is asked for, and where it is laid aside.
         factor: As it is kept; its scale is not in the values.
+        there: The same where it is decomposed.
         layer: For messages, and for the plan's choice.
         side: Which of the layer's two.
         digest: Of the factor.
@@ -56,13 +114,11 @@ def decomposed(
     known = _read(workspace, name, vectors=False)
     if known is not None and (known.vectors is not None or need == "values"):
         return replace(known, vectors=None)
-    if isinstance(factor, Structured):
-        there = factor.to(workspace.device)
+    if isinstance(there, Structured):
         found = decompose_structured(there, layer, need=need, guard=workspace.guard)
-        dtype = factor.storage_dtype
     else:
         found = decompose(
-            factor.to(workspace.device),
+            there,
             layer,
             need=need,
             rank_bound=rank_bound,
@@ -70,23 +126,24 @@ def decomposed(
             begin=_planned_rung(workspace, layer, side),
             what=f"the eigendecomposition of {side}",
         )
-        dtype = factor.dtype
     if found is None:
         return None
-    _write(workspace, name, found, dtype)
+    _write(workspace, name, found, factor.storage_dtype if isinstance(factor, Structured) else factor.dtype)
     return replace(found, vectors=None)
 
 
-def load_basis(workspace: Workspace, digest: str, rank_bound: int | None, scale: float) -> Decomposition:
-    """A basis that was laid aside, its values times ``scale``, on the host.
+def load_basis(workspace: Workspace, side: Side) -> Decomposition:
+    """A basis that was laid aside, with the factor's own eigenvalues, on the host.
 
     Memory:
         The basis as it is laid aside.
     """
-    found = _read(workspace, _name(digest, rank_bound), vectors=True)
-    if found is None:
-        raise ValueError("no basis was laid aside: `Workspace.decomposition` asks for none")
-    return replace(found, values=found.values * scale)
+    if side.found is not None and side.found.rungs == ("diagonal",):
+        return replace(side.found, values=side.found.values * side.scale)
+    found = _read(workspace, _name(side.digest, side.rank_bound), vectors=True)
+    if found is None or found.vectors is None:
+        raise ValueError("no basis was laid aside: `Workspace.decomposition` does not ask for vectors")
+    return replace(found, values=found.values * side.scale)
 
 
 def _name(digest: str, rank_bound: int | None) -> str:
@@ -99,12 +156,8 @@ def _planned_rung(workspace: Workspace, layer: str, side: Literal["A", "G"]) -> 
     return None if chosen is None else chosen.rung(layer, side)
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.dtype) -> None:
-    vectors = None if found.vectors is None else found.vectors.to("cpu", _stored(dtype))
+    vectors = None if found.vectors is None else found.vectors.to("cpu", kept_dtype(dtype))
     kept = replace(found, vectors=vectors, refused=())
     if workspace.scratch is None:
         if vectors is not None:

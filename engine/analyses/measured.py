@@ -4,10 +4,10 @@ Artifacts that the job keeps are written here, a layer at a time, so that two an
 collection neither decompose nor write anything twice.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from catalog.analysis import Coverage, LayerResult
 from catalog.layer_record import LayerRecord, Observed
-from engine.analyses.decomposed import decomposed, load_basis
+from engine.analyses.decomposed import Side, least_precise, load_basis, measured_side, refused_rungs
 from engine.analyses.gradient_side import branch, factorised, row_facts, with_factorisation
-from engine.analyses.sample_sizes import MeasuredSize, frobenius, smaller_sizes, trace
+from engine.analyses.sample_sizes import MeasuredSize, smaller_sizes
 from engine.curvature.collected import Collected, Kept, LayerFacts, stored_correction, write_factors, write_index
 from engine.curvature.collection import collected
 from engine.curvature.coverage_law import reason_counts
@@ -25,6 +25,7 @@ from engine.curvature.eigenbasis import Decomposition
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.layers.coverage import DeclaredLayer
 from engine.curvature.stabilisation import Clipping, Damping, clipping, damping
+from engine.curvature.streaming import Arrived, streamed
 from engine.curvature.structured import Structured
 from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
 from engine.workspace import Workspace
@@ -66,13 +67,24 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
     known: dict[int, Measured] = workspace.shared.setdefault("measured", {})
     factors = collected(workspace)
     keep_factors = workspace.stored is None and ("factors" in workspace.keep or "factors" in workspace.kinds)
-    for facts in sorted(factors.layers, key=_by_size):
-        if facts.ordinal not in known:
-            with workspace.operation(f"layer {facts.ordinal}"):
-                known[facts.ordinal] = _measure(workspace, factors, facts, keep_factors=keep_factors)
-            if keep_factors and len(known) == len(factors.layers):
-                write_index(workspace.artifacts, factors, {place: _kept(one) for place, one in known.items()})
-        yield known[facts.ordinal]
+    order = sorted(factors.layers, key=_by_size)
+    arriving = streamed(
+        [facts for facts in order if facts.ordinal not in known],
+        factors.load,
+        device=workspace.device,
+        guard=workspace.guard,
+        need="vectors" if workspace.decomposition == "vectors" else "values",
+        resident=factors.storage_policy == "resident",
+    )
+    with contextlib.closing(arriving):
+        for facts in order:
+            if facts.ordinal not in known:
+                with workspace.operation(f"layer {facts.ordinal}"):
+                    known[facts.ordinal] = _measure(workspace, factors, facts, arriving, keep_factors=keep_factors)
+                if keep_factors and len(known) == len(order):
+                    kept = {place: _kept(one) for place, one in known.items()}
+                    write_index(workspace.artifacts, factors, kept)
+            yield known[facts.ordinal]
 
 
 def _by_size(facts: LayerFacts) -> tuple[int, int]:
@@ -82,50 +94,23 @@ def _by_size(facts: LayerFacts) -> tuple[int, int]:
     return -(dense_a**3 + dense_g**3), facts.ordinal
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Side:
-    """One factor of a layer, measured."""
-
-    digest: str
-    trace: float
-    frobenius: float
-    scale: float
-    rank_bound: int | None
-    found: Decomposition | None
-    spectrum: Tensor | None
-    """With the scale multiplied in."""
-
-
-def _side(workspace: Workspace, facts: LayerFacts, factors: Factors, side: Literal["A", "G"]) -> _Side:
-    factor: Tensor | Structured = factors.A if side == "A" else factors.G
-    scale = factors.scale_A if side == "A" else factors.scale_G
-    rank_bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
-    own = factor.digest() if isinstance(factor, Structured) else digest(factor)
-    found = decomposed(workspace, factor, layer=facts.name, side=side, digest=own, rank_bound=rank_bound)
-    return _Side(
-        digest=own,
-        trace=trace(factor, scale),
-        frobenius=frobenius(factor, scale),
-        scale=scale,
-        rank_bound=rank_bound,
-        found=found,
-        spectrum=None if found is None else found.values * scale,
-    )
-
-
-def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_factors: bool) -> Measured:
+def _measure(
+    workspace: Workspace, whole: Collected, facts: LayerFacts, arriving: Iterator[Arrived], *, keep_factors: bool
+) -> Measured:
     workspace.checkpoint()
     begun, before = time.perf_counter(), _bytes(workspace.device)
-    factors = whole.load(facts.ordinal)
+    # those between were measured by another analysis meanwhile
+    arrived = next(each for each in arriving if each.factors.layer == facts.name)
+    factors = arrived.factors
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
     if keep_factors:
         write_factors(workspace.artifacts, facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)
-    side_g = _side(workspace, facts, factors, "G")
-    shared_a: dict[int, _Side] = workspace.shared.setdefault("shared_A", {})
+    side_g = measured_side(workspace, facts, arrived, "G")
+    shared_a: dict[int, Side] = workspace.shared.setdefault("shared_A", {})
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     if leader not in shared_a:
-        shared_a[leader] = _side(workspace, facts, factors, "A")
+        shared_a[leader] = measured_side(workspace, facts, arrived, "A")
     side_a = shared_a[leader]
     spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
     if "spectra" in workspace.keep:
@@ -136,7 +121,7 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
         workspace.stabilisation,
         block=facts.form in ("block", "diagonal_block"),
     )
-    _warn_of_identity(workspace, facts, damped, _largest(side_a) * _largest(side_g))
+    _warn_of_identity(workspace, facts, damped, side_a.largest * side_g.largest)
     clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
     clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
     taken = factorised(workspace, factors, damped.G)
@@ -160,7 +145,7 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
         trace_G=complete.trace_G,
         frobenius_A=complete.frobenius_A,
         frobenius_G=complete.frobenius_G,
-        load_basis=partial(_load_basis, workspace, {"A": side_a, "G": side_g}),
+        load_basis=lambda side: load_basis(workspace, side_a if side == "A" else side_g),
         nested=(*smaller, complete) if whole.collection.nested else (),
         damping=damped,
         clipping_A=clipped_a,
@@ -216,7 +201,7 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
             digest_eigenvectors_A=ekfac.get("eigenvectors_A"),
             digest_eigenvectors_G=ekfac.get("eigenvectors_G"),
             ekfac_trace=None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64)),
-            precision=_precision(side_a, side_g),
+            precision=least_precise(side_a, side_g),
             rungs_A=None if side_a.found is None else side_a.found.rungs,
             rungs_G=with_factorisation(None if side_g.found is None else side_g.found.rungs, taken),
             residual_A=None if side_a.found is None else side_a.found.residual,
@@ -224,7 +209,7 @@ def _measure(workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_
             nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
-        observed=_observed(begun, before, after, workspace.device, whole),
+        observed=_observed(begun, before, after, workspace.device, whole, refused_rungs({"A": side_a, "G": side_g})),
         metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
     )
 
@@ -242,21 +227,6 @@ def _keep_spectra(
         "G": None if spectrum_g is None else spectrum_g.tolist(),
     }
     workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
-
-
-def _largest(side: _Side) -> float:
-    """The largest eigenvalue, or what it cannot exceed."""
-    return side.frobenius if side.spectrum is None else float(side.spectrum[-1])
-
-
-def _precision(*sides: _Side) -> str | None:
-    """Of the less precise of two decompositions."""
-    known = [side.found.precision for side in sides if side.found is not None]
-    return min(known, default=None)
-
-
-def _load_basis(workspace: Workspace, sides: Mapping[str, _Side], side: Literal["A", "G"]) -> Decomposition:
-    return load_basis(workspace, sides[side].digest, sides[side].rank_bound, sides[side].scale)
 
 
 def _dtype(factor: Tensor | Structured) -> torch.dtype:
@@ -315,6 +285,7 @@ def _observed(
     after: tuple[int | None, int | None, int],
     device: torch.device,
     whole: Collected,
+    refused: tuple[str, ...] = (),
 ) -> Observed:
     return Observed(
         seconds=time.perf_counter() - begun,
@@ -325,6 +296,7 @@ def _observed(
         host_before_bytes=before[2],
         host_after_bytes=after[2],
         not_replayed=whole.not_replayed,
+        refused_rungs=refused,
         measured_peak_bytes=peak_bytes(device),
     )
 

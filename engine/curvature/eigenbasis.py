@@ -86,6 +86,16 @@ def rungs(
     return tuple(each.cost for each in solvers(n, need, device, dtype, single=single, rank_bound=rank_bound))
 
 
+def kept_dtype(factor: torch.dtype) -> torch.dtype:
+    """Precision that vectors are laid aside in: float32, unless the factor itself is kept in float64."""
+    return torch.float64 if factor == torch.float64 else torch.float32
+
+
+def basis_bytes(n: int, factor: torch.dtype) -> int:
+    """Bytes of a basis (n, n) as it is laid aside, of a factor kept in that precision."""
+    return n * n * kept_dtype(factor).itemsize
+
+
 def decompose(
     factor: Tensor | Structured,
     layer: str,

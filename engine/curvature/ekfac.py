@@ -132,15 +132,16 @@ def _prepared(
 
 
 def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
-    return _vectors(factor.to(job.workspace.device), layer).to(job.dtype)
+    return _vectors(job, factor, layer).to(job.dtype)
 
 
-def _vectors(factor: Tensor, layer: str) -> Tensor:
-    """Q (n, n) of a dense factor, on its device."""
-    vectors = decompose(factor, layer, need="vectors").vectors
-    if vectors is None:
+def _vectors(job: PassJob, factor: Tensor, layer: str) -> Tensor:
+    """Q (n, n) of a dense factor, on the device."""
+    device = job.workspace.device
+    found = decompose(factor.to(device), layer, need="vectors", guard=job.workspace.guard, what="the basis of EK-FAC")
+    if found.vectors is None:
         raise ValueError(f"layer `{layer}`: a diagonal factor has no basis of its own")
-    return vectors.to(factor.device)
+    return found.vectors.to(device)
 
 
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
@@ -187,7 +188,7 @@ def _block(job: PassJob, gathered: Gathered, found: LayerStatistics) -> list[Cor
 
 def _of_block(job: PassJob, factors: Factors) -> Corrected:
     block = factors.widened_G.to(job.workspace.device, torch.float64)
-    basis = None if block.ndim == 1 else _vectors(block, factors.layer)
+    basis = None if block.ndim == 1 else _vectors(job, block, factors.layer)
     values = block if basis is None else (basis * (block @ basis)).sum(0)
     return Corrected(
         eigenvectors_A=None,

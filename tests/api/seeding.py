@@ -302,6 +302,7 @@ def observed(seconds: float) -> Observed:
         host_before_bytes=410_000_000,
         host_after_bytes=412_000_000,
         not_replayed=(),
+        refused_rungs=(),
         measured_peak_bytes=412_000_000,
     )
 

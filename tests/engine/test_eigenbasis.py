@@ -1,6 +1,9 @@
 """The ladder of eigensolvers: known spectra by every rung, each rung's failure, and what is laid aside."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -239,3 +242,55 @@ def test_a_lower_rung_is_taken_where_the_first_does_not_fit() -> None:
         found = decompose(matrix, "layer", need="vectors", guard=guard)
         assert found.rungs == (wanted,)
         assert [each.name for each in found.refused] == list(FLOAT64_RUNGS[: FLOAT64_RUNGS.index(wanted)])
+
+
+UNDER_A_LIMIT = """
+import resource, torch
+from engine.curvature.eigensolvers import solvers
+from engine.memory.budget import give_back_host_memory
+from engine.memory.exhaustion import ran_out_of_memory
+
+torch.set_num_threads(1)
+size, host = 500, torch.device("cpu")
+rows = torch.randn(size // 2, size, dtype=torch.float64)
+whole = rows.T @ rows
+
+def held():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+
+def fits(solver, matrix, share):
+    give_back_host_memory()
+    limit = held() + int(share * solver.cost.host_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    try:
+        solver.solve(matrix)
+        return True
+    except Exception as error:
+        assert ran_out_of_memory(error), error
+        return False
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+for need in ("values", "vectors"):
+    for dtype in (torch.float32, torch.float64):
+        matrix = whole.to(dtype)
+        for solver in solvers(size, need, host, dtype, single=True, rank_bound=size // 2):
+            solver.solve(matrix)  # what the libraries take for themselves the first time
+            print(need, dtype, solver.cost.name, fits(solver, matrix, 1.12), fits(solver, matrix, 0.85))
+"""
+
+
+def test_under_the_kernels_limit_each_rung_fits_into_what_it_says_and_not_into_less() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT],
+        capture_output=True,
+        text=True,
+        check=False,
+        # every large block by itself, so that what is freed is not there to be taken again
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 + 5 + 5 + 5
+    assert [line for line in lines if not line.endswith("True False")] == []

@@ -77,7 +77,8 @@ def test_rows_say_what_is_stored_and_spectra_are_of_that() -> None:
     made.kinds = ("factors",)
     rows = [row for row in collect_factors(None, made) if row.status == "covered"]
     whole, again = collected(made), read_collected(made.artifacts)
-    for row, layer in zip(rows, whole.layers, strict=True):
+    for row in rows:
+        layer = whole.layers[row.ordinal]
         record, factors, read = row.record, whole.load(layer.ordinal), again.load(layer.ordinal)
         assert (record.dtype, record.accumulation_dtype, record.storage_device) == ("float16", "float32", "cpu")
         assert (record.digest_A, record.digest_G) == (digest(factors.A), digest(factors.G))

@@ -1,0 +1,225 @@
+"""Measured layers: what is decomposed, in which order, once for all analyses, and again after a kill."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from catalog.analysis import most_decomposed
+from catalog.capacity import CapacityParams
+from engine.analyses import decomposed
+from engine.analyses.capacity import measure_capacity
+from engine.analyses.factors import collect_factors
+from engine.analyses.measured import measured_layers
+from engine.curvature import eigensolvers
+from engine.curvature.collection import collected
+from engine.curvature.factors import Factors
+from engine.curvature.streaming import ahead_bytes, streamed
+from engine.memory.budget import MemoryBudget
+from engine.memory.guard import Guard
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts, workspace
+
+
+class Attention(nn.Module):
+    """Three layers of one input, a table, and a larger layer after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.query, self.key = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.last = nn.Linear(5, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        entered = self.table(tokens).mean(1)
+        return self.last(torch.tanh(self.query(entered)) * self.key(entered))
+
+
+def space(**options: Any) -> Workspace:
+    torch.manual_seed(3)
+    tokens, labels = torch.randint(0, 11, (30, 4)), torch.randint(0, 9, (30,))
+    return workspace(Attention(), [(tokens, labels)], "classification", fisher="empirical", **options)
+
+
+def solved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one for each decomposition."""
+    taken: list[str] = []
+    original = decomposed.decompose
+
+    def counted(factor: Any, layer: str, **options: Any) -> Any:
+        taken.append(layer)
+        return original(factor, layer, **options)
+
+    monkeypatch.setattr(decomposed, "decompose", counted)
+    return taken
+
+
+def test_the_most_that_any_analysis_asks_for() -> None:
+    class Asks:
+        def __init__(self, decomposition: str) -> None:
+            self.decomposition = decomposition
+
+    none, values, vectors = Asks("none"), Asks("values"), Asks("vectors")
+    assert most_decomposed([none, none]) == "none"
+    assert most_decomposed([none, values]) == "values"
+    assert most_decomposed([vectors, none]) == "vectors"
+    # without options, or without a word about it
+    assert most_decomposed([None]) == "values"
+    assert most_decomposed([CapacityParams()]) in ("none", "values")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("aside", [False, True])
+def test_bases_give_the_factors_back_and_are_made_once(
+    dtype: str, aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = space(dtype=dtype)
+    made.decomposition = "vectors"
+    made.scratch = MemoryArtifacts() if aside else None
+    calls = solved(monkeypatch)
+    list(measure_capacity(CapacityParams(), made))
+    # A of the query is the key's too
+    assert sorted(calls) == ["key", "last", "last", "query", "query", "table", "table"]
+    layers = list(measured_layers(made))
+    list(collect_factors(None, made))
+    assert len(calls) == 7
+    plain = {layer.facts.name: layer for layer in measured_layers(space(dtype=dtype))}
+    tolerance = 1e-13 if dtype == "float64" else 3e-6
+    for layer in layers:
+        factors = collected(made).load(layer.facts.ordinal)
+        for side, spectrum in (("A", layer.spectrum_A), ("G", layer.spectrum_G)):
+            found, factor = layer.load_basis(side), getattr(factors, side)  # type: ignore[arg-type]
+            assert spectrum is not None
+            assert torch.equal(found.values, spectrum)
+            assert torch.allclose(spectrum, getattr(plain[layer.facts.name], f"spectrum_{side}"), rtol=1e-9, atol=1e-15)
+            if factor.ndim == 1:
+                assert found.vectors is None
+                continue
+            assert found.vectors is not None
+            assert found.vectors.dtype == getattr(torch, dtype)
+            vectors = found.vectors.double()
+            again = (vectors * spectrum) @ vectors.T
+            assert float((again - factor.double()).norm()) <= tolerance * float(factor.double().norm())
+        assert layer.record.residual_G is not None
+        assert layer.record.residual_G < 1e-14
+        assert layer.record.precision == "float64"
+
+
+def test_another_attempt_finds_what_was_laid_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = MemoryArtifacts()
+
+    def attempt(version: str) -> list[Any]:
+        made = space()
+        made.decomposition, made.scratch, made.conditions = "vectors", scratch, {"version": version}
+        return [row.record for row in measure_capacity(CapacityParams(), made)]
+
+    first = attempt("1")
+    calls = solved(monkeypatch)
+    assert attempt("1") == first
+    # a diagonal is sorted as fast as it is read
+    assert set(calls) == {"table"}
+    assert attempt("2") == first
+    assert len(calls) == 1 + 7
+
+
+def test_values_are_laid_aside_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = MemoryArtifacts()
+    made = space()
+    made.scratch, made.checkpoint_seconds = scratch, 1e6
+    list(measured_layers(made))
+    assert not any("bases" in name for name in scratch.tensors)
+    monkeypatch.setattr(decomposed, "_WORTH_KEEPING", 6)
+    again = space()
+    again.scratch, again.checkpoint_seconds = scratch, 1e6
+    list(measured_layers(again))
+    assert any("values" in name for name in scratch.tensors)
+    assert not any("vectors" in name for name in scratch.tensors)
+    calls = solved(monkeypatch)
+    third = space()
+    third.scratch, third.checkpoint_seconds = scratch, 1e6
+    rows = {layer.facts.name: layer.record for layer in measured_layers(third)}
+    assert sorted(calls) == ["key", "query"]  # their G has five rows
+    assert rows["last"].rungs_A is not None
+
+
+def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = {row.layer: row for row in collect_factors(None, space())}
+    made = space()
+    made.decomposition = "none"
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("decomposed")
+
+    for name in ("eigh", "eigvalsh"):
+        monkeypatch.setattr(torch.linalg, name, never)
+    monkeypatch.setattr(eigensolvers.lapack, "dpstrf", never)
+    layers = {layer.facts.name: layer for layer in measured_layers(made)}
+    for name, layer in layers.items():
+        record, full = layer.record, truth[name].record
+        assert (layer.spectrum_A, layer.spectrum_G) == (None, None)
+        unknown = ("rungs_A", "rungs_G", "precision", "residual_A", "kappa_A", "kappa_G", "clipped_A", "clipped_G")
+        assert [getattr(record, field) for field in unknown] == [None] * len(unknown)
+        # relative damping is that of the mean eigenvalue, which the trace knows
+        assert record.lambda_A == pytest.approx(full.lambda_A, rel=1e-12)
+        factors = collected(made).load(layer.facts.ordinal)
+        norm = factors.A.norm() if factors.A.ndim == 1 else torch.linalg.matrix_norm(factors.A)
+        assert layer.frobenius_A == pytest.approx(float(norm), rel=1e-13)
+        rest = dict.fromkeys(unknown) | {"lambda_A": None, "lambda_G": None}
+        rest |= {"lambda_A_relative": None, "lambda_G_relative": None}
+        assert replace(record, **rest) == replace(full, **rest)
+
+
+def test_the_largest_layer_comes_first_and_sums_are_in_the_models_order() -> None:
+    rows = [row for row in measure_capacity(CapacityParams(), space()) if row.status != "declared"]
+    assert [row.layer for row in rows] == ["last", "query", "key", "table"]
+    assert [row.ordinal for row in rows] == [3, 1, 2, 0]
+
+
+def load_counted(ordinal: int) -> Factors:
+    loads.append(ordinal)
+    came.set()
+    return Factors(layer=str(ordinal), form="kronecker", bias=False, A=torch.eye(4), G=torch.eye(3))
+
+
+loads: list[int] = []
+came = threading.Event()
+
+
+@pytest.mark.parametrize(("room", "ahead"), [(10**9, True), (ahead_bytes(5, 5, 4), False)])
+def test_the_next_layer_comes_in_meanwhile_where_there_is_room(room: int, ahead: bool) -> None:
+    class Tight(Guard):
+        def free_bytes(self, place: Any) -> int:
+            return self.budget.host_bytes
+
+    guard = Tight(
+        budget=MemoryBudget(device_bytes=room, host_bytes=room), device=torch.device("cpu"), log=lambda *_: None
+    )
+    facts = collected(space()).layers[1:]
+    loads.clear()
+    came.clear()
+    stream = streamed(facts, load_counted, device=torch.device("cpu"), guard=guard, need="values", resident=False)
+    first = next(stream)
+    assert first.factors.layer == str(facts[0].ordinal)
+    if ahead:
+        came.clear()
+        assert loads[1:] == [facts[1].ordinal] or came.wait(5)
+    assert loads == [each.ordinal for each in facts[: 2 if ahead else 1]]
+    assert [each.factors.layer for each in stream] == [str(each.ordinal) for each in facts[1:]]
+    assert len(loads) == len(facts)
+
+
+def test_a_layer_that_cannot_be_read_fails_in_its_turn() -> None:
+    facts = collected(space()).layers
+
+    def broken(ordinal: int) -> Factors:
+        if ordinal == facts[1].ordinal:
+            raise FileNotFoundError("gone")
+        return load_counted(ordinal)
+
+    stream = streamed(facts, broken, device=torch.device("cpu"), guard=Guard.unlimited(), need="values", resident=False)
+    assert next(stream).factors.layer == "0"
+    with pytest.raises(FileNotFoundError, match="gone"):
+        next(stream)
