@@ -1,8 +1,10 @@
 """Gradient rows: what enters G, kept row by row instead of summed, while a layer is collected.
 
-Rows come in the order in which the batches bring them. Where more than twice as many come as G has
-rows itself, a QR factorisation replaces them by the triangle R with the same sum, ``RᵀR = UᵀU``:
-exact, and bounded by n rows. A moving average weighs the past by its rows' scales, ``√β`` each time.
+Rows come in the order in which the batches bring them. Where more come than G has rows itself, a QR
+factorisation replaces n of them, and the triangle before, by the triangle R with the same sum,
+``RᵀR = UᵀU``: exact, and bounded by n rows. R stays in the precision of the sums until the end,
+or what storing it rounds off would add up. A moving average weighs the past by ``√β`` each time:
+rows by their scales, R itself.
 
 References:
     Golub & Van Loan (2013), Matrix computations, 6.5.2: updating a QR factorisation by rows
@@ -23,8 +25,8 @@ class GradientRows:
     """The rows of one layer, or of each of its groups.
 
     Memory:
-        (groups, capacity, n) numbers in the storage dtype; while two are made one, 2n rows in the sums' precision
-        twice over.
+        (groups, capacity, n) numbers in the storage dtype; where more than n rows come, n² of each group in the
+        sums' precision, and while they are made one 4 n² of one group.
     """
 
     rows: Tensor
@@ -35,6 +37,8 @@ class GradientRows:
     """() float64: the largest number so far, where gradients arrive; NaN and Inf stay."""
     working: torch.dtype
     """Precision in which rows are made one."""
+    triangle: Tensor | None = None
+    """(groups, n, n) R of the rows that were made one; None where none were."""
     staging: Staging | None = None
     """How rows reach the host, where they stand there and arrive elsewhere."""
     count: int = 0
@@ -53,7 +57,7 @@ class GradientRows:
         staging: Staging | None,
     ) -> "GradientRows":
         """Room for ``capacity`` rows of ``size`` numbers, or for as many as are ever held."""
-        room = min(capacity, 2 * size)
+        room = min(capacity, size)
         return cls(
             rows=torch.empty(groups, room, size, dtype=dtype, device=stand),
             scales=torch.ones(groups, room, dtype=torch.float64, device=arrive),
@@ -71,7 +75,7 @@ class GradientRows:
         """Keep ``rows`` (P, groups · n)."""
         for start in range(0, rows.shape[0], self.size):
             piece = rows[start : start + self.size]
-            if self.count + piece.shape[0] > 2 * self.size:
+            if self.count + piece.shape[0] > self.size:
                 self._merge_()
             self._make_room_(self.count + piece.shape[0])
             self._keep_(piece.view(piece.shape[0], -1, self.size))
@@ -79,9 +83,18 @@ class GradientRows:
     def decay_(self, past: float) -> None:
         """Weigh what is kept so far by ``past``."""
         self.scales[:, : self.count] *= math.sqrt(past)
+        if self.triangle is not None:
+            self.triangle *= math.sqrt(past)
 
     def finished(self, weight: float) -> list[LowRank]:
-        """Each group's side of ``weight`` loss terms, its rows on the host."""
+        """Each group's side of ``weight`` loss terms, its rows on the host; they are of no further use here."""
+        if self.triangle is not None:
+            self._merge_()
+            found = []
+            for triangle in self.triangle:
+                rows, scales = scaled_rows(triangle, self.rows.dtype)
+                found.append(LowRank(rows=rows.to("cpu"), scales=scales.to("cpu"), weight=weight))
+            return found
         host = self.rows[:, : self.count].to("cpu")
         scales = self.scales[:, : self.count].to("cpu")
         return [LowRank(rows=own, scales=beside, weight=weight) for own, beside in zip(host, scales, strict=True)]
@@ -93,17 +106,19 @@ class GradientRows:
             scales=self.scales[:, : self.count].clone(),
             largest=self.largest,
             working=self.working,
+            triangle=None if self.triangle is None else self.triangle.clone(),
             count=self.count,
         )
 
     def state(self) -> dict[str, Tensor | int]:
         """What a checkpoint holds."""
-        return {
+        held: dict[str, Tensor | int] = {
             "rows": self.rows[:, : self.count],
             "scales": self.scales[:, : self.count],
             "largest": self.largest,
             "count": self.count,
         }
+        return held if self.triangle is None else {**held, "triangle": self.triangle}
 
     def put(self, name: str, value: Tensor | int) -> None:
         """Take one entry of ``state`` back."""
@@ -111,6 +126,8 @@ class GradientRows:
             self.count = value
         elif name == "largest":
             self.largest = value.to(self.largest.device)
+        elif name == "triangle":
+            self.triangle = value.to(self.rows.device)
         else:
             self._make_room_(value.shape[1])
             (self.rows if name == "rows" else self.scales)[:, : value.shape[1]] = value.to(
@@ -140,7 +157,7 @@ class GradientRows:
         if self.staging is not None:
             self.staging.settle()
         # more came than was foreseen: a quarter more at a time
-        room = max(wanted, min(room + room // 4, 2 * self.size))
+        room = max(wanted, min(room + room // 4, self.size))
         rows = self.rows.new_empty(self.rows.shape[0], room, self.size)
         rows[:, : self.count] = self.rows[:, : self.count]
         scales = self.scales.new_ones(self.scales.shape[0], room)
@@ -148,16 +165,18 @@ class GradientRows:
         self.rows, self.scales = rows, scales
 
     def _merge_(self) -> None:
-        """Replace all rows by the triangle of their QR factorisation."""
+        """Let the triangle take in all rows."""
         if self.staging is not None:
             self.staging.settle()
         held, self.count = self.count, 0
-        for group in range(self.rows.shape[0]):
-            wide = torch.empty(held, self.size, dtype=self.working, device=self.scales.device)
-            wide.copy_(self.rows[group, :held]).mul_(self.scales[group, :held, None])
-            triangle = torch.linalg.qr(wide, mode="r").R
+        before = 0 if self.triangle is None else self.size
+        if self.triangle is None:
+            shape = self.rows.shape[0], self.size, self.size
+            self.triangle = torch.zeros(shape, dtype=self.working, device=self.rows.device)
+        for group, made in enumerate(self.triangle):
+            wide = torch.empty(before + held, self.size, dtype=self.working, device=self.scales.device)
+            wide[:before] = made[:before]
+            wide[before:].copy_(self.rows[group, :held]).mul_(self.scales[group, :held, None])
+            upper = torch.linalg.qr(wide, mode="r").R
             del wide
-            stored, scales = scaled_rows(triangle, self.rows.dtype)
-            self.scales[group, : triangle.shape[0]] = scales
-            self.rows[group, : triangle.shape[0]] = stored.to(self.rows.device)
-        self.count = min(held, self.size)
+            made[: upper.shape[0]] = upper

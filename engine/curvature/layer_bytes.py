@@ -115,8 +115,8 @@ def row_sizes(treated: Sequence[TreatedLayer], seen: DryRun, item: int) -> list[
     if not kept:
         return []
     gram = max(gram_bytes(each.held_rows(layer.out_dim)) for layer, each in kept)
-    # rows beyond twice the outputs are made one: they, and the factorisation's copy
-    merged = max((4 * layer.out_dim**2 for layer, each in kept if each.rows > 2 * layer.out_dim), default=0)
+    # a triangle and as many rows again are made one: they, and the factorisation's copy
+    merged = max((4 * layer.out_dim**2 for layer, each in kept if each.rows > layer.out_dim), default=0)
     return [
         ("Gram matrix", "4 · T² · 8, most gradient rows", gram, "exact", "decomposition"),
         ("merged gradient rows", "2 · 2n · n, widest layer", merged * item, "exact", "collection"),

@@ -40,6 +40,8 @@ class Representation:
     """Gradient rows of each group foreseen, at most."""
     dtype: torch.dtype = torch.float32
     """Of the rows."""
+    sums: torch.dtype = torch.float32
+    """Of what rows are made one in."""
     on_host: bool = False
     """The rows stand on the host."""
 
@@ -50,12 +52,14 @@ class Representation:
         return "host" if self.on_host or sums.type == "cpu" else "device"
 
     def held_rows(self, size: int) -> int:
-        """Rows held at once: beyond twice the outputs they are merged."""
-        return min(self.rows, 2 * size)
+        """Rows held at once: as many as come, or as G has."""
+        return min(self.rows, size)
 
     def held_bytes(self, layer: TreatedLayer) -> int:
-        """Bytes of the rows of all groups."""
-        return layer.groups * low_rank_bytes(self.held_rows(layer.out_dim), layer.out_dim, self.dtype.itemsize)
+        """Bytes of the rows of all groups, and of the triangles that take in more of them."""
+        size = layer.out_dim
+        triangle = size * size * self.sums.itemsize if self.rows > size else 0
+        return layer.groups * (low_rank_bytes(self.held_rows(size), size, self.dtype.itemsize) + triangle)
 
 
 DENSE = Representation(kind="dense", why="")
@@ -102,13 +106,15 @@ def choose(
     refused = _refusal(layer, options, collection, rows)
     if refused is not None:
         return Representation(kind="dense", why=f"G is dense: {refused}")
+    # of data without a count, more than G has itself
     rows = 2 * size if rows is None else rows
     plain = sums if collection.storage_dtype is None else getattr(torch, collection.storage_dtype)
-    large = layer.groups * low_rank_bytes(min(rows, 2 * size), size, plain.itemsize) >= LARGE_BYTES
+    large = layer.groups * low_rank_bytes(min(rows, size), size, plain.itemsize) >= LARGE_BYTES
     kept = Representation(
         kind="woodbury",
         why=f"G is kept as its gradient rows: {rows} are foreseen, for {size} outputs",
         rows=rows,
+        sums=sums,
         dtype=_DTYPES.get(options.dtype, torch.float16 if large and plain.itemsize > 2 else plain),
     )
     if options.store_device == "auto":

@@ -1,7 +1,6 @@
 """A layer's gradient rows say the same of it as their sum, however they came to be kept."""
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -167,21 +166,23 @@ def test_rows_read_back_from_what_waits_between_passes() -> None:
         assert digest(several.load(layer.ordinal).G) == digest(single.load(layer.ordinal).G)
 
 
-def test_a_moving_average_of_many_rows_is_merged_exactly() -> None:
-    drawn = torch.randn(90, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-14), (torch.float16, 5e-4)])
+def test_a_moving_average_of_many_rows_is_merged_exactly(dtype: torch.dtype, tolerance: float) -> None:
+    drawn = torch.randn(900, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     kept = GradientRows.empty(
-        1, 7, capacity=90, dtype=torch.float64, working=torch.float64, arrive=HOST, stand=HOST, staging=None
+        1, 7, capacity=900, dtype=dtype, working=torch.float64, arrive=HOST, stand=HOST, staging=None
     )
     dense = torch.zeros(7, 7, dtype=torch.float64)
     for batch in drawn.split(10):
-        kept.decay_(0.9)
-        dense.mul_(0.9)
+        kept.decay_(0.99)
+        dense.mul_(0.99)
         kept.add_(batch)
         dense += batch.T @ batch
-        assert kept.rows.shape[1] <= 14
+        assert kept.rows.shape[1] <= 7
     (side,) = kept.finished(3.0)
-    assert side.count <= 14
-    assert float((side.to_dense(torch.float64) - dense / 3).norm() / dense.norm() * 3) < 2e-15 * math.sqrt(90)
+    assert side.count == 7
+    # of 900 rows: what a step rounds off would add up to thirty times as much in float16
+    assert float((side.to_dense(torch.float64) - dense / 3).norm() / dense.norm() * 3) < tolerance
 
 
 def test_more_rows_than_were_foreseen_find_room() -> None:
