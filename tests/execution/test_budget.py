@@ -41,7 +41,14 @@ def found() -> Any:
         text=True,
         check=False,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        # what is freed goes back to the kernel at once, so that its account is that of what is held
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+        },
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
