@@ -61,13 +61,26 @@ def _where(row: Layer) -> str:
     return "/".join(dict.fromkeys(str(place) for place in places)) or "–"
 
 
+def _effective_rank(row: Layer) -> str:
+    """With a star where it has not converged."""
+    shown = number(_field(row.metrics, "effective_rank"))
+    followed = _field(row.metrics, "convergence") or ()
+    late = any(_field(each, "metric") == "effective_rank" and _field(each, "not_converged") for each in followed)
+    return f"{shown}*" if late else shown
+
+
+def _decay(row: Layer) -> str:
+    return number(_field(_field(row.metrics, "decay"), "exponent"))
+
+
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "capacity": (
         ("A×G", _sides),
         ("trace", _metric("trace")),
-        ("eff. rank", _metric("effective_rank")),
+        ("eff. rank", _effective_rank),
         ("eff. dim.", _metric("effective_dimension")),
         ("share", _share),
+        ("decay", _decay),
         ("κ", _metric("kappa")),
     ),
     "reconstruction": (
@@ -157,8 +170,13 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
         if kept is not None:
             parts.append(f"floor kept to {kept:.1%}")
     rank = _field(summary, "effective_rank")
+    together = _field(_field(summary, "model"), "effective_rank")
     if rank is not None:
-        parts.append(f"effective rank {number(rank)}")
+        whole = "" if together is None else f" summed over layers, {number(together)} of the model as a whole"
+        parts.append(f"effective rank {number(rank)}{whole}")
+    late = (_field(summary, "not_converged") or {}).get("effective_rank")
+    if late:
+        parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
     return "; ".join(parts)
 
 

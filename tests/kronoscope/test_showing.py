@@ -164,3 +164,23 @@ def test_a_reconstruction_shows_what_was_clipped_and_whether_the_floor_was_kept(
     assert summary_line("reconstruction", summary) == (
         "reconstruction: 3 layers; 732 of 12,288 eigenvalues clipped at κ_max 1e6; floor kept to 66.0%"
     )
+
+
+def test_what_has_not_converged_bears_a_star_and_is_said() -> None:
+    row = metrics_row()
+    full = {name: getattr(row.metrics, name) for name in vars(row.metrics)}
+    late = {"metric": "effective_rank", "examples": [4, 8], "values": [9.0, 12.25], "extrapolation": 15.5}
+    starred = full | {"convergence": [late | {"not_converged": True}]}
+    arrived = full | {"convergence": [late | {"not_converged": False}]}
+    assert "12.25*" in printed(layer_table("capacity", [metrics_row(metrics=starred)]))
+    assert "12.25*" not in printed(layer_table("capacity", [metrics_row(metrics=arrived)]))
+    said = {
+        "layers": 3,
+        "effective_rank": 12.25,
+        "not_converged": {"effective_rank": 2},
+        "model": {"effective_rank": 7},
+    }
+    line = summary_line("capacity", said)
+    assert "effective rank 12.25 summed over layers, 7 of the model as a whole" in line
+    assert "effective rank not converged in 2 layers (*)" in line
+    assert "not converged" not in summary_line("capacity", said | {"not_converged": {"effective_rank": 0}})
