@@ -107,7 +107,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 
 def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
     """One analysis's covered rows. Figures are shown whole; names take what the width leaves them."""
-    covered = [row for row in rows if row.status != "declared"]
+    # measured largest first, and shown in the model's order
+    covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
     columns = _COLUMNS.get(kind) or _generic_columns(covered)
     headings = ["parameters", *(heading for heading, _ in columns)]
     figures = [[number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]

@@ -184,3 +184,8 @@ def test_what_has_not_converged_bears_a_star_and_is_said() -> None:
     assert "effective rank 12.25 summed over layers, 7 of the model as a whole" in line
     assert "effective rank not converged in 2 layers (*)" in line
     assert "not converged" not in summary_line("capacity", said | {"not_converged": {"effective_rank": 0}})
+
+
+def test_rows_stand_in_the_models_order_whatever_the_order_they_came_in() -> None:
+    text = printed(layer_table("capacity", [metrics_row(ordinal=1, layer="last"), metrics_row(layer="first")]))
+    assert text.index("first") < text.index("last")
