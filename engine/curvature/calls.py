@@ -27,6 +27,8 @@ class Call:
     output: Tensor
     version: int
     """Writes to ``entered`` before this call."""
+    written: int = 0
+    """Writes to ``output`` before it was returned."""
 
 
 @contextlib.contextmanager
@@ -51,7 +53,8 @@ def watched(
                 entered = spread(entered, entered, examples)
                 if layer.name == disturb:
                     instead = disturbed(instead)
-            calls.append(Call(layer, entered, output if instead is None else instead, writes))
+            given = output if instead is None else instead
+            calls.append(Call(layer, entered, given, writes, version(given)))
             return instead
 
         return after

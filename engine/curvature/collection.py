@@ -91,7 +91,7 @@ def _collect(workspace: Workspace) -> Collected:
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
         seen = represented(job, found, with_activations(job, found, seen))
-        job = dataclasses.replace(job, representations=seen.representations)
+        job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
         del seen
         # what the dry runs held would stay with the process, beside what the passes hold

@@ -17,10 +17,12 @@ from engine.curvature.calls import Call, called, shared_tables, unattributed, wa
 from engine.curvature.discovery import Uses, calls_of, candidates, discovered
 from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.finiteness import witnessed
+from engine.curvature.head_choice import head_choice
 from engine.curvature.interception import Interception
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
+from engine.curvature.loss_head import head_of
 from engine.curvature.padding import padding_decides_nothing
 from engine.curvature.passes import PassJob
 from engine.curvature.prediction import predict
@@ -91,7 +93,7 @@ def looked_into(
     survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
-    seen = DryRun(calls=calls[0], examples=several[0], outputs=seen.outputs)
+    seen = dataclasses.replace(seen, calls=calls[0], examples=several[0])
     return survey, seen, frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
 
 
@@ -125,7 +127,7 @@ def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
     chosen = {
         layer.name: choose(layer, workspace.woodbury, job.collection, foreseen, job.dtype) for layer in survey.treated
     }
-    return dataclasses.replace(seen, representations=chosen)
+    return dataclasses.replace(seen, representations=chosen | head_choice(job, survey, seen))
 
 
 def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
@@ -166,4 +168,5 @@ def _repeated(batch: Batch, times: int) -> Batch:
 def _seen(job: PassJob, survey: Survey, batch: Batch) -> DryRun:
     with torch.no_grad(), watched(survey.treated, batch.size, job.tables) as calls:
         prediction = predict(job.model, batch, job.task)
-    return DryRun(calls=calls, examples=batch.size, outputs=prediction.outputs.numel())
+    head = head_of(calls, prediction.logits)
+    return DryRun(calls=calls, examples=batch.size, outputs=prediction.outputs.numel(), head=head)

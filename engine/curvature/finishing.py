@@ -15,6 +15,8 @@ from engine.curvature.factors import Factors, mirrored_, to_storage
 from engine.curvature.gathered import Gathered
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.probability_rows import ProbabilityRows
+from engine.curvature.softmax_head import SoftmaxFisher
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.structured import Structured
 from engine.curvature.tied_head import TiedHeadStatistics
@@ -81,13 +83,15 @@ def finished(
     holder = found.leader or found
     gradient: Sequence[StoredSide]
     if isinstance(found, TiedHeadStatistics):
-        nearest = found.nearest_product_(
-            _activation(found), _gradient(found, collection), identity=collection.fisher == "forward_only"
+        nearest_A, nearest_G = found.nearest_product_(
+            _activation(found), _head_gradient(found, collection), identity=collection.fisher == "forward_only"
         )
-        shared[holder.layer.name], gradient = (
-            _stored(found, side, factor, storage) for side, factor in zip("AG", nearest, strict=True)
-        )
-        del nearest
+        shared[holder.layer.name] = _stored(found, "A", nearest_A, storage)
+        if isinstance(nearest_G, Tensor):
+            gradient = _stored(found, "G", nearest_G, storage)
+        else:
+            gradient = [(nearest_G.to(torch.device("cpu")), 1.0)]
+        del nearest_A, nearest_G
         found.A = None
     else:
         if holder.layer.name not in shared:
@@ -148,6 +152,15 @@ def _gradient_side(found: LayerStatistics, collection: Collection, storage: torc
     if not bool(torch.isfinite(found.gradient_rows.largest)):
         raise _overflown(found.layer.name, "G", found.sums_dtype)
     return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0)]
+
+
+def _head_gradient(found: LayerStatistics, collection: Collection) -> Tensor | SoftmaxFisher:
+    """G of a head alone, before its table's part comes in."""
+    rows = found.gradient_rows
+    if not isinstance(rows, ProbabilityRows):
+        return _gradient(found, collection)
+    (side,) = rows.finished(found.weight_G or 1.0)
+    return side.to(rows.scales.device)
 
 
 def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:

@@ -11,12 +11,15 @@ References:
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from engine.curvature.offload import Staging
+from engine.curvature.structured import Structured
 from engine.curvature.woodbury import LowRank, scaled_rows
 
 
@@ -55,7 +58,7 @@ class GradientRows:
         arrive: torch.device,
         stand: torch.device,
         staging: Staging | None,
-    ) -> "GradientRows":
+    ) -> Self:
         """Room for ``capacity`` rows of ``size`` numbers, or for as many as are ever held."""
         room = min(capacity, size)
         return cls(
@@ -86,7 +89,7 @@ class GradientRows:
         if self.triangle is not None:
             self.triangle *= math.sqrt(past)
 
-    def finished(self, weight: float) -> list[LowRank]:
+    def finished(self, weight: float) -> Sequence[Structured]:
         """Each group's side of ``weight`` loss terms, its rows on the host; they are of no further use here."""
         if self.triangle is not None:
             self._merge_()
@@ -99,15 +102,14 @@ class GradientRows:
         scales = self.scales[:, : self.count].to("cpu")
         return [LowRank(rows=own, scales=beside, weight=weight) for own, beside in zip(host, scales, strict=True)]
 
-    def copied(self) -> "GradientRows":
+    def copied(self) -> Self:
         """The same rows, in a place of their own."""
-        return GradientRows(
+        return replace(
+            self,
             rows=self.rows[:, : self.count].clone(),
             scales=self.scales[:, : self.count].clone(),
-            largest=self.largest,
-            working=self.working,
             triangle=None if self.triangle is None else self.triangle.clone(),
-            count=self.count,
+            staging=None,
         )
 
     def state(self) -> dict[str, Tensor | int]:

@@ -26,7 +26,9 @@ from engine.curvature.layers.embedding import EmbeddingLayer
 from engine.curvature.layers.functional_linear import FunctionalLinearLayer
 from engine.curvature.layers.layer import TreatedLayer, Use
 from engine.curvature.layers.place import Place
+from engine.curvature.loss_head import LossHead
 from engine.curvature.mixed_precision import LossScale
+from engine.curvature.prediction import Prediction
 from engine.curvature.provenance import Rows
 from engine.curvature.sightings import Product
 from engine.curvature.statistics import LayerStatistics
@@ -79,6 +81,8 @@ class Collector:
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
     places: Places = frozenset()
     """All places in parameters that are layers, those that are not collected now among them."""
+    head: LossHead | None = None
+    """The layer whose outputs are the loss's logits, where it keeps their probabilities."""
     returning: bool = False
     """The backward pass has begun."""
     scale: LossScale | None = None
@@ -129,6 +133,19 @@ class Collector:
         self.returning = False
         for record in (self._seen, self._calls, self._ungraphed):
             record.clear()
+        if self.head is not None:
+            self.head.begin()
+
+    def predicted(self, prediction: Prediction) -> None:
+        """Let the probabilities of the loss's terms enter the head's statistics."""
+        head = self.head
+        for statistics in self.statistics:
+            if head is not None and head.role in statistics.layer.roles and statistics.flaw is None:
+                terms = head.terms(prediction)
+                if terms is None:
+                    statistics.flaw = "unforeseen_use"
+                else:
+                    statistics.add_terms_(prediction.outputs.detach(), terms)
 
     def returned(self) -> bool:
         """Close one backward pass; False where a gradient has overflowed, and nothing of it has entered anything."""
@@ -324,6 +341,11 @@ class Collector:
         if not torch.is_grad_enabled():
             return None
         name = statistics.layer.name
+        if self.head is not None and use.role is self.head.role and not self.returning:
+            self.head.put_out(use, output)
+            if use.role is statistics.layer:
+                # whose own gradient nothing needs
+                return None
         meeting = self._meetings.get(name)
         if meeting is None or not statistics.layer.weight:
             # a bias's gradient needs no input

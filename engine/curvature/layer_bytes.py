@@ -24,6 +24,8 @@ class DryRun:
     examples: int
     outputs: int
     """Numbers in the model's outputs."""
+    head: TreatedLayer | None = None
+    """The linear layer whose output is the loss's logits, if there is one."""
     saved: Saved | None = None
     """What autograd saves; None where nothing is pulled back."""
     recomputed: Saved | None = None

@@ -18,6 +18,7 @@ from engine.curvature.hooks import Collector, Places
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
+from engine.curvature.loss_head import LossHead
 from engine.curvature.mixed_precision import Precision
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.numerics import Numerics
@@ -57,6 +58,8 @@ class PassJob:
     """Smaller sample sizes to keep."""
     representations: Mapping[str, Representation] = field(default_factory=dict)
     """How the layers keep their G; dense where a layer is not named."""
+    head: TreatedLayer | None = None
+    """The linear layer whose outputs are the loss's logits, if there is one."""
     cut_padding: bool = False
     """Padding decides nothing, so it need not go through the model."""
 
@@ -109,7 +112,9 @@ def run_pass(
     by_name = _allocated(job, treated, gathered.shared, mixed)
     all_statistics = tuple(by_name.values())
     wanted = collection.fisher != "forward_only"
-    collector = Collector(statistics=all_statistics, gradients=wanted, tables=job.tables, places=job.places)
+    collector = Collector(
+        statistics=all_statistics, gradients=wanted, tables=job.tables, places=job.places, head=_head(job, treated)
+    )
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     checked = workspace.checkpointed
     cursor, stream = Cursor(number=progress.number), job.stream()
@@ -198,6 +203,16 @@ def _allocated(
     return by_name
 
 
+def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
+    """The loss's head, if it is among the layers of a pass and keeps probabilities."""
+    for layer in treated:
+        representation = job.representations.get(layer.name, DENSE)
+        if job.head is not None and representation.kind == "softmax_head" and job.head in layer.roles:
+            # what table and head of one weight have in common needs both gradients
+            return LossHead(role=job.head, traced=job.collection.exact_trace and job.head is layer)
+    return None
+
+
 def statistics_kind(layer: TreatedLayer) -> type[LayerStatistics]:
     """What holds a layer's sums."""
     return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
@@ -227,6 +242,8 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
         # probabilities, and what is drawn from them, in the precision of the sums
         prediction = replace(prediction, outputs=prediction.outputs.to(job.dtype))
     collector.returning = True
+    if prediction.terms:
+        collector.predicted(prediction)
     terms, divisor, shares = prediction.terms, prediction.divisor, prediction.shares
     for statistics in collector.statistics:
         statistics.weight_G += divisor

@@ -8,7 +8,7 @@ position is padding, are not valid.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class Prediction:
     """(N, R, 1), or (N, R, C) for `bce`: what the Hessian of each term is multiplied by; None where by one."""
     weighed: Tensor | None = None
     """(N,) sums of the label's weights over the terms that count, which torch's weighted mean divides by."""
+    logits: Tensor | None = None
+    """(N, …, C) the model's own tensor of which ``outputs`` are the first terms of each example; None where they are
+    arranged otherwise, or are no logits of classes."""
 
     @property
     def terms(self) -> int:
@@ -99,6 +102,16 @@ def positions(batch: Batch, task: Task) -> Tensor | None:
             kept[:, :-1] |= kept[:, 1:].clone()
         return None if bool(kept.all()) else kept
     return None
+
+
+def class_terms(batch: Batch, task: Task, each: int) -> int:
+    """Loss terms of a batch that is to be classified, told without the model; ``each`` an example where it has none."""
+    classes = batch.targets
+    if task.type == "causal_lm":
+        classes = (_ids(batch) if classes is None else classes)[:, 1:]
+        if batch.mask is not None:
+            classes = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], classes, task.ignore_index)
+    return int((classes != task.ignore_index).sum()) if isinstance(classes, Tensor) else each * batch.size
 
 
 def _call(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
@@ -173,8 +186,8 @@ def _classified(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
         return _numbers(outputs, targets, batch, task)
     # torch's own convention puts the classes at dimension 1, sequence models put them last
     if outputs.ndim > 2 and isinstance(targets, Tensor) and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
-        outputs = outputs.movedim(1, -1)
-    return _classes(outputs, targets, batch, task)
+        return _classes(outputs.movedim(1, -1), targets, batch, task)
+    return replace(_classes(outputs, targets, batch, task), logits=outputs)
 
 
 def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
@@ -191,7 +204,7 @@ def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
     kept = ids[:, 1:]
     if batch.mask is not None:
         kept = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], kept, task.ignore_index)
-    return _classes(outputs[:, :-1], kept, batch, task)
+    return replace(_classes(outputs[:, :-1], kept, batch, task), logits=outputs)
 
 
 def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
@@ -201,7 +214,7 @@ def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
             f"`masked_lm` needs targets: the token at each masked position, {task.ignore_index} elsewhere",
             pointer="/data",
         )
-    return _classes(outputs, targets, batch, task)
+    return replace(_classes(outputs, targets, batch, task), logits=outputs)
 
 
 def _regressed(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401

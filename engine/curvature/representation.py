@@ -17,6 +17,7 @@ from catalog.woodbury import Woodbury
 from engine.curvature.calls import Call
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
+from engine.curvature.softmax_head import SoftmaxFisher
 from engine.curvature.structured import Structured
 from engine.curvature.woodbury import LowRank, low_rank_bytes
 from engine.errors import BrokenFactors
@@ -26,18 +27,18 @@ RATIO = 2**0.5 - 1
 LARGE_BYTES = 500 * 10**6
 """Rows of a layer from which `auto` stands them on the host, and narrows them."""
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_READERS: Mapping[str, type[Structured]] = {"woodbury": LowRank}
+_READERS: Mapping[str, type[Structured]] = {"woodbury": LowRank, "softmax_head": SoftmaxFisher}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Representation:
     """How one layer's G is kept."""
 
-    kind: Literal["dense", "woodbury"]
+    kind: Literal["dense", "woodbury", "softmax_head"]
     why: str
     """Why so; empty where nothing was to be chosen."""
     rows: int = 0
-    """Gradient rows of each group foreseen, at most."""
+    """Rows of gradients, or of probabilities, that are foreseen of each group, at most."""
     dtype: torch.dtype = torch.float32
     """Of the rows."""
     sums: torch.dtype = torch.float32
@@ -107,16 +108,24 @@ def choose(
     if refused is not None:
         return Representation(kind="dense", why=f"G is dense: {refused}")
     # of data without a count, more than G has itself
-    rows = 2 * size if rows is None else rows
-    plain = sums if collection.storage_dtype is None else getattr(torch, collection.storage_dtype)
-    large = layer.groups * low_rank_bytes(min(rows, size), size, plain.itemsize) >= LARGE_BYTES
+    foretold = rows or 2 * size
     kept = Representation(
         kind="woodbury",
-        why=f"G is kept as its gradient rows: {rows} are foreseen, for {size} outputs",
-        rows=rows,
+        why=f"G is kept as its gradient rows: {foretold} are foreseen, for {size} outputs",
+        rows=foretold,
         sums=sums,
-        dtype=_DTYPES.get(options.dtype, torch.float16 if large and plain.itemsize > 2 else plain),
     )
+    return of_rows(kept, layer, options, collection, sums)
+
+
+def of_rows(
+    kept: Representation, layer: TreatedLayer, options: Woodbury, collection: Collection, sums: torch.dtype
+) -> Representation:
+    """The same rows in the precision, and in the place, that ``options`` say."""
+    plain = sums if collection.storage_dtype is None else getattr(torch, collection.storage_dtype)
+    held = layer.groups * low_rank_bytes(kept.held_rows(layer.out_dim), layer.out_dim, plain.itemsize)
+    large = held >= LARGE_BYTES
+    kept = replace(kept, dtype=_DTYPES.get(options.dtype, torch.float16 if large and plain.itemsize > 2 else plain))
     if options.store_device == "auto":
         return replace(kept, on_host=kept.held_bytes(layer) >= LARGE_BYTES)
     return replace(kept, on_host=options.store_device == "host")

@@ -28,6 +28,7 @@ from engine.curvature.joint import Met, block_gradients, squared_norms
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.curvature.offload import Staging
+from engine.curvature.probability_rows import ProbabilityRows, Terms
 from engine.curvature.representation import DENSE, Representation
 
 
@@ -93,7 +94,14 @@ class LayerStatistics:
     @property
     def explanation(self) -> str:
         """Why the layer is represented as it is."""
-        return "; ".join(filter(None, (self.layer.explanation, self.representation.why)))
+        return "; ".join(filter(None, (self._layer_explanation, self.representation.why)))
+
+    @property
+    def _layer_explanation(self) -> str:
+        """The layer's own, but for what does not hold of a G that is not dense."""
+        own = self.layer.explanation
+        usual = self.representation.kind == "dense" or self.layer.why != TreatedLayer.why
+        return own if usual else own.removeprefix(TreatedLayer.why).removeprefix("; ")
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums, on the host where there is a staging.
@@ -109,8 +117,9 @@ class LayerStatistics:
         if self.leader is None and layer.form not in ("block", "diagonal_block"):
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=place)
-        if self.representation.kind == "woodbury":
-            self.gradient_rows = GradientRows.empty(
+        if self.representation.kind != "dense":
+            kind = ProbabilityRows if self.representation.kind == "softmax_head" else GradientRows
+            self.gradient_rows = kind.empty(
                 layer.groups,
                 layer.out_dim,
                 capacity=self.representation.rows,
@@ -252,6 +261,16 @@ class LayerStatistics:
             self._add_small_(self.G, squares.sum(0))
             if self.traced:
                 self._add_norms_(squares.sum(1, keepdim=True).to(torch.float64))
+
+    def add_terms_(self, logits: Tensor, terms: Terms) -> None:
+        """Keep the probabilities of a head's loss terms, of ``logits`` (N, R, V)."""
+        self.gradients += 1
+        if not isinstance(self.gradient_rows, ProbabilityRows):
+            raise TypeError(f"layer `{self.layer.name}` keeps no probabilities")
+        traces = self.gradient_rows.add_terms_(logits, terms)
+        if terms.squares is not None:
+            norms = traces.new_zeros(logits.shape[0]).index_add_(0, terms.example, traces * terms.squares)
+            self._add_norms_(norms[:, None])
 
     def add_met_(self, met: Met) -> None:
         """Add what needs inputs and gradients of all calls of one direction together."""

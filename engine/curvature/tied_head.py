@@ -17,7 +17,7 @@ References:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from engine.curvature.factors import mirrored_
 from engine.curvature.gram import add_gram_
 from engine.curvature.layers.layer import Use
 from engine.curvature.layers.tied import TiedHeadLayer
+from engine.curvature.softmax_head import SoftmaxFisher
 from engine.curvature.statistics import LayerStatistics
 
 _NUMBERS_AT_ONCE = 2**20
@@ -97,15 +98,17 @@ class TiedHeadStatistics(LayerStatistics):
     @property
     def explanation(self) -> str:
         """Who holds the weight, and how well one product describes both uses."""
-        found = super().explanation
         if self.residual is None:
-            return found
-        return (
-            f"{found}, scaled to its trace (relative residual {self.residual:.2g}); "
+            return super().explanation
+        found = (
+            f"{self.layer.explanation}, scaled to its trace (relative residual {self.residual:.2g}); "
             "the cross terms of one example's two uses are left out"
         )
+        return "; ".join(filter(None, (found, self.representation.why)))
 
-    def nearest_product_(self, A: Tensor, G: Tensor, *, identity: bool) -> tuple[Tensor, Tensor]:
+    def nearest_product_(
+        self, A: Tensor, G: Tensor | SoftmaxFisher, *, identity: bool
+    ) -> tuple[Tensor, Tensor | SoftmaxFisher]:
         """A and G of both uses, from the head's normalised ones, which are overwritten; the table's sums are let go.
 
         ``identity`` sets the gradients of the vectors to the identity, as those of the head are.
@@ -116,14 +119,15 @@ class TiedHeadStatistics(LayerStatistics):
         if self.counts is None or self.vectors is None:
             raise ValueError(f"layer `{self.layer.name}` was never allocated")
         # the head's sums may stand on the host
-        counts, vectors = self.counts.to(G.device), self.vectors.to(G.device)
+        where = A.device
+        counts, vectors = self.counts.to(where), self.vectors.to(where)
         counts.div_(self.weight_counts or 1.0)
         mirrored_(vectors.div_(self.weight_G or 1.0))
         if identity:
             vectors.zero_().diagonal().fill_(1.0)
         width = vectors.shape[0]
-        block, diagonal = A[:width, :width], G.diagonal()
-        P = _inner_products(_inner(G, G), _inner(diagonal, counts), _inner(counts, counts))
+        block, diagonal = A[:width, :width], G.diagonal().to(where)
+        P = _inner_products(_inner_of(G).to(where), _inner(diagonal, counts), _inner(counts, counts))
         Q = _inner_products(_inner(A, A), _inner(block, vectors), _inner(vectors, vectors))
         traces_G = torch.stack([diagonal.sum(dtype=torch.float64), counts.sum(dtype=torch.float64)]).cpu()
         traces_A = torch.stack(
@@ -132,10 +136,23 @@ class TiedHeadStatistics(LayerStatistics):
         x, y = _leading_pair(P, Q)
         x, y = _scaled(x, y, traces_G, traces_A)
         self.residual = _residual(x, y, P, Q)
-        G.mul_(float(x[0])).diagonal().add_(counts, alpha=float(x[1]))
+        G = _combined(G, counts, float(x[0]), float(x[1]))
         A.mul_(float(y[0]))[:width, :width].add_(vectors, alpha=float(y[1]))
         self.counts = self.vectors = None
         return A, G
+
+
+def _inner_of(G: Tensor | SoftmaxFisher) -> Tensor:
+    """``‖G‖²``."""
+    return _inner(G, G) if isinstance(G, Tensor) else torch.tensor(G.frobenius_norm() ** 2, dtype=torch.float64)
+
+
+def _combined(G: Tensor | SoftmaxFisher, counts: Tensor, x: float, y: float) -> Tensor | SoftmaxFisher:
+    """``x G + y diag(counts)``; a matrix is overwritten."""
+    if isinstance(G, Tensor):
+        G.mul_(x).diagonal().add_(counts, alpha=y)
+        return G
+    return replace(G, weights=G.weights * x, excess=counts.to("cpu", torch.float64) * y)
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
