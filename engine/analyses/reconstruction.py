@@ -144,8 +144,10 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
                 factor.size, factor.kind, "its spectrum is not to be had without a dense matrix of that size"
             )
         basis = layer.load_basis(side)
-        return in_eigenbasis(basis.values, basis.vectors, run.kappa_max, torch.float32, kind=factor.kind)
-    wide = torch.float64 if factor.dtype == torch.float64 else torch.float32
+        return in_eigenbasis(
+            basis.values, basis.vectors, run.kappa_max, _basis_dtype(factor.storage_dtype), kind=factor.kind
+        )
+    wide = _basis_dtype(factor.dtype)
     if factor.ndim == 1 and run.params.route == "eigenbasis":
         return in_eigenbasis(factor.to(torch.float64) * scale, None, run.kappa_max, wide, kind="diagonal")
     if factor.ndim == 1:
@@ -157,6 +159,11 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
         return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
     place = run.params.placement
     return rebuilt(run.workspace, factor, values, vectors, run.kappa_max, place, layer=name, scale=scale)
+
+
+def _basis_dtype(kept: torch.dtype) -> torch.dtype:
+    """Precision of an eigenbasis of a factor that is kept in ``kept``."""
+    return torch.float64 if kept == torch.float64 else torch.float32
 
 
 def _write(

@@ -146,7 +146,8 @@ def tile_extent(size: int, rank: int, dtype: torch.dtype, scratch_bytes: int = S
     ``scratch_bytes``, unless 64 rows of the basis are more than that already.
     """
     item = torch.empty((), dtype=dtype).element_size()
-    rows = min(size, max(_NARROWEST, min(-(-size // 16), 512, scratch_bytes // (8 * item * max(rank, 1)))))
+    wished = min(max(-(-size // 16), 128), 512)
+    rows = min(size, max(_NARROWEST, min(wished, scratch_bytes // (8 * item * max(rank, 1)))))
     left = scratch_bytes - 2 * rows * rank * item
     return rows, min(size, max(rows, left // (rank * item + 8 * rows)))
 
@@ -231,6 +232,8 @@ def _in_tiles_(matrix: Tensor, columns: Tensor, plan: _Plan, scratch_bytes: int)
             elif begin < stop:
                 made.diagonal(start - begin).add_(plan.floor)
             tile.copy_(made)
+        # before the next is made, not after
+        del right
 
 
 def _in_panels_(matrix: Tensor, plan: _Plan, device: torch.device, scratch_bytes: int) -> None:

@@ -12,6 +12,7 @@ from catalog.analysis import LayerResult, most_decomposed
 from catalog.capacity import CapacityParams
 from catalog.collection import Stabilisation
 from catalog.reconstruction import ReconstructionParams, ReconstructionSummary
+from catalog.woodbury import Woodbury
 from engine.analyses import stabilised_side
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import FOLDER, INDEX, reconstruct
@@ -19,6 +20,7 @@ from engine.curvature.collected import read_collected
 from engine.curvature.collection import collected
 from engine.curvature.factors import digest
 from engine.curvature.stabilised_inverse import StabilisedInverse, StabilisedSide
+from engine.curvature.structured import Structured
 from engine.errors import NoConditionNumber
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
@@ -284,3 +286,28 @@ def test_the_same_of_stored_factors() -> None:
     _, summary = run(second, kappa_max=100.1)
     assert summary.clipped == 0
     assert summary.mass_share == 0
+
+
+def test_a_side_that_is_never_made_dense_is_kept_as_its_eigenbasis() -> None:
+    dense = given(batch_size=2)
+    space = given(batch_size=2)
+    space.woodbury = Woodbury(policy="all", dtype="fp32")
+    rows, summary = run(space)
+    kept: Any = space.artifacts
+    structured = 0
+    for facts in collected(space).layers:
+        side = collected(space).load(facts.ordinal).G
+        if not isinstance(side, Structured):
+            continue
+        structured += 1
+        found = rows[facts.name].metrics.G
+        truth = clipped(collected(dense).load(facts.ordinal).G, 100)
+        own = StabilisedSide.read(kept.tensors[rows[facts.name].metrics.artifact], "gradient", found.floor)
+        right = torch.eye(facts.out_dim, dtype=torch.float64)
+        torch.testing.assert_close(own.apply(right), truth, rtol=0, atol=1e-6 * float(truth.max()))
+        assert found.kind == "woodbury"
+        assert found.found_by == "construction"
+        assert found.clipped + found.unclipped == facts.out_dim
+    assert structured > 0
+    assert summary.not_stabilised == ()
+    assert kept.tables[INDEX]["layers"][0]["sides"]["G"]["kind"] in ("matrix", "eigenbasis")
