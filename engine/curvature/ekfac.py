@@ -6,11 +6,13 @@ eigenvalues are the correction's.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from engine.curvature.checkpoints import counts, set_counts
 from engine.curvature.correction import CorrectionStatistics
 from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import Corrected, Factors
@@ -23,6 +25,7 @@ from engine.curvature.passes import PassJob, update
 from engine.curvature.statistics import LayerStatistics
 from engine.errors import NonFiniteFactor
 from engine.memory.budget import give_back_host_memory
+from engine.memory.guard import Rung
 from engine.workspace import Artifacts
 
 Load = Callable[[], Corrected]
@@ -77,7 +80,7 @@ def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) 
         bases: dict[str, Tensor] = {}
         sums = [_prepared(job, each, gathered, bases) for each in known if not _exact(each.layer)]
         if sums:
-            _run(job, tuple(sums), done, total)
+            _guarded_run(job, tuple(sums), done, total)
             done += 1
             gathered.passes += 1
         by_name = {each.layer.name: each for each in sums}
@@ -142,6 +145,34 @@ def _vectors(job: PassJob, factor: Tensor, layer: str) -> Tensor:
     if found.vectors is None:
         raise ValueError(f"layer `{layer}`: a diagonal factor has no basis of its own")
     return found.vectors.to(device)
+
+
+def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
+    """One pass over the data; begun anew, with half as many examples at a time, where memory runs out."""
+    before = [counts(each) for each in sums]
+
+    def begun(size: int | None) -> None:
+        for each, kept in zip(sums, before, strict=True):
+            set_counts(each, kept)
+            if each.eigenvalues is not None:
+                each.eigenvalues.zero_()
+        _run(replace(job, micro_batch=size), sums, done, total)
+
+    sizes: list[int | None] = [job.micro_batch]
+    whole = min(job.collection.batch_size, job.workspace.examples or job.collection.batch_size)
+    while (last := sizes[-1] or whole) > 1:
+        sizes.append(-(-last // 2))
+    rungs = [
+        Rung(
+            name="whole batches" if size is None else f"slices of {size}",
+            formula="as the plan counts them",
+            device_bytes=0,
+            host_bytes=0,
+            run=partial(begun, size),
+        )
+        for size in sizes
+    ]
+    job.workspace.guard.descend(rungs, what="the correction", layer=None, stage="correction")
 
 
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:

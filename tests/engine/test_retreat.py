@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from catalog.memory import Memory
-from engine.curvature import gathering
+from engine.curvature import ekfac, gathering
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
 from engine.curvature.factors import digest
@@ -161,6 +161,31 @@ def test_the_end_of_the_ladder_says_what_was_held(monkeypatch: pytest.MonkeyPatc
     assert len(made.guard.planning_errors) == 6
     assert all(torch.equal(before[name], tensor) for name, tensor in made.model.state_dict().items())  # type: ignore[union-attr]
     assert all(parameter.grad is None for parameter in made.model.parameters())  # type: ignore[union-attr]
+
+
+def test_a_correction_that_runs_out_begins_its_pass_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def corrections(made: Workspace) -> list[str]:
+        found = collected(made)
+        assert found.load_corrected is not None
+        return [digest(found.load_corrected(place).eigenvalues) for place in range(len(found.layers))]
+
+    real, attempts = ekfac._run, 0
+
+    def failing(*arguments: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        with Injector(150 if attempts < 3 else None):
+            real(*arguments)
+
+    made, undisturbed = space(), space()
+    for each in (made, undisturbed):
+        each.collection = replace(each.collection, ekfac=True)
+    monkeypatch.setattr(ekfac, "_run", failing)
+    found = corrections(made)
+    assert [error.rung for error in made.guard.planning_errors] == ["slices of 4"]
+    monkeypatch.setattr(ekfac, "_run", lambda job, *rest: real(replace(job, micro_batch=2), *rest))
+    assert found == corrections(undisturbed)
+    assert attempts == 3
 
 
 def test_layers_of_one_factor_stay_in_one_pass() -> None:
