@@ -10,7 +10,7 @@ Rungs, in order; those that were tried are in the layer's record:
 
 1. ``device_float32``: torch on the factor's own device, where float32 suffices;
 2. ``device_float64``: the same in float64;
-3. ``host_gram``: values of a factor kept in float64 with T ≤ n/2, from T columns of its pivoted Cholesky factor;
+3. ``host_gram``: values of a factor kept in float64 with T ≤ n/4, from T columns of its pivoted Cholesky factor;
 4. ``host_float64``: torch on the CPU (LAPACK syevd, vectors in place);
 5. ``host_syevr``: relatively robust representations, another algorithm whose workspace is O(n);
 6. ``host_in_place``: QR iteration, which overwrites one copy by the vectors, and takes longest;
@@ -137,7 +137,8 @@ def decompose(
             )
         return known
     if factor.ndim == 1:
-        _require_finite(factor, layer)
+        if not bool(torch.isfinite(factor).all()):
+            raise _not_finite(factor, layer)
         values = torch.sort(factor.to("cpu", torch.float64)).values.clamp_min_(0)
         return Decomposition(values=values, vectors=None, rungs=("diagonal",), residual=None, precision="float64")
     size = factor.shape[0]
@@ -148,8 +149,9 @@ def decompose(
             f"layer `{layer}`: a {size}×{size} factor is beyond LAPACK's 32-bit indices, which reach {LARGEST} rows",
             layer=layer,
         )
-    _require_finite(factor, layer)
     expected = _Expected.of(factor, need)
+    if not math.isfinite(expected.norm):
+        raise _not_finite(factor, layer)
     steps = [
         Rung(
             name=solver.cost.name,
@@ -170,16 +172,15 @@ def decompose(
     return replace(found.value, rungs=found.taken, refused=found.refused)
 
 
-def _require_finite(factor: Tensor, layer: str) -> None:
-    # a few rows at a time: the answer for the whole would take twice the factor
+def _not_finite(factor: Tensor, layer: str) -> NonFiniteFactor:
+    # a few rows at a time: the answer for the whole would take as much as the factor
     bad = sum(
         int((~torch.isfinite(factor[start : start + _ROWS_AT_ONCE])).sum())
         for start in range(0, factor.shape[0], _ROWS_AT_ONCE)
     )
-    if bad:
-        raise NonFiniteFactor(
-            f"layer `{layer}`: the factor holds NaN or Inf in {bad} of its {factor.numel()} numbers", layer=layer
-        )
+    return NonFiniteFactor(
+        f"layer `{layer}`: the factor holds NaN or Inf in {bad} of its {factor.numel()} numbers", layer=layer
+    )
 
 
 def decompose_structured(
@@ -220,7 +221,7 @@ class _Expected:
         images = None if probes is None else torch.empty_like(probes)
         for start in range(0, size, _ROWS_AT_ONCE):
             rows = factor[start : start + _ROWS_AT_ONCE].to(torch.float64) / unit
-            squares += rows.square().sum()
+            squares += torch.linalg.vector_norm(rows).square()
             if images is not None and probes is not None:
                 images[start : start + _ROWS_AT_ONCE] = rows @ probes
         trace = float((diagonal / unit).sum())

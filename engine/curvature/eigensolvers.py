@@ -97,9 +97,10 @@ def gram_route(size: int, rank_bound: int | None, need: Need, dtype: torch.dtype
     """Whether T rows of a dense matrix's pivoted Cholesky factor are tried before the matrix itself.
 
     Only where it is kept in float64: what float32 sums rounded off lies outside of any T rows, and
-    would be lost. The basis of the zeros would have to be made besides, so for values alone.
+    would be lost. The basis of the zeros would have to be made besides, so for values alone. With
+    more rows than a quarter there is little left to gain.
     """
-    return need == "values" and dtype == torch.float64 and rank_bound is not None and 2 * rank_bound <= size
+    return need == "values" and dtype == torch.float64 and rank_bound is not None and 4 * rank_bound <= size
 
 
 def _torch_rung(

@@ -85,7 +85,7 @@ def test_float32_is_taken_only_where_nothing_small_is_looked_at() -> None:
         assert float(((found.values - truth) / truth).abs().max()) < 1e-2
 
 
-@pytest.mark.parametrize("rank", [1, 5, 20])
+@pytest.mark.parametrize("rank", [1, 5, 10])
 def test_the_gram_route_is_exact_and_its_zeros_are_zero(rank: int) -> None:
     size = 40
     rows = torch.randn(rank, size, dtype=torch.float64) * torch.logspace(0, -3, rank, dtype=torch.float64)[:, None]
@@ -252,7 +252,7 @@ from engine.memory.exhaustion import ran_out_of_memory
 
 torch.set_num_threads(1)
 size, host = 500, torch.device("cpu")
-rows = torch.randn(size // 2, size, dtype=torch.float64)
+rows = torch.randn(size // 4, size, dtype=torch.float64)
 whole = rows.T @ rows
 
 def held():
@@ -275,7 +275,7 @@ def fits(solver, matrix, share):
 for need in ("values", "vectors"):
     for dtype in (torch.float32, torch.float64):
         matrix = whole.to(dtype)
-        for solver in solvers(size, need, host, dtype, single=True, rank_bound=size // 2):
+        for solver in solvers(size, need, host, dtype, single=True, rank_bound=size // 4):
             solver.solve(matrix)  # what the libraries take for themselves the first time
             print(need, dtype, solver.cost.name, fits(solver, matrix, 1.12), fits(solver, matrix, 0.85))
 """

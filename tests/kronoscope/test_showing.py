@@ -49,6 +49,11 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
     assert "…" not in "".join(line.partition("│")[2] for line in text.splitlines())  # no figure is cut
 
 
+def test_layers_that_came_by_size_are_shown_in_the_models_order() -> None:
+    text = printed(layer_table("capacity", [metrics_row(ordinal=place, layer=f"layer{place}") for place in (2, 0, 1)]))
+    assert sorted(range(3), key=lambda place: text.index(f"layer{place}")) == [0, 1, 2]
+
+
 def test_layers_that_are_no_plain_case_are_named() -> None:
     rows = [metrics_row(), *(metrics_row(status="zero_curvature", layer=str(place)) for place in range(14))]
     assert declared_lines(rows) == [f"zero_curvature: {', '.join(map(str, range(12)))} and 2 more"]
