@@ -251,6 +251,7 @@ from engine.memory.budget import give_back_host_memory
 from engine.memory.exhaustion import ran_out_of_memory
 
 torch.set_num_threads(1)
+torch.manual_seed(0)
 size, host = 500, torch.device("cpu")
 rows = torch.randn(size // 4, size, dtype=torch.float64)
 whole = rows.T @ rows
@@ -277,7 +278,9 @@ for need in ("values", "vectors"):
         matrix = whole.to(dtype)
         for solver in solvers(size, need, host, dtype, single=True, rank_bound=size // 4):
             solver.solve(matrix)  # what the libraries take for themselves the first time
-            print(need, dtype, solver.cost.name, fits(solver, matrix, 1.12), fits(solver, matrix, 0.85))
+            # twice, since what is freed meanwhile by others leaves holes that a block may or may not fit into
+            enough = fits(solver, matrix, 1.12) or fits(solver, matrix, 1.12)
+            print(need, dtype, solver.cost.name, enough, fits(solver, matrix, 0.85))
 """
 
 
