@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from catalog.woodbury import Woodbury
 from engine.analyses.factors import collect_factors
 from engine.curvature import checkpoints
 from engine.curvature.checkpoints import MANIFEST, counts
@@ -51,10 +52,13 @@ def data() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randint(0, 20, (4, 5), generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(BATCHES)]
 
 
-def space(scratch: MemoryArtifacts, *, stop_at: int | None = None, chunks: Any = None, **options: Any) -> Workspace:
+def space(
+    scratch: MemoryArtifacts, *, stop_at: int | None = None, chunks: Any = None, policy: Any = "auto", **options: Any
+) -> Workspace:
     torch.manual_seed(0)
     made = workspace(Small(), chunks or data(), "classification", batch_size=4, **options)
     made.kinds, made.examples, made.scratch, made.checkpoint_seconds = ("factors",), 4 * BATCHES, scratch, 1e-9
+    made.woodbury = Woodbury(policy=policy)
     asked = 0
 
     def stop() -> None:
@@ -102,6 +106,7 @@ def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
         {"fisher": "empirical", "ema_decay": 0.9, "update_freq": 2},
         {"fisher": "type2", "sharing": "reduce"},
         {"fisher": "forward_only", "dtype": "float64"},
+        {"fisher": "mc", "policy": "all", "ema_decay": 0.9},
     ],
 )
 def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: int) -> None:
