@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from catalog.capacity import CapacityParams
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
+from engine.analyses.capacity import measure_capacity
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
 from engine.curvature.factors import digest
@@ -17,6 +19,7 @@ from engine.curvature.structured import Structured
 from engine.curvature.woodbury import LowRank
 from engine.errors import EngineError
 from engine.memory.plan import Chosen
+from tests.memory_profile import peak_bytes
 from tests.oracles import MemoryArtifacts, workspace
 
 HOST = torch.device("cpu")
@@ -128,6 +131,47 @@ def test_auto_keeps_rows_where_they_are_few_and_says_why() -> None:
     assert found["table"][0] == "dense"
     assert "18 gradient rows are foreseen, more than 0.414 of 24 outputs" in found["table"][1]
     assert found["head"][0] == "dense"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_spectra_and_records_agree_both_ways(dtype: str, tolerance: float) -> None:
+    rows = {}
+    for policy in ("auto", "dense"):
+        space = workspace(model(), data(6), "classification", fisher="mc", dtype=dtype)
+        space.woodbury, space.examples, space.kinds = Woodbury(policy=policy), 6, ("capacity",)  # type: ignore[arg-type]
+        rows[policy] = {row.layer: row for row in measure_capacity(CapacityParams(), space)}
+        spectra = [space.artifacts.load_json(f"spectra/{place}.json")["G"] for place in range(len(rows[policy]))]
+        rows[policy]["spectra"] = spectra  # type: ignore[assignment]
+    for own, other in zip(rows["auto"].pop("spectra"), rows["dense"].pop("spectra"), strict=True):
+        assert max(abs(x - y) for x, y in zip(own, other, strict=True)) <= tolerance * max(other)
+    kept = rows["auto"]["first"].record
+    assert (kept.branch, kept.policy, kept.gradient_rows, kept.gradient_rows_dtype) == ("woodbury", "auto", 18, dtype)
+    assert (kept.gradient_rows_device, kept.cholesky_jitter) == ("host", 0.0)
+    assert kept.factor_bytes < rows["dense"]["first"].record.factor_bytes  # type: ignore[operator]
+    assert rows["dense"]["first"].record.branch == "eigendecomposition"
+    assert rows["dense"]["first"].record.cholesky_jitter is None
+    for layer, row in rows["auto"].items():
+        assert row.metrics.trace == pytest.approx(rows["dense"][layer].metrics.trace, rel=tolerance)
+        assert row.record.kronecker_trace == pytest.approx(rows["dense"][layer].record.kronecker_trace, rel=tolerance)
+
+
+def test_a_wide_output_never_takes_more_than_its_rows_and_a_square_of_them() -> None:
+    """Of 20,000 outputs a dense G has 1.6 GB, and its rows 5 MB."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 20_000, bias=False), nn.Tanh(), nn.Linear(20_000, 3, bias=False))
+    chunk = (torch.randn(64, 8), torch.randint(3, (64,)))
+    space = workspace(net, [chunk], "classification", fisher="mc", dtype="float32", exact_trace=False)
+    # an A of 20,000 rows is another's business
+    net[2].weight.requires_grad_(False)
+    space.examples, space.kinds = 64, ("capacity",)
+
+    found = []
+    peak = peak_bytes(lambda: found.extend(measure_capacity(CapacityParams(), space)))
+    row = found[0]
+    rows = 64 * 20_000 * 4
+    assert row.record.branch == "woodbury"
+    # rows, the gradient they came from, activations and what autograd saves of them, and the chunks of 16 MiB
+    assert peak < 8 * rows + 64 * 64 * 8 * 8 + 6 * 2**24
 
 
 def test_auto_is_dense_where_nobody_counts_the_data() -> None:
