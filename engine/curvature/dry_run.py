@@ -124,8 +124,12 @@ def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
     """The dry run, with how each layer is to keep its G."""
     workspace = job.workspace
     foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.examples)
+    basis = workspace.decomposition == "vectors"
     chosen = {
-        layer.name: choose(layer, workspace.woodbury, job.collection, foreseen, job.dtype) for layer in survey.treated
+        layer.name: dataclasses.replace(
+            choose(layer, workspace.woodbury, job.collection, foreseen, job.dtype), basis=basis
+        )
+        for layer in survey.treated
     }
     return dataclasses.replace(seen, representations=chosen | head_choice(job, survey, seen))
 

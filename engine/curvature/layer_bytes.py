@@ -10,7 +10,7 @@ from engine.curvature.calls import Call
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.representation import DENSE, Representation
-from engine.curvature.woodbury import gram_bytes
+from engine.curvature.woodbury import basis_bytes, gram_bytes
 from engine.memory.plan import Source, Stage, Term
 from engine.workspace import Workspace
 
@@ -117,10 +117,12 @@ def row_sizes(treated: Sequence[TreatedLayer], seen: DryRun, item: int) -> list[
     if not kept:
         return []
     gram = max(gram_bytes(each.held_rows(layer.out_dim)) for layer, each in kept)
+    basis = max(basis_bytes(each.rows, layer.out_dim) if each.basis else 0 for layer, each in kept)
     # a triangle and as many rows again are made one: they, and the factorisation's copy
     merged = max((4 * layer.out_dim**2 for layer, each in kept if each.rows > layer.out_dim), default=0)
     return [
         ("Gram matrix", "4 · T² · 8, most gradient rows", gram, "exact", "decomposition"),
+        ("basis of gradient rows", "T · n · 8, widest layer", basis, "exact", "decomposition"),
         ("merged gradient rows", "2 · 2n · n, widest layer", merged * item, "exact", "collection"),
     ]
 

@@ -45,6 +45,8 @@ class Representation:
     """Of what rows are made one in."""
     on_host: bool = False
     """The rows stand on the host."""
+    basis: bool = False
+    """An analysis asks for its eigenvectors."""
 
     def place(self, sums: torch.device) -> str | None:
         """Where rows stand beside sums on the device ``sums``; None where none are kept."""

@@ -47,8 +47,13 @@ def low_rank_bytes(rows: int, size: int, item: int) -> int:
 
 
 def gram_bytes(rows: int) -> int:
-    """Bytes of a T×T Gram matrix in float64, with what its decomposition takes besides."""
-    return 4 * rows * rows * 8
+    """Bytes of a T×T Gram matrix in float64, with what its decomposition takes besides, and a few chunks."""
+    return 4 * rows * rows * 8 + 3 * 8 * _CHUNK_NUMBERS
+
+
+def basis_bytes(rows: int, size: int) -> int:
+    """Bytes of the eigenvectors of so many rows of ``size`` numbers, in float64."""
+    return min(rows, size) * size * 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,16 +173,18 @@ class LowRank(Structured):
         Those of the Gram matrix times the rows; made orthonormal once more, from the largest down.
 
         Memory:
-            2 n·r numbers in float64.
+            n·r numbers in float64, T² a few times, and 16 MiB.
         """
         del layer
         values, inner = self._decomposed()
         vectors = self._transposed_apply(inner)
-        # nearly orthonormal already, so a Cholesky factor of their Gram matrix is near the identity
-        turned = vectors.flip(1)
-        lower = torch.linalg.cholesky(turned.T @ turned)
-        orthonormal = torch.linalg.solve_triangular(lower.T, turned, upper=True, left=False)
-        return values, orthonormal.flip(1)
+        # nearly orthonormal already, so a triangular factor of their Gram matrix is near the identity
+        lower = torch.linalg.cholesky((vectors.T @ vectors).flip(0, 1)).T.flip(0, 1)
+        height = max(_CHUNK_NUMBERS // max(vectors.shape[1], 1), 1)
+        for start in range(0, self.size, height):
+            block = vectors[start : start + height]
+            block.copy_(torch.linalg.solve_triangular(lower, block, upper=False, left=False))
+        return values, vectors
 
     def apply(self, right: Tensor) -> Tensor:
         """``G right`` for ``right`` (n, k), in its precision, at least float32."""
