@@ -34,6 +34,8 @@ class FactorsSummary:
     coverage: Coverage
     layers: int
     eigendecompositions: int
+    woodbury_layers: int
+    """Layers whose G is kept as its gradient rows."""
     examples: int
     updates: int
     passes: int

@@ -41,7 +41,8 @@ def layer_lines(frame: LayerDone) -> list[LogLine]:
                 f" branch={_value(record, 'branch')} {_value(record, 'in_dim')}×{_value(record, 'out_dim')}"
                 f" λ_A={_value(record, 'lambda_A')} λ_G={_value(record, 'lambda_G')}"
                 f" policy={_value(record, 'policy')} T={_value(record, 'positions')}"
-                f" κ_A={_value(record, 'kappa_A')} κ_G={_value(record, 'kappa_G')}"
+                + (f" rows={record['gradient_rows']}" if record.get("gradient_rows") is not None else "")
+                + f" κ_A={_value(record, 'kappa_A')} κ_G={_value(record, 'kappa_G')}"
                 f" κ_max={_value(record, 'kappa_max')} update={_value(record, 'update_index')}"
                 f" fisher={_value(record, 'fisher')} dtype={_value(record, 'dtype')}"
                 f" seconds={_value(frame.observed, 'seconds')}"

@@ -31,6 +31,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
         coverage=coverage(whole),
         layers=total,
         eigendecompositions=sum(layer.facts.form not in ("diagonal", "diagonal_block") for layer in layers),
+        woodbury_layers=sum(layer.facts.representation_G == "woodbury" for layer in layers),
         examples=whole.examples,
         updates=whole.updates,
         passes=whole.passes,

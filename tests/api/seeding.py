@@ -343,6 +343,7 @@ def summary(kind: str) -> CapacitySummary | FactorsSummary:
             coverage=coverage(),
             layers=len(LAYERS),
             eigendecompositions=0,
+            woodbury_layers=0,
             examples=1797,
             updates=29,
             passes=1,
