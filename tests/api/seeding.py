@@ -228,6 +228,7 @@ def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[flo
                 )
                 for name in ("effective_rank",)
             ),
+            cross_check=None,
         )
     else:
         metrics = FactorsMetrics(
