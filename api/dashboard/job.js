@@ -8,6 +8,7 @@ import { figuresCard } from "./figures.js";
 import { seconds } from "./format.js";
 import { LayerTable } from "./layers.js";
 import { showMemory } from "./memory_curve.js";
+import { showModelSpectrum } from "./model_spectrum.js";
 import { SpectrumPanel } from "./spectrum_panel.js";
 import { bar, ENDED, shareDone, stageSentence } from "./progress.js";
 
@@ -48,11 +49,12 @@ export async function showJob(main, id, signal) {
   const top = h("div", { class: "stack" });
   const live = h("div", { class: "stack" });
   const summary = h("div", { class: "stack wide" });
+  const model = h("div", {});
   const spectra = h("div", {});
   const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
   const memory = h("div", {});
   const files = h("div", { class: "stack" });
-  replace(main, h("div", { class: "stack wide" }, top, live, summary, spectra, layers, memory, files));
+  replace(main, h("div", { class: "stack wide" }, top, live, summary, model, spectra, layers, memory, files));
 
   const panel = new SpectrumPanel(spectra, base, signal, (ordinal) => table.mark(ordinal));
   const table = new LayerTable(layers, (row) => panel.open(row, true));
@@ -100,6 +102,7 @@ export async function showJob(main, id, signal) {
     const results = await get(`${base}/results`, signal);
     replace(summary, ...summaryParts(results, titles));
     replace(files, filesCard(job, base, results));
+    showModelSpectrum(model, results.summary?.capacity, signal);
     await Promise.all([panel.show(results.artifacts, table.rows), showMemory(memory, base, results.artifacts, signal)]);
   }
 

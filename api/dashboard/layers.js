@@ -24,6 +24,12 @@ const side = (name, key, heading, title) => ({
   ...(key === "clipped" ? { share: (row) => (row.metrics?.[name]?.clipped ?? 0) / (row.metrics?.[name]?.size || 1) } : {}),
 });
 
+/** How a metric's value is to be taken where the sample is too small for it. */
+function late(row, key) {
+  const followed = row.metrics?.convergence?.find((each) => each.metric === key);
+  return followed?.not_converged ? `not converged: heading for ${number(followed.extrapolation)}` : null;
+}
+
 const COLUMNS = {
   capacity: [
     LAYER,
@@ -34,10 +40,14 @@ const COLUMNS = {
     }),
     metric("effective_rank", "Effective rank", "Exponential of the spectrum's entropy; the bar is its share of all directions", {
       share: (row) => (row.metrics?.effective_rank ?? 0) / (row.metrics?.dimension || 1),
+      note: (row) => late(row, "effective_rank"),
     }),
-    metric("stable_rank", "Stable rank", "‖F‖_F² / ‖F‖₂²"),
+    { name: "Decay", title: "Exponent α of λ_k ∝ k^−α", value: (row) => row.metrics?.decay?.exponent ?? null },
     metric("trace", "Trace", "Sum of all eigenvalues of F = G ⊗ A; the bar compares layers", { relative: true }),
-    metric("kappa", "κ", "λ_max/λ_min of F; ∞ where F is singular", { show: (row) => (row.metrics?.kappa == null ? "∞" : number(row.metrics.kappa)) }),
+    metric("kappa", "κ", "λ_max/λ_min of F; ∞ where F is singular", {
+      // without a rank no eigenvalues were asked for
+      show: (row) => (row.metrics?.kappa != null ? number(row.metrics.kappa) : row.metrics?.rank == null ? "–" : "∞"),
+    }),
     SECONDS,
   ],
   reconstruction: [
@@ -206,6 +216,7 @@ export class LayerTable {
     if (column.share) share = column.share(row);
     else if (column.relative && value !== null) share = value / (largest.get(column) || 1);
     const bar = share === null ? null : h("span", { class: "small-bar", title: percent(share, 2) }, h("span", { share: Math.min(1, Math.max(0, share)) }));
-    return h("td", { class: "numeric" }, text, bar);
+    const note = column.note?.(row);
+    return h("td", { class: "numeric" }, text, note ? h("span", { class: "star", title: note, role: "note", "aria-label": note }, "*") : null, bar);
   }
 }

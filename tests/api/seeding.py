@@ -372,6 +372,7 @@ def summary(kind: str) -> CapacitySummary | FactorsSummary:
         update_freq=1,
         identity_layers=(),
         not_converged={"effective_rank": 7, "trace": 0},
+        cross_check=None,
         model=model(),
     )
 

@@ -1,5 +1,6 @@
 """The page in a real browser: no console error, no breach of its own policy, everything it promises to show."""
 
+import itertools
 import json
 import math
 import re
@@ -72,7 +73,7 @@ def test_the_job_page_shows_results(page: Page, finished: str) -> None:
 def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     page.get_by_role("button", name="features.3", exact=True).click()
-    picture = page.locator("svg.spectrum:not(.memory)")
+    picture = page.locator("#spectrum svg.spectrum")
     expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
     paths = picture.locator("path.curve")
     expect(paths).to_have_count(2)
@@ -95,6 +96,29 @@ def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     expect(page.locator(".readout")).to_contain_text("№ 1")
     page.keyboard.press("End")
     expect(page.locator(".readout")).to_contain_text("№ 129")
+
+
+def test_the_models_spectrum_is_drawn_and_told(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    card = page.get_by_role("region", name="Spectrum of the model")
+    made = seeding.model()
+    assert made.density is not None
+    bins = card.locator("svg.whole rect.bin")
+    expect(bins).to_have_count(sum(count > 0 for count in made.density.counts))
+    heights = [float(each.get_attribute("height") or 0) for each in bins.all()]
+    shown = [count for count in made.density.counts if count]
+    assert heights == pytest.approx([count / max(shown) * max(heights) for count in shown], abs=0.2)
+    curve = card.locator("path.curve").get_attribute("d") or ""
+    points = [tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", curve)]
+    assert len(points) == 37
+    # half decades are evenly spaced, and the curve falls
+    gaps = [right[0] - left[0] for left, right in itertools.pairwise(points)]
+    assert gaps == pytest.approx([gaps[0]] * 36, abs=0.25)
+    assert [y for _, y in points] == sorted(y for _, y in points)
+    expect(card.get_by_text("0.06 in features.0")).to_be_visible()
+    expect(card.get_by_text("effective rank (7 layers)")).to_be_visible()
+    star = page.locator("table.layers tbody tr").first.get_by_role("note")
+    expect(star).to_have_attribute("aria-label", re.compile("^not converged: heading for "))
 
 
 def test_the_table_sorts_by_keyboard_and_filters(page: Page, finished: str) -> None:
@@ -130,7 +154,7 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     seeding.summarise(embedded.engine, claim)
     claims.finish(embedded.engine, claim)
     expect(page.get_by_text("Succeeded")).to_be_visible()
-    expect(page.locator("svg.spectrum:not(.memory) path.curve")).to_have_count(2)
+    expect(page.locator("#spectrum svg.spectrum path.curve")).to_have_count(2)
     expect(bar).to_have_count(0)
 
 

@@ -356,6 +356,6 @@ def test_a_resumed_job_gives_the_same_summary_and_only_the_missing_rows() -> Non
 
 
 def test_the_record_names_what_can_be_selected() -> None:
-    apart = {"form", "dimension", "approximate", "no_spectrum", "damping", "nested", "convergence"}
+    apart = {"form", "dimension", "approximate", "no_spectrum", "damping", "nested", "convergence", "cross_check"}
     assert set(METRICS) | apart == set(CapacityMetrics.__dataclass_fields__)
     assert set(SCALARS) <= set(METRICS)
