@@ -47,6 +47,7 @@ from engine.curvature.gram import add_gram_
 from engine.curvature.largest_eigenvalue import largest_eigenvalue
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
+from engine.memory.guard import Guard
 
 _NUMBERS_AT_ONCE = 2**21
 """Numbers of the widened part of W that are held at once: 16 MiB."""
@@ -142,18 +143,17 @@ class SoftmaxFisher(Structured):
         # a fixed beginning, for the same numbers again
         return largest_eigenvalue(self.apply, self._diagonal * (1 + noise.to(self.computes_on)))
 
-    def spectrum(self, layer: str, guard: object = None) -> tuple[Tensor, tuple[str, ...]] | None:
+    def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
         """All V eigenvalues of the dense matrix, for a small V; else None.
 
         Raises:
             NonFiniteFactor: If the rows hold NaN or Inf.
         """
-        del guard
         if not bool(torch.isfinite(self._diagonal).all()):
             raise NonFiniteFactor(f"layer `{layer}`: the probabilities hold NaN or Inf", layer=layer)
         if self.size > _DENSE_ROWS:
             return None
-        found = decompose(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound)
+        found = decompose(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound, guard=guard)
         return found.values, ("dense", *found.rungs)
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from engine.memory.guard import Guard
+
 Kind = Literal["woodbury", "softmax_head", "diagonal_sketch"]
 
 
@@ -63,7 +65,7 @@ class Structured(ABC):
         """Largest eigenvalue."""
 
     @abstractmethod
-    def spectrum(self, layer: str, guard: object = None) -> tuple[Tensor, tuple[str, ...]] | None:
+    def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
         """All n eigenvalues, ascending, float64 on the host, and the rungs taken; None if not to be had without n×n.
 
         Zeros that the representation knows of are exact.

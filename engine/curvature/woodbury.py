@@ -33,6 +33,7 @@ from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NonFiniteFactor
+from engine.memory.guard import Guard
 
 _CHUNK_NUMBERS = 2**21
 """Numbers widened at once: 16 MiB in float64."""
@@ -149,20 +150,19 @@ class LowRank(Structured):
             total.addmm_(columns, columns.T)
         return total.mul_(scales[:, None]).mul_(scales)
 
-    def spectrum(self, layer: str, guard: object = None) -> tuple[Tensor, tuple[str, ...]]:
+    def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]]:
         """All n eigenvalues from the Gram matrix: at most T are not zero.
 
         Raises:
             NonFiniteFactor: If the rows hold NaN or Inf.
         """
-        del guard
         if self.count > self.size:
-            dense = decompose(self.to_dense(torch.float64), layer)
+            dense = decompose(self.to_dense(torch.float64), layer, guard=guard)
             return dense.values, dense.rungs
         gram = self.gram()
         if not bool(torch.isfinite(gram.diagonal()).all()):
             raise NonFiniteFactor(f"layer `{layer}`: the gradient rows of G hold NaN or Inf", layer=layer)
-        found = decompose(gram, layer)
+        found = decompose(gram, layer, guard=guard)
         values = torch.zeros(self.size, dtype=torch.float64)
         values[self.size - self.count :] = found.values
         return values, ("gram", *found.rungs)

@@ -16,6 +16,7 @@ from engine.analyses.factors import collect_factors
 from engine.analyses.measured import measured_layers
 from engine.curvature import eigensolvers
 from engine.curvature.collection import collected
+from engine.curvature.eigenbasis import rungs
 from engine.curvature.factors import Factors
 from engine.curvature.streaming import ahead_bytes, streamed
 from engine.memory.budget import MemoryBudget
@@ -223,3 +224,39 @@ def test_a_layer_that_cannot_be_read_fails_in_its_turn() -> None:
     assert next(stream).factors.layer == "0"
     with pytest.raises(FileNotFoundError, match="gone"):
         next(stream)
+
+
+def test_a_job_goes_down_a_rung_where_memory_is_short_and_says_so() -> None:
+    """Whatever the rung, the same numbers to rounding; what did not fit stands outside of the digest."""
+
+    def wide() -> Workspace:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 90), nn.Tanh(), nn.Linear(90, 4))
+        data = torch.randn(200, 6), torch.randint(0, 4, (200,))
+        made = workspace(model, [data], "classification", fisher="empirical", dtype="float32")
+        made.decomposition = "vectors"
+        return made
+
+    truth = {layer.facts.name: layer for layer in measured_layers(wide())}
+    made = wide()
+    costs = {rung.name: rung.host_bytes for rung in rungs(91, need="vectors", device=torch.device("cpu"))}
+
+    class Tight(Guard):
+        def free_bytes(self, place: Any) -> int:
+            return costs["host_in_place"]
+
+    made.guard = Tight(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda *_: None)
+    layers = {layer.facts.name: layer for layer in measured_layers(made)}
+    assert layers["0"].record.rungs_G == ("host_in_place",)
+    assert layers["0"].record.rungs_A == ("host_float64",)
+    assert [each.split(" needs ")[0] for each in layers["0"].observed.refused_rungs] == [
+        "G: host_float64",
+        "G: host_syevr",
+    ]
+    assert truth["0"].record.rungs_G == ("host_float64",)
+    assert truth["0"].observed.refused_rungs == ()
+    for name, layer in layers.items():
+        for side in ("A", "G"):
+            left, right = (getattr(each, f"spectrum_{side}") for each in (layer, truth[name]))
+            assert torch.allclose(left, right, rtol=1e-9, atol=1e-15)
+        assert layer.record.digest_G == truth[name].record.digest_G
