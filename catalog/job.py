@@ -46,6 +46,9 @@ class JobDocument:
     memory: Memory = option(Memory)
     keep: tuple[Literal["factors", "spectra"], ...] = ("spectra",)
     """What stays as artifacts; the analysis `factors` always keeps its factors."""
+    cache: Literal["use", "refresh", "off"] = "use"
+    """Whether factors of the same collection (model, data, options, code and numerics to the bit) are taken from the
+    cache, and left there for the next job. `refresh` collects and replaces them, `off` does neither."""
     labels: Mapping[str, str] = option(dict)
     """Names of your own to find the job by."""
 

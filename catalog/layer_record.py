@@ -152,5 +152,7 @@ class Observed:
     refused_rungs: tuple[str, ...]
     """Rungs of either side's eigendecomposition that were passed over, with the bytes that each needs and that were
     free."""
+    factors_from: str | None
+    """The earlier job whose collection the cache gave, and its key; null where the factors were collected here."""
     measured_peak_bytes: int
     """Highest resident set (CPU) or highest reserved device bytes so far."""

@@ -52,6 +52,19 @@ class Artifacts(Protocol):
         """Let go of what has that name, if anything has."""
 
 
+class FactorCache(Protocol):
+    """Factors of collections that were made before, by everything that their bits depend on."""
+
+    def find(self) -> tuple[Artifacts, str] | None:
+        """This collection's factors, and whose they are; None where nobody has made it."""
+
+    def shelf(self) -> Artifacts:
+        """Where they are to be written if nobody has."""
+
+    def keep(self) -> None:
+        """Everything is written."""
+
+
 def _ignore(*_: object) -> None:
     """Report to nobody."""
 
@@ -80,6 +93,8 @@ class Workspace:
     """All analyses of this job; `factors` among them keeps the factors."""
     stored: Artifacts | None = None
     """Factors collected earlier, in place of model, batches and task."""
+    cache: FactorCache | None = None
+    """Where the same collection may have been made before, and is left for the next job."""
     scratch: Artifacts | None = None
     """Where collected factors wait that do not fit into memory together, and where checkpoints stand;
     without it, factors must fit and nothing is resumed."""

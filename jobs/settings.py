@@ -27,6 +27,8 @@ class LedgerSettings:
     """Between two rounds of ringing doorbells."""
     unclaimed_seconds: float = 15
     """A doorbell that nobody answered for this long is rung again."""
+    cache_bytes: int = 20 * 2**30
+    """What the cached factors of one tenant may take below the artifacts; 0 keeps none."""
 
     def __post_init__(self) -> None:
         """Refuse times that would take running jobs away."""
@@ -34,6 +36,8 @@ class LedgerSettings:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise SettingsInvalid(f"{name} is {value}; take a positive number of seconds")
+        if self.cache_bytes < 0:
+            raise SettingsInvalid(f"KRONOSCOPE_CACHE_BYTES is {self.cache_bytes}; take 0 (no cache) or more bytes")
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise SettingsInvalid(
                 f"lease_seconds is {self.lease_seconds:g} and heartbeat_seconds {self.heartbeat_seconds:g}; "
@@ -62,6 +66,7 @@ class LedgerSettings:
             reaper_seconds=seconds(environ, "KRONOSCOPE_REAPER_SECONDS", 10),
             relay_seconds=seconds(environ, "KRONOSCOPE_RELAY_SECONDS", 5),
             unclaimed_seconds=seconds(environ, "KRONOSCOPE_UNCLAIMED_SECONDS", 15),
+            cache_bytes=_bytes(environ, "KRONOSCOPE_CACHE_BYTES", cls.cache_bytes),
         )
 
 
@@ -78,6 +83,16 @@ def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
         return float(text)
     except ValueError as error:
         raise SettingsInvalid(f"{name} is no number; write seconds, such as {default:g}") from error
+
+
+def _bytes(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise SettingsInvalid(f"{name} is no whole number; write bytes, such as {default}") from error
 
 
 def secret(environ: Mapping[str, str], name: str) -> str | None:

@@ -29,6 +29,8 @@ from kronoscope.views import Job, Layer, Results, layer_of, summary_of
 OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
 _CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
 
+_CACHE_BYTES = 20 * 2**30
+"""What the cache of a foreground run may hold."""
 _CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
 now · 4 an operator must look into it · 5 stopped or cancelled."""
 
@@ -71,7 +73,7 @@ def _fail(code: int, lines: Sequence[str]) -> NoReturn:
 
 
 @app.command(epilog=_CODES)
-def run(
+def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     document: Document,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for job.json, results.json, log.jsonl, artifacts/.")
@@ -81,6 +83,9 @@ def run(
         int | None, typer.Option(min=1, max=1024, help="Computing threads; default: as torch chooses.")
     ] = None,
     store: Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of factors that runs of the same collection share; default: none.")
+    ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every line of the job's log.")] = False,
     as_json: AsJson = False,
@@ -93,6 +98,9 @@ def run(
         "allowed": {"factories": ["*"], "directories": ["*"]},
         "store": str((store or _default_store()).absolute()),
         "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        "cache": None if cache is None else str(cache.absolute()),
+        "cache_bytes": _CACHE_BYTES,
+        "job": str(output.absolute()),
     }
     with display_for(_err(), silent=as_json) as display:
         outcome = run_job(request, output, display, verbose=verbose)

@@ -72,7 +72,7 @@ class ArtifactFiles:
         def parts() -> Iterator[bytes]:
             yield len(text).to_bytes(8, "little") + text
             for _, tensor in ordered:
-                yield from _tensor_bytes(tensor)
+                yield from tensor_bytes(tensor)
 
         self._write(name, parts(), "application/vnd.safetensors")
 
@@ -184,7 +184,7 @@ def find_factors(path: Path, pointer: str) -> StoredFactors:
     )
 
 
-def _tensor_bytes(tensor: Tensor) -> Iterator[bytes]:
+def tensor_bytes(tensor: Tensor) -> Iterator[bytes]:
     """Row-major little-endian bytes, in parts."""
     flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.numel(), _PART_BYTES):

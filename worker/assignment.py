@@ -30,6 +30,12 @@ class Assignment:
     directories: tuple[str, ...]
     offline: bool
     factors_path: Path | None
+    cache: Path | None
+    """The tenant's folder of cached factors; None where there is none."""
+    cache_bytes: int
+    """What it may hold."""
+    job: str
+    """By what name its factors are known to those who find them in the cache."""
     scratch: Path
     """Where finished factors wait, and checkpoints stand, for this attempt and the next."""
     earlier: tuple[Path, ...]
@@ -64,6 +70,9 @@ def read_assignment(raw: bytes) -> Assignment:
             directories=tuple(allowed.get("directories") or ()),
             offline=bool(value.get("offline", True)),
             factors_path=Path(factors_path) if factors_path else None,
+            cache=Path(value["cache"]) if value.get("cache") else None,
+            cache_bytes=int(value.get("cache_bytes") or 0),
+            job=str(value.get("job") or "(without an id)"),
             scratch=Path(value.get("scratch") or artifacts / ".waiting"),
             earlier=tuple(Path(path) for path in value.get("earlier") or ()),
             checkpoint_seconds=float(value.get("checkpoint_seconds") or 0),

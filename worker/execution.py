@@ -41,6 +41,8 @@ from worker.computing_environment import computing_environment
 from worker.data_loading.examined import examined
 from worker.data_loading.request import DataRequest
 from worker.data_loading.stream import DataStream
+from worker.factor_cache import FactorCache
+from worker.factor_key import Witness, data_digest, factor_key, uncacheable
 from worker.failures import DocumentRefused, failure_of
 from worker.frame_pipe import FramePipe
 from worker.loaded_model import LoadedModel
@@ -212,12 +214,37 @@ def _compute(
         with workspace.operation("model to device"):
             workspace.model = loaded.model.to(device)
         workspace.batches, workspace.examples = data.batches, data.examples
+        _use_cache(assignment, document, workspace)
         pipe.log("info", f"model: {loaded.provenance}")
     for kind in document.kinds:
         checkpoint.checkpoint()
         with workspace.operation(kind):
             _analyse(kind, document, workspace, pipe)
     artifacts.save_json("memory_curve.json", workspace.curve.as_json(device))
+
+
+def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace) -> None:
+    """Give the workspace a cache, if there is one and the collection can be told from every other."""
+    if assignment.cache is None or document.cache == "off" or workspace.model is None or workspace.batches is None:
+        return
+    why = uncacheable(document, workspace.model)
+    if why is not None:
+        workspace.log("debug", f"factors are not cached: {why}")
+        return
+    workspace.report("data", 0, None, "sources")
+    data = data_digest(workspace.batches, document.collection.seed, workspace.checkpoint)
+    witness = Witness(workspace.batches)
+    workspace.batches = witness
+    workspace.cache = FactorCache(
+        assignment.cache,
+        limit_bytes=assignment.cache_bytes,
+        key=factor_key(document, workspace.model, data, workspace.device),
+        job=assignment.job,
+        own=assignment.scratch / "cached",
+        refresh=document.cache == "refresh",
+        unchanged=lambda: bool(witness.digests) and set(witness.digests) == {data},
+        log=workspace.log,
+    )
 
 
 def _settle(threads: int | None, device: torch.device) -> None:

@@ -36,7 +36,19 @@ _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 _MAX_REQUEST_BYTES = 4 * 2**20
 _PARENT_POLL_SECONDS = 0.5
 _CHECKPOINT_SECONDS = 60.0
-_PASSED_ON = ("document", "threads", "paths", "allowed", "store", "offline", "factors_path", "checkpoint_seconds")
+_PASSED_ON = (
+    "document",
+    "threads",
+    "paths",
+    "allowed",
+    "store",
+    "offline",
+    "factors_path",
+    "checkpoint_seconds",
+    "cache",
+    "cache_bytes",
+    "job",
+)
 
 
 Last = Finished | Failed | Stopped

@@ -30,6 +30,7 @@ from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable
 from jobs.lifecycle import TERMINAL, State
 from jobs.records import Claim
 from jobs.scratch import Scratch
+from worker.cache_folder import cache_of_tenant
 from worker.child import EXECUTION, Child, MalformedFrame, child_environment
 from worker.child_output import ChildOutput
 from worker.crash import Signature, Whereabouts, crash_failure, ending, row_name
@@ -141,10 +142,19 @@ class Supervisor:
             "offline": True,
             "plan": None if self._claim.plan is None else plain(self._claim.plan),
             "factors_path": None if factors is None else str(factors),
+            **self._cache(),
             "scratch": str(self._scratch.of_attempt(self._claim.job_id, self._claim.fence)),
             "earlier": [str(each) for each in self._scratch.before(self._claim.job_id, self._claim.fence)],
             "checkpoint_seconds": self._settings.checkpoint_seconds,
         }
+
+    def _cache(self) -> dict[str, Any]:
+        """The tenant's own: what another tenant has collected is neither found nor felt."""
+        settings = self._settings.ledger
+        if settings.cache_bytes == 0:
+            return {}
+        folder = cache_of_tenant(settings.artifact_root, self._claim.tenant_id)
+        return {"cache": str(folder), "cache_bytes": settings.cache_bytes, "job": self._claim.job_id}
 
     def _follow(self, child: Child) -> Frame | None:
         """Write every frame; return the last one, if the child came to say it."""

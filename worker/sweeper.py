@@ -12,6 +12,7 @@ from jobs.outbox import relay
 from jobs.reaper import reap_expired
 from jobs.scratch import Scratch, sweep_scratch
 from jobs.settings import LedgerSettings
+from worker.cache_folder import sweep_tenants
 
 _SCRATCH_SECONDS = 60
 
@@ -50,6 +51,7 @@ class Sweeper:
             if now >= next_clearing:
                 next_clearing = now + _SCRATCH_SECONDS
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
+                self._round("uncached", lambda: sweep_tenants(self._settings.artifact_root, self._settings.cache_bytes))
             self._ended.wait(max(0.0, min(next_reap, next_relay, next_clearing) - time.monotonic()))
 
     def _round(self, what: str, sweep: Callable[[], int]) -> None:

@@ -18,7 +18,15 @@ from catalog.layer_record import LayerRecord, Observed
 from engine.analyses.decomposed import Side, least_precise, load_basis, measured_side, refused_rungs
 from engine.analyses.gradient_side import branch, factorised, row_facts, with_factorisation
 from engine.analyses.sample_sizes import MeasuredSize, smaller_sizes
-from engine.curvature.collected import Collected, Kept, LayerFacts, stored_correction, write_factors, write_index
+from engine.curvature.collected import (
+    Collected,
+    Kept,
+    LayerFacts,
+    stored_correction,
+    write_factors,
+    write_index,
+    write_run,
+)
 from engine.curvature.collection import collected
 from engine.curvature.coverage_law import reason_counts
 from engine.curvature.eigenbasis import Decomposition
@@ -67,6 +75,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
     known: dict[int, Measured] = workspace.shared.setdefault("measured", {})
     factors = collected(workspace)
     keep_factors = workspace.stored is None and ("factors" in workspace.keep or "factors" in workspace.kinds)
+    cache = None if workspace.stored is not None or factors.reused_from is not None else workspace.cache
     order = sorted(factors.layers, key=_by_size)
     arriving = streamed(
         [facts for facts in order if facts.ordinal not in known],
@@ -74,16 +83,21 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
         device=workspace.device,
         guard=workspace.guard,
         need="vectors" if workspace.decomposition == "vectors" else "values",
-        resident=factors.storage_policy == "resident",
+        resident=factors.storage_policy == "resident" and factors.reused_from is None,
     )
     with contextlib.closing(arriving):
         for facts in order:
             if facts.ordinal not in known:
                 with workspace.operation(f"layer {facts.ordinal}"):
                     known[facts.ordinal] = _measure(workspace, factors, facts, arriving, keep_factors=keep_factors)
-                if keep_factors and len(known) == len(order):
+                if len(known) == len(order):
                     kept = {place: _kept(one) for place, one in known.items()}
-                    write_index(workspace.artifacts, factors, kept)
+                    if keep_factors:
+                        write_index(workspace.artifacts, factors, kept)
+                    if cache is not None:
+                        write_run(cache.shelf(), factors)
+                        write_index(cache.shelf(), factors, kept)
+                        cache.keep()
             yield known[facts.ordinal]
 
 
@@ -105,6 +119,8 @@ def _measure(
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
     if keep_factors:
         write_factors(workspace.artifacts, facts, factors, corrected=corrected)
+    if workspace.cache is not None and workspace.stored is None and whole.reused_from is None:
+        write_factors(workspace.cache.shelf(), facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)
     side_g = measured_side(workspace, facts, arrived, "G")
     shared_a: dict[int, Side] = workspace.shared.setdefault("shared_A", {})
@@ -297,6 +313,7 @@ def _observed(
         host_after_bytes=after[2],
         not_replayed=whole.not_replayed,
         refused_rungs=refused,
+        factors_from=whole.reused_from,
         measured_peak_bytes=peak_bytes(device),
     )
 

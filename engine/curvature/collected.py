@@ -1,7 +1,7 @@
 """Collected factors: what a collection leaves for the analyses, in memory or read from artifacts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,8 @@ from engine.workspace import Artifacts
 
 FORMAT = "kronoscope-factors/1"
 INDEX = "factors/factors.index.json"
+RUN = "factors/run.json"
+_RUN = ("device", "storage_policy", "planned_peak_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,8 @@ class Collected:
     """Factors of one ordinal."""
     nested: tuple[NestedSize, ...]
     """Smaller sample sizes, ascending; none of stored factors."""
+    reused_from: str | None = None
+    """The earlier job whose collection this is, where a cache had it."""
     load_corrected: Callable[[int], Corrected] | None = None
     """EK-FAC's correction of one ordinal; None where there was none."""
 
@@ -270,8 +274,27 @@ def read_collected(artifacts: Artifacts) -> Collected:
         load=lambda ordinal: _load(artifacts, by_ordinal[ordinal], scales[ordinal], metadata[ordinal]),
         load_corrected=(lambda ordinal: _load_corrected(artifacts, by_ordinal[ordinal])) if collection.ekfac else None,
         nested=(),
-        **counts,
+        trainable_parameters=counts["trainable_parameters"],
+        examples=counts["examples"],
+        updates=counts["updates"],
+        passes=counts["passes"],
     )
+
+
+def write_run(artifacts: Artifacts, collected: Collected) -> None:
+    """Write what the rows of the job that collected say of its run, for a job that takes its factors as its own."""
+    artifacts.save_json(RUN, {name: getattr(collected, name) for name in _RUN})
+
+
+def reused(artifacts: Artifacts, source: str) -> Collected:
+    """Factors that a cache had, in rows that say what the rows of the job that collected them said.
+
+    Raises:
+        BrokenFactors: If there is no index, or it is not of this format.
+        FileNotFoundError: If nothing is said of the run.
+    """
+    run = artifacts.load_json(RUN)
+    return replace(read_collected(artifacts), reused_from=source, **{name: run[name] for name in _RUN})
 
 
 def _facts(entry: Mapping[str, Any]) -> LayerFacts:

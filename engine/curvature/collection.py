@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.curvature.activations import checkpointed
 from engine.curvature.calls import followers
-from engine.curvature.collected import Collected, LayerFacts, read_collected
+from engine.curvature.collected import Collected, LayerFacts, read_collected, reused
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
 from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations, without_other_uses
 from engine.curvature.ekfac import corrected
@@ -50,9 +50,22 @@ def collected(workspace: Workspace) -> Collected:
     known = workspace.shared.get("collected")
     if isinstance(known, Collected):
         return known
-    fresh = read_collected(workspace.stored) if workspace.stored is not None else _collect(workspace)
+    if workspace.stored is not None:
+        fresh = read_collected(workspace.stored)
+    else:
+        fresh = _cached(workspace) or _collect(workspace)
     workspace.shared["collected"] = fresh
     return fresh
+
+
+def _cached(workspace: Workspace) -> Collected | None:
+    """The same collection, if it was made before."""
+    found = None if workspace.cache is None else workspace.cache.find()
+    if found is None:
+        return None
+    whole = reused(*found)
+    workspace.guard.hold()
+    return whole
 
 
 def _collect(workspace: Workspace) -> Collected:

@@ -304,6 +304,7 @@ def observed(seconds: float) -> Observed:
         host_after_bytes=412_000_000,
         not_replayed=(),
         refused_rungs=(),
+        factors_from=None,
         measured_peak_bytes=412_000_000,
     )
 

@@ -1,0 +1,110 @@
+"""The folder of cached factors of one tenant: entries named by their keys, the longest unused leaving first.
+
+An entry is a folder that was filled under a temporary name and renamed when it was complete, so whoever sees a key
+sees everything. Its ``entry.json`` holds the digests of its files, and is touched at every use.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+ENTRY = "entry.json"
+_KEY = re.compile(r"[0-9a-f]{64}")
+_PART, _TRASH = ".part-", ".trash-"
+_STALE_SECONDS = 86_400.0
+"""Nobody fills an entry for so long; what is left of whoever was killed is removed after it."""
+
+
+def cache_of_tenant(artifact_root: Path, tenant_id: str) -> Path:
+    """Where one tenant's entries are."""
+    return tenants_caches(artifact_root) / hashlib.sha256(tenant_id.encode()).hexdigest()[:32]
+
+
+def tenants_caches(artifact_root: Path) -> Path:
+    """Where all tenants' are."""
+    return artifact_root / ".factor-cache"
+
+
+def sweep_tenants(artifact_root: Path, limit_bytes: int) -> int:
+    """``sweep`` every tenant's; returns how many entries were removed."""
+    root = tenants_caches(artifact_root)
+    return sum(sweep(each, limit_bytes) for each in root.iterdir()) if root.is_dir() else 0
+
+
+def part(folder: Path) -> Path:
+    """A place to fill an entry in."""
+    return folder / f"{_PART}{uuid.uuid4().hex}"
+
+
+def publish(filled: Path, folder: Path, key: str, *, replace: bool) -> None:
+    """Make a filled place the entry of ``key``; the first of two who fill it at once wins, unless it is to be replaced.
+
+    Raises:
+        OSError: If it cannot be renamed for another reason.
+    """
+    target = folder / key
+    if replace:
+        discard(target)
+    try:
+        filled.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(filled, ignore_errors=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard(entry: Path) -> None:
+    """Remove an entry: out of sight at once, then file by file; one that is gone already is no error."""
+    trash = entry.parent / f"{_TRASH}{uuid.uuid4().hex}"
+    with contextlib.suppress(OSError):
+        entry.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(folder: Path, limit_bytes: int) -> int:
+    """Remove what was left half done, and the longest unused entries beyond ``limit_bytes``; returns how many.
+
+    A job that reads an entry has its own links to the files, so that nothing is taken from under it.
+    """
+    if not folder.is_dir():
+        return 0
+    removed, entries = 0, []
+    for each in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if each.name.startswith((_PART, _TRASH)):
+                if time.time() - _touched(each) > _STALE_SECONDS:
+                    shutil.rmtree(each, ignore_errors=True)
+                    removed += 1
+            elif _KEY.fullmatch(each.name) and each.is_dir():
+                entries.append((_used(each), _size(each), each))
+    total = 0
+    for _, size, entry in sorted(entries, key=lambda found: -found[0]):
+        total += size
+        if total > limit_bytes:
+            discard(entry)
+            removed += 1
+    return removed
+
+
+def _used(entry: Path) -> float:
+    """When it was last used; never, where it is no entry."""
+    manifest = entry / ENTRY
+    return manifest.stat().st_mtime if manifest.is_file() else 0.0
+
+
+def _touched(folder: Path) -> float:
+    return max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
+
+
+def _size(entry: Path) -> int:
+    return sum(each.stat().st_size for each in entry.rglob("*") if each.is_file())
