@@ -45,6 +45,7 @@ from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest, mirrored_
 from engine.curvature.gram import add_gram_
 from engine.curvature.largest_eigenvalue import largest_eigenvalue
+from engine.curvature.shift_panels import over_shifts
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.memory.guard import Guard
@@ -55,6 +56,8 @@ _LOST = 1e4
 """Largest loss by cancellation that a sum of squares may suffer: 1e-12 of what is left."""
 _DENSE_ROWS = 4096
 """Up to here all eigenvalues are had from the dense matrix, within seconds: 128 MiB in float64."""
+_FAR = 1e6
+"""Times the trace: beyond it the third term of a series in λ/s is below 1e-12 of the first."""
 _HOST = torch.device("cpu")
 
 
@@ -64,7 +67,7 @@ def softmax_head_bytes(positions: int, classes: int, item: int, *, tied: bool = 
 
 
 def capacitance_bytes(positions: int, classes: int) -> int:
-    """Bytes that one solve or determinant takes besides: two T×T matrices, vectors of V, 16 MiB of widened columns."""
+    """Bytes that one solve or determinant takes besides: two T×T matrices, vectors of V, widened columns."""
     return 8 * (2 * positions * positions + 6 * classes + 3 * _NUMBERS_AT_ONCE)
 
 
@@ -122,6 +125,11 @@ class SoftmaxFisher(Structured):
         return self._diagonal.to("cpu")
 
     def frobenius_norm(self) -> float:
+        """Root of the sum of the squared eigenvalues."""
+        return self._frobenius
+
+    @cached_property
+    def _frobenius(self) -> float:
         """``√(Σ d² − 2 Σ d ∘ diag(WᵀW) + ‖WWᵀ‖²)``; entry by entry where that loses too much.
 
         Memory:
@@ -138,9 +146,8 @@ class SoftmaxFisher(Structured):
         return self.largest_eigenvalue()[0]
 
     def largest_eigenvalue(self) -> tuple[float, float]:
-        """The largest eigenvalue, and a bound of its error."""
+        """With a bound of its error."""
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        # a fixed beginning, for the same numbers again
         return largest_eigenvalue(self.apply, self._diagonal * (1 + noise.to(self.computes_on)))
 
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
@@ -207,11 +214,11 @@ class SoftmaxFisher(Structured):
 
     def logdets(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
         """``log det(S + s·I)``, by the determinant lemma: ``Σ log(d + s) + log det C``."""
-        return torch.tensor([self._at(shift)[0] for shift in shifts.tolist()], dtype=torch.float64)
+        return over_shifts(self._at, shifts)[:, 0]
 
     def effective_dimensions(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
         """``tr S(S + s·I)⁻¹ = Σ d/(d + s) − s tr(C⁻¹ W D⁻² Wᵀ)``."""
-        return torch.tensor([self._at(shift)[1] for shift in shifts.tolist()], dtype=torch.float64)
+        return over_shifts(self._at, shifts)[:, 1]
 
     def count_below(self, value: float) -> int:
         """Eigenvalues less than ``value``, by Sylvester's law: those of ``d`` and the negative ones of C at ``−value``.
@@ -219,7 +226,6 @@ class SoftmaxFisher(Structured):
         Memory:
             Two T×T float64 matrices.
         """
-        # C has no meaning at an entry of d; the next number of float64 is as good a question
         while bool((self._d == value).any()):
             value = math.nextafter(value, math.inf)
         capacitance = self._gram(1 / (self._d - value)).neg_()
@@ -241,7 +247,7 @@ class SoftmaxFisher(Structured):
         return kept if self.excess is None else kept | {"excess_diagonal": self.excess.to("cpu")}
 
     def metadata(self) -> dict[str, str]:
-        """Which representation this is."""
+        """Its kind."""
         return {"gradient_representation": self.kind}
 
     @classmethod
@@ -325,7 +331,11 @@ class SoftmaxFisher(Structured):
         return {}
 
     def _at(self, shift: float) -> tuple[float, float]:
-        """Log-determinant and effective dimension at one shift: both from one factorisation."""
+        """Log-determinant and effective dimension at one shift: of one factorisation, or of their series far above."""
+        trace = self.trace()
+        if shift > _FAR * trace:
+            ratio, square = trace / shift, (self._frobenius / shift) ** 2
+            return self.size * math.log(shift) + ratio - square / 2, ratio - square
         if shift not in self._known:
             shifted = self._d + shift
             factor = self._factorised(shift)
@@ -353,10 +363,10 @@ class SoftmaxFisher(Structured):
         total = float(self._diagonal.square().sum())
         for columns, part in self._parts():
             for others, across in self._parts(columns.start):
-                entries = part.T @ across
-                if others.start == columns.start:
+                entries, within = part.T @ across, others.start == columns.start
+                if within:
                     entries.diagonal().zero_()
-                total += float(entries.square().sum()) * (1 if others.start == columns.start else 2)
+                total += float(entries.square().sum()) * (1 if within else 2)
         return math.sqrt(total)
 
     def _inner(self, right: Tensor) -> Tensor:  # (V, k) -> (T, k)
@@ -373,9 +383,8 @@ class SoftmaxFisher(Structured):
             for columns, part in self._parts():
                 total.addmm_(part * weights[columns], part.T)
             return total
-        roots = weights.sqrt()
         for columns, part in self._parts():
-            add_gram_(total, part.mul_(roots[columns]).T)
+            add_gram_(total, part.mul_(weights[columns].sqrt()).T)
         return mirrored_(total)
 
     def _spans(self, start: int = 0) -> Iterator[slice]:

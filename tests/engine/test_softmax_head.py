@@ -198,3 +198,24 @@ def test_a_wide_head_allocates_nothing_of_the_size_of_g() -> None:
     largest = max(sizes)
     assert 0 < largest <= capacitance_bytes(positions, classes)
     assert largest < 0.05 * 8 * classes**2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_many_shifts_are_answered_from_few(*, tied: bool) -> None:
+    excess = drawn(V, seed=3).abs() * 1e-3 if tied else None
+    side, asked = head(drawn(T, V, sharp=4), excess=excess), []
+    values = torch.linalg.eigvalsh(side.to_dense(torch.float64)).clamp_min(0)
+    plain = SoftmaxFisher._at
+
+    def counted(self: SoftmaxFisher, shift: float) -> tuple[float, float]:
+        asked.append(shift)
+        return plain(self, shift)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SoftmaxFisher, "_at", counted)
+        shifts = torch.logspace(-8, 9, 3000, dtype=torch.float64)
+        found, logdets = side.effective_dimensions(shifts), side.logdets(shifts)
+    assert len(set(asked)) < 500
+    expected = (values / (values + shifts[:, None])).sum(1)
+    assert float((found / expected - 1).abs().max()) < 1e-9
+    assert float((logdets - (values + shifts[:, None]).log().sum(1)).abs().max()) < 1e-9 * V
