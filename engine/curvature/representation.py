@@ -82,7 +82,10 @@ class Foreseen:
     """Examples of the data; None where nobody says."""
 
     def rows(self, layer: TreatedLayer, collection: Collection) -> int | None:
-        """Gradient rows of each group that enter G, at most; None where the data's size is unknown."""
+        """Gradient rows of each group that will enter G; None where the data's size is unknown.
+
+        As if all examples were as long as the first: more or fewer may come.
+        """
         if self.examples is None:
             return None
         batches = -(-self.examples // collection.batch_size)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.curvature.woodbury import LowRank, robust_solve, scaled_rows
+from engine.curvature.woodbury import LowRank, basis_bytes, gram_bytes, robust_solve, scaled_rows
+from tests.memory_profile import peak_bytes
 
 T, N = 23, 61
 EYE = torch.eye(N, dtype=torch.float64)
@@ -115,6 +116,33 @@ def test_any_right_hand_side_is_solved_for(condition: float) -> None:
     solved = within @ ((within.T @ inside) / (values[N - T :] + damping)[:, None])
     # the part along the null space is rounding over the damping: small beside what it would be unprojected
     assert error(side.solve(inside, damping), solved) < 1e-15 * condition * 10 + 1e-9
+
+
+def test_what_is_left_beside_the_eigenvectors_is_projected_twice() -> None:
+    """Once leaves rounding that the damping multiplies: 5e-5 here."""
+    rows, inner = spread(T, N, 1e6), drawn(T, 3, seed=5)
+    side = low_rank(rows)
+    damping = side.spectral_norm() / 1e12
+    left, roots, right = torch.linalg.svd(rows / math.sqrt(17), full_matrices=False)
+    expected = right.T @ ((roots / (damping + roots**2))[:, None] * (left.T @ inner))
+    assert error(side.solve(rows.T @ inner / math.sqrt(17), damping), expected) < 1e-6
+
+
+def test_no_rows_at_all_are_a_zero_matrix() -> None:
+    side = low_rank(torch.zeros(0, 5, dtype=torch.float64))
+    right = drawn(5, 2)
+    assert torch.equal(side.spectrum("layer")[0], torch.zeros(5, dtype=torch.float64))
+    assert (side.trace(), side.frobenius_norm(), side.spectral_norm()) == (0, 0, 0)
+    assert torch.equal(side.apply(right), torch.zeros_like(right))
+    assert torch.allclose(side.solve(right, 0.5), 2 * right)
+    assert side.factorised(0.5, 1e-6).rung == "cholesky"
+    assert side.eigenbasis("layer")[1].shape == (5, 0)
+    assert LowRank.read(side.tensors(), side.metadata()).digest() == side.digest()
+
+
+def test_the_eigenvectors_take_one_copy_of_themselves() -> None:
+    side = low_rank(drawn(200, 20_000).to(torch.float32), torch.float32)
+    assert peak_bytes(lambda: side.eigenbasis("layer")) < basis_bytes(200, 20_000) + gram_bytes(200)
 
 
 def test_a_failing_cholesky_is_jittered_and_says_by_how_much() -> None:
