@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.curvature import eigensolvers
 from engine.curvature.eigenbasis import decompose, rungs
+from engine.curvature.woodbury import LowRank
 from engine.errors import NonFiniteFactor, NotConverged
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
@@ -242,6 +243,25 @@ def test_a_lower_rung_is_taken_where_the_first_does_not_fit() -> None:
         found = decompose(matrix, "layer", need="vectors", guard=guard)
         assert found.rungs == (wanted,)
         assert [each.name for each in found.refused] == list(FLOAT64_RUNGS[: FLOAT64_RUNGS.index(wanted)])
+
+
+@pytest.mark.parametrize("size", [40, 200])
+def test_a_side_of_few_rows_gives_its_basis_and_the_residual_of_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(6, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    side = LowRank(rows=rows, scales=torch.ones(6, dtype=torch.float64), weight=6.0)
+    dense = rows.T @ rows / 6
+    found = decompose(side, "head", need="vectors")
+    assert found.values[: size - 6].tolist() == [0] * (size - 6)
+    assert torch.allclose(found.values, torch.linalg.eigvalsh(dense), atol=1e-13 * float(found.values[-1]))
+    vectors = found.vectors
+    assert vectors is not None
+    assert tuple(vectors.shape) == (size, 6)
+    assert float(((vectors * found.values[size - 6 :]) @ vectors.T - dense).norm() / dense.norm()) < 1e-13
+    assert found.residual is not None
+    assert found.residual < 1e-13
+    monkeypatch.setattr(LowRank, "eigenbasis", lambda *_: (found.values[-6:], vectors.flip(1)))
+    with pytest.raises(NotConverged, match=r"`head`.*`woodbury` give it back to"):
+        decompose(side, "head", need="vectors")
 
 
 UNDER_A_LIMIT = """
