@@ -38,7 +38,7 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     Raises:
         DocumentRefused: With a complaint for each source that this service does not take.
     """
-    found = (*_inputs(document, settings), *_factors(document, engine, tenant_id))
+    found = (*_inputs(document, settings), *_factors(document, engine, tenant_id, settings))
     if found:
         raise DocumentRefused(found)
 
@@ -112,12 +112,12 @@ def _in_store(store: Path, name: str, hub_id: str) -> bool:
     return folder.is_dir() and any(entry.name.casefold() == wanted for entry in folder.iterdir())
 
 
-def _factors(document: JobDocument, engine: Engine, tenant_id: str) -> Iterator[Complaint]:
+def _factors(document: JobDocument, engine: Engine, tenant_id: str, settings: Settings) -> Iterator[Complaint]:
     reference = document.factors
     if reference is None:
         return
     if reference.job is None:
-        yield _complaint("/factors/path", "not_allowed", "works in the CLI alone; give `factors.job`, the id of a job")
+        yield from _listed_path("/factors/path", reference.path or "", settings)
         return
     job = read_job(engine, tenant_id, reference.job)
     if job is None:

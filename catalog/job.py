@@ -21,12 +21,17 @@ class FactorsReference:
     job: str | None = None
     """Id of a succeeded job that kept its factors."""
     path: str | None = None
-    """A folder with `factors.index.json` (CLI only)."""
+    """A folder with `factors.index.json`; or, for `reconstruction`, a `.safetensors` file with a symmetric matrix of
+    your own. A service reads what lies in folders that its operator lists."""
+    tensor: str | None = None
+    """Name of the matrix, where the file holds several tensors."""
 
     def __post_init__(self) -> None:
         """Require exactly one of the two."""
         if (self.job is None) == (self.path is None):
             raise FieldError("job", "give either `job` or `path`, and not both")
+        if self.tensor is not None and self.path is None:
+            raise FieldError("tensor", "names a matrix in a file; give its `path`, or leave `tensor` out")
 
 
 @record

@@ -153,7 +153,8 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     """The whole model in a sentence."""
     coverage = _field(summary, "coverage")
     parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
-    if coverage is not None:
+    # of a matrix of one's own there is no model, and nothing to cover
+    if coverage is not None and _field(coverage, "trainable_parameters"):
         share = _field(coverage, "covered_share")
         # cut, not rounded: what is not whole must not read 100.0%
         tenths = math.floor(share * 1000 + 1e-9)

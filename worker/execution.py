@@ -34,8 +34,8 @@ from engine.errors import StopRequested
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.hold import hold_device
-from engine.workspace import Workspace
-from worker.artifact_files import ArtifactFiles, StoredFactors, find_factors
+from engine.workspace import Artifacts, Workspace
+from worker.artifact_files import ArtifactFiles, find_factors
 from worker.assignment import Assignment, read_assignment
 from worker.computing_environment import computing_environment
 from worker.data_loading.examined import examined
@@ -46,6 +46,7 @@ from worker.factor_key import Witness, data_digest, factor_key, uncacheable
 from worker.failures import DocumentRefused, failure_of
 from worker.frame_pipe import FramePipe
 from worker.loaded_model import LoadedModel
+from worker.matrix_file import MatrixFile
 from worker.refusal import Refusal
 from worker.resolve import resolve
 from worker.scratch_folder import take_over
@@ -303,16 +304,24 @@ def _load_data(document: JobDocument, loaded: LoadedModel, surroundings: Surroun
     return examined(stream, loaded, "/data")
 
 
-def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroundings) -> StoredFactors:
-    """The factors of an earlier job: its folder as the parent found it, or the path in the document."""
+def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroundings) -> Artifacts:
+    """The factors of an earlier job: its folder as the parent found it, or the path in the document; or a matrix."""
     if assignment.factors_path is not None:
         return find_factors(assignment.factors_path, "/factors")
-    path = document.factors.path if document.factors is not None else None
-    if path is None:
+    reference = document.factors
+    path = None if reference is None else reference.path
+    if reference is None or path is None:
         raise Refusal(
             "names a job of the service; in the foreground give `factors: {path: FOLDER}`", pointer="/factors/job"
         )
-    return find_factors(surroundings.allowed_path(path, "/factors/path"), "/factors/path")
+    found = surroundings.allowed_path(path, "/factors/path")
+    if not found.is_file():
+        if reference.tensor is not None:
+            raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
+        return find_factors(found, "/factors/path")
+    if document.kinds != ("reconstruction",):
+        raise Refusal("is a file, and a single matrix is for `kind: reconstruction` alone", pointer="/factors/path")
+    return MatrixFile(found, reference.tensor, surroundings.log)
 
 
 def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:

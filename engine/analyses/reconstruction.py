@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from catalog.analysis import LayerResult
-from catalog.layer_record import Observed
+from catalog.layer_record import LayerRecord, Observed
 from catalog.reconstruction import (
     ReconstructedSide,
     ReconstructionMetrics,
@@ -18,12 +18,13 @@ from catalog.reconstruction import (
 )
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
-from engine.curvature.collected import Collected, Kept, write_factors, write_index
+from engine.curvature.collected import GIVEN_MATRIX, Collected, Kept, write_factors, write_index
 from engine.curvature.collection import collected
 from engine.curvature.factors import Factors, packed
+from engine.curvature.panels import wide_product
 from engine.curvature.stabilised_inverse import StabilisedSide
 from engine.curvature.structured import Structured
-from engine.errors import NoConditionNumber
+from engine.errors import BrokenFactors, NoConditionNumber
 from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
 from engine.workspace import Workspace
 
@@ -31,6 +32,11 @@ KIND = "reconstruction"
 FOLDER = "stabilised"
 FORMAT = "kronoscope-stabilised/1"
 INDEX = f"{FOLDER}/stabilised.index.json"
+_COLLECTED = (
+    "policy", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq", "update_index",
+    "positions", "positions_local", "terms", "world_size", "reduction", "accumulation_dtype", "amp", "fisher",
+    "sharing", "samples", "seed", "passes", "digest_A", "kappa_A", "clipped_A", "scale_A", "scale_G",
+)  # fmt: skip
 _PREFIX = {"A": "activation", "G": "gradient"}
 
 
@@ -78,11 +84,18 @@ def reconstruct(
             _remember(run, layer, known)
         run.rows[facts.ordinal] = known
         if (KIND, facts.ordinal) not in workspace.completed:
-            yield replace(covered_result(KIND, layer, known), observed=_observed(workspace, layer, begun))
+            row = replace(covered_result(KIND, layer, known), observed=_observed(workspace, layer, begun))
+            yield row if facts.module != GIVEN_MATRIX else replace(row, record=_of_nobody(layer.record))
         workspace.report(KIND, done, len(run.whole.layers), "layers")
     _write_indices(run)
     yield from declared_results(KIND, workspace)
     return _summary(run)
+
+
+def _of_nobody(record: LayerRecord) -> LayerRecord:
+    """The record of a matrix that no collection made: what would describe one is null."""
+    unknown: dict[str, Any] = dict.fromkeys(_COLLECTED)
+    return replace(record, **unknown)
 
 
 def _holders_first(workspace: Workspace, whole: Collected) -> Iterator[Measured]:
@@ -113,7 +126,10 @@ def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
         made_g = _made(run, layer, factors.G, "G", factors.scale_G)
     side_g = None if made_g is None else made_g.side
     artifact = None
-    if params.keep_matrices:
+    if params.keep_matrices and facts.module == GIVEN_MATRIX:
+        artifact = f"{FOLDER}/matrix.safetensors"
+        _write_given(run, layer, made_g, artifact)
+    elif params.keep_matrices:
         artifact = f"{FOLDER}/{facts.ordinal}.safetensors"
         _write(run, layer, factors, {"A": made_a, "G": made_g}, artifact)
     for side in (side_a, side_g):
@@ -155,10 +171,41 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
     else:
         basis = layer.load_basis(side)
         values, vectors = basis.values / scale, basis.vectors
+    if layer.facts.module == GIVEN_MATRIX and vectors is not None:
+        return _of_given(run, factor, values, vectors, name)
     if run.params.route == "eigenbasis":
         return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
     place = run.params.placement
     return rebuilt(run.workspace, factor, values, vectors, run.kappa_max, place, layer=name, scale=scale)
+
+
+def _of_given(run: _Run, factor: Tensor, values: Tensor, vectors: Tensor, name: str) -> Made:
+    """A matrix that nobody collected may be indefinite, and a decomposition cuts values off at zero."""
+    values = values.clone()
+    cut = int((values <= 0).sum())
+    if cut:
+        columns = vectors[:, :cut].to(torch.float64)
+        values[:cut] = (columns * wide_product(factor, columns)).sum(0).sort().values
+    if float(values[-1]) <= 0 and float(values[0]) < 0:
+        raise BrokenFactors(
+            f"`{name}` has no positive eigenvalue, so that λ_max/κ_max is no floor; did you mean its negative?",
+            layer=name,
+            pointer="/factors/path",
+        )
+    rounding = factor.shape[0] * torch.finfo(factor.dtype).eps * float(values[-1])
+    if float(values[0]) < -rounding:
+        run.workspace.log(
+            "warning",
+            f"`{name}` is indefinite: the smallest eigenvalue is {float(values[0]):.3g}, and what lies below zero "
+            f"by more than rounding numbers {int((values < -rounding).sum())}; it is raised to the floor like the rest",
+        )
+    if run.params.route == "eigenbasis":
+        made = in_eigenbasis(values, vectors, run.kappa_max, _basis_dtype(factor.dtype), kind="matrix")
+    else:
+        made = rebuilt(
+            run.workspace, factor, values, vectors, run.kappa_max, run.params.placement, layer=name, scale=1.0
+        )
+    return replace(made, side=replace(made.side, smallest=float(values[0])))
 
 
 def _basis_dtype(kept: torch.dtype) -> torch.dtype:
@@ -209,12 +256,22 @@ def _write(
     artifacts.save_tensors(name, tensors, {"format": FORMAT, "layer": facts.name})
 
 
+def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> None:
+    """A matrix of the caller's comes back as it came: square, under its own name."""
+    if made is None or made.content is None:
+        return
+    matrix = made.content
+    tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, StabilisedSide) else {layer.facts.name: matrix}
+    metadata = {"format": FORMAT, "kappa_max": repr(run.kappa_max), "floor": repr(made.side.floor)}
+    run.workspace.artifacts.save_tensors(name, tensors, metadata)
+
+
 def _write_indices(run: _Run) -> None:
     """Indices last, so that their presence says that all is there.
 
     Where every side is a matrix, they are factors as a collection leaves them, for whoever reads those.
     """
-    if not run.params.keep_matrices:
+    if not run.params.keep_matrices or any(facts.module == GIVEN_MATRIX for facts in run.whole.layers):
         return
     artifacts, layers = run.workspace.artifacts, run.whole.layers
     if len(run.kept) == len(layers):

@@ -20,6 +20,8 @@ FORMAT = "kronoscope-factors/1"
 INDEX = "factors/factors.index.json"
 RUN = "factors/run.json"
 _RUN = ("device", "storage_policy", "planned_peak_bytes")
+GIVEN_MATRIX = "Matrix"
+"""Module of a layer that nobody collected: a matrix of the caller's own, as a block."""
 
 
 @dataclass(frozen=True, kw_only=True)

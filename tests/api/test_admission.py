@@ -91,6 +91,11 @@ def test_factors_of_an_earlier_job(ledger: Engine, tmp_path: Path) -> None:
         return {"kind": "capacity", "factors": reference}
 
     assert refused(ledger, chosen, document({"path": "/tmp/x"})) == {"/factors/path": "not_allowed"}
+    listed = settings(tmp_path, allowed_directories=(str(tmp_path),))
+    assert refused(ledger, listed, document({"path": f"{tmp_path}/m.safetensors"})) == {}
+    assert refused(ledger, listed, document({"path": f"{tmp_path}/../m.safetensors"})) == {
+        "/factors/path": "not_allowed"
+    }
     assert refused(ledger, chosen, document({"job": "nonsense"})) == {"/factors/job": "not_found"}
     foreign = seeding.running(ledger, _other_tenant(ledger)).job_id
     assert refused(ledger, chosen, document({"job": foreign})) == {"/factors/job": "not_found"}

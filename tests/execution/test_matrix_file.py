@@ -1,0 +1,139 @@
+"""A matrix of one's own: every fault named, and the reconstruction against the definition in float64."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from catalog.collection import Stabilisation
+from catalog.reconstruction import ReconstructionParams
+from engine.analyses.reconstruction import reconstruct
+from engine.errors import BrokenFactors
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts
+from worker.execution import parse_document
+from worker.matrix_file import MatrixFile
+from worker.refusal import Refusal
+
+
+def quiet(level: str, message: str) -> None:
+    """Say nothing."""
+
+
+def symmetric(values: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    size = values.numel()
+    basis = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(5))).Q
+    matrix = (basis * values) @ basis.mT
+    return ((matrix + matrix.mT) / 2).to(dtype)
+
+
+def saved(folder: Path, **tensors: Tensor) -> Path:
+    path = folder / "mine.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    return path
+
+
+def stabilised(path: Path, tensor: str | None = None, **options: Any) -> tuple[Any, Tensor, list[str]]:
+    said: list[str] = []
+    space = Workspace(
+        model=None,
+        batches=None,
+        task=None,
+        artifacts=MemoryArtifacts(),
+        stabilisation=Stabilisation(kappa_max=1e3),
+        stored=MatrixFile(path, tensor, lambda level, message: said.append(f"{level}: {message}")),
+        decomposition="vectors",
+        log=lambda level, message: said.append(f"{level}: {message}"),
+    )
+    (row,) = reconstruct(ReconstructionParams(**options), space)
+    kept: Any = space.artifacts
+    tensors = kept.tensors["stabilised/matrix.safetensors"]
+    return row, tensors.get(row.layer), said
+
+
+SPECTRUM = torch.logspace(-7, 0, 90, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)]
+)
+def test_it_comes_back_square_under_its_name_in_its_precision(tmp_path: Path, dtype: torch.dtype, most: float) -> None:
+    given = symmetric(SPECTRUM, dtype)
+    row, found, _ = stabilised(saved(tmp_path, hessian=given))
+    values, basis = torch.linalg.eigh(given.double())
+    truth = (basis * values.clamp_min(float(values[-1]) / 1e3)) @ basis.mT
+    assert found.dtype == dtype
+    assert torch.equal(found, found.mT)
+    assert float((found.double() - truth).norm() / truth.norm()) <= most
+    assert (row.layer, row.metrics.A, row.record.fisher, row.record.seed) == ("hessian", None, None, None)
+    assert row.metrics.G.clipped == int((values < values[-1] / 1e3).sum())
+    assert row.metrics.G.mass == pytest.approx(float(truth.trace() - values.sum()), rel=1e-6)
+
+
+def test_an_indefinite_one_is_told_and_clipped_like_any(tmp_path: Path) -> None:
+    values = SPECTRUM.clone()
+    values[:2] = torch.tensor([-0.4, -0.01], dtype=torch.float64)
+    given = symmetric(values)
+    row, found, said = stabilised(saved(tmp_path, m=given))
+    spectrum, basis = torch.linalg.eigh(given)
+    truth = (basis * spectrum.clamp_min(float(spectrum[-1]) / 1e3)) @ basis.mT
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
+    assert row.metrics.G.smallest == pytest.approx(-0.4, rel=1e-12)
+    assert row.metrics.G.mass == pytest.approx(float(truth.trace() - given.trace()), rel=1e-10)
+    assert any("warning: `m` is indefinite: the smallest eigenvalue is -0.4" in line for line in said)
+
+
+def test_one_without_a_positive_eigenvalue_has_no_floor(tmp_path: Path) -> None:
+    with pytest.raises(BrokenFactors, match="has no positive eigenvalue"):
+        stabilised(saved(tmp_path, m=-symmetric(SPECTRUM)))
+
+
+def test_its_eigenbasis_alone(tmp_path: Path) -> None:
+    given = symmetric(SPECTRUM)
+    row, found, _ = stabilised(saved(tmp_path, m=given), route="eigenbasis")
+    assert found is None
+    assert row.metrics.G.update == "eigenbasis"
+
+
+def test_rounding_between_the_triangles_is_averaged_and_told(tmp_path: Path) -> None:
+    given = symmetric(SPECTRUM, torch.float32)
+    given[3, 4] += 2e-7
+    _, found, said = stabilised(saved(tmp_path, m=given))
+    assert torch.equal(found, found.mT)
+    assert any("is asymmetric by" in line for line in said)
+
+
+def test_one_of_several_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, a=torch.eye(3), b=torch.eye(4))
+    assert MatrixFile(path, "b", quiet).load_tensors("factors/0.safetensors")["gradient_covariance"].numel() == 10
+    with pytest.raises(Refusal, match="holds 2 tensors; name one of `a`, `b`"):
+        MatrixFile(path, None, quiet)
+    with pytest.raises(Refusal, match="no tensor of that name; there are `a`, `b`"):
+        MatrixFile(path, "c", quiet)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "said"),
+    [
+        (torch.ones(3, 4), r"has shape \[3, 4\]; give a square matrix"),
+        (torch.ones(3), r"has shape \[3\]"),
+        (torch.ones(0, 0), r"has shape \[0, 0\]"),
+        (torch.ones(2, 2, dtype=torch.int64), "is of type I64; take one of F64"),
+        (torch.tensor([[1.0, math.nan], [math.nan, 1.0]]), "holds NaN or Inf in 2 of its 4 numbers"),
+        (torch.tensor([[1.0, math.inf], [math.inf, 1.0]]), "holds NaN or Inf in 2 of its 4 numbers"),
+        (torch.tensor([[1.0, 0.5], [0.4, 1.0]]), r"is not symmetric: its triangles differ by 0\.1 of the largest"),
+    ],
+)
+def test_what_is_no_symmetric_matrix_is_refused(tmp_path: Path, matrix: Tensor, said: str) -> None:
+    with pytest.raises(Refusal, match=said) as caught:
+        MatrixFile(saved(tmp_path, m=matrix), None, quiet)
+    assert caught.value.pointer == "/factors/path"
+
+
+def test_a_matrix_in_a_file_has_a_path() -> None:
+    with pytest.raises(Exception, match="names a matrix in a file"):
+        parse_document({"kind": "reconstruction", "factors": {"job": "x", "tensor": "m"}})
