@@ -23,7 +23,7 @@ from kronoscope.documents import DocumentUnreadable, read_document
 from kronoscope.progress import Display, display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
-from kronoscope.tables import declared_lines, job_table, layer_table, summary_line
+from kronoscope.tables import declared_lines, job_table, layer_table, reuse_lines, summary_line
 from kronoscope.views import Job, Layer, Results, layer_of, summary_of
 
 OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
@@ -165,7 +165,7 @@ def results(
         if as_json:
             _print_json(plain(found) | {"layers": [plain(row) for row in rows]})
         else:
-            _show_results(rows, dict(found.summary))
+            _show_results(rows, dict(found.summary), found.job.kinds)
             if not found.job.ended:
                 _err().print(f"the job is {found.job.state}: these are the layers so far")
         if download is not None:
@@ -308,7 +308,7 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     if job.state == "cancelled":
         _fail(STOPPED, ["the job was cancelled"])
     if not as_json:
-        _show_results(list(client.layers(job_id)), dict(client.results(job_id).summary))
+        _show_results(list(client.layers(job_id)), dict(client.results(job_id).summary), job.kinds)
 
 
 def _show_progress(job: Job, display: Display) -> None:
@@ -319,9 +319,11 @@ def _show_progress(job: Job, display: Display) -> None:
         display.update(job.state, 0, None, "")
 
 
-def _show_results(rows: list[Layer], summary: dict[str, Any]) -> None:
+def _show_results(rows: list[Layer], summary: dict[str, Any], kinds: Sequence[str] = ()) -> None:
+    """One table for each analysis, in the order they were asked for."""
     console = _out()
-    for kind in dict.fromkeys([row.kind for row in rows]):
+    there = dict.fromkeys([row.kind for row in rows])
+    for kind in dict.fromkeys([*(kind for kind in kinds if kind in there), *there]):
         chosen = [row for row in rows if row.kind == kind]
         console.print(layer_table(kind, chosen))
         for line in declared_lines(chosen):
@@ -329,6 +331,8 @@ def _show_results(rows: list[Layer], summary: dict[str, Any]) -> None:
         if kind in summary:
             console.print(summary_line(kind, summary[kind]), markup=False, soft_wrap=True)
         console.print()
+    for line in reuse_lines(rows):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _require_success(outcome: Outcome) -> None:

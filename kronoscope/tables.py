@@ -179,7 +179,31 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:
         parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
+    exact = _field(summary, "cross_check")
+    if exact is not None:
+        parts.append(_beside_exact(exact))
     return "; ".join(parts)
+
+
+def _beside_exact(exact: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
+    """K-FAC's trace and largest eigenvalue, each beside that of the curvature itself."""
+    low, high = number(_field(exact, "trace_low")), number(_field(exact, "trace_high"))
+    text = (
+        f"trace {number(_field(exact, 'kronecker_trace'))} where the exact one is {number(_field(exact, 'trace'))} "
+        f"({low} to {high})"
+    )
+    top = _field(exact, "top_eigenvalue")
+    if top is None:
+        return text
+    at_least = "" if _field(exact, "top_converged") else "at least "
+    largest = number(_field(exact, "kronecker_spectral_norm"))
+    return f"{text}, largest eigenvalue {largest} where it is {at_least}{number(top)}"
+
+
+def reuse_lines(rows: Sequence[Layer]) -> list[str]:
+    """Whose collection the results stand on, where it is another job's."""
+    sources = dict.fromkeys(row.observed.factors_from for row in rows if row.observed is not None)
+    return [f"factors from the cache: those of job {source}" for source in sources if source]
 
 
 def job_table(jobs: Iterable[Job]) -> Table:

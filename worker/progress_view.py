@@ -8,6 +8,8 @@ from catalog.frames import LayerDone, Progress
 
 COLLECTION_SHARE = 70.0
 """Per cent of a job's bar that collecting takes; the analyses share the rest."""
+CROSS_CHECK_SHARE = 0.9
+"""Of the capacity's part of the bar, where there is a cross-check."""
 _WRITE_SECONDS = 0.5
 
 
@@ -15,7 +17,7 @@ class ProgressView:
     """Follows one attempt. Batches may come by the hundred a second; the ledger hears twice a second."""
 
     def __init__(self, kinds: Sequence[str], done: Sequence[tuple[str, int]], *, collects: bool) -> None:
-        self._analyses = [kind for kind in kinds if kind != "factors"] or list(kinds)
+        self._analyses = list(kinds)
         self._rows = set(done)
         self._kinds = len(kinds)
         self._start = COLLECTION_SHARE if collects else 0.0
@@ -54,7 +56,10 @@ class ProgressView:
         within = min(1.0, frame.done / frame.total) if frame.total else 0.0
         if frame.stage == "collection":
             return self._start * within
+        each = (100.0 - self._start) / len(self._analyses)
+        if frame.stage == "cross_check" and "capacity" in self._analyses:
+            # before the first row of its analysis, and the longer part of it
+            return self._start + each * (self._analyses.index("capacity") + CROSS_CHECK_SHARE * within)
         if frame.stage in self._analyses:
-            each = (100.0 - self._start) / len(self._analyses)
             return self._start + each * (self._analyses.index(frame.stage) + within)
         return 0.0

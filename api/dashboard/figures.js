@@ -76,6 +76,15 @@ function generic(summary) {
     .map(([name, value]) => ({ name: words(name), value: number(value, 4), note: "", text: "" }));
 }
 
+function besideExact(exact) {
+  if (!exact) return null;
+  const interval = exact.trace_low == null ? "" : ` (95 %: ${number(exact.trace_low, 4)} to ${number(exact.trace_high, 4)})`;
+  const trace = `The exact Gauss-Newton matrix has trace ${number(exact.trace, 4)}${interval} where K-FAC has ${number(exact.kronecker_trace, 4)}`;
+  const most = exact.top_converged ? "" : "at least ";
+  const top = exact.top_eigenvalue == null ? "" : `, and largest eigenvalue ${most}${number(exact.top_eigenvalue, 4)} where K-FAC has ${number(exact.kronecker_spectral_norm, 4)}`;
+  return h("p", { class: "small" }, `${trace}${top}.`);
+}
+
 function notes(kind, summary) {
   if (kind !== "capacity") return null;
   const parts = [
@@ -89,7 +98,7 @@ function notes(kind, summary) {
   const flat = summary.identity_layers?.length
     ? h("p", { class: "notice warn small" }, `The damping exceeds every eigenvalue of ${summary.identity_layers.join(", ")}: a preconditioner would be the identity there.`)
     : null;
-  return [h("p", { class: "muted small" }, parts.join(" · ")), flat];
+  return [h("p", { class: "muted small" }, parts.join(" · ")), besideExact(summary.cross_check), flat];
 }
 
 export function figuresCard(kind, summary, title) {

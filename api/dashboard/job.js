@@ -32,11 +32,11 @@ function progressCard(job) {
   );
 }
 
-function summaryParts(results, titles) {
+function summaryParts(results, titles, kinds) {
   const summaries = Object.entries(results.summary ?? {}).filter(([, summary]) => summary);
   const coverage = summaries.map(([, summary]) => summary.coverage).find(Boolean);
-  // the analysis that answers comes before the collection that fed it
-  summaries.sort(([a], [b]) => (a === "factors") - (b === "factors"));
+  // in the order asked for, but what answers comes before the collection that fed it
+  summaries.sort(([a], [b]) => (a === "factors") - (b === "factors") || kinds.indexOf(a) - kinds.indexOf(b));
   return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind)), coverage ? coverageCard(coverage) : null];
 }
 
@@ -100,7 +100,7 @@ export async function showJob(main, id, signal) {
     if (finalShown) return;
     finalShown = true;
     const results = await get(`${base}/results`, signal);
-    replace(summary, ...summaryParts(results, titles));
+    replace(summary, ...summaryParts(results, titles, job.kinds));
     replace(files, filesCard(job, base, results));
     showModelSpectrum(model, results.summary?.capacity, signal);
     await Promise.all([panel.show(results.artifacts, table.rows), showMemory(memory, base, results.artifacts, signal)]);

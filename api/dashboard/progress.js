@@ -28,7 +28,7 @@ export function stageSentence(job) {
   const progress = job.progress;
   if (job.state === "queued") return job.failures ? `Waiting for a worker, after ${job.failures} failed attempts` : "Waiting for a worker";
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
-  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature" }[progress.stage];
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Looking at the exact curvature" }[progress.stage];
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : "";
   return [stage ?? `Measuring ${words(progress.stage)}`, done].filter(Boolean).join(" · ");
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Progress
+from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Progress, Summarised
 from engine.curvature.checkpoints import MANIFEST
 from worker.child import EXECUTION, Child
 
@@ -60,6 +60,21 @@ from worker.execution import main
 sys.exit(main(sys.argv[1:]))
 """
 
+DIE_BETWEEN = """
+import os, signal, sys
+from worker import frame_pipe
+real = frame_pipe.FramePipe.send
+
+def send(pipe, frame):
+    real(pipe, frame)
+    if frame.frame == "layer" and frame.kind == "capacity":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+frame_pipe.FramePipe.send = send
+from worker.execution import main
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 class Place:
     """One job's folders, a gate and the numbers of its attempts."""
@@ -68,6 +83,7 @@ class Place:
         root.mkdir(exist_ok=True)
         (root / "kronoscope_test_gated.py").write_text(MODEL)
         self.root, self.parts, self.attempts = root, parts, 0
+        self.completed: list[tuple[str, int]] = []
         self.gate = root / "gate"
         self.document = {
             "kind": "factors",
@@ -87,7 +103,7 @@ class Place:
         given = {
             "document": self.document,
             "artifacts": str(self.root / str(self.attempts)),
-            "completed": [],
+            "completed": self.completed,
             "threads": 1,
             "paths": [str(self.root)],
             "allowed": {"factories": ["*"], "directories": ["*"]},
@@ -227,3 +243,28 @@ def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[tuple[Any
     frames = place.run()
     assert digests(frames) == undisturbed
     assert resumed_at(frames)[0] > 0
+
+
+def test_killed_between_two_analyses(tmp_path: Path) -> None:
+    kinds = ["factors", "capacity", "reconstruction"]
+    document = {"kind": kinds, "keep": []}
+    plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
+    for each in (plain, place):
+        each.document |= document
+    undisturbed = rows_of(plain.run())
+    program = tmp_path / "dies.py"
+    program.write_text(DIE_BETWEEN)
+    before = place.run(sys.executable, "-P", str(program))
+    done = rows_of(before)
+    assert [kind for kind, _ in done] == ["factors", "factors", "factors", "capacity"]
+    place.completed = sorted(done)
+    after = place.run()
+    assert isinstance(after[-1], Finished)
+    assert not done.keys() & rows_of(after).keys()
+    assert {**done, **rows_of(after)} == undisturbed
+    assert [frame.kind for frame in after if isinstance(frame, Summarised)] == kinds
+
+
+def rows_of(frames: list[Frame]) -> dict[tuple[str, int], Any]:
+    """What the ledger's digests cover, by row."""
+    return {(frame.kind, frame.ordinal): frame.outcome for frame in frames if isinstance(frame, LayerDone)}

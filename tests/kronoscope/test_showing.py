@@ -194,3 +194,16 @@ def test_what_has_not_converged_bears_a_star_and_is_said() -> None:
 def test_rows_stand_in_the_models_order_whatever_the_order_they_came_in() -> None:
     text = printed(layer_table("capacity", [metrics_row(ordinal=1, layer="last"), metrics_row(layer="first")]))
     assert text.index("first") < text.index("last")
+
+
+def test_the_exact_curvature_stands_beside_kfacs() -> None:
+    exact = {
+        "trace": 47.2, "trace_low": 39.7, "trace_high": 56.2, "kronecker_trace": 29.96, "top_eigenvalue": 9.669,
+        "top_converged": True, "kronecker_spectral_norm": 2.795,
+    }  # fmt: skip
+    line = summary_line("capacity", {"layers": 5, "cross_check": exact})
+    assert "trace 29.96 where the exact one is 47.2 (39.7 to 56.2), largest eigenvalue 2.795 where it is 9.669" in line
+    rough = summary_line("capacity", {"layers": 5, "cross_check": exact | {"top_converged": False}})
+    assert "where it is at least 9.669" in rough
+    bare = summary_line("capacity", {"layers": 5, "cross_check": exact | {"top_eigenvalue": None}})
+    assert "eigenvalue" not in bare
