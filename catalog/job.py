@@ -50,7 +50,8 @@ class JobDocument:
     woodbury: Woodbury = option(Woodbury)
     memory: Memory = option(Memory)
     keep: tuple[Literal["factors", "spectra"], ...] = ("spectra",)
-    """What stays as artifacts; the analysis `factors` always keeps its factors."""
+    """What stays as artifacts; the analysis `factors` always keeps its factors, and `spectra` are kept where an
+    analysis needs eigenvalues: none is computed only to be kept."""
     cache: Literal["use", "refresh", "off"] = "use"
     """Whether factors of the same collection (model, data, options, code and numerics to the bit) are taken from the
     cache, and left there for the next job. `refresh` collects and replaces them, `off` does neither."""

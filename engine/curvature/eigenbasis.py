@@ -147,7 +147,8 @@ def decompose(
     ladder = solvers(size, need, factor.device, factor.dtype, single=single, rank_bound=rank_bound)
     if not ladder:
         raise NotConverged(
-            f"layer `{layer}`: a {size}×{size} factor is beyond LAPACK's 32-bit indices, which reach {LARGEST} rows",
+            f"layer `{layer}`: a {size}×{size} factor is beyond LAPACK's 32-bit indices, which reach {LARGEST} rows; "
+            "take `woodbury.policy: all`, by which a G of fewer positions than that is never made",
             layer=layer,
         )
     expected = _Expected.of(factor, need)
