@@ -22,6 +22,7 @@ from catalog.woodbury import Woodbury
 from engine.curvature.batches import counted
 from engine.curvature.collected import INDEX, Collected, read_collected, stored_correction
 from engine.curvature.factors import Corrected, Factors, digest
+from engine.curvature.stabilised_inverse import StabilisedLayers
 from engine.curvature.structured import Structured
 from engine.curvature.woodbury import LowRank
 from engine.errors import BrokenFactors
@@ -228,6 +229,31 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     raise BrokenFactors(
         f"{folder} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote"
     )
+
+
+def load_stabilised(path: str | Path) -> StabilisedLayers:
+    """The eigenbases that a reconstruction with `route: eigenbasis` and `sides: both` left.
+
+    Matrices, of `route: rebuild`, are read by ``load_factors``.
+
+    Args:
+        path: The folder `stabilised`, a run's output, or its `artifacts`.
+
+    Raises:
+        BrokenFactors: If there are none.
+    """
+    folder = Path(path)
+    for candidate in (folder, folder / "stabilised", folder / "artifacts" / "stabilised"):
+        if (candidate / "stabilised.index.json").is_file():
+            index = json.loads((candidate / "stabilised.index.json").read_bytes())
+            return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate))
+    raise BrokenFactors(
+        f"{folder} holds no stabilised.index.json; give the folder that `reconstruction` wrote with `route: eigenbasis`"
+    )
+
+
+def _load_ordinal(folder: Path, ordinal: int) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(folder / f"{ordinal}.safetensors")
 
 
 def _verify(folder: Path, found: LayersFactors) -> None:

@@ -224,6 +224,7 @@ def _write(
     run.entries[facts.ordinal] = {
         "ordinal": facts.ordinal,
         "name": facts.name,
+        "form": facts.form,
         "holder_of_A": facts.ordinal if facts.shared_A_with is None else facts.shared_A_with,
         "sides": {
             side: {

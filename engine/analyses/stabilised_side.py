@@ -10,8 +10,8 @@ from torch import Tensor
 
 from catalog.reconstruction import ReconstructedSide
 from engine.curvature.factors import digest
-from engine.curvature.reached import EXACT_ROWS, Reached, reached
-from engine.curvature.stabilise import SCRATCH_BYTES, Clipped, Placement, stabilise_, update_rank
+from engine.curvature.reached import Reached, checking_bytes, reached
+from engine.curvature.stabilise import Clipped, Placement, placement_bytes, stabilise_, update_rank
 from engine.curvature.stabilised_inverse import StabilisedSide
 from engine.memory.guard import Rung
 from engine.workspace import Workspace
@@ -27,24 +27,6 @@ class Made:
     side: ReconstructedSide
     content: Tensor | StabilisedSide | None
     """The matrix (n, n) or diagonal (n,), its scale not in it; or the eigenbasis; None where there is neither."""
-
-
-def placement_bytes(
-    size: int, rank: int, dtype: torch.dtype, placement: Placement, device: torch.device
-) -> tuple[int, int]:
-    """Bytes on the device and on the host that an update takes beside the factor and its basis, both on the host."""
-    item = dtype.itemsize
-    wide = 8 if dtype == torch.float64 else 4
-    # the result in float64, its eigenvalues and what it is compared with
-    looked_at = 4 * 8 * min(size, EXACT_ROWS) ** 2
-    if device.type != "cuda":
-        return 0, max(SCRATCH_BYTES, looked_at)
-    on_device = {
-        "device": size * size * item + size * rank * wide + SCRATCH_BYTES,
-        "panels": SCRATCH_BYTES,
-        "host": 0,
-    }[placement]
-    return on_device, max(0 if placement == "device" else SCRATCH_BYTES, looked_at)
 
 
 def rebuilt(
@@ -72,17 +54,19 @@ def rebuilt(
     clipped = int((values < max(largest, 0.0) / kappa_max).sum())
     rank = min(update_rank(size, clipped, factor.dtype), size)
     planned = workspace.chosen.placement.get(layer) if workspace.chosen is not None else None
-    rungs = [
-        Rung(
-            name=place,
-            formula="n² · bytes + n · r · bytes + tiles" if place == "device" else "tiles",
-            device_bytes=placement_bytes(size, rank, factor.dtype, place, workspace.device)[0],
-            host_bytes=placement_bytes(size, rank, factor.dtype, place, workspace.device)[1]
-            + factor.numel() * factor.element_size(),
-            run=partial(_attempt, workspace, factor, values, vectors, kappa_max, place),
+    rungs = []
+    for place in _LADDER:
+        on_device, on_host = placement_bytes(size, rank, factor.dtype, place, workspace.device)
+        rungs.append(
+            Rung(
+                name=place,
+                formula="n² + n · r on the device, and tiles" if place == "device" else "tiles",
+                device_bytes=on_device,
+                # a copy of the factor besides; what came out is looked at when tiles are gone
+                host_bytes=factor.numel() * factor.element_size() + max(on_host, checking_bytes(size)),
+                run=partial(_attempt, workspace, factor, values, vectors, kappa_max, place),
+            )
         )
-        for place in _LADDER
-    ]
     found = workspace.guard.descend(
         rungs,
         what="the stabilised factor",

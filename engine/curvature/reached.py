@@ -33,6 +33,12 @@ class Reached:
     """``lanczos``: smallest eigenvalue and error are estimates."""
 
 
+def checking_bytes(size: int) -> int:
+    """Bytes that ``reached`` takes beside the result and its basis."""
+    rows = min(size, EXACT_ROWS)
+    return 8 * (4 * rows * rows + (0 if size <= EXACT_ROWS else 2 * (_STEPS + _PROBES) * size))
+
+
 def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Reached:
     """Look at the stabilised ``matrix`` (n, n), whose basis was ``values`` (n,) and ``vectors`` (n, n) or (n, r).
 

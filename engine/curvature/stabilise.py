@@ -38,7 +38,7 @@ but there the float64 eigendecomposition before it takes longer still."""
 _TRUST = 0.01
 """Share of the floor that M may differ from ``Q Λ Qᵀ`` by in the clipped directions."""
 _PROBES = 4
-_SAMPLED = 256
+_SAMPLED = 128
 _NARROWEST = 64
 
 
@@ -108,8 +108,8 @@ def stabilise_(
         NonFiniteFactor: If factor or basis hold NaN or Inf.
     """
     size, largest = factor.shape[0], float(values[-1])
-    if not (_finite(factor) and bool(torch.isfinite(values).all())):
-        raise NonFiniteFactor("the factor or its eigenbasis holds NaN or Inf")
+    if not bool(torch.isfinite(values).all()):
+        raise NonFiniteFactor("the factor's eigenvalues hold NaN or Inf")
     floor = max(largest, 0.0) / kappa_max
     below = values / largest < 1 / kappa_max if largest > 0 else torch.zeros_like(values, dtype=torch.bool)
     clipped = int(below.sum())
@@ -118,7 +118,7 @@ def stabilise_(
         _carry_out_(factor, plan, placement, device or factor.device, scratch_bytes)
     elif clipped:
         factor.copy_(factor.to(torch.float64).clamp_min_(floor))
-    # what was not finite in the columns that entered is in the result
+    # what was not finite in what entered is in the result
     if not _finite(factor):
         raise NonFiniteFactor("the factor or its eigenbasis holds NaN or Inf")
     return Clipped(
@@ -137,6 +137,20 @@ def update_rank(size: int, clipped: int, dtype: torch.dtype) -> int:
     """Columns that an update of ``clipped`` of ``size`` directions takes, where M is what its basis says."""
     cost = 1 if dtype == torch.float64 else _FLOAT64_COST
     return clipped if clipped <= cost * (size - clipped) else size - clipped
+
+
+def placement_bytes(
+    size: int, rank: int, dtype: torch.dtype, placement: Placement, device: torch.device
+) -> tuple[int, int]:
+    """Bytes on the device and on the host that an update of ``rank`` columns takes.
+
+    Beside the factor and its basis, which are both on the host.
+    """
+    if device.type != "cuda":
+        return 0, SCRATCH_BYTES
+    wide = 8 if dtype == torch.float64 else 4
+    held = {"device": size * size * dtype.itemsize + size * rank * wide + SCRATCH_BYTES, "panels": SCRATCH_BYTES}
+    return held.get(placement, 0), 0 if placement == "device" else SCRATCH_BYTES
 
 
 def tile_extent(size: int, rank: int, dtype: torch.dtype, scratch_bytes: int = SCRATCH_BYTES) -> tuple[int, int]:
@@ -163,6 +177,9 @@ def _planned(
         columns, below = vectors[:, :clipped], values[:clipped]
         if factor.dtype == torch.float64 or _stray(factor, columns, below) <= _TRUST * floor:
             return _Plan(update="clipped", columns=columns, weights=floor - below, floor=None, dtype=wide)
+    # this update writes over what it is given
+    if not _finite(factor):
+        raise NonFiniteFactor("the factor holds NaN or Inf")
     return _Plan(
         update="unclipped",
         columns=vectors[:, vectors.shape[1] - kept :],

@@ -9,8 +9,9 @@ Where fewer than half of the directions are above the floor they alone are kept,
 orthogonal to them is divided by f + λ.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,22 +106,26 @@ class StabilisedSide:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """What is stored, by the names that it is stored by; on the host."""
-        found = {f"{prefix}_values": self.values.to("cpu")}
+        found = {
+            f"{prefix}_values": self.values.to("cpu"),
+            f"{prefix}_floor": torch.tensor([self.floor], dtype=torch.float64),
+        }
         if self.vectors is not None:
             found[f"{prefix}_vectors"] = self.vectors.to("cpu")
         return found
 
     @classmethod
-    def read(cls, tensors: Mapping[str, Tensor], prefix: str, floor: float) -> "StabilisedSide":
+    def read(cls, tensors: Mapping[str, Tensor], prefix: str) -> "StabilisedSide":
         """The inverse of ``tensors``.
 
         Raises:
             BrokenFactors: If something is missing, or of another shape.
         """
         values, vectors = tensors.get(f"{prefix}_values"), tensors.get(f"{prefix}_vectors")
-        if values is None or (vectors is not None and vectors.shape[1:] != values.shape):
+        floor = tensors.get(f"{prefix}_floor")
+        if values is None or floor is None or (vectors is not None and vectors.shape[1:] != values.shape):
             raise BrokenFactors(f"the stored eigenbasis lacks or garbles `{prefix}_values`")
-        return cls(values=values, vectors=vectors, floor=floor)
+        return cls(values=values, vectors=vectors, floor=float(floor))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +142,33 @@ class StabilisedInverse:
     def solve(self, gradient: Tensor, damping_A: float = 0.0, damping_G: float = 0.0) -> Tensor:
         """``(G_s + λ_G I)⁻¹ V (A_s + λ_A I)⁻¹``: the preconditioned gradient under factored damping."""
         return self.A.solve(self.G.solve(gradient, damping_G).mT, damping_A).mT
+
+
+class StabilisedLayers(Mapping[str, StabilisedInverse]):
+    """Stored eigenbases by layer name, read when they are asked for."""
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]], load: Callable[[int], Mapping[str, Tensor]]) -> None:
+        """Take what the index says of each layer, and what reads the tensors of an ordinal."""
+        self._layers = {str(entry["name"]): entry for entry in entries}
+        self._load = load
+
+    def __getitem__(self, layer: str) -> StabilisedInverse:
+        """Both sides of a layer.
+
+        Raises:
+            BrokenFactors: If one of them was not kept as an eigenbasis.
+        """
+        own, holder = int(self._layers[layer]["ordinal"]), int(self._layers[layer]["holder_of_A"])
+        tensors = self._load(own)
+        gradient = StabilisedSide.read(tensors, "gradient")
+        shared = tensors if holder == own else self._load(holder)
+        if self._layers[layer]["form"] in ("block", "diagonal_block"):
+            one = torch.ones(1, dtype=torch.float64)
+            return StabilisedInverse(A=StabilisedSide(values=one, vectors=None, floor=0.0), G=gradient)
+        return StabilisedInverse(A=StabilisedSide.read(shared, "activation"), G=gradient)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)

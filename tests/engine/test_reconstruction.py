@@ -153,14 +153,14 @@ def test_an_inverse_through_the_eigenbasis_is_the_dense_one() -> None:
         tensors |= {
             name: each for name, each in kept.tensors[f"{FOLDER}/{holder}.safetensors"].items() if "act" in name
         }
-        gradient_side = StabilisedSide.read(tensors, "gradient", metrics.G.floor)
+        gradient_side = StabilisedSide.read(tensors, "gradient")
         right = torch.randn(facts.out_dim, 2, generator=generator, dtype=torch.float64)
         g = clipped(factors.G, 100)
         torch.testing.assert_close(gradient_side.solve(right), torch.linalg.solve(_dense(g), right), rtol=1e-8, atol=0)
         assert metrics.G.update == "eigenbasis"
         if metrics.A is None:
             continue
-        both = StabilisedInverse(A=StabilisedSide.read(tensors, "activation", metrics.A.floor), G=gradient_side)
+        both = StabilisedInverse(A=StabilisedSide.read(tensors, "activation"), G=gradient_side)
         gradient = torch.randn(facts.out_dim, facts.in_dim, generator=generator, dtype=torch.float64)
         a = _dense(clipped(factors.A, 100))
         truth = torch.linalg.solve(a, torch.linalg.solve(_dense(g), gradient).mT).mT
@@ -302,7 +302,7 @@ def test_a_side_that_is_never_made_dense_is_kept_as_its_eigenbasis() -> None:
         structured += 1
         found = rows[facts.name].metrics.G
         truth = clipped(collected(dense).load(facts.ordinal).G, 100)
-        own = StabilisedSide.read(kept.tensors[rows[facts.name].metrics.artifact], "gradient", found.floor)
+        own = StabilisedSide.read(kept.tensors[rows[facts.name].metrics.artifact], "gradient")
         right = torch.eye(facts.out_dim, dtype=torch.float64)
         torch.testing.assert_close(own.apply(right), truth, rtol=0, atol=1e-6 * float(truth.max()))
         assert found.kind == "woodbury"

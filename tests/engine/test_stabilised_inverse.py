@@ -81,11 +81,11 @@ def test_a_diagonal_side() -> None:
 def test_stored_and_read_back() -> None:
     _, values, basis = psd(12, 4, 7)
     side = StabilisedSide.of(values, basis, 1e3)
-    again = StabilisedSide.read(side.tensors("A"), "A", side.floor)
+    again = StabilisedSide.read(side.tensors("A"), "A")
     right = torch.ones(12, 1)
     assert torch.equal(again.solve(right), side.solve(right))
     with pytest.raises(BrokenFactors, match="`G_values`"):
-        StabilisedSide.read(side.tensors("A"), "G", side.floor)
+        StabilisedSide.read(side.tensors("A"), "G")
 
 
 def test_values_that_are_not_finite_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from kronoscope.local import load_factors
+from kronoscope.local import load_factors, load_stabilised
 from tests.kronoscope.conftest import KRONOSCOPE, environment, settings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -186,3 +186,34 @@ def test_the_menu_and_the_exit_codes_are_told(kronoscope: Run) -> None:
     nobody = kronoscope("submit", "job.yaml", "--url", "http://127.0.0.1:9")
     assert nobody.returncode == 3
     assert "nothing answers at http://127.0.0.1:9" in nobody.stderr
+
+
+def test_stabilised_factors_are_read_as_factors_and_as_inverses(folder: Path, kronoscope: Run) -> None:
+    both = ("--set", "kind=[factors, reconstruction]", "--set", "stabilisation.kappa_max=50")
+    done = kronoscope("run", "job.yaml", "--output", "out", *both)
+    assert done.returncode == 0, done.stderr
+    assert "eigenvalues clipped at κ_max 50" in done.stdout
+    basis = ("--set", "kind=reconstruction", "--set", "reconstruction.route=eigenbasis")
+    assert kronoscope("run", "job.yaml", "--output", "bases", *both[2:], *basis).returncode == 0
+    before, after = load_factors(folder / "out"), load_factors(folder / "out/artifacts/stabilised", verify=True)
+    inverses = load_stabilised(folder / "bases")
+    assert list(inverses) == list(before) == ["0", "2"]
+    for layer, factors in before.items():
+        stabilised = []
+        for matrix in (factors.A, factors.G):
+            values, vectors = torch.linalg.eigh(matrix)
+            stabilised.append((vectors * values.clamp_min(float(values[-1]) / 50)) @ vectors.T)
+        a, g = stabilised
+        torch.testing.assert_close(after[layer].A, a, rtol=0, atol=1e-12 * float(a.max()))
+        torch.testing.assert_close(after[layer].G, g, rtol=0, atol=1e-12 * float(g.max()))
+        gradient = torch.ones(g.shape[0], a.shape[0], dtype=torch.float64)
+        truth = torch.linalg.solve(g, torch.linalg.solve(a, gradient.T).T)
+        torch.testing.assert_close(inverses[layer].solve(gradient), truth, rtol=1e-8, atol=1e-10)
+    # an earlier run's stabilised factors, taken by a later one: nothing is left to clip
+    (folder / "again.yaml").write_text(
+        "kind: [capacity, reconstruction]\nfactors: {path: out/artifacts/stabilised}\n"
+        "stabilisation: {kappa_max: 50.1}\n"
+    )
+    again = kronoscope("run", "again.yaml", "--output", "again", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["summary"]["reconstruction"]["clipped"] == 0
