@@ -33,7 +33,8 @@ class Side:
 
     digest: str
     trace: float
-    frobenius: float
+    frobenius: float | None
+    """None where only the diagonal is kept."""
     scale: float
     rank_bound: int | None
     found: Decomposition | None
@@ -44,7 +45,9 @@ class Side:
     @property
     def largest(self) -> float:
         """The largest eigenvalue, or what it cannot exceed."""
-        return self.frobenius if self.spectrum is None else float(self.spectrum[-1])
+        if self.spectrum is not None:
+            return float(self.spectrum[-1])
+        return self.trace if self.frobenius is None else self.frobenius
 
 
 def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:

@@ -59,7 +59,7 @@ def sides_of(layer: Measured, whole: Collected, params: CapacityParams) -> Sides
         # read again for this layer alone: no layer's factors are held
         factors = whole.load(facts.ordinal)
         side: Tensor | Structured = factors.G
-        if isinstance(side, Structured):
+        if isinstance(side, Structured) and side.complete:
             structured, scale = side, factors.scale_G
     return Sides(
         in_dim=facts.in_dim,

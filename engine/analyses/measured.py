@@ -50,8 +50,9 @@ class Measured:
     """(out_dim,) float64, ascending; None where no analysis asks for it, or it is not to be had without n×n."""
     trace_A: float
     trace_G: float
-    frobenius_A: float
-    frobenius_G: float
+    frobenius_A: float | None
+    frobenius_G: float | None
+    """None where only the diagonal of G is kept."""
     nested: tuple[MeasuredSize, ...]
     """Ascending sample sizes up to the whole, where they were asked for; else none."""
     damping: Damping

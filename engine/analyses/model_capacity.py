@@ -62,7 +62,8 @@ def _closed(layers: Sequence[ModelLayer]) -> dict[str, float | None]:
     """What adds up."""
     traces = [layer.sides.trace for layer in layers]
     tops = [layer.spectral_norm for layer in layers]
-    trace, norm = math.fsum(traces), math.hypot(*(layer.sides.frobenius_norm for layer in layers))
+    norms = [layer.sides.frobenius_norm for layer in layers]
+    trace, norm = math.fsum(traces), None if None in norms else math.hypot(*(each or 0.0 for each in norms))
     top = max((each or 0.0 for each in tops), default=0.0)
     known = bool(tops) and None not in tops
     ranks = [SCALARS["effective_rank"](layer.sides) for layer in layers]
@@ -70,8 +71,8 @@ def _closed(layers: Sequence[ModelLayer]) -> dict[str, float | None]:
     return {
         "frobenius_norm": norm,
         "spectral_norm": top if known else None,
-        "stable_rank": (norm / top) ** 2 if known and top > 0 else None,
-        "participation_ratio": (trace / norm) ** 2 if norm > 0 else None,
+        "stable_rank": (norm / top) ** 2 if known and top > 0 and norm is not None else None,
+        "participation_ratio": (trace / norm) ** 2 if norm else None,
         "effective_rank": effective_rank_of_blocks(traces, ranks),
         "logdet": None if not logdets or None in logdets else math.fsum(each or 0.0 for each in logdets),
     }

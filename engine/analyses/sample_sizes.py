@@ -26,8 +26,9 @@ class MeasuredSize:
     """(out_dim,) float64, ascending; None where no analysis asks for it, or it is not to be had without n×n."""
     trace_A: float
     trace_G: float
-    frobenius_A: float
-    frobenius_G: float
+    frobenius_A: float | None
+    frobenius_G: float | None
+    """None where only the diagonal of G is kept."""
 
 
 def smaller_sizes(
@@ -84,14 +85,14 @@ def trace(factor: Tensor | Structured, scale: float) -> float:
     return float(diagonal.to(torch.float64).sum()) * scale
 
 
-def frobenius(factor: Tensor | Structured, scale: float) -> float:
-    """Frobenius norm of the same.
+def frobenius(factor: Tensor | Structured, scale: float) -> float | None:
+    """Frobenius norm of the same; None where only its diagonal is kept.
 
     Memory:
         256 rows in float64.
     """
     if isinstance(factor, Structured):
-        return factor.frobenius_norm() * scale
+        return factor.frobenius_norm() * scale if factor.complete else None
     parts = [
         torch.linalg.vector_norm(factor[start : start + _ROWS_AT_ONCE].to(torch.float64))
         for start in range(0, factor.shape[0], _ROWS_AT_ONCE)

@@ -28,8 +28,9 @@ class Sides:
     """(out_dim,) float64, ascending; None where nobody asked for it, or G has none without n×n."""
     trace_A: float
     trace_G: float
-    frobenius_A: float
-    frobenius_G: float
+    frobenius_A: float | None
+    frobenius_G: float | None
+    """None where only the diagonal of G is kept."""
     damping: Damping
     tolerance: float
     """Share of the largest eigenvalue below which one does not count towards the rank."""
@@ -56,9 +57,9 @@ class Sides:
         return self.trace_A * self.trace_G
 
     @property
-    def frobenius_norm(self) -> float:
+    def frobenius_norm(self) -> float | None:
         """Frobenius norm of F."""
-        return self.frobenius_A * self.frobenius_G
+        return None if self.frobenius_A is None or self.frobenius_G is None else self.frobenius_A * self.frobenius_G
 
     @cached_property
     def condensed_A(self) -> Condensed | None:  # noqa: N802 - the field's own symbol
@@ -108,7 +109,7 @@ def _stable_rank(sides: Sides) -> float | None:
     if sides.spectra is not None:
         return closed.stable_rank(*sides.spectra)
     largest = sides.spectral_norm
-    return None if not largest else (sides.frobenius_norm / largest) ** 2
+    return None if not largest or sides.frobenius_norm is None else (sides.frobenius_norm / largest) ** 2
 
 
 def _participation_ratio(sides: Sides) -> float | None:

@@ -23,6 +23,7 @@ from engine.curvature.finishing import flaw, foreseen_flaw
 from engine.curvature.forecast import forecast
 from engine.curvature.gathered import Gathered
 from engine.curvature.gathering import announce, gather
+from engine.curvature.head_choice import narrowed
 from engine.curvature.hooks import places_of
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.mixed_precision import usable
@@ -106,6 +107,9 @@ def _collect(workspace: Workspace) -> Collected:
         seen = represented(job, found, with_activations(job, found, seen))
         job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
         plan = forecast(workspace, dtype, found.treated, seen, shared)
+        foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
+        seen, plan = narrowed(job, found, seen, plan, foretell)
+        job = dataclasses.replace(job, representations=seen.representations)
         del seen
         # what the dry runs held would stay with the process, beside what the passes hold
         give_back_host_memory()

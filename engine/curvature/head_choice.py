@@ -1,9 +1,12 @@
-"""Head choice: whether the loss's head keeps the probabilities of its loss terms in place of G.
+"""Head choice: whether the loss's head keeps the probabilities of its loss terms in place of G, or only its diagonal.
 
 It does where they take less than G by the same count as gradient rows: up to ``(√2 − 1) V`` terms of V
 classes, or V where every layer is to keep rows. Terms are counted before the pass, without the model,
 until there are too many: a classifier of few classes is known by its first batch.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
 
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.coverage import Survey
@@ -11,6 +14,7 @@ from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.passes import PassJob
 from engine.curvature.prediction import class_terms
 from engine.curvature.representation import RATIO, Representation, of_rows
+from engine.memory.plan import Plan, readable_bytes
 
 
 def head_choice(job: PassJob, survey: Survey, seen: DryRun) -> dict[str, Representation]:
@@ -27,7 +31,7 @@ def head_choice(job: PassJob, survey: Survey, seen: DryRun) -> dict[str, Represe
         f"its outputs are the logits of a cross-entropy: G is the exact Fisher of the softmax{labels}, kept as the "
         f"probabilities of {terms} loss terms over {layer.out_dim} classes"
     )
-    kept = Representation(kind="softmax_head", why=why, rows=terms)
+    kept = Representation(kind="softmax_head", why=why, rows=terms, of_terms=True)
     return {layer.name: of_rows(kept, layer, job.workspace.woodbury, job.collection, job.dtype)}
 
 
@@ -57,3 +61,48 @@ def _terms(job: PassJob, each: int, most: int) -> int:
         if total > most:
             break
     return total
+
+
+def narrowed(
+    job: PassJob, survey: Survey, seen: DryRun, plan: Plan, planned: Callable[[DryRun], Plan]
+) -> tuple[DryRun, Plan]:
+    """The same, but for a head whose G does not fit: of that the diagonal alone, and a sketch where one is allowed.
+
+    A later attempt does what the first one did, whatever is free by then.
+    """
+    layer = next((layer for layer in survey.treated if seen.head is not None and seen.head in layer.roles), None)
+    earlier = job.workspace.chosen
+    wanted = (
+        not plan.fits(job.workspace.memory) if earlier is None else layer is not None and layer.name in earlier.sketched
+    )
+    if (
+        layer is None
+        or layer is not seen.head
+        or not wanted
+        or job.collection.fisher == "forward_only"
+        or job.collection.ekfac
+    ):
+        return seen, plan
+    kept = _diagonal(job, layer, plan)
+    narrow = replace(seen, representations={**seen.representations, layer.name: kept})
+    found = planned(narrow)
+    if earlier is None and not found.fits(job.workspace.memory):
+        # the head is not what is too large
+        return seen, plan
+    chosen = replace(found.chosen, sketched=(layer.name,))
+    return narrow, replace(found, chosen=chosen, why=f"{found.why}; {kept.why}")
+
+
+def _diagonal(job: PassJob, layer: TreatedLayer, plan: Plan) -> Representation:
+    options, size = job.workspace.woodbury, layer.out_dim
+    terms = options.softmax_head and job.collection.fisher in ("mc", "type2")
+    rank = min(options.sketch_rank, size) if options.approximate else 0
+    how = f"a sketch of rank {rank} with its error's bound" if rank else "no more, as `woodbury.approximate` is off"
+    return Representation(
+        kind="diagonal_sketch",
+        why=f"neither G, {size}² numbers, nor its rows fit (with them the plan needs "
+        f"{readable_bytes(plan.largest_peak_bytes)}): its exact diagonal and trace are kept, and {how}",
+        dtype=job.dtype,
+        rank=rank,
+        of_terms=terms,
+    )

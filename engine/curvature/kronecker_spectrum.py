@@ -24,11 +24,11 @@ def entropy_effective_rank(spectrum: Tensor) -> float | None:
     return math.exp(float(-(share * share.log()).sum()))
 
 
-def participation_ratio(traces: tuple[float, float], norms: tuple[float, float]) -> float | None:
-    """(Σλ)²/Σλ² of the products from each side's trace and Frobenius norm; None for a zero matrix."""
+def participation_ratio(traces: tuple[float, float], norms: tuple[float | None, float | None]) -> float | None:
+    """(Σλ)²/Σλ² of the products from each side's trace and Frobenius norm; None for a zero matrix, or without one."""
     ratio = 1.0
     for trace, norm in zip(traces, norms, strict=True):
-        if trace <= 0 or norm <= 0:
+        if norm is None or trace <= 0 or norm <= 0:
             return None
         # divided first: squares of small numbers underflow
         ratio *= (trace / norm) ** 2

@@ -207,7 +207,7 @@ def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
     """The loss's head, if it is among the layers of a pass and keeps probabilities."""
     for layer in treated:
         representation = job.representations.get(layer.name, DENSE)
-        if job.head is not None and representation.kind == "softmax_head" and job.head in layer.roles:
+        if job.head is not None and representation.of_terms and job.head in layer.roles:
             # what table and head of one weight have in common needs both gradients
             return LossHead(role=job.head, traced=job.collection.exact_trace and job.head is layer)
     return None

@@ -6,6 +6,7 @@ in its stage 0 is made here. What only numbers can show is assumed for the worse
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from engine.curvature.calls import followers
 from engine.curvature.coverage_law import surveyed
 from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations
 from engine.curvature.forecast import forecast
+from engine.curvature.head_choice import narrowed
 from engine.curvature.mixed_precision import usable
 from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.passes import PassJob
@@ -71,7 +73,8 @@ def plan_job(workspace: Workspace) -> Plan:
         found, seen, _ = looked_into(job, found, seen, mixed)
         seen = represented(job, found, with_activations(job, found, seen))
         seen = dataclasses.replace(seen, resident_bytes=held)
-    return forecast(workspace, dtype, found.treated, seen, followers(seen.calls, found.treated))
+    foretell = partial(forecast, workspace, dtype, found.treated, shared=followers(seen.calls, found.treated))
+    return narrowed(job, found, seen, foretell(seen), foretell)[1]
 
 
 def _shape_of(tensor: Tensor, meta: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ bring them, and stand for the mean over labels of what gradients sample. A movin
 past by the terms' weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,17 +45,13 @@ class ProbabilityRows(GradientRows):
         Memory:
             A few times 2 Mi numbers.
         """
-        weights = terms.weights
-        traces = torch.empty_like(weights)
-        height = max(1, _NUMBERS_AT_ONCE // self.size)
-        for start in range(0, weights.shape[0], height):
-            stop = min(start + height, weights.shape[0])
-            probabilities = torch.softmax(logits[terms.example[start:stop], terms.term[start:stop]], -1)
-            traces[start:stop] = _spread(probabilities) * weights[start:stop]
+        traces = torch.empty_like(terms.weights)
+        for span, probabilities in chunks(logits, terms):
+            traces[span] = _spread(probabilities) * terms.weights[span]
             first = self.count
-            self._make_room_(first + stop - start)
+            self._make_room_(first + probabilities.shape[0])
             self._keep_(probabilities[:, None])
-            self.scales[0, first : self.count] = weights[start:stop]
+            self.scales[0, first : self.count] = terms.weights[span]
         return traces
 
     def add_(self, rows: Tensor) -> None:
@@ -69,6 +65,14 @@ class ProbabilityRows(GradientRows):
         """The head's side of ``weight`` loss terms, its rows on the host."""
         rows, weights = self.rows[0, : self.count].to("cpu"), self.scales[0, : self.count].to("cpu")
         return [SoftmaxFisher(rows=rows, weights=weights / weight)]
+
+
+def chunks(logits: Tensor, terms: Terms) -> Iterator[tuple[slice, Tensor]]:
+    """Which of ``terms``, and their probabilities (·, V), a few at a time, from ``logits`` (N, R, V)."""
+    height = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
+    for start in range(0, terms.weights.shape[0], height):
+        span = slice(start, min(start + height, terms.weights.shape[0]))
+        yield span, torch.softmax(logits[terms.example[span], terms.term[span]], -1)
 
 
 def _spread(probabilities: Tensor) -> Tensor:

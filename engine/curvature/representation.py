@@ -15,6 +15,7 @@ from torch import Tensor
 from catalog.collection import Collection
 from catalog.woodbury import Woodbury
 from engine.curvature.calls import Call
+from engine.curvature.diagonal_sketch import DiagonalSketch, diagonal_sketch_bytes
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.softmax_head import SoftmaxFisher
@@ -27,14 +28,18 @@ RATIO = 2**0.5 - 1
 LARGE_BYTES = 500 * 10**6
 """Rows of a layer from which `auto` stands them on the host, and narrows them."""
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_READERS: Mapping[str, type[Structured]] = {"woodbury": LowRank, "softmax_head": SoftmaxFisher}
+_READERS: Mapping[str, type[Structured]] = {
+    "woodbury": LowRank,
+    "softmax_head": SoftmaxFisher,
+    "diagonal_sketch": DiagonalSketch,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Representation:
     """How one layer's G is kept."""
 
-    kind: Literal["dense", "woodbury", "softmax_head"]
+    kind: Literal["dense", "woodbury", "softmax_head", "diagonal_sketch"]
     why: str
     """Why so; empty where nothing was to be chosen."""
     rows: int = 0
@@ -47,6 +52,10 @@ class Representation:
     """The rows stand on the host."""
     basis: bool = False
     """An analysis asks for its eigenvectors."""
+    rank: int = 0
+    """Of a sketch; 0 keeps the diagonal alone."""
+    of_terms: bool = False
+    """What is kept comes from the probabilities of the loss's terms, not from gradients."""
 
     def place(self, sums: torch.device) -> str | None:
         """Where rows stand beside sums on the device ``sums``; None where none are kept."""
@@ -58,9 +67,15 @@ class Representation:
         """Rows held at once: as many as come, or as G has."""
         return min(self.rows, size)
 
+    def gram_rows(self, size: int) -> int:
+        """Rows of the largest Gram matrix that it asks for."""
+        return 2 * self.rank if self.kind == "diagonal_sketch" else self.held_rows(size)
+
     def held_bytes(self, layer: TreatedLayer) -> int:
         """Bytes of the rows of all groups, and of the triangles that take in more of them."""
         size = layer.out_dim
+        if self.kind == "diagonal_sketch":
+            return layer.groups * diagonal_sketch_bytes(size, self.rank, self.dtype.itemsize)
         triangle = size * size * self.sums.itemsize if self.rows > size else 0
         return layer.groups * (low_rank_bytes(self.held_rows(size), size, self.dtype.itemsize) + triangle)
 

@@ -30,6 +30,7 @@ from engine.curvature.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.curvature.offload import Staging
 from engine.curvature.probability_rows import ProbabilityRows, Terms
 from engine.curvature.representation import DENSE, Representation
+from engine.curvature.sketch_rows import SketchRows
 
 
 @dataclass(eq=False)
@@ -117,7 +118,16 @@ class LayerStatistics:
         if self.leader is None and layer.form not in ("block", "diagonal_block"):
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=place)
-        if self.representation.kind != "dense":
+        if self.representation.kind == "diagonal_sketch":
+            self.gradient_rows = SketchRows.sketching(
+                layer.groups,
+                layer.out_dim,
+                self.representation.rank,
+                self.representation.dtype,
+                device,
+                of_terms=self.representation.of_terms,
+            )
+        elif self.representation.kind != "dense":
             kind = ProbabilityRows if self.representation.kind == "softmax_head" else GradientRows
             self.gradient_rows = kind.empty(
                 layer.groups,
@@ -265,7 +275,7 @@ class LayerStatistics:
     def add_terms_(self, logits: Tensor, terms: Terms) -> None:
         """Keep the probabilities of a head's loss terms, of ``logits`` (N, R, V)."""
         self.gradients += 1
-        if not isinstance(self.gradient_rows, ProbabilityRows):
+        if not isinstance(self.gradient_rows, (ProbabilityRows, SketchRows)):
             raise TypeError(f"layer `{self.layer.name}` keeps no probabilities")
         traces = self.gradient_rows.add_terms_(logits, terms)
         if terms.squares is not None:

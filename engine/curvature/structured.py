@@ -40,6 +40,11 @@ class Structured(ABC):
         """Precision of the largest tensor it holds."""
 
     @property
+    def complete(self) -> bool:
+        """Whether more is known than diagonal and trace; else nothing but those may be asked for."""
+        return True
+
+    @property
     def approximate(self) -> bool:
         """Whether ``S`` is not the factor itself but near it."""
         return False

@@ -56,6 +56,8 @@ class Chosen:
     """Layers of each further pass that EK-FAC makes; none without it."""
     offload: bool = False
     """The sums stand on the host, and contributions reach them by way of a staging buffer."""
+    sketched: tuple[str, ...] = ()
+    """Layers of whose G only the diagonal is kept, and a sketch where the job allows it."""
     activation_checkpointing: bool = False
     """The inside of the model's repeated layers is computed again in the backward pass."""
     rungs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Chosen:
             micro_batch=plan.get("micro_batch"),
             corrections=corrections,
             offload=bool(plan.get("offload", False)),
+            sketched=tuple(str(name) for name in plan.get("sketched") or ()),
             activation_checkpointing=bool(plan.get("activation_checkpointing", False)),
             rungs={str(layer): (str(a), str(g)) for layer, (a, g) in (plan.get("rungs") or {}).items()},
             placement={str(layer): str(place) for layer, place in (plan.get("placement") or {}).items()},

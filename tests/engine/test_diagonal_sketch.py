@@ -1,0 +1,190 @@
+"""A head too wide for its G and for its rows: exact diagonal and trace, and a sketch with its bound where allowed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from catalog.capacity import CapacityParams
+from catalog.woodbury import Woodbury
+from engine.analyses.capacity import measure_capacity
+from engine.curvature.collected import read_collected
+from engine.curvature.collection import collected
+from engine.curvature.diagonal_sketch import DiagonalSketch
+from engine.curvature.probability_rows import Terms
+from engine.curvature.sketch_rows import SketchRows
+from engine.errors import BrokenFactors, NotConverged
+from engine.memory.budget import MemoryBudget
+from engine.memory.plan import Chosen
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts, workspace
+
+T, V = 150, 60
+EYE = torch.eye(V, dtype=torch.float64)
+
+
+def sketched(rank: int, *, of_terms: bool, seed: int = 0, pieces: int = 37, past: float = 1.0) -> tuple[Any, Tensor]:
+    """What is kept of rows that come in pieces, and the dense sum."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(T, V, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, V, dtype=torch.float64)
+    kept = SketchRows.sketching(1, V, rank, torch.float64, torch.device("cpu"), of_terms=of_terms)
+    weights = torch.ones(T, dtype=torch.float64)
+    for place in torch.arange(T).split(pieces):
+        kept.decay_(past)
+        weights[: int(place[0])] *= past
+        if of_terms:
+            logits = 4 * rows[place][:, None]
+            here = torch.arange(len(place))
+            kept.add_terms_(
+                logits, Terms(here, torch.zeros_like(here), torch.ones(len(place), dtype=torch.float64), None)
+            )
+            kept.add_(rows[place])
+        else:
+            kept.add_(rows[place])
+    p = torch.softmax(4 * rows, -1) if of_terms else rows
+    gram = p.T @ (weights[:, None] * p)
+    dense = torch.diag(p.T @ weights) - gram if of_terms else gram
+    (side,) = kept.finished(float(T))
+    return side, dense / T
+
+
+@pytest.mark.parametrize("of_terms", [False, True])
+@pytest.mark.parametrize("rank", [3, 12, 40])
+@pytest.mark.parametrize("past", [1.0, 0.8])
+def test_the_sketch_is_within_its_bound(rank: int, past: float, *, of_terms: bool) -> None:
+    side, matrix = sketched(rank, of_terms=of_terms, past=past)
+    dense = side.to_dense(torch.float64)
+    missed = torch.linalg.eigvalsh(dense - matrix)
+    assert 0 < float(missed.abs().max()) <= side.bound
+    # what the method promises: each of the rank + 1 largest directions has lost as much
+    total = float((matrix.diagonal() if not of_terms else 1 - matrix.diagonal()).sum())
+    assert side.bound <= 1.01 * total / (rank + 1)
+    assert float(torch.linalg.eigvalsh(dense)[0]) >= -1e-15
+    assert torch.allclose(side.diagonal(), matrix.diagonal(), rtol=1e-12, atol=0)
+    assert side.trace() == pytest.approx(float(matrix.trace()), rel=1e-12)
+    assert side.approximate
+    assert side.complete
+
+
+@pytest.mark.parametrize("of_terms", [False, True])
+def test_every_number_is_that_of_the_sketch(*, of_terms: bool) -> None:
+    side, _ = sketched(12, of_terms=of_terms)
+    dense = side.to_dense(torch.float64)
+    assert side.frobenius_norm() == pytest.approx(float(dense.norm()), rel=1e-11)
+    assert side.spectral_norm() == pytest.approx(float(torch.linalg.eigvalsh(dense)[-1]), rel=1e-11)
+    right = torch.randn(V, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    assert torch.allclose(side.apply(right), dense @ right)
+    shifts = torch.tensor([1e-6, 1e-2], dtype=torch.float64)
+    for place, shift in enumerate(shifts):
+        assert torch.allclose(side.solve(right, float(shift)), torch.linalg.solve(dense + shift * EYE, right))
+        assert float(side.logdets(shifts)[place]) == pytest.approx(float(torch.logdet(dense + shift * EYE)), rel=1e-10)
+        own = torch.linalg.solve(dense + shift * EYE, dense).trace()
+        assert float(side.effective_dimensions(shifts)[place]) == pytest.approx(float(own), rel=1e-9)
+    again = DiagonalSketch.read(side.tensors(), side.metadata())
+    assert again.digest() == side.digest()
+    assert (again.bound, again.subtracts) == (side.bound, of_terms)
+    with pytest.raises(BrokenFactors, match="does not go with"):
+        DiagonalSketch.read({**side.tensors(), "sketch": right}, side.metadata())
+
+
+def test_few_rows_are_kept_exactly() -> None:
+    kept = SketchRows.sketching(1, V, 12, torch.float64, torch.device("cpu"), of_terms=False)
+    rows = torch.randn(12, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept.add_(rows)
+    (side,) = kept.finished(1.0)
+    assert side.bound == 0
+    assert not side.approximate
+    assert torch.allclose(side.to_dense(torch.float64), rows.T @ rows)
+
+
+def test_without_a_sketch_nothing_else_is_answered() -> None:
+    side, matrix = sketched(0, of_terms=True)
+    assert torch.allclose(side.diagonal(), matrix.diagonal(), rtol=1e-12, atol=0)
+    assert not side.complete
+    assert side.spectrum("head") is None
+    for ask in (side.frobenius_norm, side.spectral_norm, lambda: side.solve(EYE, 1.0), lambda: side.eigenbasis("head")):
+        with pytest.raises(NotConverged, match=r"woodbury\.approximate"):
+            ask()
+
+
+class Net(nn.Module):
+    """A head of many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6)
+        self.head = nn.Linear(6, 700)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)))
+
+
+def space(*, approximate: bool, fisher: str = "mc", chosen: Chosen | None = None) -> Workspace:
+    """More terms than 0.414 of the classes, and no room for G."""
+    generator = torch.Generator().manual_seed(1)
+    chunks = [(torch.randn(400, 5, generator=generator), torch.randint(0, 700, (400,), generator=generator))]
+    made = workspace(Net(), chunks, "classification", fisher=fisher, dtype="float32", batch_size=40)
+    made.examples, made.kinds = 400, ("capacity",)
+    made.woodbury = Woodbury(approximate=approximate, sketch_rank=20)
+    made.chosen = chosen
+    return made
+
+
+FORCED = Chosen(parts=(("first", "head"),), sketched=("head",))
+"""A sketch costs a buffer that only a wider head is larger than."""
+
+
+def tight(monkeypatch: pytest.MonkeyPatch) -> MemoryBudget:
+    """What everything takes but G."""
+    from engine.curvature import forecast  # noqa: PLC0415
+    from engine.memory.plan import LIBRARY_BYTES  # noqa: PLC0415
+
+    monkeypatch.setattr(forecast, "resident_bytes", lambda: 0)
+    return MemoryBudget(device_bytes=0, host_bytes=LIBRARY_BYTES + 4 * 2**20)
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+@pytest.mark.parametrize("approximate", [False, True])
+def test_a_head_that_does_not_fit_keeps_its_diagonal(
+    fisher: str, monkeypatch: pytest.MonkeyPatch, *, approximate: bool
+) -> None:
+    whole = space(approximate=False, fisher=fisher)
+    # the probabilities of all terms give the mean over labels, which their sketch is near
+    whole.woodbury = Woodbury(policy="all" if fisher == "mc" else "dense")
+    dense = collected(whole).load(1).widened_G
+    made = space(approximate=approximate, fisher=fisher, chosen=FORCED if approximate else None)
+    if not approximate:
+        made.memory = tight(monkeypatch)
+    plans: list[Any] = []
+    made.planned = plans.append
+    rows = {row.layer: row for row in measure_capacity(CapacityParams(), made)}
+    record, metrics = rows["head"].record, rows["head"].metrics
+    assert record.branch == "diagonal_sketch"
+    assert ("a sketch of rank 20" if approximate else "`woodbury.approximate` is off") in record.why
+    side = collected(made).load(1).G
+    assert isinstance(side, DiagonalSketch)
+    assert torch.allclose(side.diagonal(), dense.diagonal().double(), rtol=1e-4)
+    assert metrics.trace_G == pytest.approx(float(dense.trace()), rel=1e-5)
+    assert metrics.rank is None
+    if approximate:
+        assert side.bound is not None
+        missed = torch.linalg.eigvalsh(side.to_dense(torch.float64) - dense.double())
+        assert float(missed.abs().max()) <= side.bound + 1e-7
+        assert metrics.approximate
+        assert metrics.effective_dimension > 0
+    else:
+        assert (metrics.frobenius_norm, metrics.effective_dimension, metrics.spectral_norm) == (None, None, None)
+    # a later attempt does the same, whatever is free
+    again = space(approximate=approximate, fisher=fisher, chosen=Chosen.read(plans[0]))
+    assert collected(again).load(1).G.digest() == side.digest()
+
+
+def test_stored_sketches_read_back() -> None:
+    made = space(approximate=True, chosen=FORCED)
+    made.keep, artifacts = ("factors",), MemoryArtifacts()
+    made.artifacts = artifacts
+    assert [row.layer for row in measure_capacity(CapacityParams(), made)] == ["head", "first"]
+    stored = read_collected(artifacts).load(1).G
+    assert stored.digest() == collected(made).load(1).G.digest()
