@@ -190,6 +190,22 @@ def test_vectors_go_down_the_ladder_when_a_solver_fails_or_lies(
         decompose(matrix, "layer", need="vectors")
 
 
+@pytest.mark.parametrize("size", [20, 140])
+def test_a_basis_whose_null_vectors_are_lost_is_not_taken(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such vectors give the matrix back all the same: their eigenvalues are zero."""
+    working = torch.linalg.eigh
+
+    def broken(matrix: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        values, vectors = working(matrix.clone())
+        vectors[:, : size // 2] = vectors[:, :1]
+        out[0].copy_(values)
+        out[1].copy_(vectors)
+
+    monkeypatch.setattr(torch.linalg, "eigh", broken)
+    found = decompose(covariance(size, size // 2), "layer", need="vectors")
+    assert found.rungs == ("host_float64", "host_syevr")
+
+
 @pytest.mark.parametrize("need", ["values", "vectors"])
 def test_non_finite_factor_names_the_layer(need: Any) -> None:
     matrix = covariance(4, 9)
