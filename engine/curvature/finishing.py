@@ -149,7 +149,7 @@ def _gradient_side(found: LayerStatistics, collection: Collection, storage: torc
     """
     if found.gradient_rows is None:
         return _stored(found, "G", _gradient(found, collection), storage)
-    if not bool(torch.isfinite(found.gradient_rows.largest)):
+    if not bool(torch.isfinite(found.gradient_rows.largest).all()):
         raise _overflown(found.layer.name, "G", found.sums_dtype)
     return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0)]
 

@@ -37,7 +37,7 @@ class GradientRows:
     scales: Tensor
     """(groups, capacity) float64, where gradients arrive."""
     largest: Tensor
-    """() float64: the largest number so far, where gradients arrive; NaN and Inf stay."""
+    """(groups, n) float64: the largest number of each column so far, where gradients arrive; NaN and Inf stay."""
     working: torch.dtype
     """Precision in which rows are made one."""
     triangle: Tensor | None = None
@@ -64,7 +64,7 @@ class GradientRows:
         return cls(
             rows=torch.empty(groups, room, size, dtype=dtype, device=stand),
             scales=torch.ones(groups, room, dtype=torch.float64, device=arrive),
-            largest=torch.zeros((), dtype=torch.float64, device=arrive),
+            largest=torch.zeros(groups, size, dtype=torch.float64, device=arrive),
             working=working,
             staging=staging,
         )
@@ -141,7 +141,8 @@ class GradientRows:
         start, stop = self.count, self.count + rows.shape[0]
         if rows.numel():
             # a NaN is the maximum of whatever it is compared with
-            self.largest = torch.maximum(self.largest, torch.linalg.vector_norm(rows, math.inf).to(torch.float64))
+            columns = torch.linalg.vector_norm(rows, math.inf, dim=0).to(torch.float64)
+            self.largest = torch.maximum(self.largest, columns)
         for group, own in enumerate(rows.unbind(1)):
             stored, scales = scaled_rows(own, self.rows.dtype)
             self.scales[group, start:stop] = scales
