@@ -56,8 +56,17 @@ def _floor_kept(row: Layer) -> str:
     return "–" if not shares else "kept" if min(shares) >= 0.99 else f"{min(shares):.0%}"
 
 
+def _kappa(row: Layer) -> str:
+    """The larger condition number of the two that came out."""
+    found = [_field(side, "kappa_reached") for side in _both(row)]
+    return "–" if not found or None in found else number(max(found))
+
+
 def _where(row: Layer) -> str:
-    places = [_field(side, "placement") or _field(side, "update") for side in _both(row)]
+    places = [
+        _field(side, "placement") or ("basis" if _field(side, "update") == "eigenbasis" else _field(side, "update"))
+        for side in _both(row)
+    ]
     return "/".join(dict.fromkeys(str(place) for place in places)) or "–"
 
 
@@ -87,8 +96,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("A×G", _sides),
         ("clipped A", _of_side("A", _clipped)),
         ("clipped G", _of_side("G", _clipped)),
-        ("κ A", _of_side("A", lambda side: number(_field(side, "kappa_reached")))),
-        ("κ G", _of_side("G", lambda side: number(_field(side, "kappa_reached")))),
+        ("κ", _kappa),
         ("floor", _floor_kept),
         ("where", _where),
     ),

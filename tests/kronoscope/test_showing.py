@@ -163,7 +163,7 @@ def test_a_reconstruction_shows_what_was_clipped_and_whether_the_floor_was_kept(
     assert rows[0].metrics.A.rungs == ("device",)
     lines = printed(layer_table("reconstruction", rows)).splitlines()
     assert all(len(line) <= 100 for line in lines)
-    assert "244/4,096 │ 244/4,096 │ 1e6 │ 1e6 │  kept │      device" in lines[3]
+    assert "244/4,096 │ 244/4,096 │ 1e6 │  kept │      device" in lines[3]
     assert "66% │ device/host" in lines[4]
     summary = {"layers": 3, "clipped": 732, "eigenvalues": 12288, "kappa_max": 1e6, "floor_kept": 0.66}
     assert summary_line("reconstruction", summary) == (
