@@ -46,6 +46,7 @@ class EffectiveDimensionCurve:
     damping: tuple[float, ...]
     """λ, in absolute numbers."""
     effective_dimension: tuple[float | None, ...]
+    """Null where λ lies within the rounding of a G that is never made dense."""
 
 
 @record

@@ -15,6 +15,9 @@ from engine.curvature.kronecker_order import Products
 from engine.curvature.stabilisation import Damping
 from engine.curvature.structured import Structured
 
+_RESOLVED = 1e-12
+"""Of a structured side's largest eigenvalue: below, its answers are of its rounding, and its factorisations fail."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
@@ -73,6 +76,11 @@ class Sides:
         """G's eigenvalues in few nodes."""
         return None if self.spectrum_G is None else condensed(self.spectrum_G)
 
+    @cached_property
+    def lowest_shift(self) -> float:
+        """What ``structured_G`` is not asked below: a side that is not made dense is known to its rounding."""
+        return 0.0 if self.structured_G is None else _RESOLVED * self.structured_G.spectral_norm()
+
     def products(self) -> Products | None:
         """The eigenvalues of F, to be counted and ordered."""
         return None if self.spectra is None else Products([self.spectra])
@@ -92,7 +100,9 @@ class Sides:
         if self.condensed_A is None:
             return [None] * len(grid)
         if self.structured_G is not None:
-            return [*sums.effective_dimensions_structured(self.condensed_A, self.structured_G, grid)]
+            if self.condensed_A.nodes.numel() == 0:
+                return [0.0] * len(grid)
+            return sums.effective_dimensions_structured(self.condensed_A, self.structured_G, grid, self.lowest_shift)
         return (
             [None] * len(grid)
             if self.condensed_G is None
@@ -141,7 +151,7 @@ def _logdet_damped(sides: Sides) -> float | None:
     if damping is None or sides.condensed_A is None:
         return None
     if sides.structured_G is not None:
-        return sums.logdet_damped_structured(sides.condensed_A, sides.structured_G, damping)
+        return sums.logdet_damped_structured(sides.condensed_A, sides.structured_G, damping, sides.lowest_shift)
     return None if sides.condensed_G is None else sums.logdet_damped(sides.condensed_A, sides.condensed_G, damping)
 
 

@@ -61,22 +61,27 @@ def effective_dimensions(a: Condensed, g: Condensed, dampings: Sequence[float]) 
     return [None if damping is None else total for damping, total in zip(scaled, totals, strict=True)]
 
 
-def logdet_damped_structured(a: Condensed, g: Structured, damping: float) -> float:
-    """Log det(F + λI) where G answers for itself."""
+def logdet_damped_structured(a: Condensed, g: Structured, damping: float, lowest: float) -> float | None:
+    """Log det(F + λI) where G answers for itself; None where it would be asked below the shift ``lowest``."""
     nodes = a.values
     shifts = damping / nodes
+    if bool((shifts < lowest).any()):
+        return None
     # log det(xG + λI) = rows · log x + log det(G + (λ/x) I)
     inner = g.size * nodes.log() + g.logdets(shifts).to("cpu", torch.float64)
     return float(a.weights @ inner) + a.zeros * g.size * math.log(damping)
 
 
-def effective_dimensions_structured(a: Condensed, g: Structured, dampings: Sequence[float]) -> list[float]:
-    """Σ λᵢμⱼ/(λᵢμⱼ + λ) at each λ where G answers for itself."""
-    nodes = a.values
-    shifts = torch.tensor(dampings, dtype=torch.float64)[:, None] / nodes
-    inner = g.effective_dimensions(shifts.flatten()).to("cpu", torch.float64).view(shifts.shape)
-    found: list[float] = (inner @ a.weights).tolist()
-    return found
+def effective_dimensions_structured(
+    a: Condensed, g: Structured, dampings: Sequence[float], lowest: float
+) -> list[float | None]:
+    """Σ λᵢμⱼ/(λᵢμⱼ + λ) at each λ where G answers for itself; None where it would be asked below ``lowest``."""
+    shifts = torch.tensor(dampings, dtype=torch.float64)[:, None] / a.values
+    reached = (shifts >= lowest).all(1)
+    # all at once: a side may answer many shifts from few of its own
+    inner = g.effective_dimensions(shifts[reached].flatten()).to("cpu", torch.float64)
+    sums = iter((inner.view(-1, a.nodes.numel()) @ a.weights).tolist())
+    return [next(sums) if each else None for each in reached.tolist()]
 
 
 def _rows(a: Condensed, g: Condensed) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,5 +1,6 @@
 """Every metric of a layer and of the model against the dense float64 outer product, and what is asked for it."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,16 @@ from catalog.capacity import DAMPING_GRID, CapacityParams
 from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.collection import Stabilisation
 from catalog.record import FieldError, canonical_json
+from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.layer_capacity import curve, ordered
 from engine.analyses.model_capacity import ModelLayer, model_metrics
 from engine.analyses.sides import SCALARS, Sides
+from engine.curvature import softmax_head
 from engine.curvature.collection import collected
 from engine.curvature.kronecker_order import quantile_rank
 from engine.curvature.stabilisation import damping
+from engine.curvature.woodbury import LowRank
 from engine.workspace import Workspace
 from tests.oracles import workspace
 
@@ -189,6 +193,65 @@ def test_a_layer_without_eigenvalues_leaves_what_needs_them_all_undefined() -> N
     assert undefined == {
         "effective_rank", "rank", "logdet", "kappa", "kappa_damped", "quantiles", "density", "decay", "top_eigenvalues",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_side_that_answers_for_itself_gives_what_its_matrix_would(scale: float) -> None:
+    rows = torch.randn(9, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    side = LowRank(rows=rows, scales=torch.ones(9, dtype=torch.float64), weight=9.0)
+    a = LAYERS["wide"][0]
+    values = torch.linalg.eigvalsh(side.to_dense(torch.float64) * scale).clamp_min(0)
+    # zeros of the matrix are rounding there, and exact in the side
+    values[: 14 - 9] = 0
+    full = sides(a, values)
+    bare = replace(
+        full,
+        spectrum_G=None,
+        structured_G=side,
+        scale_G=scale,
+    )
+    undefined = {"effective_rank", "rank", "logdet", "kappa", "kappa_damped", "kappa_factored", "effective_rank_G"}
+    for name, measure in SCALARS.items():
+        expected = None if name in undefined else measure(full)
+        assert measure(bare) == (None if expected is None else pytest.approx(expected, rel=1e-9)), name
+    over, truth = curve(bare, PARAMS), curve(full, PARAMS)
+    assert over is not None
+    assert truth is not None
+    assert over.effective_dimension == pytest.approx(truth.effective_dimension, rel=1e-10)
+
+
+@pytest.mark.parametrize("rows", [16, 60])
+def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax_head, "_DENSE_ROWS", 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 200))
+    data = torch.randn(rows, 12), torch.randint(0, 200, (rows,))
+    params = CapacityParams(damping_grid=(1e-20, 1e-8, 1e-5, 1e-2, 1e3))
+
+    def head(**options: Any) -> tuple[CapacityMetrics, ModelCapacity]:
+        made = workspace(copy.deepcopy(model).double(), [(data[0].double(), data[1])], "classification")
+        made.examples = rows
+        made.woodbury = Woodbury(**options)
+        found, summary = measured(made, params)
+        return found["2"].metrics, summary.model
+
+    (own, model_own), (dense, model_dense) = head(), head(softmax_head=False, policy="dense")
+    assert own.no_spectrum is not None
+    assert "softmax_head" in own.no_spectrum
+    assert (own.approximate, own.rank, own.quantiles, own.density, own.decay) == (False, None, None, None, None)
+    for name in ("trace", "frobenius_norm", "spectral_norm", "stable_rank", "participation_ratio", "logdet_damped",
+                 "logdet_factored", "effective_dimension", "effective_dimension_factored", "damping"):  # fmt: skip
+        assert getattr(own, name) == pytest.approx(getattr(dense, name), rel=1e-9), name
+    assert own.effective_dimension_curve is not None
+    assert dense.effective_dimension_curve is not None
+    # λ below the head's own rounding is not answered
+    assert own.effective_dimension_curve.effective_dimension[0] is None
+    assert own.effective_dimension_curve.effective_dimension[1:] == pytest.approx(
+        dense.effective_dimension_curve.effective_dimension[1:], rel=1e-8
+    )
+    assert model_own.no_spectrum == ("2",)
+    assert model_own.stable_rank == pytest.approx(model_dense.stable_rank, rel=1e-9)
+    assert model_own.quantiles is None
 
 
 class Net(nn.Module):
