@@ -198,6 +198,20 @@ def test_killed_in_the_middle(undisturbed: list[tuple[Any, ...]], tmp_path: Path
     assert not place.scratch(2).exists()
 
 
+def test_gradient_rows_survive_a_kill(tmp_path: Path) -> None:
+    """More of them than outputs, so that triangles, too, are brought back to the same bits."""
+    plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
+    for each in (plain, place):
+        each.document |= {"woodbury": {"policy": "all", "dtype": "fp16"}}
+    truth = plain.run()
+    place.killed_at_the_gate()
+    frames = place.run()
+    assert digests(frames) == digests(truth)
+    assert resumed_at(frames)[0] > 0
+    records = [frame.outcome["record"] for frame in frames if isinstance(frame, LayerDone)]
+    assert [each["gradient_rows"] for each in records if each["branch"] == "woodbury"] != []
+
+
 def test_killed_in_the_second_pass(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
     place = Place(tmp_path, PARTS, at=2 + BATCHES + 20)
     place.killed_at_the_gate()
