@@ -95,6 +95,8 @@ class LayerRecord:
     """Precision of those rows."""
     gradient_rows_device: str | None
     """Where they stood while they were collected: `device` or `host`."""
+    sketch_bound: float | None
+    """How far a sketched G is from G at most, in the spectral norm; null where nothing is sketched."""
     cholesky_jitter: float | None
     """What had to be added to the damped Gram matrix of the rows for a Cholesky factorisation; null without rows."""
     fisher: str | None

@@ -4,7 +4,9 @@ from typing import Any
 
 from catalog.layer_record import Branch
 from engine.curvature.collected import LayerFacts
+from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.factors import Factors
+from engine.curvature.softmax_head import SoftmaxFisher
 from engine.curvature.woodbury import Factorised, LowRank
 from engine.workspace import Workspace
 
@@ -25,11 +27,21 @@ def branch(facts: LayerFacts) -> Branch:
 
 
 def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
-    """The record's fields on gradient rows; null where none are kept."""
+    """The record's fields on the rows that are kept in place of G; null where none are."""
     side = factors.G
-    if not isinstance(side, LowRank):
-        return {"gradient_rows": None, "gradient_rows_dtype": None, "gradient_rows_device": None}
+    if isinstance(side, DiagonalSketch):
+        rows = None if side.rows is None else side.rows.shape[0]
+        return {
+            "gradient_rows": rows,
+            "gradient_rows_dtype": str(side.storage_dtype).removeprefix("torch.") if rows else None,
+            "gradient_rows_device": facts.rows_place if rows else None,
+            "sketch_bound": side.bound,
+        }
+    if not isinstance(side, (LowRank, SoftmaxFisher)):
+        names = ("gradient_rows", "gradient_rows_dtype", "gradient_rows_device", "sketch_bound")
+        return dict.fromkeys(names)
     return {
+        "sketch_bound": None,
         "gradient_rows": side.count,
         "gradient_rows_dtype": str(side.storage_dtype).removeprefix("torch."),
         "gradient_rows_device": facts.rows_place,

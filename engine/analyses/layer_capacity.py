@@ -39,8 +39,8 @@ _COUNTS = frozenset(
 _LOGARITHMS = frozenset({"logdet", "logdet_damped", "logdet_factored"})
 
 
-def sides_of(layer: Measured, whole: Collected, params: CapacityParams) -> Sides:
-    """What the metrics of ``layer`` are computed from.
+def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: torch.device) -> Sides:
+    """What the metrics of ``layer`` are computed from, on ``device`` where G answers for itself.
 
     Raises:
         NonFiniteFactor: If the trace of F is beyond float64.
@@ -60,7 +60,7 @@ def sides_of(layer: Measured, whole: Collected, params: CapacityParams) -> Sides
         factors = whole.load(facts.ordinal)
         side: Tensor | Structured = factors.G
         if isinstance(side, Structured) and side.complete:
-            structured, scale = side, factors.scale_G
+            structured, scale = side.to(device), factors.scale_G
     return Sides(
         in_dim=facts.in_dim,
         out_dim=facts.out_dim,
@@ -98,15 +98,22 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         form=layer.facts.form,
         dimension=sides.dimension,
         approximate=structured is not None and structured.approximate,
-        no_spectrum=None
-        if structured is None
-        else f"G ({structured.size} rows) is held as `{structured.kind}`: no eigenvalues without its matrix",
+        no_spectrum=_no_spectrum(layer, sides),
         damping=sides.damping.joint,
         nested=nested_capacity(layer.nested),
         convergence=_convergence(layer, sides, params),
         cross_check=None,
         **found,
     )
+
+
+def _no_spectrum(layer: Measured, sides: Sides) -> str | None:
+    """Why there are no eigenvalues of G; None where there are, or nobody asked."""
+    structured = sides.structured_G
+    if structured is not None:
+        return f"G ({structured.size} rows) is held as `{structured.kind}`: no eigenvalues without its matrix"
+    partial = layer.facts.representation_G == "diagonal_sketch" and layer.spectrum_A is not None
+    return f"G ({layer.facts.out_dim} rows) does not fit: only its diagonal and trace are kept" if partial else None
 
 
 def ordered(products: Products, params: CapacityParams, rank: int | None) -> dict[str, Any]:

@@ -173,8 +173,12 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
         missed = torch.linalg.eigvalsh(side.to_dense(torch.float64) - dense.double())
         assert float(missed.abs().max()) <= side.bound + 1e-7
         assert metrics.approximate
+        assert record.sketch_bound == side.bound
+        assert record.gradient_rows == 20
         assert metrics.effective_dimension > 0
     else:
+        assert "only its diagonal" in metrics.no_spectrum
+        assert record.sketch_bound is None
         assert (metrics.frobenius_norm, metrics.effective_dimension, metrics.spectral_norm) == (None, None, None)
     # a later attempt does the same, whatever is free
     again = space(approximate=approximate, fisher=fisher, chosen=Chosen.read(plans[0]))

@@ -166,6 +166,15 @@ def test_a_language_model(*, tied: bool) -> None:
         assert relative_error(found.load(right.ordinal).A, truth.load(left.ordinal).A) < EXACT
 
 
+def test_the_record_says_what_is_kept() -> None:
+    made = space(Net(), drawn(), fisher="mc", dtype="float32")
+    made.woodbury = Woodbury(policy="all", dtype="fp16")
+    (record,) = [row.record for row in collect_factors(None, made) if row.layer == "head"]
+    assert (record.branch, record.gradient_rows, record.gradient_rows_dtype) == ("softmax_head", 16, "float16")
+    assert record.why.startswith("its outputs are the logits of a cross-entropy: G is the exact Fisher of the softmax")
+    assert "the mean over labels of what `mc` samples" in record.why
+
+
 def test_other_layers_keep_their_samples() -> None:
     truth = collected(space(Net(), drawn(), "dense", fisher="mc"))
     found = collected(space(Net(), drawn(), fisher="mc"))
