@@ -19,6 +19,8 @@ from worker.artifact_files import ArtifactFiles
 _FORMAT = "kronoscope-cached-factors/1"
 _MAX_ENTRY_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
+_LEAST_FREE_SHARE = 0.05
+"""Of a disk, below which nothing is cached."""
 
 
 class FactorCache:
@@ -138,6 +140,9 @@ class _Shelf(ArtifactFiles):
     def _write(self, name: str, parts: Iterable[bytes], media_type: str) -> None:
         if self.failed:
             return
+        if _free_share(self.place) < _LEAST_FREE_SHARE:
+            self._give_up(f"less than {_LEAST_FREE_SHARE:.0%} of the disk is free, which results may need")
+            return
         try:
             super()._write(name, parts, media_type)
         except OSError as error:
@@ -150,6 +155,13 @@ class _Shelf(ArtifactFiles):
         self.failed = True
         self._log("warning", f"factors are not cached: {why}")
         shutil.rmtree(self.place, ignore_errors=True)
+
+
+def _free_share(place: Path) -> float:
+    """Of the disk that ``place``, or the folder it will be in, stands on."""
+    there = next(each for each in (place, *place.parents) if each.is_dir())
+    usage = shutil.disk_usage(there)
+    return usage.free / usage.total if usage.total else 1.0
 
 
 def _sha256(path: Path) -> str:

@@ -49,17 +49,18 @@ class Witness:
 
 def data_digest(batches: Callable[[], Iterator[Chunk]], seed: int, checkpoint: Callable[[], None]) -> str:
     """The digest of one pass over the data, after which every generator of random numbers is as before."""
-    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - a caller's factory may use it
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a caller's factory may use it
     witness = Witness(batches)
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
-        # as a collection's pass begins
-        torch.manual_seed(seed)
-        for _ in witness():
-            checkpoint()
+        with torch.random.fork_rng(devices=devices):
+            # as a collection's pass begins
+            torch.manual_seed(seed)
+            for _ in witness():
+                checkpoint()
     finally:
-        torch.random.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])  # noqa: NPY002
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
     return witness.digests[0]
 
 

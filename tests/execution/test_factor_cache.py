@@ -252,6 +252,14 @@ def test_a_disk_that_is_full_fails_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_disk_that_is_nearly_full_is_left_to_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.factor_cache._free_share", lambda _: 0.04)
+    heard: list[str] = []
+    filled(cache(tmp_path, log=lambda _, message: heard.append(message)))
+    assert "5% of the disk" in heard[0]
+    assert cache(tmp_path).find() is None
+
+
 def test_whoever_is_killed_while_filling_leaves_no_entry(tmp_path: Path) -> None:
     one = cache(tmp_path)
     one.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(4)}, {})
