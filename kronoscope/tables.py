@@ -118,6 +118,9 @@ def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
     # measured largest first, and shown in the model's order
     covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
     columns = _COLUMNS.get(kind) or _generic_columns(covered)
+    if kind == "capacity" and all(_field(row.metrics, "effective_rank") is None for row in covered):
+        # other metrics were asked for: show those
+        columns = _generic_columns(covered)
     headings = ["parameters", *(heading for heading, _ in columns)]
     figures = [[number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]
     widths = [max(len(text) for text in column) for column in zip(headings, *figures, strict=True)]
@@ -269,7 +272,9 @@ def _generic_columns(rows: Sequence[Layer]) -> tuple[Column, ...]:
     """The first five figures of an analysis that this client has no columns for."""
     metrics: Any = next((row.metrics for row in rows if row.metrics is not None), {})
     named = vars(metrics) if dataclasses.is_dataclass(metrics) else metrics
-    figures = [name for name, value in named.items() if isinstance(value, (int, float))][:5]
+    figures = [
+        name for name, value in named.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ][:5]
     return tuple((name, _metric(name)) for name in figures) or (("status", lambda row: row.status),)
 
 

@@ -207,3 +207,11 @@ def test_the_exact_curvature_stands_beside_kfacs() -> None:
     assert "where it is at least 9.669" in rough
     bare = summary_line("capacity", {"layers": 5, "cross_check": exact | {"top_eigenvalue": None}})
     assert "eigenvalue" not in bare
+
+
+def test_a_table_shows_what_was_asked_for() -> None:
+    blank = dict.fromkeys(CapacityMetrics.__dataclass_fields__) | {"approximate": False}
+    text = printed(layer_table("capacity", [metrics_row(metrics=blank | {"trace": 1.5, "participation_ratio": 8.25})]))
+    assert "participation_ratio" in text
+    assert "8.25" in text
+    assert "approximate" not in text
