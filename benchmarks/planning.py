@@ -91,7 +91,8 @@ def timed(case: str, above: int) -> dict[str, Any]:
     ways = []
     for passes, slices in CANDIDATES:
         ran = child(case, "--candidate", str(passes), str(-(-batch // slices)))
-        ways.append({"passes": passes, "slices": slices, "seconds": ran["seconds"], "foreseen": ran["foreseen"]})
+        if "failed" not in ran:
+            ways.append({"passes": passes, "slices": slices, "seconds": ran["seconds"], "foreseen": ran["foreseen"]})
     limit = above - 96 * 2**20
     fitting = [way["seconds"] for way in ways if max(way["foreseen"].values()) <= limit]
     return {"above": above, "chosen": chosen, "ways": ways, "fastest": min(fitting, default=None)}
