@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from catalog import ANALYSES
 from kronoscope.local import load_factors, load_stabilised
 from tests.kronoscope.conftest import KRONOSCOPE, environment, settings
 
@@ -178,7 +179,7 @@ def _gone(child: int) -> bool:
 
 def test_the_menu_and_the_exit_codes_are_told(kronoscope: Run) -> None:
     listed = json.loads(kronoscope("menu", "--json").stdout)
-    assert [entry["kind"] for entry in listed] == ["factors", "capacity"]
+    assert [entry["kind"] for entry in listed] == list(ANALYSES)
     help_text = kronoscope("run", "--help").stdout
     for said in ("0 done", "2 wrong input", "3 service", "4 an operator", "5 stopped"):
         assert said in " ".join(help_text.split())
