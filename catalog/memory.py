@@ -26,7 +26,7 @@ class Memory:
     on the device, and moving them takes less time than further passes over the data."""
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Whether the model's repeated layers are computed again in the backward pass instead of keeping what they
-    computed, where the model offers it. `auto`: where a single example would not fit otherwise."""
+    computed, where the model offers it. `auto`: where that is the fastest way that fits."""
 
     def __post_init__(self) -> None:
         """Refuse amounts that cannot be read."""

@@ -22,6 +22,7 @@ from catalog.woodbury import Woodbury
 from engine.memory.budget import MemoryBudget
 from engine.memory.curve import MemoryCurve
 from engine.memory.guard import Guard
+from engine.memory.pace import Pace
 from engine.memory.plan import Chosen, Plan
 
 
@@ -102,6 +103,8 @@ class Workspace:
     """Between two checkpoints of a collection under way; 0 makes none, and resumes none."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
     """What must be equal, besides the engine's own, for an earlier attempt's checkpoint to be gone on with."""
+    pace: Pace | None = None
+    """What the device does in a second, where it was measured; None takes what is usual."""
     memory_options: Memory = field(default_factory=Memory)
     """How to keep within the budget."""
     chosen: Chosen | None = None

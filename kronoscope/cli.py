@@ -7,6 +7,7 @@ the machine) cannot do it now; 4 a failure that an operator must look into; 5 st
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,8 @@ from catalog import ANALYSES
 from catalog.record import plain
 from kronoscope.client import Client, ClientError, ServiceUnreachable
 from kronoscope.documents import DocumentUnreadable, read_document
+from kronoscope.key_commands import CODES, keys
+from kronoscope.plan_tables import heaviest_table, plan_lines, stage_table
 from kronoscope.progress import Display, display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
@@ -31,19 +34,16 @@ _CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
 
 _CACHE_BYTES = 20 * 2**30
 """What the cache of a foreground run may hold."""
-_CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
-now · 4 an operator must look into it · 5 stopped or cancelled."""
 
 app = typer.Typer(
     name="kronoscope",
     help="Measure the curvature of trained neural networks, layer by layer.",
-    epilog=_CODES,
+    epilog=CODES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-keys = typer.Typer(help="API keys of the service's database.", no_args_is_help=True, epilog=_CODES)
 app.add_typer(keys, name="keys")
 
 Document = Annotated[Path, typer.Argument(metavar="JOB", help="Job document: YAML, or JSON where it ends in .json.")]
@@ -72,7 +72,7 @@ def _fail(code: int, lines: Sequence[str]) -> NoReturn:
     raise typer.Exit(code)
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
 def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     document: Document,
     output: Annotated[
@@ -91,13 +91,8 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     as_json: AsJson = False,
 ) -> None:
     """Run a job here, in the foreground, without any service."""
-    request = {
-        "document": _document(document, settings),
+    request = _request(_document(document, settings), store, offline=offline) | {
         "threads": threads,
-        "paths": [str(Path.cwd())],
-        "allowed": {"factories": ["*"], "directories": ["*"]},
-        "store": str((store or _default_store()).absolute()),
-        "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
         "cache": None if cache is None else str(cache.absolute()),
         "cache_bytes": _CACHE_BYTES,
         "job": str(output.absolute()),
@@ -114,7 +109,37 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         _out().print(f"results in {output}/: results.json, log.jsonl, artifacts/", soft_wrap=True)
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
+def plan(
+    document: Document,
+    settings: Settings = None,
+    budget: Annotated[
+        str | None, typer.Option(help='Instead of what is free here: "20GiB", of the device and of the host.')
+    ] = None,
+    store: Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a job here without running it: memory and seconds of each stage, from its shapes alone."""
+    wanted = _document(document, settings)
+    if budget is not None:
+        wanted["memory"] = {**(wanted.get("memory") or {}), "device": budget, "host": budget}
+    with tempfile.TemporaryDirectory(prefix="kronoscope-plan-") as folder:
+        request = _request(wanted, store, offline=offline) | {"estimate": True}
+        with display_for(_err(), silent=as_json) as display:
+            outcome = run_job(request, Path(folder) / "plan", display)
+    _require_success(outcome)
+    if as_json:
+        _print_json(dict(outcome.plan))
+        return
+    console = _out()
+    console.print(stage_table(outcome.plan))
+    console.print(heaviest_table(outcome.plan))
+    for line in plan_lines(outcome.plan):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+@app.command(epilog=CODES)
 def submit(
     document: Document,
     settings: Settings = None,
@@ -144,14 +169,14 @@ def submit(
             sys.stdout.write(f"{job.id}\n")
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Follow a job to its end; ctrl-C leaves it running, and watching again goes on."""
     with Client(url) as client:
         _watch(client, job_id, as_json=as_json)
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
 def results(
     job_id: JobId,
     download: Annotated[Path | None, typer.Option(help="Folder to download the job's files into.")] = None,
@@ -172,7 +197,7 @@ def results(
             _download(client, found, download, silent=as_json)
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
 def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Cancel a queued or running job."""
     with Client(url) as client:
@@ -180,7 +205,7 @@ def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     _print_json(plain(job)) if as_json else _out().print(f"{job.id} is {job.state}", soft_wrap=True)
 
 
-@app.command("jobs", epilog=_CODES)
+@app.command("jobs", epilog=CODES)
 def list_jobs(
     state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
     kind: Annotated[str | None, typer.Option(help="Only jobs of this analysis.")] = None,
@@ -194,7 +219,7 @@ def list_jobs(
     _print_json([plain(job) for job in found]) if as_json else _out().print(job_table(found))
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
 def menu(as_json: AsJson = False) -> None:
     """List the analyses that can be asked for."""
     if as_json:
@@ -210,7 +235,7 @@ def menu(as_json: AsJson = False) -> None:
     _out().print(table)
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
 def serve(
     embedded: Annotated[
         bool, typer.Option("--embedded", help="API and worker here, on SQLite, for this machine only.")
@@ -237,34 +262,13 @@ def serve(
     raise typer.Exit(exec_module("api"))
 
 
-@app.command(epilog=_CODES)
+@app.command(epilog=CODES)
 def worker() -> None:
     """Run a worker of the service, as KRONOSCOPE_* settings say: doorbells come from Redis."""
     raise typer.Exit(exec_module("celery", ["-A", "worker.app", "worker", "-P", "threads"]))
 
 
-@keys.command("create", epilog=_CODES)
-def create_key(
-    tenant: Annotated[str, typer.Option(help="Whose key it is; made where there is none of that name.")],
-    scope: Annotated[list[str] | None, typer.Option(help="read, submit or admin; default: read and submit.")] = None,
-    expires: Annotated[str | None, typer.Option(help="When it ends, e.g. 2030-01-01T00:00:00Z.")] = None,
-) -> None:
-    """Make an API key in the database that KRONOSCOPE_DATABASE_URL names; it is shown once."""
-    arguments = ["create", "--tenant", tenant]
-    for each in scope or ():
-        arguments += ["--scope", each]
-    if expires is not None:
-        arguments += ["--expires", expires]
-    raise typer.Exit(exec_module("jobs.keys", arguments))
-
-
-@keys.command("revoke", epilog=_CODES)
-def revoke_key(key: Annotated[str, typer.Argument(help="The key, or its prefix.")]) -> None:
-    """End an API key's life."""
-    raise typer.Exit(exec_module("jobs.keys", ["revoke", key]))
-
-
-@app.command("version", epilog=_CODES)
+@app.command("version", epilog=CODES)
 def show_version() -> None:
     """Print the version."""
     sys.stdout.write(f"kronoscope {version('kronoscope')}\n")
@@ -282,6 +286,17 @@ def _download(client: Client, found: Results, folder: Path, *, silent: bool) -> 
 
 def _document(path: Path, settings: list[str] | None) -> dict[str, Any]:
     return read_document(path, settings or ())
+
+
+def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:
+    """What the runner is to do here, where every folder and factory may be named."""
+    return {
+        "document": document,
+        "paths": [str(Path.cwd())],
+        "allowed": {"factories": ["*"], "directories": ["*"]},
+        "store": str((store or _default_store()).absolute()),
+        "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+    }
 
 
 def _default_store() -> Path:

@@ -24,6 +24,7 @@ from catalog.frames import (
     Frame,
     LayerDone,
     LogLine,
+    Planned,
     Progress,
     Started,
     Stopped,
@@ -47,6 +48,8 @@ class Outcome:
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Of memory and seconds, once there is one."""
     failure: Failed | None = None
     finished: bool = False
     stopped: bool = False
@@ -118,6 +121,8 @@ def _take(frame: Frame, display: Display, outcome: Outcome, *, verbose: bool) ->
     match frame:
         case Started():
             outcome.environment = frame.environment
+        case Planned():
+            outcome.plan = frame.plan
         case Progress():
             display.update(frame.stage, frame.done, frame.total, frame.unit)
         case LayerDone():
@@ -127,6 +132,12 @@ def _take(frame: Frame, display: Display, outcome: Outcome, *, verbose: bool) ->
         case LogLine():
             if frame.level == "warning" or verbose:
                 display.line(f"{frame.level}: {frame.message}")
+        case _:
+            _note_end(frame, outcome)
+
+
+def _note_end(frame: Frame, outcome: Outcome) -> None:
+    match frame:
         case Failed():
             outcome.failure = frame
         case Finished():

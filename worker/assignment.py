@@ -42,6 +42,8 @@ class Assignment:
     """The same of earlier attempts, the newest first."""
     checkpoint_seconds: float
     """Between two checkpoints; 0 makes none."""
+    estimate: bool
+    """Plan the job, and do nothing of it."""
 
 
 def read_assignment(raw: bytes) -> Assignment:
@@ -76,6 +78,7 @@ def read_assignment(raw: bytes) -> Assignment:
             scratch=Path(value.get("scratch") or artifacts / ".waiting"),
             earlier=tuple(Path(path) for path in value.get("earlier") or ()),
             checkpoint_seconds=float(value.get("checkpoint_seconds") or 0),
+            estimate=bool(value.get("estimate", False)),
         )
     except (KeyError, TypeError, AttributeError) as error:
         message = f"not an assignment: {error!r}"

@@ -55,6 +55,8 @@ from worker.surroundings import Surroundings
 EXIT_STOPPED = 5
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 
+ESTIMATE = "engine.curvature.planning:estimate"
+
 MODEL_SOURCES = {
     "builtin": "worker.model_loading.builtin:load",
     "directory": "worker.model_loading.checkpoint:load",
@@ -201,6 +203,7 @@ def _compute(
         report=pipe.report,
         checkpoint=checkpoint.checkpoint,
         log=pipe.log,
+        shapes_only=assignment.estimate,
     )
     if document.factors is not None:
         workspace.stored = _stored(document, assignment, surroundings)
@@ -209,12 +212,17 @@ def _compute(
         with workspace.operation("model"):
             loaded = _load_model(document, surroundings)
         # what the modules alone show of the coverage, before data is read and a device is touched
-        surveyed(loaded.model, document.collection)
+        if not assignment.estimate:
+            surveyed(loaded.model, document.collection)
         with workspace.operation("data"):
             data = _load_data(document, loaded, surroundings)
+        workspace.batches, workspace.examples = data.batches, data.examples
+        if assignment.estimate:
+            workspace.model = loaded.model
+            pipe.planned(resolve(ESTIMATE)(workspace))
+            return
         with workspace.operation("model to device"):
             workspace.model = loaded.model.to(device)
-        workspace.batches, workspace.examples = data.batches, data.examples
         _use_cache(assignment, document, workspace)
         pipe.log("info", f"model: {loaded.provenance}")
     for kind in document.kinds:

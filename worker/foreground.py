@@ -48,6 +48,7 @@ _PASSED_ON = (
     "cache",
     "cache_bytes",
     "job",
+    "estimate",
 )
 
 

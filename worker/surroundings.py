@@ -23,6 +23,8 @@ class Surroundings:
     """Where factories are looked for, after everything installed."""
     factories: tuple[str, ...] = ("*",)
     directories: tuple[str, ...] = ("*",)
+    shapes_only: bool = False
+    """For a plan: models stand on the meta device, and no weight is read or fetched."""
     report: Callable[[str, int, int | None, str], None] = _ignore
     checkpoint: Callable[[], None] = _ignore
     log: Callable[[str, str], None] = _ignore

@@ -1,104 +1,73 @@
-"""Choosing: slices of a batch, where the sums stand, and passes, among plans that fit the budget."""
+"""Choosing: slices of a batch, passes and places, among plans that fit the budget: the fastest."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from engine.memory.pace import measured_pace
-from engine.memory.plan import Chosen, Plan
+from engine.memory.budget import MemoryBudget
+from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What one example costs, as a dry run has shown."""
-
-    operations: float
-    """Of the forward pass, and of the backward pass without weight gradients."""
-    outputs: int
-    """Numbers in the model's outputs."""
+_EVERY_NUMBER = 32
+"""Up to so many slices of a batch every number is weighed, beyond it each doubling."""
 
 
-def fewest_passes(
-    workspace: Workspace,
-    groups: Mapping[tuple[str, ...], int],
-    planned: Callable[[Chosen], Plan],
-    fixed: Chosen,
-) -> Plan:
-    """With what is ``fixed``: one pass if any slices allow it, else as few as they do, else what needs least."""
-    names = tuple(name for group in groups for name in group)
-    sizes = _slice_sizes(workspace)
-    where = "on the host" if fixed.offload else "in place"
-    plans = []
-    for size in sizes:
-        plan = planned(replace(fixed, parts=(names,), micro_batch=size))
-        if plan.fits(workspace.memory):
-            slices = "whole batches" if size == sizes[0] else f"slices of {size} examples, the largest that fit"
-            return replace(plan, why=f"one pass, with all sums {where} and {slices}")
-        plans.append(plan)
-    if workspace.scratch is None:
-        return replace(plans[-1], why="nothing fits, and there is no place for what further passes leave")
-    cuts = [
-        planned(replace(fixed, parts=parts, micro_batch=size))
-        for size in sizes
-        if (parts := _parts(workspace, groups, planned(replace(fixed, parts=((), ()), micro_batch=size))))
-    ]
-    if not cuts:
-        return replace(plans[-1], why="nothing fits, whatever the slices and passes")
-    # of equally many passes the first, which has the fewest slices
-    fewest = min(cuts, key=lambda plan: (not plan.fits(workspace.memory), len(plan.chosen.parts)))
-    return replace(fewest, why=f"{len(fewest.chosen.parts)} passes: all sums {where} do not fit together")
+def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
+    """Of ``plans`` that fit, the one of which the fewest seconds are foreseen; if none fits, the one that lacks least.
+
+    Of equally fast ones the first. What is larger in ``budget`` only adds plans, so it never gives a slower one.
+    """
+    fitting = [plan for plan in plans if plan.fits(budget)]
+    if not fitting:
+        return replace(min(plans, key=lambda plan: _lacking(plan, budget)), why="nothing fits, whatever the choice")
+    best = min(fitting, key=total_seconds)
+    roomier = min(plans, key=total_seconds)
+    why = f"{described(best)}: {total_seconds(best):.3g} s are foreseen, the least of {len(fitting)} ways that fit"
+    if total_seconds(roomier) < total_seconds(best):
+        why += f"; {described(roomier)} would take {total_seconds(roomier):.3g} s and does not fit"
+    return replace(best, why=why)
 
 
-def _parts(
-    workspace: Workspace, groups: Mapping[tuple[str, ...], int], empty: Plan
-) -> tuple[tuple[str, ...], ...] | None:
-    """The passes that fit beside what ``empty``, a plan without sums, holds already."""
-    on_device = workspace.device.type == "cuda" and not empty.chosen.offload
-    allowed = workspace.memory.device_bytes if on_device else workspace.memory.host_bytes
-    return partition(groups, allowed - empty.stage_bytes("device" if on_device else "host", "collection"))
+def total_seconds(plan: Plan) -> float:
+    """Of all stages."""
+    return sum(plan.seconds.values())
 
 
-def quicker(workspace: Workspace, resident: Plan, offloaded: Plan, work: Work) -> Plan:
-    """The one that fits; of two, the one that takes less time for each batch, as the device's pace foretells."""
-    fits = [plan for plan in (resident, offloaded) if plan.fits(workspace.memory)]
-    if len(fits) < 2:
-        return fits[0] if fits else resident
-    pace = measured_pace(workspace.device)
-    moved = _moved_bytes(workspace, offloaded, work) / pace.bytes_per_second
-    again = _batch(workspace) * work.operations / pace.operations_per_second
-
-    def seconds(plan: Plan) -> float:
-        return len(plan.chosen.parts) * again + (moved if plan.chosen.offload else 0)
-
-    best = min(resident, offloaded, key=seconds)
-    other = offloaded if best is resident else resident
-    return replace(
-        best,
-        why=f"{best.why}; {seconds(best):.2g} s a batch are foreseen, and {seconds(other):.2g} s for {other.why}",
-    )
+def described(plan: Plan) -> str:
+    """What a plan chose, in words."""
+    chosen = plan.chosen
+    passes = "one pass" if len(chosen.parts) == 1 else f"{len(chosen.parts)} passes"
+    slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch} examples"
+    where = ", sums on the host" if chosen.offload else ""
+    again = ", activation checkpointing" if chosen.activation_checkpointing else ""
+    return f"{passes}, {slices}{where}{again}"
 
 
-def _moved_bytes(workspace: Workspace, plan: Plan, work: Work) -> float:
-    """Bytes that offloaded sums receive for one batch: A once a slice, G once a slice and direction."""
-    kinds = {"mc": workspace.collection.samples, "empirical": 1, "forward_only": 0}
-    directions = kinds.get(workspace.collection.fisher, work.outputs)
-    slices = -(-_batch(workspace) // (plan.chosen.micro_batch or _batch(workspace)))
-    sums = next(term.size_bytes for term in plan.terms if term.name == "accumulators")
-    # all but the diagonal strips is one triangle; A and G are taken for equally large
-    return 0.6 * sums * len(plan.chosen.parts) * slices * (1 + directions) / 2
+def _lacking(plan: Plan, budget: MemoryBudget) -> tuple[int, int]:
+    device, host = plan.peak_bytes("device"), plan.peak_bytes("host")
+    return max(0, device - budget.device_bytes) + max(0, host - budget.host_bytes), device + host
 
 
-def _batch(workspace: Workspace) -> int:
+def batch_size(workspace: Workspace) -> int:
+    """Examples of a whole batch."""
     return min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
 
 
-def _slice_sizes(workspace: Workspace) -> list[int]:
+def slice_sizes(workspace: Workspace) -> list[int]:
     """Examples at once, from the whole batch to one; each stands for a number of equal slices."""
-    batch = _batch(workspace)
+    batch = batch_size(workspace)
     asked = workspace.memory_options.micro_batch
     if asked is not None:
         return [min(asked, batch)]
-    return sorted({-(-batch // slices) for slices in range(1, batch + 1)}, reverse=True)
+    numbers = [*range(1, _EVERY_NUMBER), *(_EVERY_NUMBER << power for power in range(batch.bit_length())), batch]
+    return sorted({-(-batch // slices) for slices in numbers if slices <= batch}, reverse=True)
+
+
+def halved(groups: Mapping[tuple[str, ...], int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Cut two or more ``groups`` once, so that the larger side has the fewest bytes."""
+    runs, sizes = list(groups), list(groups.values())
+    cut = min(range(1, len(runs)), key=lambda place: max(sum(sizes[:place]), sum(sizes[place:])))
+    left, right = (tuple(name for names in side for name in names) for side in (runs[:cut], runs[cut:]))
+    return left, right
 
 
 def partition(groups: Mapping[tuple[str, ...], int], allowed_bytes: int) -> tuple[tuple[str, ...], ...] | None:

@@ -20,7 +20,7 @@ from engine.curvature.dry_run import dry_run, looked_into, represented, with_act
 from engine.curvature.ekfac import corrected
 from engine.curvature.factors import Corrected
 from engine.curvature.finishing import flaw, foreseen_flaw
-from engine.curvature.forecast import forecast
+from engine.curvature.forecast import forecast, smallest_budgets
 from engine.curvature.gathered import Gathered
 from engine.curvature.gathering import announce, gather
 from engine.curvature.head_choice import narrowed
@@ -110,6 +110,8 @@ def _collect(workspace: Workspace) -> Collected:
         foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
         seen, plan = narrowed(job, found, seen, plan, foretell)
         job = dataclasses.replace(job, representations=seen.representations)
+        fitting = plan.fits(workspace.memory)
+        smallest = {} if fitting else smallest_budgets(workspace, dtype, found.treated, seen, shared)
         del seen
         # what the dry runs held would stay with the process, beside what the passes hold
         give_back_host_memory()
@@ -118,7 +120,7 @@ def _collect(workspace: Workspace) -> Collected:
         workspace.guard.announce = partial(announce, workspace, numerics)
         announce(workspace, numerics, plan, ())
         workspace.plan = plan
-        plan.require(workspace.memory)
+        plan.require(workspace.memory, smallest)
         workspace.guard.hold(plan)
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)

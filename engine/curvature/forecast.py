@@ -1,315 +1,173 @@
-"""Forecast: the memory plan of one collection, from the shapes that a dry run showed.
+"""Forecast: the plan of a job, from the shapes that a dry run showed: of the ways that fit, the fastest.
 
-On a CPU everything is held by the host. The activations are traced (see ``activations``), what a
-library decides is estimated; the rest follows from shapes.
+Ways differ in the slices of a batch, the layers of each pass, where the sums stand, and whether the
+inside of repeated layers is computed again; the seconds of each are foreseen from its work.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 
-from engine.curvature.calls import Call
-from engine.curvature.choosing import Work, fewest_passes, partition, quicker
-from engine.curvature.layer_bytes import DryRun, group_bytes, kept_terms, members_of, row_sizes, sides_of
-from engine.curvature.layers.convolution import ConvolutionLayer
+from engine.curvature.choosing import fastest, halved, partition, slice_sizes
+from engine.curvature.decompositions import with_decompositions
+from engine.curvature.duration import Work, with_seconds, work_of
+from engine.curvature.layer_bytes import DryRun, group_bytes
 from engine.curvature.layers.layer import TreatedLayer
-from engine.curvature.nested import EIGHTHS
-from engine.curvature.offload import staging_numbers
-from engine.curvature.statistics import factor_sides
-from engine.memory.budget import resident_bytes
-from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
+from engine.curvature.terms import corrected_plan, correction_bytes, plan_of
+from engine.memory.budget import MemoryBudget, resident_bytes
+from engine.memory.plan import Chosen, Plan
+from engine.memory.smallest import smallest_budget
 from engine.workspace import Workspace
+
+Place = Literal["device", "host"]
+PLACES: tuple[Place, ...] = ("device", "host")
 
 
 def forecast(
     workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
 ) -> Plan:
-    """The plan for collecting ``treated``, of which a dry run has shown the sizes.
+    """The plan for a job on ``treated``, of which a dry run has shown the sizes.
 
-    One pass with whole batches where everything fits; else one pass with the fewest equal slices
-    of a batch that fit; else, given a scratch place for finished factors, as few passes as the
-    smallest slices allow, each with as many neighbouring layers as fit by bytes, and then the
-    fewest slices that need no further pass. On a device, sums that do not fit there stand on the
-    host instead, where the way there takes less time than the further passes would. EK-FAC's
-    further passes are cut by the same bytes.
+    Whole batches, slices of a batch, one pass or as few as fit of neighbouring layers whose factors are
+    laid aside, sums in place or on the host, with activation checkpointing and without: whatever the
+    document leaves open is weighed, and of what fits the fastest is taken. What an earlier attempt
+    chose is done again.
     """
-    plan = _collection_plan(workspace, dtype, treated, seen, shared)
-    if not workspace.collection.ekfac:
-        return plan
-    corrected = _with_corrections(workspace, dtype, treated, shared, plan)
-    if corrected.fits(workspace.memory) or workspace.scratch is None or len(plan.chosen.parts) > 1:
-        return corrected
-    # factors that would be in the way of the bases are laid aside, for which there must be several passes
-    item = torch.empty((), dtype=dtype).element_size()
-    groups = group_bytes(treated, shared, item, seen, workspace.device)
-    halves = partition(groups, max(*groups.values(), sum(groups.values()) // 2 + 1))
-    if workspace.chosen is not None or halves is None or len(halves) == 1:
-        return corrected
-    aside = _plan(workspace, item, treated, seen, shared, groups, replace(plan.chosen, parts=halves))
-    return _with_corrections(workspace, dtype, treated, shared, aside)
+    return _Ways.of(workspace, dtype, treated, seen, shared).chosen()
 
 
-def _collection_plan(
+def smallest_budgets(
     workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
-) -> Plan:
-    item = torch.empty((), dtype=dtype).element_size()
-    groups = group_bytes(treated, shared, item, seen, workspace.device)
-    names = tuple(layer.name for layer in treated)
+) -> dict[str, int | None]:
+    """For each place, the least budget from which the job fits, the other place's being as it is."""
+    ways = _Ways.of(workspace, dtype, treated, seen, shared)
 
-    def planned(chosen: Chosen) -> Plan:
-        return _plan(workspace, item, treated, seen, shared, groups, chosen)
+    def planned(budget: MemoryBudget) -> Plan:
+        return replace(ways, budget=budget).chosen()
 
-    replayed = workspace.chosen
-    if replayed is not None and {name for part in replayed.parts for name in part} == set(names):
-        return replace(planned(replayed), why="an earlier attempt of this job chose so")
-    recompute = workspace.memory_options.activation_checkpointing
-    offered = seen.recomputed is not None
-    if recompute == "on" and not offered:
-        workspace.log("warning", "`memory.activation_checkpointing` is not used: the model offers none")
+    return {place: smallest_budget(planned, workspace.memory, place) for place in PLACES}
 
-    def fewest(*, offload: bool) -> Plan:
-        plan = fewest_passes(
-            workspace, groups, planned, Chosen(offload=offload, activation_checkpointing=offered and recompute == "on")
+
+@dataclass(frozen=True, kw_only=True)
+class _Ways:
+    """All ways to do one job."""
+
+    workspace: Workspace
+    budget: MemoryBudget
+    dtype: torch.dtype
+    item: int
+    treated: Sequence[TreatedLayer]
+    seen: DryRun
+    shared: dict[str, str]
+    held_bytes: int
+    work: Work
+
+    @classmethod
+    def of(
+        cls,
+        workspace: Workspace,
+        dtype: torch.dtype,
+        treated: Sequence[TreatedLayer],
+        seen: DryRun,
+        shared: dict[str, str],
+    ) -> "_Ways":
+        item = torch.empty((), dtype=dtype).element_size()
+        sums = sum(group_bytes(treated, shared, item, seen, workspace.device).values())
+        return cls(
+            workspace=workspace,
+            budget=workspace.memory,
+            dtype=dtype,
+            item=item,
+            treated=treated,
+            seen=seen,
+            shared=shared,
+            held_bytes=resident_bytes() if seen.resident_bytes is None else seen.resident_bytes,
+            work=work_of(workspace, treated, seen, shared, sums),
         )
-        if plan.fits(workspace.memory) or recompute != "auto" or not offered:
-            return plan
-        smaller = fewest_passes(workspace, groups, planned, Chosen(offload=offload, activation_checkpointing=True))
-        if not smaller.fits(workspace.memory):
-            return plan
-        return replace(smaller, why=f"{smaller.why}; one example alone does not fit without activation checkpointing")
 
-    wish = workspace.memory_options.offload
-    if wish != "auto" or workspace.device.type != "cuda":
+    @cached_property
+    def groups(self) -> dict[tuple[str, ...], int]:
+        """Layers of one A stay together; bytes of their sums."""
+        return group_bytes(self.treated, self.shared, self.item, self.seen, self.workspace.device)
+
+    @cached_property
+    def bases(self) -> dict[tuple[str, ...], int]:
+        """The same groups; bytes of their bases and corrected eigenvalues."""
+        layers = {layer.name: layer for layer in self.treated}
+        return {
+            names: sum(correction_bytes(layers[name], self.item, follows=name in self.shared) for name in names)
+            for names in self.groups
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every layer's."""
+        return tuple(layer.name for layer in self.treated)
+
+    def chosen(self) -> Plan:
+        """The one to take."""
+        replayed = self.workspace.chosen
+        if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
+            return replace(self._complete(replayed), why="an earlier attempt of this job chose so")
+        return fastest(list(self._candidates()), self.budget)
+
+    def _candidates(self) -> Iterator[Plan]:
+        options = self.workspace.memory_options
+        offered = self.seen.recomputed is not None
+        if options.activation_checkpointing == "on" and not offered:
+            self.workspace.log("warning", "`memory.activation_checkpointing` is not used: the model offers none")
+        recompute = {"on": (offered,), "off": (False,), "auto": (False, True) if offered else (False,)}
         # on a CPU the sums are on the host anyway
-        return fewest(offload=wish == "on")
-    resident = fewest(offload=False)
-    if resident.fits(workspace.memory) and len(resident.chosen.parts) == 1:
-        return resident
-    offloaded = fewest(offload=True)
-    return quicker(workspace, resident, offloaded, _work(seen))
+        open_choice = self.workspace.device.type == "cuda"
+        offload = {"on": (True,), "off": (False,), "auto": (False, True) if open_choice else (False,)}
+        for again in recompute[options.activation_checkpointing]:
+            for aside in offload[options.offload]:
+                for size in slice_sizes(self.workspace):
+                    fixed = Chosen(offload=aside, activation_checkpointing=again, micro_batch=size)
+                    for parts in self._cuts(fixed):
+                        yield self._complete(replace(fixed, parts=parts))
 
+    def _cuts(self, fixed: Chosen) -> Iterator[tuple[tuple[str, ...], ...]]:
+        """Layers of each pass: all of them; where factors can be laid aside, as many as fit."""
+        yield (self.names,)
+        if self.workspace.scratch is None:
+            return
+        on_device = self.workspace.device.type == "cuda" and not fixed.offload
+        place: Place = "device" if on_device else "host"
+        allowed = self.budget.device_bytes if on_device else self.budget.host_bytes
+        empty = self._plan(replace(fixed, parts=((), ())))
+        parts = partition(self.groups, allowed - empty.stage_bytes(place, "collection"))
+        if parts is not None and len(parts) > 1:
+            yield parts
+        elif parts is not None and len(self.groups) > 1:
+            # in memory they may be in the way of what comes after: laid aside, they are not
+            yield halved(self.groups)
 
-def _work(seen: DryRun) -> Work:
-    # two operations a multiplication, there and back
-    multiplications = sum(
-        call.output.numel() * call.layer.fan_in for call in seen.calls if call.layer.form == "kronecker"
-    )
-    return Work(operations=4 * multiplications / seen.examples, outputs=seen.outputs // seen.examples)
-
-
-def _with_corrections(
-    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], shared: dict[str, str], plan: Plan
-) -> Plan:
-    """The same plan with the passes that re-estimate the eigenvalues; layers of one A stay together there too."""
-    item = torch.empty((), dtype=dtype).element_size()
-    groups: dict[tuple[str, ...], int] = {}
-    for names in members_of(treated, shared):
-        members = [layer for layer in treated if layer.name in names]
-        groups[names] = sum(_correction_bytes(layer, item, follows=layer.name in shared) for layer in members)
-    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
-    budget = workspace.memory
-    allowed = budget.device_bytes if place == "device" else budget.host_bytes
-    names = tuple(layer.name for layer in treated)
-    replayed = None if workspace.chosen is None else workspace.chosen.corrections
-    if replayed and {name for part in replayed for name in part} == set(names):
-        return _corrected_plan(plan, groups, treated, place, replayed)
-    whole = _corrected_plan(plan, groups, treated, place, (names,))
-    if whole.fits(budget) or workspace.scratch is None:
-        return whole
-    empty = _corrected_plan(plan, groups, treated, place, ((), ()))
-    parts = partition(groups, allowed - empty.stage_bytes(place, "correction"))
-    return whole if parts is None else _corrected_plan(plan, groups, treated, place, parts)
-
-
-def _corrected_plan(
-    plan: Plan,
-    groups: Mapping[tuple[str, ...], int],
-    treated: Sequence[TreatedLayer],
-    place: Literal["device", "host"],
-    parts: tuple[tuple[str, ...], ...],
-) -> Plan:
-    largest = max((side for layer in treated for side, dense in sides_of(layer, follows=False) if dense), default=0)
-    most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
-    # the data passes through as it did before
-    again = [
-        replace(term, stage="correction")
-        for term in plan.terms
-        if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.stage != "throughout"
-    ]
-    sizes: list[tuple[str, str, int, Literal["device", "host"], Stage]] = [
-        ("bases", "Σ in² + out² + in · out", most, place, "correction"),
-        ("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
-    ]
-    if len(parts) > 1:
-        sizes.append(("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
-    else:
-        sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
-        if place == "device":
-            sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
-    own = [
-        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", stage=stage)
-        for name, formula, size, where, stage in sizes
-    ]
-    return replace(plan, terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
-
-
-def _correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
-    if layer.form == "diagonal_block":
-        # its diagonal is the correction, and no basis goes with it
-        return layer.out_dim * item
-    own_basis = layer.form == "kronecker" and not follows
-    each = layer.out_dim**2 + layer.out_dim * layer.in_dim + (layer.in_dim**2 if own_basis else 0)
-    return each * layer.groups * item
-
-
-def _plan(
-    workspace: Workspace,
-    item: int,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
-    groups: Mapping[tuple[str, ...], int],
-    chosen: Chosen,
-) -> Plan:
-    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
-    sides = [side for layer in treated for side in seen.sides(layer, follows=layer.name in shared)]
-    largest = max((side for side, dense in sides if dense), default=0)
-    examples = chosen.micro_batch or workspace.collection.batch_size
-    scale = examples / seen.examples
-    widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
-    saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
-    patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in seen.calls), default=0)
-    # what arrives, and its sum over all uses
-    bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
-    several = len(chosen.parts) > 1
-    most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
-    # logits, their softmax, its gradient and the gradient's copy in the graph
-    outputs = int(4 * scale * seen.outputs * item)
-    sizes: list[tuple[str, str, int, Source, Stage]] = [
-        (
-            "gradients",
-            "2 · slice · (input + output), widest layer",
-            int(2 * scale * widest * item),
-            "estimated",
-            "collection",
-        ),
-        ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
-        ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
-        ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
-        ("eigenvalues", "3 · n² · 8, largest factor", 3 * largest * largest * 8, "estimated", "decomposition"),
-    ]
-    sizes += row_sizes(treated, seen, item)
-    if several:
-        sizes.append(("packed factor", "n² / 2", largest * largest * item // 2, "exact", "collection"))
-        sizes.append(("one layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
-    if workspace.collection.nested:
-        # a follower's copy comes with a copy of the A that it shares
-        own = max(
-            each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
-            for each in treated
+    def _plan(self, chosen: Chosen) -> Plan:
+        return plan_of(
+            self.workspace, self.item, self.treated, self.seen, self.shared, self.groups, self.held_bytes, chosen
         )
-        copied = own * item + largest * largest * item // 2
-        sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
-        sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
-    if saved is not None:
-        sizes.append(("activations", "a + b · slice, as autograd saves", saved.of(examples), "traced", "collection"))
-    else:
-        held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
-        passing = int(scale * held * item)
-        sizes.append(("activations", "slice · (inputs + outputs)", passing, "estimated", "collection"))
-    sums: Literal["device", "host"] = "host" if chosen.offload else place
-    accumulators = Term(
-        name="accumulators",
-        formula="Σ in² + Σ out², or T · out",
-        size_bytes=most,
-        place=sums,
-        source="exact",
-        stage="collection",
-    )
-    terms = [accumulators] + [
-        Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
-        for name, formula, size, source, stage in sizes
-    ]
-    if workspace.collection.nested and workspace.scratch is None:
-        triangles = item * sum(
-            each.groups * (side * (side + 1) // 2 if dense else side)
-            for each in treated
-            for side, dense in sides_of(each, follows=each.name in shared)
-        )
-        terms.append(
-            Term(
-                name="nested sizes",
-                formula=f"{len(EIGHTHS)} · Σ triangles",
-                size_bytes=len(EIGHTHS) * triangles,
-                place="host",
-                source="exact",
-            )
-        )
-    terms += kept_terms(workspace, treated, seen, shared, offload=chosen.offload, several=several)
-    if chosen.offload:
-        numbers = staging_numbers(
-            side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)
-        )
-        ends: tuple[Literal["device", "host"], ...] = (place, "host")
-        terms += [
-            Term(
-                name="staging",
-                formula="2 panels",
-                size_bytes=2 * numbers * item,
-                place=end,
-                source="exact",
-                stage="collection",
-            )
-            for end in ends
-        ]
-    terms.append(
-        Term(
-            name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"
-        )
-    )
-    terms.append(
-        Term(
-            name="process",
-            formula="resident now",
-            size_bytes=resident_bytes() if seen.resident_bytes is None else seen.resident_bytes,
-            place="host",
-            source="measured",
-        )
-    )
-    terms += _weights(workspace, place)
-    return Plan(terms=tuple(terms), chosen=chosen)
 
+    def _complete(self, chosen: Chosen) -> Plan:
+        """With the passes that re-estimate eigenvalues, and the seconds of everything."""
+        plan = self._plan(chosen)
+        if self.workspace.collection.ekfac:
+            plan = self._with_corrections(plan)
+        whole = with_decompositions(plan, self.workspace, self.dtype, self.treated, self.seen, self.shared, self.budget)
+        return with_seconds(whole, self.work)
 
-def _weights(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
-    """The model's own numbers, where what the process holds does not count them."""
-    if workspace.model is None:
-        return []
-    tensors = (*workspace.model.parameters(), *workspace.model.buffers())
-    absent = any(tensor.is_meta for tensor in tensors)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    found = []
-    if place == "device" or absent:
-        found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
-    if place == "device" and absent:
-        # they come from the files by way of the host
-        found.append(
-            Term(name="weights", formula="Σ bytes", size_bytes=size, place="host", source="exact", stage="model")
-        )
-    return found
-
-
-def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
-    """Numbers that the moments of one call take besides their sums, for ``examples`` instead of ``seen``."""
-    layer, entered, output = call.layer, call.entered, call.output
-    if layer.form != "kronecker" or 0 in (entered.numel(), output.numel()):
-        return 0
-    # the gradient's moments may take a copy of it
-    gradient = output.numel() * examples // seen
-    if not isinstance(layer, ConvolutionLayer):
-        # where positions are padding, those that count are copied out
-        return max(gradient // layer.fan_out * layer.fan_in, gradient)
-    if not layer.batch_first(entered, seen):
-        return 0  # it will be declared
-    return max(layer.geometry((examples, *entered.shape[1:])).scratch(device), gradient)
+    def _with_corrections(self, plan: Plan) -> Plan:
+        place: Place = "device" if self.workspace.device.type == "cuda" else "host"
+        given = None if self.workspace.chosen is None else self.workspace.chosen.corrections
+        if given and {name for part in given for name in part} == set(self.names):
+            return corrected_plan(plan, self.bases, self.treated, place, given)
+        whole = corrected_plan(plan, self.bases, self.treated, place, (self.names,))
+        if whole.fits(self.budget) or self.workspace.scratch is None:
+            return whole
+        empty = corrected_plan(plan, self.bases, self.treated, place, ((), ()))
+        allowed = self.budget.device_bytes if place == "device" else self.budget.host_bytes
+        parts = partition(self.bases, allowed - empty.stage_bytes(place, "correction"))
+        return whole if parts is None else corrected_plan(plan, self.bases, self.treated, place, parts)

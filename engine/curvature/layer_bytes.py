@@ -116,12 +116,14 @@ def row_sizes(treated: Sequence[TreatedLayer], seen: DryRun, item: int) -> list[
     kept = [(layer, seen.kept(layer)) for layer in treated if seen.kept(layer).kind != "dense"]
     if not kept:
         return []
-    gram = max((gram_bytes(rows) for layer, each in kept if (rows := each.gram_rows(layer.out_dim))), default=0)
+    gram = max(
+        (gram_bytes(rows, layer.out_dim) for layer, each in kept if (rows := each.gram_rows(layer.out_dim))), default=0
+    )
     basis = max(basis_bytes(each.rows, layer.out_dim) if each.basis else 0 for layer, each in kept)
     # a triangle and as many rows again are made one: they, and the factorisation's copy
     merged = max((4 * layer.out_dim**2 for layer, each in kept if each.rows > layer.out_dim), default=0)
     return [
-        ("Gram matrix", "4 · T² · 8, most gradient rows", gram, "exact", "decomposition"),
+        ("Gram matrix", "4 · T² · 8, and chunks of 2²¹ numbers, most gradient rows", gram, "exact", "decomposition"),
         ("basis of gradient rows", "T · n · 8, widest layer", basis, "exact", "decomposition"),
         ("merged gradient rows", "2 · 2n · n, widest layer", merged * item, "exact", "collection"),
     ]

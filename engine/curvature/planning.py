@@ -16,8 +16,10 @@ from engine.curvature.batches import mapped
 from engine.curvature.calls import followers
 from engine.curvature.coverage_law import surveyed
 from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations
-from engine.curvature.forecast import forecast
+from engine.curvature.forecast import forecast, smallest_budgets
 from engine.curvature.head_choice import narrowed
+from engine.curvature.layer_bytes import DryRun
+from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.mixed_precision import usable
 from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.passes import PassJob
@@ -36,6 +38,23 @@ ASSUMED = (
 """What a plan without weights takes for given; each makes it larger, or ends the job before it is large."""
 
 
+def estimate(workspace: Workspace) -> dict[str, Any]:
+    """The plan of the job in ``workspace`` as a table, with what it is held against and what would do.
+
+    Raises:
+        EngineError: If model, data and task do not belong together.
+    """
+    given = _looked_at(workspace)
+    plan, smallest = forecast(*given), smallest_budgets(*given)
+    budget = workspace.memory
+    return plan.as_json() | {
+        "fits": plan.fits(budget),
+        "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},
+        "smallest_budget": {f"{place}_bytes": size for place, size in smallest.items()},
+        "assumed": list(ASSUMED),
+    }
+
+
 def plan_job(workspace: Workspace) -> Plan:
     """The plan of the job in ``workspace``, whose model may stand on the meta device.
 
@@ -44,6 +63,13 @@ def plan_job(workspace: Workspace) -> Plan:
     Raises:
         EngineError: If model, data and task do not belong together.
     """
+    return forecast(*_looked_at(workspace))
+
+
+def _looked_at(
+    workspace: Workspace,
+) -> tuple[Workspace, torch.dtype, tuple[TreatedLayer, ...], DryRun, dict[str, str]]:
+    """What a forecast is made from."""
     if workspace.model is None or workspace.task is None or workspace.batches is None:
         raise ValueError("a plan needs a model, batches and a task")
     held = resident_bytes()
@@ -73,8 +99,10 @@ def plan_job(workspace: Workspace) -> Plan:
         found, seen, _ = looked_into(job, found, seen, mixed)
         seen = represented(job, found, with_activations(job, found, seen))
         seen = dataclasses.replace(seen, resident_bytes=held)
-    foretell = partial(forecast, workspace, dtype, found.treated, shared=followers(seen.calls, found.treated))
-    return narrowed(job, found, seen, foretell(seen), foretell)[1]
+    shared = followers(seen.calls, found.treated)
+    foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
+    seen, _ = narrowed(job, found, seen, foretell(seen), foretell)
+    return workspace, dtype, found.treated, seen, shared
 
 
 def _shape_of(tensor: Tensor, meta: torch.device) -> Tensor:

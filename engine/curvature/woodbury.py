@@ -47,9 +47,9 @@ def low_rank_bytes(rows: int, size: int, item: int) -> int:
     return rows * (size * item + 8)
 
 
-def gram_bytes(rows: int) -> int:
-    """Bytes of a T×T Gram matrix in float64, with what its decomposition takes besides, and a few chunks."""
-    return 4 * rows * rows * 8 + 3 * 8 * _CHUNK_NUMBERS
+def gram_bytes(rows: int, size: int) -> int:
+    """Bytes of the Gram matrix T×T of rows of ``size`` numbers, with what its decomposition takes, and a few chunks."""
+    return 4 * rows * rows * 8 + 3 * 8 * min(_CHUNK_NUMBERS, rows * size)
 
 
 def basis_bytes(rows: int, size: int) -> int:

@@ -68,7 +68,7 @@ class Chosen:
     def rung(self, layer: str, side: Literal["A", "G"]) -> str | None:
         """The rung that one factor's decomposition begins with; None where nothing was decided."""
         pair = self.rungs.get(layer)
-        return None if pair is None else pair["AG".index(side)]
+        return None if pair is None else pair["AG".index(side)] or None
 
     @classmethod
     def read(cls, plan: Mapping[str, Any]) -> "Chosen":
@@ -148,20 +148,23 @@ class Plan:
         """Whether both places hold what the plan needs of them."""
         return self.peak_bytes("device") <= budget.device_bytes and self.peak_bytes("host") <= budget.host_bytes
 
-    def require(self, budget: MemoryBudget) -> None:
-        """Refuse what does not fit.
+    def require(self, budget: MemoryBudget, smallest: Mapping[str, int | None]) -> None:
+        """Refuse what does not fit; ``smallest`` has the budget of each place that would do.
 
         Raises:
             BudgetExceeded: The message lists the largest terms and the remedy.
         """
-        for place, allowed in (("device", budget.device_bytes), ("host", budget.host_bytes)):
-            needed = self.peak_bytes("device" if place == "device" else "host")
+        places: tuple[Literal["device", "host"], ...] = ("device", "host")
+        for place in places:
+            needed, allowed = self.peak_bytes(place), budget.device_bytes if place == "device" else budget.host_bytes
             if needed > allowed:
+                enough = smallest.get(place)
+                least = "" if enough is None else f" to {written_bytes(enough)}, the smallest that would do"
                 raise BudgetExceeded(
                     f"the plan needs {readable_bytes(needed)} of {place} memory "
                     f"and the budget is {readable_bytes(allowed)}: "
                     + ", ".join(largest(self.terms, place))
-                    + f"; raise `memory.{place}`, or analyse fewer layers at a time",
+                    + f"; raise `memory.{place}`{least}, or analyse fewer layers at a time",
                     pointer=f"/memory/{place}",
                 )
 

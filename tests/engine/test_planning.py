@@ -1,5 +1,6 @@
 """A plan from shapes alone against the plan that the job itself makes with its weights."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from engine.curvature import planning
 from engine.curvature.collection import collected
-from engine.curvature.planning import plan_job
+from engine.curvature.planning import estimate, plan_job
+from engine.errors import BudgetExceeded
+from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Plan
-from tests.oracles import workspace
+from tests.oracles import MemoryArtifacts, workspace
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(0, 90, (6, 24), generator=torch.Generator().manual_seed(0))
@@ -104,3 +108,42 @@ def test_seven_billion_weights_are_planned_in_seconds() -> None:
     assert weights == pytest.approx(4 * 6.738e9, rel=1e-3)
     # down_proj's A alone: 11008² numbers in each of 32 layers
     assert plan.stage_bytes("host", "collection") > 32 * 4 * 11_008**2
+
+
+def within(host_bytes: int, *, scratch: bool = True) -> Any:
+    """The plan of a small job within a budget; what the process holds stays out of it."""
+    make, inputs, targets, task, _ = MODELS["gpt2"]
+    with torch.device("meta"):
+        model = make()
+    made = workspace(model, [(inputs, targets)], task, ekfac=True)
+    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+    made.scratch = MemoryArtifacts() if scratch else None
+    return estimate(made)
+
+
+@pytest.mark.parametrize("scratch", [True, False])
+def test_the_smallest_budget_is_accepted_and_a_mebibyte_less_is_not(
+    monkeypatch: pytest.MonkeyPatch, scratch: bool
+) -> None:
+    monkeypatch.setattr(planning, "resident_bytes", lambda: 0)
+    smallest = within(2**20, scratch=scratch)["smallest_budget"]["host_bytes"]
+    exactly = within(smallest, scratch=scratch)
+    assert exactly["fits"]
+    assert exactly["host_peak_bytes"] <= smallest
+    assert exactly["smallest_budget"]["host_bytes"] == smallest
+    assert not within(smallest - 2**20, scratch=scratch)["fits"]
+
+
+def test_a_job_that_is_refused_names_the_smallest_budget_that_takes_it() -> None:
+    def job(host_bytes: int) -> Any:
+        make, inputs, targets, task, _ = MODELS["mlp"]
+        made = workspace(make(), [(inputs, targets)], task)
+        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+        return made
+
+    with pytest.raises(BudgetExceeded, match="the smallest that would do") as refused:
+        collected(job(2**20))
+    named = re.search(r"`memory.host` to (\d+)MiB", str(refused.value))
+    assert named is not None
+    # another process by then: what it holds meanwhile is part of what it needs
+    assert collected(job((int(named[1]) + 16) * 2**20)).layers

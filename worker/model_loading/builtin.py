@@ -34,6 +34,11 @@ _LEARNING_RATE = {"digits_cnn": 5e-3, "digits_mlp": 5e-3, "tiny_gpt": 3e-3}
 
 def load(source: BuiltinModel, task: Task, surroundings: Surroundings) -> LoadedModel:  # noqa: ARG001 - as every loader
     """The trained model, from the store or trained now."""
+    vocabulary = Vocabulary(size=BYTES, max_length=CONTEXT, tokenizer=None) if source.name == "tiny_gpt" else None
+    if surroundings.shapes_only:
+        with torch.device("meta"):
+            bare = ARCHITECTURES[source.name]()
+        return LoadedModel(model=bare.eval(), vocabulary=vocabulary, provenance=f"shapes of builtin {source.name}")
     model = ARCHITECTURES[source.name]()
     weights, measured = _stored_weights(source.name, surroundings.store)
     if weights is None:
@@ -45,7 +50,6 @@ def load(source: BuiltinModel, task: Task, surroundings: Surroundings) -> Loaded
         digest = hashlib.sha256(weights).hexdigest()
     model.eval()
     surroundings.log("info", f"{source.name}: " + ", ".join(f"{name} {value:.4g}" for name, value in measured.items()))
-    vocabulary = Vocabulary(size=BYTES, max_length=CONTEXT, tokenizer=None) if source.name == "tiny_gpt" else None
     return LoadedModel(model=model, vocabulary=vocabulary, provenance=f"builtin {source.name} sha256:{digest}")
 
 

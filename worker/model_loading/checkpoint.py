@@ -54,16 +54,12 @@ def load_checkpoint(folder: Path, task: Task, surroundings: Surroundings, pointe
             f"it does {', '.join(sorted(architecture.family.tasks))}",
             pointer="/task/type",
         )
-    found = find_weights(folder, pointer)
-    _require_plausible(architecture, found, pointer)
-    surroundings.checkpoint()
-    model = _build(architecture, task, pointer)
-    with torch.no_grad():
-        unused = fill(model, str(model.base_model_prefix), architecture.model_type, found, pointer)
-    if unused:
-        surroundings.log(
-            "info", f"{len(unused)} tensors of the checkpoint are not used by `{task.type}`: {names(unused)}"
-        )
+    if surroundings.shapes_only:
+        # the closed form has bounded it; what the files hold is looked at when they are read
+        with torch.device("meta"):
+            model = _build(architecture, task, pointer)
+    else:
+        model = _filled(folder, architecture, task, surroundings, pointer)
     model.float().eval()
     pad_id = architecture.fields.get("pad_token_id")
     if pad_id is None:
@@ -78,6 +74,22 @@ def load_checkpoint(folder: Path, task: Task, surroundings: Surroundings, pointe
         input_name=None if vocabulary else "pixel_values",
         provenance=f"{architecture.model_type} from {folder.name}",
     )
+
+
+def _filled(
+    folder: Path, architecture: Architecture, task: Task, surroundings: Surroundings, pointer: str
+) -> nn.Module:
+    found = find_weights(folder, pointer)
+    _require_plausible(architecture, found, pointer)
+    surroundings.checkpoint()
+    model = _build(architecture, task, pointer)
+    with torch.no_grad():
+        unused = fill(model, str(model.base_model_prefix), architecture.model_type, found, pointer)
+    if unused:
+        surroundings.log(
+            "info", f"{len(unused)} tensors of the checkpoint are not used by `{task.type}`: {names(unused)}"
+        )
+    return model
 
 
 def _require_plausible(architecture: Architecture, found: CheckpointFiles, pointer: str) -> None:

@@ -1,5 +1,8 @@
 """A model that the caller's own code builds."""
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from catalog.inputs import ModelFactory, Task
@@ -18,7 +21,7 @@ def load(source: ModelFactory, task: Task, surroundings: Surroundings) -> Loaded
         Refusal: If the factory cannot be imported, raises, or returns something else.
     """
     factory = resolve_factory(source.factory, surroundings.paths, surroundings.factories, _POINTER)
-    model = call_factory(factory, source.factory, dict(source.kwargs), _POINTER)
+    model = _called(factory, source, surroundings)
     if not isinstance(model, nn.Module):
         raise Refusal(
             f"factory `{source.factory}` returned {type(model).__name__}; it must return a torch.nn.Module",
@@ -27,6 +30,19 @@ def load(source: ModelFactory, task: Task, surroundings: Surroundings) -> Loaded
         )
     _require_writable_names(model)
     return LoadedModel(model=model.eval(), provenance=f"factory {source.factory}")
+
+
+def _called(factory: Any, source: ModelFactory, surroundings: Surroundings) -> Any:  # noqa: ANN401 - a caller's own
+    kwargs = dict(source.kwargs)
+    if surroundings.shapes_only:
+        try:
+            with torch.device("meta"):
+                return call_factory(factory, source.factory, kwargs, _POINTER)
+        except Refusal:
+            surroundings.log(
+                "info", f"factory `{source.factory}` builds nothing without numbers, so it is called with them"
+            )
+    return call_factory(factory, source.factory, kwargs, _POINTER)
 
 
 def _require_writable_names(model: nn.Module) -> None:

@@ -48,13 +48,14 @@ def snapshot(source: HuggingFaceModel, surroundings: Surroundings) -> Path:
     try:
         if not surroundings.offline:
             surroundings.report("model", 0, None, "files")
-            _require_room(source, cache)
+            if not surroundings.shapes_only:
+                _require_room(source, cache)
         return Path(
             huggingface_hub.snapshot_download(
                 source.id,
                 revision=source.revision,
                 cache_dir=cache,
-                allow_patterns=_FILES,
+                allow_patterns=[name for name in _FILES if not (surroundings.shapes_only and "safetensors" in name)],
                 local_files_only=surroundings.offline,
             )
         )

@@ -1,0 +1,105 @@
+"""Duration: the seconds of each stage under one choice, from the work that a dry run showed and a device's pace.
+
+Each pass takes the model forward and back; each slice of a batch reads and writes every sum once for
+A and once a direction for G, and costs the start of every operation anew. So fewer slices are faster
+until they do not fit, and a further pass may be faster than many small slices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.curvature.choosing import batch_size
+from engine.curvature.layer_bytes import DryRun
+from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.statistics import factor_sides
+from engine.memory.pace import Pace, usual_pace
+from engine.memory.plan import Plan
+from engine.workspace import Workspace
+
+_OPERATIONS_A_CALL = 12
+"""Operations that the passes start for each call of a treated layer, there and back, and around it."""
+_USUAL_BATCHES = 16
+"""Taken where nobody knows how many examples there are: the stages' proportions need a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the data costs, as a dry run has shown."""
+
+    pace: Pace
+    examples: int
+    """Of the data."""
+    batch: int
+    passing: float
+    """Floating-point operations of one example there and back, without weight gradients."""
+    adding: float
+    """The same of its moments, over all directions."""
+    sides: tuple[int, ...]
+    """Rows of each dense factor."""
+    sums_bytes: int
+    """Of all layers."""
+    calls: int
+    """Of treated layers in one pass."""
+    directions: int
+    """Gradients that are pulled back for each example."""
+
+
+def work_of(
+    workspace: Workspace,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    sums_bytes: int,
+) -> Work:
+    """The work of one job."""
+    collection = workspace.collection
+    outputs = max(1, seen.outputs // seen.examples)
+    directions = {"mc": collection.samples, "empirical": 1, "forward_only": 0}.get(collection.fisher, outputs)
+    kronecker = [call for call in seen.calls if call.layer.form == "kronecker"]
+    # two operations a multiplication, there and back
+    passing = 4 * sum(call.output.numel() * call.layer.fan_in for call in kronecker) / seen.examples
+    adding = 2 * sum(
+        (call.output.numel() / max(1, call.layer.fan_out)) * (call.layer.fan_in**2 + directions * call.layer.fan_out**2)
+        for call in kronecker
+    ) / seen.examples  # fmt: skip
+    batch = batch_size(workspace)
+    return Work(
+        pace=usual_pace(workspace.device) if workspace.pace is None else workspace.pace,
+        examples=-(-(workspace.examples or batch * _USUAL_BATCHES) // collection.update_freq),
+        batch=batch,
+        passing=passing * max(1, (1 + directions) / 2),
+        adding=adding,
+        sides=tuple(
+            rows
+            for layer in treated
+            for groups, rows in factor_sides(layer, follows=layer.name in shared)
+            for _ in range(groups if rows > 1 else 0)
+        ),
+        sums_bytes=sums_bytes,
+        calls=len(seen.calls),
+        directions=directions,
+    )
+
+
+def with_seconds(plan: Plan, work: Work) -> Plan:
+    """``plan`` with what is foreseen of each stage's duration."""
+    pace, chosen = work.pace, plan.chosen
+    slices = -(-work.batch // (chosen.micro_batch or work.batch)) * -(-work.examples // work.batch)
+    touched = 2 * work.sums_bytes * slices * (1 + work.directions) / 2
+    moved = 0.6 * touched / 2 / pace.bytes_per_second if chosen.offload else 0.0
+    once = (
+        work.examples * work.passing * (4 / 3 if chosen.activation_checkpointing else 1) / pace.operations_per_second
+        + slices * work.calls * _OPERATIONS_A_CALL * pace.seconds_an_operation
+    )
+    adding = work.examples * work.adding / pace.operations_per_second
+    seconds = {
+        "collection": len(chosen.parts) * once + adding + touched / pace.held_bytes_per_second + moved,
+        "decomposition": sum(9 * rows**3 for rows in work.sides) / pace.eigen_operations_per_second,
+    }
+    if chosen.corrections:
+        seconds["correction"] = len(chosen.corrections) * once + adding
+        seconds["decomposition"] *= 2
+    if len(chosen.parts) > 1:
+        # written once and read back once
+        seconds["decomposition"] += 2 * work.sums_bytes / pace.disk_bytes_per_second
+    return replace(plan, seconds=seconds)

@@ -1,0 +1,215 @@
+"""Terms: the bytes of one collection under one choice, from the shapes that a dry run showed.
+
+On a CPU everything is held by the host. The activations are traced (see ``activations``), what a
+library decides is estimated; the rest follows from shapes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from engine.curvature.calls import Call
+from engine.curvature.layer_bytes import DryRun, kept_terms, row_sizes, sides_of
+from engine.curvature.layers.convolution import ConvolutionLayer
+from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.nested import EIGHTHS
+from engine.curvature.offload import staging_numbers
+from engine.curvature.statistics import factor_sides
+from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
+from engine.workspace import Workspace
+
+
+def plan_of(
+    workspace: Workspace,
+    item: int,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    groups: Mapping[tuple[str, ...], int],
+    held_bytes: int,
+    chosen: Chosen,
+) -> Plan:
+    """What the collection and the decompositions hold with ``chosen``, beside ``held_bytes`` of the process."""
+    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
+    sides = [side for layer in treated for side in seen.sides(layer, follows=layer.name in shared)]
+    largest = max((side for side, dense in sides if dense), default=0)
+    examples = chosen.micro_batch or workspace.collection.batch_size
+    scale = examples / seen.examples
+    widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
+    saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
+    patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in seen.calls), default=0)
+    # what arrives, and its sum over all uses
+    bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
+    several = len(chosen.parts) > 1
+    most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
+    # logits, their softmax, its gradient and the gradient's copy in the graph
+    outputs = int(4 * scale * seen.outputs * item)
+    sizes: list[tuple[str, str, int, Source, Stage]] = [
+        (
+            "gradients",
+            "2 · slice · (input + output), widest layer",
+            int(2 * scale * widest * item),
+            "estimated",
+            "collection",
+        ),
+        ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
+        ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
+        ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
+    ]
+    sizes += row_sizes(treated, seen, item)
+    if several:
+        sizes.append(("packed factor", "n² / 2", largest * largest * item // 2, "exact", "collection"))
+    if workspace.collection.nested:
+        # a follower's copy comes with a copy of the A that it shares
+        own = max(
+            each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
+            for each in treated
+        )
+        copied = own * item + largest * largest * item // 2
+        sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
+        sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
+    if saved is not None:
+        sizes.append(("activations", "a + b · slice, as autograd saves", saved.of(examples), "traced", "collection"))
+    else:
+        held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
+        passing = int(scale * held * item)
+        sizes.append(("activations", "slice · (inputs + outputs)", passing, "estimated", "collection"))
+    sums: Literal["device", "host"] = "host" if chosen.offload else place
+    accumulators = Term(
+        name="accumulators",
+        formula="Σ in² + Σ out², or T · out",
+        size_bytes=most,
+        place=sums,
+        source="exact",
+        stage="collection",
+    )
+    terms = [accumulators] + [
+        Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
+        for name, formula, size, source, stage in sizes
+    ]
+    if workspace.collection.nested and workspace.scratch is None:
+        triangles = item * sum(
+            each.groups * (side * (side + 1) // 2 if dense else side)
+            for each in treated
+            for side, dense in sides_of(each, follows=each.name in shared)
+        )
+        terms.append(
+            Term(
+                name="nested sizes",
+                formula=f"{len(EIGHTHS)} · Σ triangles",
+                size_bytes=len(EIGHTHS) * triangles,
+                place="host",
+                source="exact",
+            )
+        )
+    terms += kept_terms(workspace, treated, seen, shared, offload=chosen.offload, several=several)
+    if chosen.offload:
+        numbers = staging_numbers(
+            side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)
+        )
+        ends: tuple[Literal["device", "host"], ...] = (place, "host")
+        terms += [
+            Term(
+                name="staging",
+                formula="2 panels",
+                size_bytes=2 * numbers * item,
+                place=end,
+                source="exact",
+                stage="collection",
+            )
+            for end in ends
+        ]
+    terms.append(
+        Term(
+            name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"
+        )
+    )
+    terms.append(
+        Term(
+            name="process",
+            formula="resident now",
+            size_bytes=held_bytes,
+            place="host",
+            source="measured",
+        )
+    )
+    terms += _weights(workspace, place)
+    return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def corrected_plan(
+    plan: Plan,
+    groups: Mapping[tuple[str, ...], int],
+    treated: Sequence[TreatedLayer],
+    place: Literal["device", "host"],
+    parts: tuple[tuple[str, ...], ...],
+) -> Plan:
+    """``plan`` with the passes ``parts`` that re-estimate the eigenvalues."""
+    largest = max((side for layer in treated for side, dense in sides_of(layer, follows=False) if dense), default=0)
+    most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
+    # the data passes through as it did before
+    again = [
+        replace(term, stage="correction")
+        for term in plan.terms
+        if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.stage != "throughout"
+    ]
+    sizes: list[tuple[str, str, int, Literal["device", "host"], Stage]] = [
+        ("bases", "Σ in² + out² + in · out", most, place, "correction"),
+        ("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
+    ]
+    if len(parts) > 1:
+        sizes.append(("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
+    else:
+        sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
+        if place == "device":
+            sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
+    own = [
+        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", stage=stage)
+        for name, formula, size, where, stage in sizes
+    ]
+    return replace(plan, terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
+
+
+def correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
+    """Bases and corrected eigenvalues of one layer; whoever follows has another's Q_A."""
+    if layer.form == "diagonal_block":
+        # its diagonal is the correction, and no basis goes with it
+        return layer.out_dim * item
+    own_basis = layer.form == "kronecker" and not follows
+    each = layer.out_dim**2 + layer.out_dim * layer.in_dim + (layer.in_dim**2 if own_basis else 0)
+    return each * layer.groups * item
+
+
+def _weights(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
+    """The model's own numbers, where what the process holds does not count them."""
+    if workspace.model is None:
+        return []
+    tensors = (*workspace.model.parameters(), *workspace.model.buffers())
+    absent = any(tensor.is_meta for tensor in tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    found = []
+    if place == "device" or absent:
+        found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
+    if place == "device" and absent:
+        # they come from the files by way of the host
+        found.append(
+            Term(name="weights", formula="Σ bytes", size_bytes=size, place="host", source="exact", stage="model")
+        )
+    return found
+
+
+def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
+    """Numbers that the moments of one call take besides their sums, for ``examples`` instead of ``seen``."""
+    layer, entered, output = call.layer, call.entered, call.output
+    if layer.form != "kronecker" or 0 in (entered.numel(), output.numel()):
+        return 0
+    # the gradient's moments may take a copy of it
+    gradient = output.numel() * examples // seen
+    if not isinstance(layer, ConvolutionLayer):
+        # where positions are padding, those that count are copied out
+        return max(gradient // layer.fan_out * layer.fan_in, gradient)
+    if not layer.batch_first(entered, seen):
+        return 0  # it will be declared
+    return max(layer.geometry((examples, *entered.shape[1:])).scratch(device), gradient)

@@ -1,0 +1,40 @@
+"""The smallest budget that would do: found by asking for the plan of ever closer budgets.
+
+A larger budget allows every plan that a smaller one does, so the border is found by halving.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from engine.memory.budget import MemoryBudget
+from engine.memory.plan import Plan
+
+_STEP = 2**20
+
+
+def smallest_budget(
+    planned: Callable[[MemoryBudget], Plan], budget: MemoryBudget, place: Literal["device", "host"]
+) -> int | None:
+    """Bytes of ``place``, in whole MiB, from which ``planned`` fits; None where the other place is too small anyway.
+
+    Args:
+        planned: Chooses a plan for a budget.
+        budget: What the other place has.
+        place: Whose budget is asked for.
+    """
+
+    def within(size_bytes: int) -> MemoryBudget:
+        return dataclasses.replace(budget, **{f"{place}_bytes": size_bytes})
+
+    def fits(steps: int) -> bool:
+        allowed = within(steps * _STEP)
+        return planned(allowed).fits(allowed)
+
+    least, most = 0, max(planned(within(0)).peak_bytes(place), planned(budget).peak_bytes(place)) // _STEP + 1
+    if not fits(most):
+        return None
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if fits(middle) else (middle, most)
+    return most * _STEP

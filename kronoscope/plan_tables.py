@@ -1,0 +1,58 @@
+"""A plan as tables: each stage with its bytes and seconds, the terms that weigh most, and what would do."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from kronoscope.tables import number, shortened
+
+_HEAVIEST = 8
+
+
+def stage_table(plan: Mapping[str, Any]) -> Table:
+    """One row for each stage, in the order in which the job comes to them."""
+    table = Table(title="stages", title_justify="left", pad_edge=False, show_edge=False)
+    table.add_column("stage", no_wrap=True)
+    for heading in ("device", "host", "disk", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, stage in plan["stages"].items():
+        sizes = (readable(stage[f"{place}_bytes"]) for place in ("device", "host", "disk"))
+        table.add_row(name, *sizes, number(stage["seconds"]))
+    return table
+
+
+def heaviest_table(plan: Mapping[str, Any]) -> Table:
+    """The terms that hold most, each with its formula and where the figure comes from."""
+    table = Table(title="largest terms", title_justify="left", pad_edge=False, show_edge=False)
+    for heading in ("bytes", "where", "stage", "what", "layer", "formula", "source"):
+        table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
+    for term in sorted(plan["terms"], key=lambda term: -term["size_bytes"])[:_HEAVIEST]:
+        layer = shortened(term["layer"] or "", 24)
+        table.add_row(readable(term["size_bytes"]), term["place"], term["stage"], term["name"], layer,
+                      term["formula"], term["source"])  # fmt: skip
+    return table
+
+
+def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """What was chosen and why, what it is held against, and what would do."""
+    yield plan["why"]
+    budget, smallest = plan.get("budget") or {}, plan.get("smallest_budget") or {}
+    for place in ("device", "host"):
+        peak, allowed, least = plan[f"{place}_peak_bytes"], budget.get(f"{place}_bytes"), smallest.get(f"{place}_bytes")
+        if not peak or allowed is None:
+            continue
+        fits = "fits" if peak <= allowed else "does not fit"
+        held = "no limit" if allowed >= 2**60 else readable(allowed)
+        would = "" if least is None else f"; the smallest budget that would do is {-(-least // 2**20)}MiB"
+        yield f"{place}: a peak of {readable(peak)} {fits} into {held}{would}"
+    if plan.get("assumed"):
+        yield "taken for given, as no weight was read: " + "; ".join(plan["assumed"])
+
+
+def readable(size_bytes: int) -> str:
+    """Bytes as a person reads them; a dash for none."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes} B" if size_bytes else "–"

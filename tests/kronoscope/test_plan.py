@@ -1,0 +1,31 @@
+"""`kronoscope plan`: a job's memory and seconds without the job."""
+
+import json
+from pathlib import Path
+
+from tests.kronoscope.test_run import Run
+
+
+def test_a_plan_says_what_each_stage_takes_and_what_would_do(folder: Path, kronoscope: Run) -> None:
+    shown = kronoscope("plan", "job.yaml")
+    assert shown.returncode == 0, shown.stderr
+    for said in ("collection", "decomposition", "one pass", "the smallest budget that would do", "taken for given"):
+        assert said in shown.stdout
+    # nothing is run, and nothing is left
+    assert {path.name for path in folder.iterdir()} == {"job.yaml", "mine_for_kronoscope.py"}
+
+
+def test_a_budget_that_is_too_small_names_the_one_that_would_do(folder: Path, kronoscope: Run) -> None:
+    asked = kronoscope("plan", "job.yaml", "--budget", "1MiB", "--json")
+    assert asked.returncode == 0, asked.stderr
+    plan = json.loads(asked.stdout)
+    assert plan["fits"] is False
+    assert plan["budget"]["host_bytes"] == 2**20
+    smallest = plan["smallest_budget"]["host_bytes"]
+    assert plan["host_peak_bytes"] <= smallest < plan["host_peak_bytes"] + 2**20
+    # another process holds a little more or less
+    fitting = kronoscope("plan", "job.yaml", "--budget", f"{smallest // 2**20 + 32}MiB", "--json")
+    assert json.loads(fitting.stdout)["fits"] is True
+    stages = plan["stages"]
+    assert plan["host_peak_bytes"] == max(stage["host_bytes"] for stage in stages.values())
+    assert all(stage["seconds"] > 0 for stage in stages.values())
