@@ -48,6 +48,9 @@ class _Trace:
     """Storages that enter checkpointing layers."""
     wanted: dict[int, int] = field(default_factory=dict)
     """Inputs of treated layers that are held until their gradients arrive."""
+    met: int = 0
+    """Most bytes at once where the gradients of a treated layer arrive: what was saved up to its call, its
+    gradients, and a copy of each."""
     kept: list[Any] = field(default_factory=list)
     """The storages themselves: another one must not come to stand at the place of one let go."""
 
@@ -130,8 +133,8 @@ def traced(
     sizes: tuple[int, ...],
     model: nn.Module,
     watched: Mapping[nn.Module, bool],
-) -> tuple[Saved, Saved | None]:
-    """What ``run`` of so many examples saves; and with checkpointing, where the model offers it.
+) -> tuple[Saved, Saved | None, Saved]:
+    """What ``run`` of so many examples saves; with checkpointing, where offered; and what is held on the way back.
 
     ``watched`` are the modules of treated layers, and whether their inputs are held, too.
 
@@ -141,7 +144,8 @@ def traced(
     traces = [_trace(run, size, model, watched) for size in sizes]
     offered = bool(checkpointing_layers(model))
     plain = _fit(sizes, [trace.plain for trace in traces])
-    return plain, _fit(sizes, [trace.checkpointed for trace in traces]) if offered else None
+    met = _fit(sizes, [trace.met for trace in traces])
+    return plain, _fit(sizes, [trace.checkpointed for trace in traces]) if offered else None, met
 
 
 def _fit(sizes: tuple[int, ...], held: list[int]) -> Saved:
@@ -168,6 +172,11 @@ def _trace(run: Callable[[int], object], size: int, model: nn.Module, watched: M
     def follow(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - torch's hook signature
         if watched[module]:
             trace.wanted |= trace.storages(args[:1])
+        # what is saved later has been let go of by then
+        gradients = sum(
+            tensor.nbytes for tensor in (*tensors(args[:1]), *tensors(output)) if tensor.is_floating_point()
+        )
+        trace.met = max(trace.met, trace.plain + 2 * gradients)
         if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
             # what the collection does: gradients of outputs alone
             return output.detach().requires_grad_().clone()

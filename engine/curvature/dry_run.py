@@ -113,11 +113,11 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
             return predict(job.model, _repeated(batch, examples), job.task).outputs
 
     sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    saved, recomputed = traced(run, sizes, job.model, watched)
+    saved, recomputed, met = traced(run, sizes, job.model, watched)
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
-    return dataclasses.replace(seen, saved=saved, recomputed=recomputed)
+    return dataclasses.replace(seen, saved=saved, recomputed=recomputed, met=met)
 
 
 def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:

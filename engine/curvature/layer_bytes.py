@@ -30,6 +30,8 @@ class DryRun:
     """What autograd saves; None where nothing is pulled back."""
     recomputed: Saved | None = None
     """The same with activation checkpointing; None where the model offers none."""
+    met: Saved | None = None
+    """What is held where the gradients of a layer arrive: what was saved up to its call, and twice what arrives."""
     resident_bytes: int | None = None
     """What the process holds without the plan's own needs; None: what it holds now."""
     representations: Mapping[str, Representation] = field(default_factory=dict)

@@ -39,21 +39,23 @@ def plan_of(
     scale = examples / seen.examples
     widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
     saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
-    patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in seen.calls), default=0)
+    met = None if chosen.activation_checkpointing else seen.met
+    # twice what arrives is in what is held where gradients meet it, and a linear layer takes nothing else
+    scratched = [call for call in seen.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
+    patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in scratched), default=0)
     # what arrives, and its sum over all uses
     bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
     several = len(chosen.parts) > 1
     most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
+    gradients, formula = int(2 * scale * widest * item), "2 · slice · (input + output), widest layer"
+    if saved is not None and met is not None:
+        # outputs are held at the end of the forward pass alone, and what is saved is let go of on the way back
+        gradients = max(0, met.of(examples) - saved.of(examples) - outputs)
+        formula = "beyond activations and outputs: saved up to a layer + 2 · slice · (input + output)"
     sizes: list[tuple[str, str, int, Source, Stage]] = [
-        (
-            "gradients",
-            "2 · slice · (input + output), widest layer",
-            int(2 * scale * widest * item),
-            "estimated",
-            "collection",
-        ),
+        ("gradients", formula, gradients, "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
         ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
