@@ -140,7 +140,7 @@ class Folder:
         self._path = path
 
     def _file(self, name: str) -> Path:
-        return self._path / name.replace("/", "_")
+        return self._path / (name.replace("/", "_") + ".kept")  # torch reads what ends in .safetensors as such
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write tensors."""
