@@ -105,6 +105,8 @@ class Workspace:
     """What must be equal, besides the engine's own, for an earlier attempt's checkpoint to be gone on with."""
     pace: Pace | None = None
     """What the device does in a second, where it was measured; None takes what is usual."""
+    measure_pace: Callable[[], Pace | None] = _ignore
+    """Measures it, for a job that is long enough; None where that cannot be done."""
     memory_options: Memory = field(default_factory=Memory)
     """How to keep within the budget."""
     chosen: Chosen | None = None

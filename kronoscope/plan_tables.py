@@ -37,6 +37,8 @@ def heaviest_table(plan: Mapping[str, Any]) -> Table:
 def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """What was chosen and why, what it is held against, and what would do."""
     yield plan["why"]
+    if plan.get("pace"):
+        yield f"seconds: by the pace that {'was measured here' if plan['pace'] == 'measured' else 'is usual'}"
     budget, smallest = plan.get("budget") or {}, plan.get("smallest_budget") or {}
     for place in ("device", "host"):
         peak, allowed, least = plan[f"{place}_peak_bytes"], budget.get(f"{place}_bytes"), smallest.get(f"{place}_bytes")

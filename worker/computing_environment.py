@@ -17,7 +17,7 @@ def computing_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "implementation": sys.implementation.name,
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -34,7 +34,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
     """The CPU's name where the kernel tells it."""
     path = Path("/proc/cpuinfo")
     if path.is_file():

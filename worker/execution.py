@@ -37,6 +37,7 @@ from engine.memory.hold import hold_device
 from engine.workspace import Artifacts, Workspace
 from worker.artifact_files import ArtifactFiles, find_factors
 from worker.assignment import Assignment, read_assignment
+from worker.calibration import Calibration
 from worker.computing_environment import computing_environment
 from worker.data_loading.examined import examined
 from worker.data_loading.request import DataRequest
@@ -159,6 +160,7 @@ def _compute(
     scratch: ArtifactFiles,
 ) -> None:
     artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
+    calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
     workspace = Workspace(
         model=None,
         batches=None,
@@ -185,6 +187,8 @@ def _compute(
             "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
             "version of Kronoscope": importlib.metadata.version("kronoscope"),
         },
+        pace=calibration.read(),
+        measure_pace=calibration.measure,
         memory_options=document.memory,
         chosen=assignment.chosen,
         numerics=assignment.numerics,

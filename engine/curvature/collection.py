@@ -17,6 +17,7 @@ from engine.curvature.calls import followers
 from engine.curvature.collected import Collected, LayerFacts, read_collected, reused
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
 from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations, without_other_uses
+from engine.curvature.duration import calibrated
 from engine.curvature.ekfac import corrected
 from engine.curvature.factors import Corrected
 from engine.curvature.finishing import flaw, foreseen_flaw
@@ -106,8 +107,9 @@ def _collect(workspace: Workspace) -> Collected:
         shared = followers(seen.calls, found.treated)
         seen = represented(job, found, with_activations(job, found, seen))
         job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
-        plan = forecast(workspace, dtype, found.treated, seen, shared)
         foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
+        plan = foretell(seen)
+        plan = foretell(seen) if calibrated(workspace, plan) else plan
         seen, plan = narrowed(job, found, seen, plan, foretell)
         job = dataclasses.replace(job, representations=seen.representations)
         fitting = plan.fits(workspace.memory)

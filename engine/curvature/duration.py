@@ -8,16 +8,21 @@ until they do not fit, and a further pass may be faster than many small slices.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.curvature.choosing import batch_size
+from engine.curvature.choosing import batch_size, total_seconds
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.statistics import factor_sides
-from engine.memory.pace import Pace, usual_pace
+from engine.memory.budget import give_back_host_memory
+from engine.memory.pace import MEASURING_BYTES, Pace, usual_pace
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
 _OPERATIONS_A_CALL = 12
 """Operations that the passes start for each call of a treated layer, there and back, and around it."""
+_WORTH_MEASURING_SECONDS = 10.0
+"""A job of fewer foreseen seconds does not wait for the machine to be measured."""
+_ROOM = 4
+"""Times what measuring holds: with less left of the budget it is not done."""
 _USUAL_BATCHES = 16
 """Taken where nobody knows how many examples there are: the stages' proportions need a number."""
 
@@ -27,6 +32,8 @@ class Work:
     """What the data costs, as a dry run has shown."""
 
     pace: Pace
+    measured: bool
+    """Whether the pace was measured."""
     examples: int
     """Of the data."""
     batch: int
@@ -65,6 +72,7 @@ def work_of(
     batch = batch_size(workspace)
     return Work(
         pace=usual_pace(workspace.device) if workspace.pace is None else workspace.pace,
+        measured=workspace.pace is not None,
         examples=-(-(workspace.examples or batch * _USUAL_BATCHES) // collection.update_freq),
         batch=batch,
         passing=passing * max(1, (1 + directions) / 2),
@@ -97,9 +105,25 @@ def with_seconds(plan: Plan, work: Work) -> Plan:
         "decomposition": sum(9 * rows**3 for rows in work.sides) / pace.eigen_operations_per_second,
     }
     if chosen.corrections:
-        seconds["correction"] = len(chosen.corrections) * once + adding
-        seconds["decomposition"] *= 2
+        # its bases are of the same factors, and made while it runs
+        seconds["correction"] = len(chosen.corrections) * once + adding + seconds["decomposition"]
     if len(chosen.parts) > 1:
         # written once and read back once
         seconds["decomposition"] += 2 * work.sums_bytes / pace.disk_bytes_per_second
-    return replace(plan, seconds=seconds)
+    return replace(plan, seconds=seconds, pace="measured" if work.measured else "usual")
+
+
+def calibrated(workspace: Workspace, plan: Plan) -> bool:
+    """Measure the pace for a job whose ``plan`` is long enough to be worth it; whether another forecast is due.
+
+    Not where the budget leaves little, nor where an earlier attempt has chosen already: numbers follow
+    the choice, and a choice that is made is done again whatever the pace.
+    """
+    if workspace.pace is not None or workspace.chosen is not None or not plan.fits(workspace.memory):
+        return False
+    room = _ROOM * MEASURING_BYTES
+    if total_seconds(plan) < _WORTH_MEASURING_SECONDS or not workspace.guard.fits(device_bytes=room, host_bytes=room):
+        return False
+    workspace.pace = workspace.measure_pace()
+    give_back_host_memory()
+    return workspace.pace is not None

@@ -16,6 +16,7 @@ from engine.curvature.batches import mapped
 from engine.curvature.calls import followers
 from engine.curvature.coverage_law import surveyed
 from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations
+from engine.curvature.duration import calibrated
 from engine.curvature.forecast import forecast, smallest_budgets
 from engine.curvature.head_choice import narrowed
 from engine.curvature.layer_bytes import DryRun
@@ -101,7 +102,9 @@ def _looked_at(
         seen = dataclasses.replace(seen, resident_bytes=held)
     shared = followers(seen.calls, found.treated)
     foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
-    seen, _ = narrowed(job, found, seen, foretell(seen), foretell)
+    plan = foretell(seen)
+    plan = foretell(seen) if calibrated(workspace, plan) else plan
+    seen, _ = narrowed(job, found, seen, plan, foretell)
     return workspace, dtype, found.treated, seen, shared
 
 

@@ -1,4 +1,4 @@
-"""Pace: how fast a device multiplies, moves and decomposes; measured once for a machine, in a second or two.
+"""Pace: how fast a device multiplies, moves and decomposes; measured once for a machine, in a few seconds.
 
 Durations are flops over throughput and bytes over bandwidth. Where nothing was measured, what is
 usual is taken, so that the same job makes the same choice.
@@ -7,14 +7,19 @@ usual is taken, so that the same job makes the same choice.
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-_SIDE = 2048
+MEASURING_BYTES = 192 * 2**20
+"""What measuring holds at most, on the host and on the device."""
+MEASURING_SECONDS = 4.0
+"""What it may take; a slow machine is measured at smaller sizes."""
+
+_SIDES = (512, 1024, 2048)
 _EIGEN_SIDES = (256, 512, 1024)
 _EIGEN_OPERATIONS = 9
 """Times n³: what LAPACK's divide and conquer takes with vectors."""
@@ -28,13 +33,13 @@ class Pace:
     operations_per_second: float
     """Floating-point operations of a large float32 product."""
     bytes_per_second: float
-    """From the device into pinned memory, and added there."""
+    """Between the device and pinned memory, and added there: the slower way."""
     held_bytes_per_second: float
     """Read or written where the sums stand."""
     eigen_operations_per_second: float
     """Of a float64 eigendecomposition, 9 n³ of them."""
     disk_bytes_per_second: float
-    """Written to the scratch place, and there for good."""
+    """Written to the scratch place so that it stays, and read back."""
     seconds_an_operation: float
     """To begin one, however small."""
 
@@ -60,42 +65,63 @@ def usual_pace(device: torch.device) -> Pace:
     )
 
 
-def measured_pace(device: torch.device, scratch: Path | None = None) -> Pace:
+def measured_pace(device: torch.device, scratch: Path | None = None, seconds: float = MEASURING_SECONDS) -> Pace:
     """Measure ``device``, each figure once more after a first time to warm up.
 
     Args:
         device: What computes.
         scratch: A folder on the disk that factors wait on; the system's own for such files where there is none.
+        seconds: What the measuring may take in all.
 
     Memory:
-        72 MiB on the device, 64 MiB on the host, 32 MiB on the disk.
+        72 MiB on the device, 96 MiB on the host, 32 MiB on the disk.
     """
-    left, product = (torch.zeros(_SIDE, _SIDE, device=device) for _ in range(2))
-    arrived = torch.empty(_SIDE, _SIDE, pin_memory=device.type == "cuda")
-    total = torch.zeros(_SIDE, _SIDE)
-
-    def move() -> None:
-        arrived.copy_(left)
-        total.add_(arrived)
-
-    multiplied = _seconds(device, lambda: torch.matmul(left, left, out=product))
-    moved = _seconds(device, move)
-    added = _seconds(device, lambda: product.add_(left))
+    end = time.perf_counter() + seconds
     begun = _seconds(device, lambda: _begin_many(device)) / 1000
     # the larger the matrix the better the rate, up to a bound: the largest stands nearest to what takes time
-    matrices = [_symmetric(side, device) for side in _EIGEN_SIDES]
-    rates = [
-        _EIGEN_OPERATIONS * matrix.shape[0] ** 3 / _seconds(device, partial(torch.linalg.eigh, matrix))
-        for matrix in matrices
-    ]
+    multiplied = _rate(device, _SIDES, 2, end - seconds * 2 / 3, partial(_product, device))
+    decomposed = _rate(device, _EIGEN_SIDES, _EIGEN_OPERATIONS, end, partial(_decomposition, device))
+    left, total = (torch.zeros(_SIDES[-1], _SIDES[-1], device=place) for place in (device, torch.device("cpu")))
+    pinned = torch.empty(_SIDES[-1], _SIDES[-1], pin_memory=device.type == "cuda")
+
+    def leave() -> None:
+        pinned.copy_(left)
+        total.add_(pinned)
+
+    moved = max(_seconds(device, leave), _seconds(device, lambda: left.copy_(pinned)))
+    other = torch.zeros_like(left)
+    added = _seconds(device, lambda: other.add_(left))
     return Pace(
-        operations_per_second=2 * _SIDE**3 / multiplied,
+        operations_per_second=multiplied,
         bytes_per_second=left.nbytes / moved,
         held_bytes_per_second=3 * left.nbytes / added,
-        eigen_operations_per_second=max(rates),
-        disk_bytes_per_second=_DISK_BYTES / _written_seconds(scratch),
+        eigen_operations_per_second=decomposed,
+        disk_bytes_per_second=2 * _DISK_BYTES / _disk_seconds(scratch),
         seconds_an_operation=begun,
     )
+
+
+def _rate(
+    device: torch.device, sides: Sequence[int], operations: int, end: float, work: Callable[[int], Callable[[], object]]
+) -> float:
+    """The best of the rates at ``sides``; the next is left out where it would not be done by ``end``."""
+    best = 0.0
+    for side in sides:
+        if best and time.perf_counter() + 2 * operations * side**3 / best > end:
+            break
+        best = max(best, operations * side**3 / _seconds(device, work(side)))
+    return best
+
+
+def _product(device: torch.device, side: int) -> Callable[[], object]:
+    left, product = (torch.zeros(side, side, device=device) for _ in range(2))
+    return lambda: torch.matmul(left, left, out=product)
+
+
+def _decomposition(device: torch.device, side: int) -> Callable[[], object]:
+    drawn = torch.randn(side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(side))
+    matrix = (drawn @ drawn.T).to(device)
+    return lambda: torch.linalg.eigh(matrix)
 
 
 def _begin_many(device: torch.device) -> None:
@@ -104,21 +130,21 @@ def _begin_many(device: torch.device) -> None:
         one.add_(1)
 
 
-def _symmetric(side: int, device: torch.device) -> torch.Tensor:
-    drawn = torch.randn(side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(side))
-    return (drawn @ drawn.T).to(device)
-
-
-def _written_seconds(folder: Path | None) -> float:
+def _disk_seconds(folder: Path | None) -> float:
     begun = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_DISK_BYTES))
         file.flush()
         os.fsync(file.fileno())
+        # from the disk, and not from what the kernel remembers of it
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        file.read()
     return time.perf_counter() - begun
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """The second time that ``work`` is done: never nothing, whatever the clock's step."""
     times = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -126,4 +152,4 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begun)
-    return times[-1]
+    return max(times[-1], 1e-9)

@@ -97,7 +97,9 @@ class Plan:
     why: str = ""
     """What was weighed, in words."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Foreseen for each stage, as far as this machine's pace is known."""
+    """Foreseen for each stage."""
+    pace: Literal["measured", "usual"] = "usual"
+    """Whether the seconds are foreseen from what this machine was measured to do, or from what is usual."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -142,6 +144,7 @@ class Plan:
             "terms": [asdict(term) for term in self.terms],
             **asdict(self.chosen),
             "why": self.why,
+            "pace": self.pace,
         }
 
     def fits(self, budget: MemoryBudget) -> bool:

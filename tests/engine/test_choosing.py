@@ -1,5 +1,7 @@
 """Which plan is taken: against brute force, over sweeps of the budget, and for two ways that differ in one thing."""
 
+import time
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -13,6 +15,7 @@ from catalog.memory import Memory
 from engine.curvature import planning
 from engine.curvature.choosing import fastest, halved, total_seconds
 from engine.memory.budget import MemoryBudget
+from engine.memory.guard import Guard
 from engine.memory.pace import measured_pace, usual_pace
 from engine.memory.plan import Plan, Term
 from engine.memory.smallest import smallest_budget
@@ -121,3 +124,59 @@ def test_what_is_usual_is_near_what_is_measured() -> None:
     measured, usual = measured_pace(torch.device("cpu")), usual_pace(torch.device("cpu"))
     for name in ("operations_per_second", "held_bytes_per_second", "eigen_operations_per_second"):
         assert getattr(usual, name) / 100 < getattr(measured, name) < getattr(usual, name) * 100
+
+
+def long_job(pace: Any = None, **options: Any) -> Workspace:
+    """A job of which minutes are foreseen, at whatever pace."""
+    made = deep(**options)
+    made.examples = 10**9
+    made.pace = pace
+    return made
+
+
+def test_the_pace_is_measured_for_a_long_job_with_room_alone() -> None:
+    slow = replace(usual_pace(torch.device("cpu")), operations_per_second=1e9)
+    asked: list[int] = []
+
+    def measure() -> Any:
+        asked.append(1)
+        return slow
+
+    made = long_job()
+    made.measure_pace = measure
+    plan = planning.plan_job(made)
+    assert (plan.pace, len(asked)) == ("measured", 1)
+    assert total_seconds(plan) > total_seconds(planning.plan_job(long_job()))
+    assert planning.plan_job(long_job()).as_json()["pace"] == "usual"
+
+    short, tight, again = deep(), long_job(), long_job()
+    tight.guard = Guard(budget=budget(1), device=torch.device("cpu"), log=lambda *_: None)
+    again.chosen = plan.chosen
+    for other in (short, tight, again):
+        other.measure_pace = measure
+        assert planning.plan_job(other).pace == "usual"
+    assert len(asked) == 1
+
+
+def test_what_was_chosen_is_done_again_at_another_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers follow the choice, so no attempt's measurement may change it."""
+    monkeypatch.setattr(planning, "resident_bytes", lambda: 0)
+    usual = usual_pace(torch.device("cpu"))
+    # whether slices or further passes are faster is a matter of products against memory
+    paces = [replace(usual, operations_per_second=rate, held_bytes_per_second=1e19 / rate) for rate in (1e7, 1e13)]
+
+    def chosen(pace: Any, earlier: Any = None) -> Any:
+        made = long_job(pace, batch_size=512)
+        made.memory, made.chosen = budget(106 * MIB), earlier
+        return planning.plan_job(made).chosen
+
+    first = [chosen(pace) for pace in paces]
+    assert first[0] != first[1]
+    for choice in first:
+        assert [chosen(pace, choice) for pace in paces] == [choice, choice]
+
+
+def test_measuring_ends_in_time() -> None:
+    begun = time.perf_counter()
+    measured_pace(torch.device("cpu"), seconds=0.0)
+    assert time.perf_counter() - begun < 3
