@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 
 from catalog.analysis import LayerResult
 from catalog.capacity import CapacityParams, CapacitySummary
@@ -47,17 +47,18 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     rows = [found[facts.ordinal][1] for facts in whole.layers]
     dimension = sum(row.dimension for row in rows)
     wanted = params.selected
-    effective = _sum(row.effective_dimension for row in rows) if "effective_dimension" in wanted else None
+    curved = [found[facts.ordinal][0].sides.trace > 0 for facts in whole.layers]
+    effective = _sum("effective_dimension", rows, curved) if "effective_dimension" in wanted else None
     return CapacitySummary(
         coverage=coverage(whole),
         layers=total,
         eigendecompositions=decompositions,
         dimension=dimension,
-        trace=_sum(row.trace for row in rows) if "trace" in wanted else None,
+        trace=_sum("trace", rows, curved) if "trace" in wanted else None,
         effective_dimension=effective,
         effective_dimension_share=effective / dimension if dimension and effective is not None else None,
-        effective_rank=_sum(row.effective_rank for row in rows) if "effective_rank" in wanted else None,
-        logdet_damped=_sum(row.logdet_damped for row in rows) if "logdet_damped" in wanted else None,
+        effective_rank=_sum("effective_rank", rows, curved) if "effective_rank" in wanted else None,
+        logdet_damped=_sum("logdet_damped", rows, curved) if "logdet_damped" in wanted else None,
         damping=workspace.stabilisation.damping,
         damping_mode=workspace.stabilisation.damping_mode,
         kappa_max=workspace.stabilisation.kappa_max,
@@ -71,8 +72,11 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     )
 
 
-def _sum(values: Iterable[float | None]) -> float:
-    """Over the layers where there is one: a layer without curvature has none."""
+def _sum(metric: str, rows: Sequence[CapacityMetrics], curved: Sequence[bool]) -> float | None:
+    """Over all layers; a layer without curvature has none, and one of unknown value leaves the sum unknown."""
+    values: list[float | None] = [getattr(row, metric) for row in rows]
+    if any(value is None and own for value, own in zip(values, curved, strict=True)):
+        return None
     return sum(value or 0 for value in values)
 
 

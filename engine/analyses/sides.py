@@ -161,9 +161,9 @@ def _logdet_factored(sides: Sides) -> float | None:
         return None
     if sides.spectrum_G is not None:
         return closed.logdet_factored(sides.spectrum_A, sides.spectrum_G, damped_a, damped_g)
-    if sides.structured_G is None:
+    shift = _own_shift(sides, damped_g)
+    if sides.structured_G is None or shift is None:
         return None
-    shift = torch.tensor([damped_g / sides.scale_G], dtype=torch.float64)
     right = float(sides.structured_G.logdets(shift)) + sides.out_dim * math.log(sides.scale_G)
     return sides.out_dim * float((sides.spectrum_A + damped_a).log().sum()) + sides.in_dim * right
 
@@ -179,11 +179,17 @@ def _effective_dimension_factored(sides: Sides) -> float | None:
         return None
     if sides.spectrum_G is not None:
         return closed.effective_dimension_factored(sides.spectrum_A, sides.spectrum_G, damped_a, damped_g)
-    if sides.structured_G is None:
+    shift = _own_shift(sides, damped_g)
+    if sides.structured_G is None or shift is None:
         return None
-    shift = torch.tensor([damped_g / sides.scale_G], dtype=torch.float64)
     left = float((sides.spectrum_A / (sides.spectrum_A + damped_a)).nan_to_num(0).sum())
     return left * float(sides.structured_G.effective_dimensions(shift))
+
+
+def _own_shift(sides: Sides, damping: float) -> Tensor | None:
+    """``damping`` of G as its structured side is asked at, (1,); None below what it resolves."""
+    shift = damping / sides.scale_G
+    return None if shift < sides.lowest_shift else torch.tensor([shift], dtype=torch.float64)
 
 
 def _kappa(sides: Sides) -> float | None:

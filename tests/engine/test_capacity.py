@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from catalog.capacity import DAMPING_GRID, CapacityParams
+from catalog.analysis import LayerResult
+from catalog.capacity import DAMPING_GRID, CapacityParams, CapacitySummary
 from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.collection import Stabilisation
 from catalog.record import FieldError, canonical_json
@@ -252,6 +253,39 @@ def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monk
     assert model_own.no_spectrum == ("2",)
     assert model_own.stable_rank == pytest.approx(model_dense.stable_rank, rel=1e-9)
     assert model_own.quantiles is None
+
+
+@pytest.mark.parametrize("damping_g", [1e-4, 1e-11, 1e-18, 1e-30])
+def test_damping_below_what_a_large_head_resolves_leaves_metrics_and_sums_undefined(
+    damping_g: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(softmax_head, "_DENSE_ROWS", 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 200)).double()
+    chunks = [(torch.randn(60, 12, dtype=torch.float64), torch.randint(0, 200, (60,)))]
+
+    def run(**options: Any) -> tuple[dict[str, LayerResult], CapacitySummary]:
+        made = workspace(copy.deepcopy(model), chunks, "classification")
+        made.examples = 60
+        made.stabilisation = Stabilisation(damping=damping_g, damping_G=damping_g, damping_mode="absolute")
+        made.woodbury = Woodbury(**options)
+        return measured(made, PARAMS)
+
+    (own, summary), (dense, truth) = run(), run(softmax_head=False, policy="dense")
+    head, wide = own["2"].metrics, dense["2"].metrics
+    for name in ("logdet_damped", "logdet_factored", "effective_dimension", "effective_dimension_factored"):
+        if damping_g < 1e-12 * wide.spectral_norm:
+            assert getattr(head, name) is None, name
+        elif getattr(head, name) is not None:
+            assert getattr(head, name) == pytest.approx(getattr(wide, name), rel=1e-6), name
+    assert head.effective_rank is None
+    assert wide.effective_rank is not None
+    # what is not known of one layer is not known of their sum
+    assert summary.effective_rank is None
+    assert truth.effective_rank is not None
+    for name in ("logdet_damped", "effective_dimension"):
+        assert (getattr(summary, name) is None) == (getattr(head, name) is None)
+    assert (summary.effective_dimension_share is None) == (head.effective_dimension is None)
 
 
 class Net(nn.Module):
