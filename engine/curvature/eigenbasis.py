@@ -26,7 +26,7 @@ References:
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class Decomposition:
     """Of the arithmetic: `float64` or `float32`."""
 
 
+@cache
 def rungs(
     n: int,
     *,

@@ -188,9 +188,12 @@ def _weights(workspace: Workspace, place: Literal["device", "host"]) -> list[Ter
     """The model's own numbers, where what the process holds does not count them."""
     if workspace.model is None:
         return []
-    tensors = (*workspace.model.parameters(), *workspace.model.buffers())
-    absent = any(tensor.is_meta for tensor in tensors)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    # a search weighs a thousand plans of one model
+    if "model_bytes" not in workspace.shared:
+        tensors = (*workspace.model.parameters(), *workspace.model.buffers())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        workspace.shared["model_bytes"] = size, any(tensor.is_meta for tensor in tensors)
+    size, absent = workspace.shared["model_bytes"]
     found = []
     if place == "device" or absent:
         found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
