@@ -36,7 +36,7 @@ from engine.curvature.stabilisation import Clipping, Damping, clipping, damping
 from engine.curvature.streaming import Arrived, streamed
 from engine.curvature.structured import Structured
 from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
-from engine.workspace import Workspace
+from engine.workspace import FactorCache, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
     known: dict[int, Measured] = workspace.shared.setdefault("measured", {})
     factors = collected(workspace)
     keep_factors = workspace.stored is None and ("factors" in workspace.keep or "factors" in workspace.kinds)
-    cache = None if workspace.stored is not None or factors.reused_from is not None else workspace.cache
+    cache = _cache(workspace, factors)
     order = sorted(factors.layers, key=_by_size)
     arriving = streamed(
         [facts for facts in order if facts.ordinal not in known],
@@ -102,6 +102,15 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
             yield known[facts.ordinal]
 
 
+def _cache(workspace: Workspace, whole: Collected) -> FactorCache | None:
+    """Where what was collected is to be kept for other jobs, if anywhere.
+
+    A head of which only the diagonal fitted is nothing to share: a job with more memory keeps all of it.
+    """
+    sketched = workspace.plan is not None and bool(workspace.plan.chosen.sketched)
+    return None if workspace.stored is not None or whole.reused_from is not None or sketched else workspace.cache
+
+
 def _by_size(facts: LayerFacts) -> tuple[int, int]:
     """What decompositions cost, the largest first: what can not be done is known before the rest is."""
     dense_a = facts.in_dim if facts.form == "kronecker" else 0
@@ -120,8 +129,9 @@ def _measure(
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
     if keep_factors:
         write_factors(workspace.artifacts, facts, factors, corrected=corrected)
-    if workspace.cache is not None and workspace.stored is None and whole.reused_from is None:
-        write_factors(workspace.cache.shelf(), facts, factors, corrected=corrected)
+    cache = _cache(workspace, whole)
+    if cache is not None:
+        write_factors(cache.shelf(), facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)
     side_g = measured_side(workspace, facts, arrived, "G")
     shared_a: dict[int, Side] = workspace.shared.setdefault("shared_A", {})

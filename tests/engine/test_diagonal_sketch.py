@@ -185,6 +185,35 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
     assert collected(again).load(1).G.digest() == side.digest()
 
 
+class Shelf(MemoryArtifacts):
+    """A cache that has nothing, and notes what it is given to keep."""
+
+    kept = False
+
+    def find(self) -> None:
+        return None
+
+    def shelf(self) -> MemoryArtifacts:
+        return self
+
+    def keep(self) -> None:
+        self.kept = True
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_diagonal_for_want_of_memory_is_not_shared_with_other_jobs(
+    monkeypatch: pytest.MonkeyPatch, *, fits: bool
+) -> None:
+    made, cache = space(approximate=False), Shelf()
+    made.cache = cache
+    if not fits:
+        made.memory = tight(monkeypatch)
+    rows = {row.layer: row for row in measure_capacity(CapacityParams(), made)}
+    assert (rows["head"].record.branch == "diagonal_sketch") == (not fits)
+    assert cache.kept == fits
+    assert bool(cache.tensors) == fits
+
+
 def test_stored_sketches_read_back() -> None:
     made = space(approximate=True, chosen=FORCED)
     made.keep, artifacts = ("factors",), MemoryArtifacts()
