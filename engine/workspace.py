@@ -23,7 +23,7 @@ from engine.memory.budget import MemoryBudget
 from engine.memory.curve import MemoryCurve
 from engine.memory.guard import Guard
 from engine.memory.pace import Pace
-from engine.memory.plan import Chosen, Plan
+from engine.memory.plan import Chosen, Plan, Stage
 
 
 class Artifacts(Protocol):
@@ -133,11 +133,12 @@ class Workspace:
     """What one analysis of a job leaves for the next: the collection, the spectra."""
 
     @contextlib.contextmanager
-    def operation(self, name: str) -> Iterator[None]:
-        """Sample the memory curve before and after."""
+    def operation(self, name: str, stage: Stage | None = None) -> Iterator[None]:
+        """Sample the memory curve before and after; of a plan's ``stage``, also what is taken meanwhile."""
         self.curve.sample(name, "before", self.device)
         try:
-            yield
+            with contextlib.nullcontext() if stage is None else self.curve.stages.within(stage, self.device):
+                yield
         finally:
             self.curve.sample(name, "after", self.device)
 

@@ -26,8 +26,9 @@ from kronoscope.plan_tables import heaviest_table, plan_lines, stage_table
 from kronoscope.progress import Display, display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
-from kronoscope.tables import declared_lines, job_table, layer_table, reuse_lines, summary_line
-from kronoscope.views import Job, Layer, Results, layer_of, summary_of
+from kronoscope.showing import curve_in, show_results
+from kronoscope.tables import job_table
+from kronoscope.views import Job, Results, layer_of, summary_of
 
 OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
 _CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
@@ -104,8 +105,9 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
                      "failure": None if outcome.failure is None else _public(outcome)})  # fmt: skip
     _require_success(outcome)
     if not as_json:
-        _show_results([layer_of(row) for row in outcome.rows],
-                      {kind: summary_of(kind, summary) for kind, summary in outcome.summary.items()})  # fmt: skip
+        show_results(_out(), [layer_of(row) for row in outcome.rows],
+                     {kind: summary_of(kind, summary) for kind, summary in outcome.summary.items()},
+                     curve=curve_in(output / "artifacts"))  # fmt: skip
         _out().print(f"results in {output}/: results.json, log.jsonl, artifacts/", soft_wrap=True)
 
 
@@ -190,7 +192,7 @@ def results(
         if as_json:
             _print_json(plain(found) | {"layers": [plain(row) for row in rows]})
         else:
-            _show_results(rows, dict(found.summary), found.job.kinds)
+            show_results(_out(), rows, dict(found.summary), found.job.kinds, client.memory_curve(found))
             if not found.job.ended:
                 _err().print(f"the job is {found.job.state}: these are the layers so far")
         if download is not None:
@@ -323,7 +325,8 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     if job.state == "cancelled":
         _fail(STOPPED, ["the job was cancelled"])
     if not as_json:
-        _show_results(list(client.layers(job_id)), dict(client.results(job_id).summary), job.kinds)
+        found = client.results(job_id)
+        show_results(_out(), list(client.layers(job_id)), dict(found.summary), job.kinds, client.memory_curve(found))
 
 
 def _show_progress(job: Job, display: Display) -> None:
@@ -332,22 +335,6 @@ def _show_progress(job: Job, display: Display) -> None:
         display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "")
     elif not job.ended:
         display.update(job.state, 0, None, "")
-
-
-def _show_results(rows: list[Layer], summary: dict[str, Any], kinds: Sequence[str] = ()) -> None:
-    """One table for each analysis, in the order they were asked for."""
-    console = _out()
-    there = dict.fromkeys([row.kind for row in rows])
-    for kind in dict.fromkeys([*(kind for kind in kinds if kind in there), *there]):
-        chosen = [row for row in rows if row.kind == kind]
-        console.print(layer_table(kind, chosen))
-        for line in declared_lines(chosen):
-            console.print(line, markup=False, soft_wrap=True)
-        if kind in summary:
-            console.print(summary_line(kind, summary[kind]), markup=False, soft_wrap=True)
-        console.print()
-    for line in reuse_lines(rows):
-        console.print(line, markup=False, soft_wrap=True)
 
 
 def _require_success(outcome: Outcome) -> None:

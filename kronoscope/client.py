@@ -21,6 +21,7 @@ import httpx
 from catalog.complaints import Complaint
 from kronoscope.views import Artifact, Job, Layer, Results, job_of, layer_of, results_of
 
+MEMORY_CURVE = "memory_curve.json"
 DEFAULT_URL = "http://127.0.0.1:8000"
 _WAIT_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
@@ -148,6 +149,17 @@ class Client:
     def log(self, job_id: str) -> str:
         """The reproducibility log: JSON lines, one record per layer."""
         return self._send("GET", f"{_path(job_id)}/log").text
+
+    def memory_curve(self, results: Results) -> Mapping[str, Any] | None:
+        """What a job held when, and its stages beside their plan; None where it has left none."""
+        if not any(artifact.name == MEMORY_CURVE for artifact in results.artifacts):
+            return None
+        try:
+            found: Mapping[str, Any] = self._call("GET", f"{_path(results.job.id)}/artifacts/{MEMORY_CURVE}")
+        except (ClientError, ValueError):
+            # the results are whole without it; downloading it says what is wrong
+            return None
+        return found
 
     def download(self, job_id: str, artifact: Artifact, folder: Path) -> Path:
         """One file, into ``folder``; it appears there only when its digest has been checked.

@@ -1,6 +1,6 @@
 """A plan as tables: each stage with its bytes and seconds, the terms that weigh most, and what would do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -19,6 +19,26 @@ def stage_table(plan: Mapping[str, Any]) -> Table:
     for name, stage in plan["stages"].items():
         sizes = (readable(stage[f"{place}_bytes"]) for place in ("device", "host", "disk"))
         table.add_row(name, *sizes, number(stage["seconds"]))
+    return table
+
+
+def taken_table(stages: Iterable[Mapping[str, Any]]) -> Table:
+    """What each stage took beside what was planned; only places that something was measured in."""
+    stages = list(stages)
+    table = Table(title="stages: planned, measured, error", title_justify="left", pad_edge=False, show_edge=False)
+    table.add_column("stage", no_wrap=True)
+    quantities = [("device_bytes", readable), ("host_bytes", readable), ("seconds", number)]
+    there = [(name, show) for name, show in quantities if any(stage.get(f"measured_{name}") for stage in stages)]
+    for name, _ in there:
+        for heading in (name.partition("_")[0], "measured", "error"):
+            table.add_column(heading, justify="right", no_wrap=True)
+    for stage in stages:
+        cells = []
+        for name, show in there:
+            planned, measured, error = (stage.get(f"{part}_{name}") for part in ("planned", "measured", "error"))
+            cells += [show(planned or 0) if planned else "–", show(measured or 0) if measured else "–"]
+            cells.append("–" if error is None else f"{error:+.0%}")
+        table.add_row(str(stage["stage"]), *cells)
     return table
 
 

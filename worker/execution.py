@@ -32,8 +32,10 @@ from catalog.record import canonical_json, plain
 from engine.curvature.coverage_law import surveyed
 from engine.errors import StopRequested
 from engine.memory.budget import MemoryBudget
+from engine.memory.curve import MemoryCurve
 from engine.memory.guard import Guard
 from engine.memory.hold import hold_device
+from engine.memory.stage_peaks import StagePeaks
 from engine.workspace import Artifacts, Workspace
 from worker.artifact_files import ArtifactFiles, find_factors
 from worker.assignment import Assignment, read_assignment
@@ -169,6 +171,7 @@ def _compute(
         stabilisation=document.stabilisation,
         woodbury=document.woodbury,
         memory=memory,
+        curve=MemoryCurve(stages=StagePeaks(apart=True)),
         # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
         guard=Guard(
             budget=memory,
@@ -233,6 +236,8 @@ def _compute(
         checkpoint.checkpoint()
         with workspace.operation(kind):
             _analyse(kind, document, workspace, pipe)
+    for line in workspace.curve.stages.exceeded():
+        pipe.log("warning", line)
     artifacts.save_json("memory_curve.json", workspace.curve.as_json(device))
 
 

@@ -104,6 +104,34 @@ function table(curve) {
   );
 }
 
+/** What each stage took beside what was planned for it; one that held more than planned is marked. */
+function stageTable(stages) {
+  const quantities = [
+    ["device_bytes", "Device", bytes],
+    ["host_bytes", "Host", bytes],
+    ["seconds", "Time", seconds],
+  ].filter(([name]) => stages.some((stage) => stage[`measured_${name}`]));
+  if (!quantities.length) return null;
+  const signed = (error) => (typeof error === "number" ? `${error < 0 ? "−" : "+"}${Math.abs(Math.round(error * 100))} %` : "–");
+  const cells = (stage) =>
+    quantities.flatMap(([name, , show]) => {
+      const [planned, measured, error] = ["planned", "measured", "error"].map((part) => stage[`${part}_${name}`]);
+      const over = name !== "seconds" && error > 0;
+      return [planned ? show(planned) : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, signed(error))].map((value) => h("td", {}, value));
+    });
+  return h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": "Stages, planned and measured" },
+    h(
+      "table",
+      { class: "plain" },
+      h("caption", {}, "Each stage's peak and time, planned and measured."),
+      h("thead", {}, h("tr", {}, ["Stage", ...quantities.flatMap(([, words]) => [`${words}, planned`, "measured", "error"])].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, stages.map((stage) => h("tr", {}, h("th", { scope: "row" }, stage.stage), cells(stage)))),
+    ),
+  );
+}
+
 /** Shows the curve where the job has one; without it the page says nothing. */
 export async function showMemory(place, base, artifacts, signal) {
   if (!(artifacts ?? []).some((file) => file.name === FILE)) return;
@@ -116,7 +144,7 @@ export async function showMemory(place, base, artifacts, signal) {
   if (signal.aborted || !curve?.samples?.length) return;
   // never empty: what is empty in a stack is not laid out, and so has no width to draw for
   const plot = h("div", { class: "plot low" }, h("p", { class: "muted pad" }, "…"));
-  replace(place, h("section", { class: "card stack tight", "aria-label": "Memory" }, h("h2", {}, "Memory"), plot, table(curve)));
+  replace(place, h("section", { class: "card stack tight", "aria-label": "Memory" }, h("h2", {}, "Memory"), plot, stageTable(curve.stages ?? []), table(curve)));
   let width = 0;
   const watcher = new ResizeObserver(() => {
     if (Math.abs(plot.clientWidth - width) < 8) return;

@@ -35,7 +35,7 @@ from engine.curvature.layers.coverage import DeclaredLayer
 from engine.curvature.stabilisation import Clipping, Damping, clipping, damping
 from engine.curvature.streaming import Arrived, streamed
 from engine.curvature.structured import Structured
-from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
+from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import FactorCache, Workspace
 
 
@@ -89,7 +89,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
     with contextlib.closing(arriving):
         for facts in order:
             if facts.ordinal not in known:
-                with workspace.operation(f"layer {facts.ordinal}"):
+                with workspace.operation(f"layer {facts.ordinal}", "decomposition"):
                     known[facts.ordinal] = _measure(workspace, factors, facts, arriving, keep_factors=keep_factors)
                 if len(known) == len(order):
                     kept = {place: _kept(one) for place, one in known.items()}
@@ -236,7 +236,7 @@ def _measure(
             nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
-        observed=_observed(begun, before, after, workspace.device, whole, refused_rungs({"A": side_a, "G": side_g})),
+        observed=_observed(begun, before, after, workspace, whole, refused_rungs({"A": side_a, "G": side_g})),
         metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
     )
 
@@ -310,7 +310,7 @@ def _observed(
     begun: float,
     before: tuple[int | None, int | None, int],
     after: tuple[int | None, int | None, int],
-    device: torch.device,
+    workspace: Workspace,
     whole: Collected,
     refused: tuple[str, ...] = (),
 ) -> Observed:
@@ -325,7 +325,7 @@ def _observed(
         not_replayed=whole.not_replayed,
         refused_rungs=refused,
         factors_from=whole.reused_from,
-        measured_peak_bytes=peak_bytes(device),
+        measured_peak_bytes=workspace.curve.stages.peak_bytes(workspace.device),
     )
 
 
@@ -379,7 +379,7 @@ def _declared_result(
         parameter_count=layer.parameter_count,
         metrics=None,
         record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
-        observed=_observed(time.perf_counter(), now, now, workspace.device, whole),
+        observed=_observed(time.perf_counter(), now, now, workspace, whole),
     )
 
 

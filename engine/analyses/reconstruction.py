@@ -25,7 +25,7 @@ from engine.curvature.panels import wide_product
 from engine.curvature.stabilised_inverse import StabilisedSide
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NoConditionNumber
-from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
+from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import Workspace
 
 KIND = "reconstruction"
@@ -79,7 +79,7 @@ def reconstruct(
         facts, begun = layer.facts, time.perf_counter()
         known = _recalled(run, layer)
         if known is None:
-            with workspace.operation(f"reconstruction of layer {facts.ordinal}"):
+            with workspace.operation(f"reconstruction of layer {facts.ordinal}", "reconstruction"):
                 known = _stabilised(run, layer)
             _remember(run, layer, known)
         run.rows[facts.ordinal] = known
@@ -349,7 +349,7 @@ def _observed(workspace: Workspace, layer: Measured, begun: float) -> Observed:
         allocated_after_bytes=allocated,
         reserved_after_bytes=reserved,
         host_after_bytes=resident_bytes(),
-        measured_peak_bytes=peak_bytes(workspace.device),
+        measured_peak_bytes=workspace.curve.stages.peak_bytes(workspace.device),
     )
 
 

@@ -117,8 +117,7 @@ def _collect(workspace: Workspace) -> Collected:
         del seen
         # what the dry runs held would stay with the process, beside what the passes hold
         give_back_host_memory()
-        workspace.curve.planned_device_bytes = plan.peak_bytes("device")
-        workspace.curve.planned_host_bytes = plan.peak_bytes("host")
+        workspace.curve.stages.plan = plan
         workspace.guard.announce = partial(announce, workspace, numerics)
         announce(workspace, numerics, plan, ())
         workspace.plan = plan
@@ -130,7 +129,10 @@ def _collect(workspace: Workspace) -> Collected:
             gathered = gather(job, found, shared, mixed, plan)
             plan = dataclasses.replace(plan, chosen=gathered.chosen)
             job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch)
-            corrections = corrected(job, gathered, plan.chosen.corrections) if job.collection.ekfac else {}
+            corrections = {}
+            if job.collection.ekfac:
+                with workspace.operation("correction", "correction"):
+                    corrections = corrected(job, gathered, plan.chosen.corrections)
         if gathered.nondeterministic:
             workspace.log(
                 "warning",

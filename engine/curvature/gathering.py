@@ -160,7 +160,7 @@ def _pass(
         gathered.passes += found is None or not found.running
         here, found = found, None
         try:
-            with job.workspace.operation(f"pass {number + 1}"):
+            with job.workspace.operation(f"pass {number + 1}", "collection"):
                 statistics = run_pass(job, layers, gathered, mixed, progress, checkpoints, here)
             break
         except SharingBroken as broken:
@@ -169,7 +169,7 @@ def _pass(
     for each in statistics:
         each.end_pass_()
     gathered.statistics |= {each.layer.name: each for each in statistics}
-    with job.workspace.operation(f"factors of pass {number + 1}"):
+    with job.workspace.operation(f"factors of pass {number + 1}", "collection"):
         keep(job.workspace, job.dtype, gathered, statistics, aside=several)
     if several and job.workspace.checkpointed:
         # what waits on the disk is never collected again

@@ -89,6 +89,23 @@ def peak_bytes(device: torch.device) -> int:
     return status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def begin_peak(device: torch.device) -> bool:
+    """Let ``peak_bytes`` begin anew; whether the kernel allows it for the host."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def highest_bytes(device: torch.device) -> tuple[int | None, int]:
+    """Most held since ``begin_peak`` on the device (none on a CPU), and on the host."""
+    reserved = int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
+    return reserved, peak_bytes(torch.device("cpu"))
+
+
 def give_back_host_memory() -> None:
     """Return what was freed to the system; glibc keeps it otherwise, and a later peak adds to it.
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from engine.memory.budget import device_bytes, peak_bytes, resident_bytes
+from engine.memory.budget import device_bytes, resident_bytes
+from engine.memory.stage_peaks import StagePeaks
 
 FORMAT = "kronoscope-memory-curve/1"
 MOST_POINTS = 2_000
@@ -42,9 +43,8 @@ class MemoryCurve:
 
     clock: Callable[[], float] = time.monotonic
     samples: list[Sample] = field(default_factory=list)
-    planned_device_bytes: int | None = None
-    """The plan's peak on the device; None before there is a plan."""
-    planned_host_bytes: int | None = None
+    stages: StagePeaks = field(default_factory=StagePeaks)
+    """What each stage took, and was planned to take."""
     _begun: float | None = None
 
     def sample(self, operation: str, moment: Literal["before", "within", "after"], device: torch.device) -> None:
@@ -67,12 +67,15 @@ class MemoryCurve:
 
     def as_json(self, device: torch.device) -> dict[str, Any]:
         """The curve as it is stored."""
+        plan = self.stages.plan
         return {
             "format": FORMAT,
             "device": device.type,
-            "planned_device_peak_bytes": self.planned_device_bytes,
-            "planned_host_peak_bytes": self.planned_host_bytes,
-            "measured_peak_bytes": peak_bytes(device),
+            "planned_device_peak_bytes": None if plan is None else plan.peak_bytes("device"),
+            "planned_host_peak_bytes": None if plan is None else plan.peak_bytes("host"),
+            "measured_peak_bytes": self.stages.peak_bytes(device),
+            "plan_error": self.stages.plan_error(),
+            "stages": self.stages.as_json(),
             "samples": [asdict(sample) for sample in self.samples],
         }
 

@@ -152,6 +152,22 @@ def memory_curve() -> dict[str, Any]:
         "planned_device_peak_bytes": 2 * 2**30,
         "planned_host_peak_bytes": 900 * 2**20,
         "measured_peak_bytes": 1_700_000_000,
+        "plan_error": -0.2084,
+        "stages": [
+            {
+                "stage": stage,
+                "planned_seconds": 10.0,
+                "measured_seconds": 12.5,
+                "error_seconds": 0.25,
+                "planned_device_bytes": 2 * 2**30,
+                "measured_device_bytes": 1_700_000_000,
+                "error_device_bytes": -0.2084,
+                "planned_host_bytes": 500 * 2**20,
+                "measured_host_bytes": 550 * 2**20,
+                "error_host_bytes": 0.1,
+            }
+            for stage in ("collection", "decomposition")
+        ],
         "samples": [
             {
                 "seconds": place * 0.5,

@@ -28,6 +28,7 @@ def ran(folder: Path, kronoscope: Run) -> Path:
     assert done.returncode == 0, done.stderr
     assert "factors: 2 layers" in done.stdout
     assert "100.0% of 83 trainable parameters covered" in done.stdout
+    assert "stages: planned, measured, error" in done.stdout
     for said in ("λ_G=", "policy=", "T=", "κ_A=", "κ_G="):
         assert said in done.stderr
     return folder / "out"
@@ -48,6 +49,9 @@ def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None
     assert records[0]["in_dim"] == 7
     assert records[0]["digest_A"]
     assert records[0]["positions"] == 40
+    curve = json.loads((ran / "artifacts" / "memory_curve.json").read_text())
+    assert [stage["stage"] for stage in curve["stages"]] == ["collection", "decomposition"]
+    assert all(stage["measured_host_bytes"] > 0 < stage["planned_host_bytes"] for stage in curve["stages"])
     written = {path.relative_to(ran / "artifacts").as_posix() for path in (ran / "artifacts").rglob("*.*")}
     assert written == {
         "factors/0.safetensors",
