@@ -4,6 +4,7 @@ The symbols stand in the text literally (``λ_G=``, ``policy=``, ``T=``, ``κ_A=
 can be searched for them. A dash is a value of a stage that did not run, or that is undefined.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,16 +17,19 @@ class Narrator:
     def __init__(self, document: object) -> None:
         self._document = document if isinstance(document, Mapping) else {}
         self._policies: set[str] = set()
+        self._woodbury: Counter[str] = Counter()
 
     def lines(self, frame: Frame) -> list[LogLine]:
         """Zero or more lines."""
         if isinstance(frame, LayerDone):
-            policy = (frame.outcome.get("record") or {}).get("policy")
+            record = frame.outcome.get("record") or {}
+            self._woodbury[frame.kind] += record.get("branch") == "woodbury"
+            policy = record.get("policy")
             if policy is not None:
                 self._policies.add(str(policy))
             return layer_lines(frame)
         if isinstance(frame, Summarised):
-            return closing_lines(frame, self._document, self._policies)
+            return closing_lines(frame, self._document, self._policies, self._woodbury[frame.kind])
         return []
 
 
@@ -60,13 +64,16 @@ def layer_lines(frame: LayerDone) -> list[LogLine]:
     return lines
 
 
-def closing_lines(frame: Summarised, document: Mapping[str, Any], policies: Iterable[str]) -> list[LogLine]:
+def closing_lines(
+    frame: Summarised, document: Mapping[str, Any], policies: Iterable[str], woodbury: int = 0
+) -> list[LogLine]:
     """The closing INFO line of one analysis, and its warnings.
 
     Args:
         frame: The summary.
         document: The job document; its collection and stabilisation complete a summary without them.
         policies: The policies that the layers' records named.
+        woodbury: How many layers' records name the branch `woodbury`; a summary that counts them goes before.
     """
     asked = {
         "update_freq": 1,
@@ -83,6 +90,7 @@ def closing_lines(frame: Summarised, document: Mapping[str, Any], policies: Iter
             level="info",
             message=(
                 f"{frame.kind} done: layers={_value(summary, 'layers')}"
+                f" woodbury={summary.get('woodbury_layers', woodbury)}"
                 f" eigendecompositions={_value(summary, 'eigendecompositions')}"
                 f" policy={','.join(sorted(set(policies))) or '-'} update_freq={_value(summary, 'update_freq')}"
                 f" damping={_value(summary, 'damping')} ({summary['damping_mode']})"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from catalog.frames import Failed, Finished, LogLine, Stopped, Summarised, decode
-from worker.log_lines import closing_lines
+from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode
+from worker.log_lines import Narrator, closing_lines
 
 RUNNER = "import json, sys; from worker.foreground import main; sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
 DOCUMENT = {"kind": "capacity", "stabilisation": {"damping": 0.25}}
@@ -97,6 +97,15 @@ def test_it_says_one_line_per_layer_and_one_at_the_end(foreground: Any) -> None:
     assert "\n" not in info[0]
     for part in ("layers=1", "eigendecompositions=2", "policy=dense", "update_freq=1", "damping=0.25", "κ_max=1e+06"):
         assert part in info[1]
+
+
+def test_the_closing_line_counts_the_layers_whose_gradient_rows_are_kept() -> None:
+    narrator = Narrator({})
+    for ordinal, branch in enumerate(["woodbury", "eigendecomposition", "woodbury", "softmax_head"]):
+        outcome = {"status": "covered", "record": {"branch": branch, "policy": "auto"}}
+        narrator.lines(LayerDone(kind="capacity", ordinal=ordinal, layer=f"l{ordinal}", outcome=outcome, observed={}))
+    assert " woodbury=2 " in narrator.lines(Summarised(kind="capacity", summary={}))[0].message
+    assert " woodbury=0 " in narrator.lines(Summarised(kind="reconstruction", summary={}))[0].message
 
 
 def test_layers_where_the_preconditioner_is_the_identity_are_warned_of() -> None:
