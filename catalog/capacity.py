@@ -62,7 +62,8 @@ class CapacityParams:
         if grid is not None:
             wrong = [value for value in grid if not 1e-30 <= value <= 1e30]
             if wrong or not 1 <= len(grid) <= MAX_GRID or sorted(set(grid)) != list(grid):
-                said = f"holds {wrong[0]}" if wrong else f"has {len(grid)} numbers, or they do not ascend"
+                counted = f"has {len(grid)} numbers" if not 1 <= len(grid) <= MAX_GRID else "does not ascend"
+                said = f"holds {wrong[0]}" if wrong else counted
                 raise FieldError(
                     "damping_grid", f"{said}; take 1 to {MAX_GRID} ascending numbers between 1e-30 and 1e30, or null"
                 )
