@@ -383,3 +383,7 @@ def _told(code: int, lines: Sequence[str]) -> int:
 def main() -> None:
     """The program's entry point."""
     sys.exit(exit_code_of(app))
+
+
+if __name__ == "__main__":
+    main()
