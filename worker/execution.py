@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from catalog import ANALYSES, DOCUMENT
 from catalog.analysis import LayerResult, most_decomposed
 from catalog.complaints import complaints
+from catalog.estimate import unplannable
 from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
@@ -140,6 +141,8 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
             "the numbers stay the same, and it takes longer",
         )
     document = parse_document(assignment.document)
+    if assignment.estimate and (refused := unplannable(document)) is not None:
+        raise DocumentRefused((refused,))
     _seed(document.collection.seed)
     # before the model is there: the plan counts its weights
     memory = MemoryBudget.measure(document.memory, device)

@@ -29,3 +29,11 @@ def test_a_budget_that_is_too_small_names_the_one_that_would_do(folder: Path, kr
     stages = plan["stages"]
     assert plan["host_peak_bytes"] == max(stage["host_bytes"] for stage in stages.values())
     assert all(stage["seconds"] > 0 for stage in stages.values())
+
+
+def test_factors_bring_no_model_to_plan(folder: Path, kronoscope: Run) -> None:
+    (folder / "later.yaml").write_text("kind: capacity\nfactors: {path: nowhere}\n")
+    asked = kronoscope("plan", "later.yaml")
+    assert asked.returncode == 2
+    assert asked.stderr.startswith("error: /factors bring no model")
+    assert "give `model`, `data` and `task`" in asked.stderr

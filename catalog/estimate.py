@@ -1,0 +1,19 @@
+"""An estimate: the plan of a job that is not run. In the ledger it is a kind of its own, which no menu lists."""
+
+from catalog.complaints import Complaint
+from catalog.job import JobDocument
+
+ESTIMATE = "plan"
+"""What the ledger calls the kind; nothing that a document can name."""
+
+
+def unplannable(document: JobDocument) -> Complaint | None:
+    """Why there can be no plan of this document before it runs, or None."""
+    if document.factors is None:
+        return None
+    return Complaint(
+        pointer="/factors",
+        code="not_planned",
+        message="bring no model, and a plan is made from a model's shapes: give `model`, `data` and `task` in place of "
+        "`factors`; a job from factors asks layer by layer what fits while it runs",
+    )
