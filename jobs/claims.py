@@ -12,7 +12,9 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, or_, select, true
 from sqlalchemy.dialects import postgresql, sqlite
 
+from catalog.estimate import ESTIMATE
 from catalog.frames import ArtifactWritten, Failed, LayerDone, LogLine, Planned, Started, Summarised
+from catalog.needs import planned_bytes
 from catalog.record import plain
 from jobs.clock import ledger_now
 from jobs.codec import sha256_of
@@ -116,11 +118,17 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> None:
     """Keep the memory plan; the first one stands, since digests are promised per plan.
 
     One that memory has proved wrong is replaced by what was done in its place, which later attempts must repeat.
+    With it comes what the job needs where it computes, in place of what its document alone could tell.
     """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         if drawn.plan is None or frame.plan.get("planning_errors"):
-            change(connection, drawn, {"plan": plain(frame.plan)})
+            changes = {"plan": plain(frame.plan)}
+            needs = planned_bytes(frame.plan)
+            # an estimate needs nothing of what it foresees
+            if needs is not None and drawn.kind != ESTIMATE:
+                changes["needs_bytes"] = needs
+            change(connection, drawn, changes)
         append_event(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)})
 
 

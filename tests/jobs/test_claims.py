@@ -261,6 +261,30 @@ def test_a_plan_that_memory_proved_wrong_is_replaced_by_what_was_done(ledger: En
     assert job_of(ledger, mine).plan == corrected
 
 
+def test_a_plan_says_what_the_job_needs_where_its_document_only_bounded_it(
+    ledger: Engine, document: Callable[..., Any]
+) -> None:
+    job_id = submit(ledger, LOCAL_TENANT, document(), needs_bytes=100).job.id
+    first = claim(ledger, job_id, "w", "t", 45)
+    assert first is not None
+    assert job_of(ledger, first).needs_bytes == 100
+    write_plan(ledger, first, Planned(plan={"threads": 2}))
+    assert job_of(ledger, first).needs_bytes == 100
+    hand_back(ledger, first)
+    second = claim(ledger, job_id, "w", "u", 45)
+    assert second is not None
+    corrected = {"device_peak_bytes": 0, "host_peak_bytes": 3 * 2**30, "planning_errors": [{}]}
+    with pytest.raises(LeaseLost):
+        write_plan(ledger, first, Planned(plan=corrected))
+    assert job_of(ledger, second).needs_bytes == 100
+    write_plan(ledger, second, Planned(plan=corrected))
+    assert job_of(ledger, second).needs_bytes == 3 * 2**30
+    write_plan(ledger, second, Planned(plan=corrected | {"device_peak_bytes": 5 * 2**30}))
+    assert job_of(ledger, second).needs_bytes == 5 * 2**30
+    hand_back(ledger, second)
+    assert claim(ledger, job_id, "w", "v", 45, free_bytes=4 * 2**30) is None
+
+
 def test_a_drain_returns_the_attempt_and_keeps_the_rows(ledger: Engine, held: Held, layer_frame: Any) -> None:
     mine = held()
     write_layer(ledger, mine, layer_frame(1))
