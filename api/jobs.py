@@ -1,9 +1,8 @@
 """Jobs over HTTP: create, list, read (with a long poll), cancel, delete."""
 
-import asyncio
 import hashlib
 import re
-import time
+from functools import partial
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -15,19 +14,18 @@ from api.admission import admit
 from api.auth import Reader, Submitter
 from api.body import read_document_body
 from api.contract import document_body, refusals
-from api.problems import not_found, parameter_refused
+from api.problems import parameter_refused
 from api.schemas import JobListView, JobView, ValidationView, job_view
-from api.service import Service, ServiceOf
+from api.service import ServiceOf
+from api.waiting import awaited, check_wait
 from catalog import ANALYSES
 from catalog.job import JobDocument
+from catalog.needs import least_bytes
 from jobs.codec import document_json, parse_document, sha256_of
 from jobs.lifecycle import STATES, State
 from jobs.records import Job
 from jobs.store import delete_job, list_jobs, read_job, request_cancel, submit, submitted_earlier
 
-MAX_WAIT_SECONDS = 30
-_POLL_SECONDS = 0.4
-_LONG_POLLS = 200
 _RETRY_SECONDS = 2
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
 _VIEW: TypeAdapter[JobView] = TypeAdapter(JobView)
@@ -77,7 +75,9 @@ async def create(
         await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
         if validate_only:
             return _validated(document)
-        submitted = await run_in_threadpool(submit, service.engine, caller.tenant_id, document, idempotency_key)
+        submitted = await run_in_threadpool(
+            submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
+        )
     if submitted.created:
         service.caretaker.wake()
     job = submitted.job
@@ -171,39 +171,17 @@ async def read(
     if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None,
 ) -> Response:
     """State, progress and failure of a job."""
-    if not 0 <= wait <= MAX_WAIT_SECONDS:
-        raise parameter_refused("wait", f"is out of range; take 0 to {MAX_WAIT_SECONDS} seconds")
-    job = await _awaited(request, service, caller.tenant_id, job_id, wait, if_none_match)
+    check_wait(wait)
+
+    def changed(job: Job) -> bool:
+        return if_none_match is not None and not _matches(if_none_match, _etag(_json(job)))
+
+    stored = partial(read_job, service.engine, caller.tenant_id, job_id)
+    job = await awaited(request, service, stored, wait, news=changed)
     answer = _answer(job)
     if if_none_match is not None and _matches(if_none_match, answer.headers["etag"]):
         return Response(status_code=304, headers={"etag": answer.headers["etag"]})
     return answer
-
-
-async def _awaited(
-    request: Request, service: Service, tenant_id: str, job_id: str, wait: float, known: str | None
-) -> Job:
-    until = time.monotonic() + wait
-    polls: set[object] = request.app.state.long_polls
-    ticket = object()
-    # beyond the cap a poll is answered at once, which every caller must expect anyway
-    waits = wait > 0 and len(polls) < _LONG_POLLS
-    if waits:
-        polls.add(ticket)
-    try:
-        while True:
-            job = await run_in_threadpool(read_job, service.engine, tenant_id, job_id)
-            if job is None:
-                raise not_found("there is no such job")
-            news = job.ended if known is None else not _matches(known, _etag(_json(job)))
-            left = until - time.monotonic()
-            if news or job.ended or not waits or left <= 0 or service.stopping.is_set():
-                return job
-            await asyncio.sleep(min(_POLL_SECONDS, left))
-            if await request.is_disconnected():
-                return job
-    finally:
-        polls.discard(ticket)
 
 
 @router.post(

@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api import analyses, artifacts, contract, errors, health, jobs, page, results
+from api import analyses, artifacts, contract, errors, estimates, health, jobs, page, results
 from api.auth import Reader, authenticate
 from api.caretaker import Caretaker, Doorbell
 from api.guard import Guard
@@ -26,7 +26,8 @@ _DESCRIPTION = """\
 Measure the curvature of trained neural networks, layer by layer.
 
 Submit a job document with `POST /v1/jobs`, follow it with `GET /v1/jobs/{job_id}?wait=30`, read
-`/results`, `/layers`, `/log` and `/artifacts`. Every error is `application/problem+json` (RFC 9457).
+`/results`, `/layers`, `/log` and `/artifacts`. `POST /v1/estimates` takes the same document, and tells what
+the job would take. Every error is `application/problem+json` (RFC 9457).
 """
 
 
@@ -62,8 +63,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.long_polls = set()
     app.add_middleware(Guard, embedded=settings.embedded)
     errors.install(app)
-    for router in (jobs.router, results.router, artifacts.router, analyses.router, health.router, page.router):
-        app.include_router(router)
+    for room in (jobs, results, artifacts, estimates, analyses, health, page):
+        app.include_router(room.router)
 
     @app.get("/openapi.json", include_in_schema=False)
     def openapi(_: Reader) -> JSONResponse:

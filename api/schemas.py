@@ -154,6 +154,48 @@ class ResultsView:
     artifacts: tuple[ArtifactView, ...]
 
 
+@record
+class PlaceBytes:
+    """Bytes in each place."""
+
+    device: int | None
+    """Of a GPU; null where there is none, or no limit."""
+    host: int | None
+    disk: int | None
+    """Null where the disk has no part in it."""
+
+
+@record
+class EstimateView:
+    """What a job would take. Until it is `succeeded` everything from `fits` to `plan` is null."""
+
+    id: str
+    state: State
+    document: Mapping[str, Any]
+    """The job document with every default written out."""
+    document_sha256: str
+    progress: ProgressView | None
+    fits: bool | None
+    """Whether a job of this document would be taken up where the estimate was made, or be refused."""
+    peak: PlaceBytes | None
+    """The most that is held at once, over all stages."""
+    seconds: float | None
+    """The sum over the stages."""
+    budget: PlaceBytes | None
+    """What the peak is held against: the document's own budgets, or what was free then."""
+    smallest_budget: PlaceBytes | None
+    """What would do, for `memory.device` and `memory.host`."""
+    why: str | None
+    """Which way was chosen of those that fit, and for what."""
+    plan: Mapping[str, Any] | None
+    """The whole plan: `stages` with their bytes and seconds, `terms` of each layer with their formulas, `rungs` of each
+    layer's decompositions, what was chosen, and what was `assumed`, as no weight was read."""
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    links: Mapping[str, str]
+
+
 def job_view(job: Job) -> JobView:
     """A job as its caller sees it."""
     here = f"/v1/jobs/{job.id}"
@@ -185,6 +227,49 @@ def job_view(job: Job) -> JobView:
             "cancel": f"{here}:cancel",
         },
     )
+
+
+def estimate_view(job: Job) -> EstimateView:
+    """An estimate as its caller sees it."""
+    plan = job.plan if job.state == "succeeded" else None
+    peak, budget, smallest = _places(plan)
+    stages = [] if plan is None else [stage.get("seconds") for stage in plan.get("stages", {}).values()]
+    told = [seconds for seconds in stages if seconds is not None]
+    return EstimateView(
+        id=job.id,
+        state=job.state,
+        document=job.document,
+        document_sha256=job.document_sha256,
+        progress=None if job.progress is None else _progress(job.progress),
+        fits=None if plan is None else plan["fits"],
+        peak=peak,
+        seconds=sum(told) if told else None,
+        budget=budget,
+        smallest_budget=smallest,
+        why=None if plan is None else plan["why"],
+        plan=plan,
+        created_at=job.created_at,
+        started_at=job.started_at,
+        finished_at=job.finished_at,
+        links={"self": f"/v1/estimates/{job.id}"},
+    )
+
+
+def _places(plan: Mapping[str, Any] | None) -> tuple[PlaceBytes | None, PlaceBytes | None, PlaceBytes | None]:
+    """Peak, budget and the smallest budget that would do."""
+    if plan is None:
+        return None, None, None
+    peaks = {place: plan.get(f"{place}_peak_bytes") for place in ("device", "host", "disk")}
+    # a job that uses no device has no peak there, and no limit
+    uses = {place: bool(peak) for place, peak in peaks.items()}
+
+    def of(part: str) -> PlaceBytes:
+        sizes = plan.get(part) or {}
+        return PlaceBytes(
+            device=sizes.get("device_bytes") if uses["device"] else None, host=sizes.get("host_bytes"), disk=None
+        )
+
+    return PlaceBytes(**peaks), of("budget"), of("smallest_budget")
 
 
 def _progress(progress: Mapping[str, Any]) -> ProgressView:

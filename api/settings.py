@@ -35,6 +35,8 @@ class Settings:
     body_limit_bytes: int = 256 * 1024
     body_seconds: float = 10
     """How long a request's body may take to arrive."""
+    estimate_seconds: float = 10
+    """How long `POST /v1/estimates` waits for the estimate before it answers where that will be."""
     disk_floor_bytes: int = 256 * 2**20
     """Below this much free space for artifacts the service is not ready."""
 
@@ -74,6 +76,7 @@ class Settings:
             model_store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
             hub_fetch=environ.get("KRONOSCOPE_HUB") == "fetch",
             body_seconds=seconds(environ, "KRONOSCOPE_BODY_SECONDS", 10),
+            estimate_seconds=seconds(environ, "KRONOSCOPE_ESTIMATE_SECONDS", 10),
             disk_floor_bytes=_whole(environ, "KRONOSCOPE_DISK_FLOOR_BYTES", 256 * 2**20),
         )
 

@@ -3,12 +3,14 @@
 Every statement names the tenant, so another tenant's id and a random one get the same answer.
 """
 
+import hashlib
 import re
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, delete, false, literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 
+from catalog.estimate import ESTIMATE
 from catalog.job import JobDocument
 from jobs.clock import ledger_now
 from jobs.codec import document_json, sha256_of
@@ -17,7 +19,7 @@ from jobs.errors import IdempotencyConflict, IdempotencyKeyRefused, JobNotFound,
 from jobs.fence import append_event, change, draw, move, post_doorbell
 from jobs.identifiers import is_id, new_id
 from jobs.lifecycle import TERMINAL, State
-from jobs.records import Artifact, Job, JobPage, Submitted
+from jobs.records import Artifact, Claim, Job, JobPage, Submitted
 from jobs.tables import artifacts, jobs
 
 MAX_PAGE = 100
@@ -31,10 +33,14 @@ def submit(
     document: JobDocument,
     idempotency_key: str | None = None,
     *,
+    estimate: bool = False,
     priority: int = 0,
     needs_bytes: int | None = None,
 ) -> Submitted:
     """Store a job and its doorbell in one transaction, or bring back the job this key stored earlier.
+
+    With ``estimate`` it is only to be planned: `read_estimate` finds it, and nothing that looks for jobs. Its
+    idempotency keys are apart from those of jobs.
 
     Raises:
         IdempotencyConflict: If the key stored another document.
@@ -42,6 +48,7 @@ def submit(
     """
     if idempotency_key is not None and not _IDEMPOTENCY_KEY.fullmatch(idempotency_key):
         raise IdempotencyKeyRefused("an idempotency key is 1 to 255 visible ASCII characters, such as a UUID")
+    idempotency_key = _stored_key(idempotency_key, estimate=estimate)
     body = document_json(document)
     digest = sha256_of(body)
     with writing(engine) as connection:
@@ -50,7 +57,7 @@ def submit(
             {
                 "id": new_id(),
                 "tenant_id": tenant_id,
-                "kind": ",".join(document.kinds),
+                "kind": ESTIMATE if estimate else ",".join(document.kinds),
                 "document": body,
                 "document_sha256": digest,
                 "idempotency_key": idempotency_key,
@@ -74,21 +81,32 @@ def submit(
         return Submitted(job=_job(drawn), created=True)
 
 
-def submitted_earlier(engine: Engine, tenant_id: str, document: JobDocument, idempotency_key: str) -> Submitted | None:
+def submitted_earlier(
+    engine: Engine, tenant_id: str, document: JobDocument, idempotency_key: str, *, estimate: bool = False
+) -> Submitted | None:
     """The job this key stored, or None; a replay is answered before anything else is looked at.
 
     Raises:
         IdempotencyConflict: If the key stored another document.
     """
     with reading(engine) as connection:
-        return _earlier(connection, tenant_id, idempotency_key, sha256_of(document_json(document)))
+        stored = _stored_key(idempotency_key, estimate=estimate)
+        return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)))
 
 
 def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
     """The job, or None where this tenant has none of that id."""
-    with reading(engine) as connection:
-        row = connection.execute(select(jobs).where(*_owned(tenant_id, job_id))).one_or_none()
-    return None if row is None else _job(row)
+    return _read(engine, *_owned(tenant_id, job_id))
+
+
+def read_estimate(engine: Engine, tenant_id: str, estimate_id: str) -> Job | None:
+    """The job that is only planned, or None where this tenant has none of that id."""
+    return _read(engine, *_owned(tenant_id, estimate_id, estimate=True))
+
+
+def read_claimed(engine: Engine, claim: Claim) -> Job | None:
+    """What ``claim`` was made for, a job or an estimate; None where it is gone."""
+    return _read(engine, jobs.c.tenant_id == claim.tenant_id, jobs.c.id == claim.job_id)
 
 
 def list_jobs(
@@ -106,7 +124,8 @@ def list_jobs(
         PageRefused: If ``limit`` is not 1 to 100, or ``before`` is no cursor.
     """
     check_limit(limit)
-    query = select(jobs).where(jobs.c.tenant_id == tenant_id).order_by(jobs.c.id.desc()).limit(limit + 1)
+    query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.kind != ESTIMATE)
+    query = query.order_by(jobs.c.id.desc()).limit(limit + 1)
     if state is not None:
         query = query.where(jobs.c.state == state)
     if kind is not None:
@@ -142,7 +161,7 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
         return _job(row)
 
 
-def delete_job(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifact, ...]:
+def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[Artifact, ...]:
     """Delete an ended job with all its rows, and say which files were its artifacts.
 
     The caller then removes the files (`ArtifactFolder.remove`): a crash in between leaves files
@@ -153,7 +172,7 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifact, .
         JobStillActive: If it has not ended.
     """
     with writing(engine) as connection:
-        drawn = draw(connection, *_owned(tenant_id, job_id))
+        drawn = draw(connection, *_owned(tenant_id, job_id, estimate=estimate))
         if drawn is None:
             raise JobNotFound(job_id)
         if drawn.state not in TERMINAL:
@@ -208,8 +227,22 @@ def _insert_job(connection: Connection, values: dict[str, Any]) -> str | None:
     return connection.execute(statement).scalar_one_or_none()
 
 
-def _owned(tenant_id: str, job_id: str) -> tuple[ColumnElement[bool], ...]:
-    return (jobs.c.tenant_id == tenant_id, jobs.c.id == job_id if is_id(job_id) else false())
+def _stored_key(idempotency_key: str | None, *, estimate: bool) -> str | None:
+    """The key as its column holds it: no job's key has a space, so an estimate's is never one of theirs."""
+    if idempotency_key is None or not estimate:
+        return idempotency_key
+    return f"{ESTIMATE} {hashlib.sha256(idempotency_key.encode()).hexdigest()}"
+
+
+def _read(engine: Engine, *conditions: ColumnElement[bool]) -> Job | None:
+    with reading(engine) as connection:
+        row = connection.execute(select(jobs).where(*conditions)).one_or_none()
+    return None if row is None else _job(row)
+
+
+def _owned(tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[ColumnElement[bool], ...]:
+    kind = jobs.c.kind == ESTIMATE if estimate else jobs.c.kind != ESTIMATE
+    return (jobs.c.tenant_id == tenant_id, jobs.c.id == job_id if is_id(job_id) else false(), kind)
 
 
 def _labelled(name: str, value: str) -> ColumnElement[bool]:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -22,7 +22,7 @@ from catalog.record import plain
 from kronoscope.client import Client, ClientError, ServiceUnreachable
 from kronoscope.documents import DocumentUnreadable, read_document
 from kronoscope.key_commands import CODES, keys
-from kronoscope.plan_tables import heaviest_table, plan_lines, stage_table
+from kronoscope.plan_tables import show_plan
 from kronoscope.progress import Display, display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
@@ -120,25 +120,19 @@ def plan(
     ] = None,
     store: Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")] = False,
+    url: Annotated[str | None, typer.Option("--url", help="A service that plans it where it would run it.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a job here without running it: memory and seconds of each stage, from its shapes alone."""
+    """Plan a job without running it, here or in a service: memory and seconds of each stage, from shapes alone."""
     wanted = _document(document, settings)
     if budget is not None:
         wanted["memory"] = {**(wanted.get("memory") or {}), "device": budget, "host": budget}
-    with tempfile.TemporaryDirectory(prefix="kronoscope-plan-") as folder:
-        request = _request(wanted, store, offline=offline) | {"estimate": True}
-        with display_for(_err(), silent=as_json) as display:
-            outcome = run_job(request, Path(folder) / "plan", display)
-    _require_success(outcome)
-    if as_json:
-        _print_json(dict(outcome.plan))
-        return
-    console = _out()
-    console.print(stage_table(outcome.plan))
-    console.print(heaviest_table(outcome.plan))
-    for line in plan_lines(outcome.plan):
-        console.print(line, markup=False, soft_wrap=True)
+    if url is None:
+        found = _planned(wanted, store, offline=offline, silent=as_json)
+    else:
+        with Client(url) as client:
+            found = client.estimate(wanted).plan or {}
+    _print_json(dict(found)) if as_json else show_plan(found, _out())
 
 
 @app.command(epilog=CODES)
@@ -299,6 +293,14 @@ def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> 
         "store": str((store or _default_store()).absolute()),
         "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
     }
+
+
+def _planned(document: dict[str, Any], store: Path | None, *, offline: bool, silent: bool) -> Mapping[str, Any]:
+    request = _request(document, store, offline=offline) | {"estimate": True}
+    with tempfile.TemporaryDirectory(prefix="kronoscope-plan-") as folder, display_for(_err(), silent=silent) as shown:
+        outcome = run_job(request, Path(folder) / "plan", shown)
+    _require_success(outcome)
+    return outcome.plan
 
 
 def _default_store() -> Path:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 
 from catalog.complaints import Complaint
-from kronoscope.views import Artifact, Job, Layer, Results, job_of, layer_of, results_of
+from kronoscope.views import Artifact, Estimate, Job, Layer, Results, estimate_of, job_of, layer_of, results_of
 
 MEMORY_CURVE = "memory_curve.json"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -91,11 +91,21 @@ class Client:
         Raises:
             ClientError: If the document or the key is not accepted.
         """
-        if idempotency_key is not None and not _VISIBLE.fullmatch(idempotency_key):
-            message = "an idempotency key is 1 to 255 visible ASCII characters, such as a UUID"
-            raise ClientError(0, "No idempotency key", message)
-        headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
+        headers = _idempotent(idempotency_key)
         return job_of(self._call("POST", "/v1/jobs", json=dict(document), headers=headers))
+
+    def estimate(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> Estimate:
+        """What the job would take, without running it; returns when a worker has planned it.
+
+        Raises:
+            ClientError: If the document is not accepted, or its model, data and task do not belong together.
+        """
+        headers = _idempotent(idempotency_key)
+        found = estimate_of(self._call("POST", "/v1/estimates", json=dict(document), headers=headers))
+        while not found.ended:
+            address = f"/v1/estimates/{quote(found.id, safe='')}"
+            found = estimate_of(self._call("GET", address, params={"wait": str(_WAIT_SECONDS)}))
+        return found
 
     def validate(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """The document as it would be stored, every default written out; nothing is stored."""
@@ -254,6 +264,13 @@ def _refusal(answer: httpx.Response) -> ClientError:
     except (ValueError, KeyError, TypeError, AttributeError):
         detail = f"{answer.request.url} answered {answer.status_code}, not as Kronoscope does; check the address"
         return ClientError(answer.status_code, "Unexpected answer", detail)
+
+
+def _idempotent(key: str | None) -> dict[str, str]:
+    if key is not None and not _VISIBLE.fullmatch(key):
+        message = "an idempotency key is 1 to 255 visible ASCII characters, such as a UUID"
+        raise ClientError(0, "No idempotency key", message)
+    return {"idempotency-key": key or str(uuid.uuid4())}
 
 
 def _path(job_id: str) -> str:

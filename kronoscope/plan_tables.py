@@ -3,11 +3,20 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from kronoscope.tables import number, shortened
 
 _HEAVIEST = 8
+
+
+def show_plan(plan: Mapping[str, Any], console: Console) -> None:
+    """Print everything of a plan that a person reads."""
+    console.print(stage_table(plan))
+    console.print(heaviest_table(plan))
+    for line in plan_lines(plan):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def stage_table(plan: Mapping[str, Any]) -> Table:

@@ -63,6 +63,35 @@ class Job:
 
 
 @record
+class Estimate:
+    """What a job would take, found without running it."""
+
+    id: str
+    state: str
+    document: Mapping[str, Any]
+    fits: bool | None = None
+    """Whether the job would be taken up where it was planned; null until the estimate is there."""
+    seconds: float | None = None
+    peak: Mapping[str, int | None] | None = None
+    """Bytes on the `device`, the `host` and the `disk`."""
+    budget: Mapping[str, int | None] | None = None
+    """What the peak is held against."""
+    smallest_budget: Mapping[str, int | None] | None = None
+    """What would do."""
+    why: str | None = None
+    plan: Mapping[str, Any] | None = None
+    """Everything: stages, terms of each layer, rungs, what was assumed."""
+    progress: Progress | None = None
+    created_at: str | None = None
+    finished_at: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is there."""
+        return self.state in ENDED
+
+
+@record
 class Layer:
     """One row of a job's results."""
 
@@ -110,6 +139,12 @@ def job_of(value: Mapping[str, Any]) -> Job:
         progress=build(Progress, value["progress"]) if value.get("progress") else None,
         failure=build(Failure, value["failure"]) if value.get("failure") else None,
     )
+
+
+def estimate_of(value: Mapping[str, Any]) -> Estimate:
+    """An estimate as the service sends it."""
+    progress = build(Progress, value["progress"]) if value.get("progress") else None
+    return dataclasses.replace(build(Estimate, value), progress=progress)
 
 
 def layer_of(value: Mapping[str, Any]) -> Layer:

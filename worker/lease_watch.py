@@ -17,7 +17,7 @@ from jobs.clock import ledger_now
 from jobs.database import reading
 from jobs.errors import LeaseLost, LedgerUnavailable
 from jobs.records import Claim
-from jobs.store import read_job
+from jobs.store import read_claimed
 from worker.child import STOP_GRACE_SECONDS, Child
 from worker.settings import WorkerSettings
 
@@ -125,7 +125,7 @@ class LeaseWatch:
 
     def _look(self) -> None:
         try:
-            job = read_job(self._engine, self._claim.tenant_id, self._claim.job_id)
+            job = read_claimed(self._engine, self._claim)
         except LedgerUnavailable:
             return  # the heartbeat is what judges silence
         if job is None or job.fence != self._claim.fence or job.ended:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from sqlalchemy import Engine
 
 from catalog.control_groups import oom_kills
+from catalog.estimate import ESTIMATE
 from catalog.frames import Failed, Finished, Frame, Stopped
 from catalog.record import plain
 from jobs import claims
@@ -141,6 +142,7 @@ class Supervisor:
             "store": str(self._settings.store),
             "offline": True,
             "plan": None if self._claim.plan is None else plain(self._claim.plan),
+            "estimate": self._claim.kinds == (ESTIMATE,),
             "factors_path": None if factors is None else str(factors),
             **self._cache(),
             "scratch": str(self._scratch.of_attempt(self._claim.job_id, self._claim.fence)),

@@ -32,7 +32,7 @@ def keyed(
     """An API that asks for keys, on both databases."""
     folder = tmp_path_factory.mktemp("keyed")
     url = databases.migrated(request.param)
-    more = {"KRONOSCOPE_KEY_SECRET": KEY_SECRET, "KRONOSCOPE_BODY_SECONDS": "2"}
+    more = {"KRONOSCOPE_KEY_SECRET": KEY_SECRET, "KRONOSCOPE_BODY_SECONDS": "2", "KRONOSCOPE_ESTIMATE_SECONDS": "0.5"}
     engine = open_database(url)
     try:
         with serve(url, folder, more) as server:

@@ -91,6 +91,24 @@ def test_the_same_key_gives_the_same_job(folder: Path, client: Client) -> None:
     assert refused.value.status in (409, 422)
 
 
+def test_an_estimate_says_what_the_job_would_take_and_makes_none(kronoscope: Run, client: Client, url: str) -> None:
+    before = [job.id for job in client.jobs()]
+    shown = kronoscope("plan", "job.yaml", "--budget", "1MiB", "--url", url)
+    assert shown.returncode == 0, shown.stderr
+    for said in ("collection", "does not fit into 1 MiB", "the smallest budget that would do", "taken for given"):
+        assert said in shown.stdout
+    assert [job.id for job in client.jobs()] == before
+
+
+def test_an_estimate_of_what_does_not_belong_together_names_the_field(folder: Path, client: Client) -> None:
+    changes = ["model={source: builtin, name: tiny_gpt}", "data={source: builtin, name: digits}"]
+    with pytest.raises(ClientError) as refused:
+        client.estimate(read_document(folder / "job.yaml", changes))
+    assert refused.value.status == 422
+    (fault,) = refused.value.complaints
+    assert fault.pointer == "/data/name"
+
+
 def test_faults_are_the_services_own_sentences(folder: Path, kronoscope: Run, client: Client, url: str) -> None:
     changes = settings(["collection.batch_size=-1", "labels.note=bad"])
     for more in ([], ["--validate-only"]):

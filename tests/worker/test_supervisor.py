@@ -14,11 +14,12 @@ from sqlalchemy import select, update
 from jobs.artifacts import ArtifactFolder
 from jobs.claims import claim
 from jobs.clock import ledger_now
+from jobs.codec import parse_document
 from jobs.database import reading, writing
 from jobs.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
 from jobs.results import layer_rows, list_artifacts
-from jobs.store import request_cancel
+from jobs.store import read_estimate, read_job, request_cancel, submit
 from jobs.tables import jobs, outbox
 from worker import lease_watch
 from worker import supervisor as supervisor_module
@@ -52,14 +53,15 @@ def test_a_whole_job(ledger: Any, submitted: Any, supervise: Any, job: Any, sett
     job_id = submitted()
     supervise(
         job_id,
-        ["started"], ["plan", {"peak_bytes": 10}], ["progress", "collection", 1, 2, "batches"],
+        ["started"], ["plan", {"device_peak_bytes": 10}], ["progress", "collection", 1, 2, "batches"],
         ["progress", "capacity", 0, 2], ["layer", 0, "conv"], ["artifact", "spectra/0.json", "{}"],
         ["layer", 1, "fc"], ["progress", "capacity", 2, 2], ["summary"], ["finish"],
     )  # fmt: skip
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0)
     assert done.manifest["environment"] == {"device": "cpu", "threads": 1}
-    assert done.plan == {"peak_bytes": 10, "threads": 1}
+    assert done.plan == {"device_peak_bytes": 10, "threads": 1}
+    assert done.needs_bytes == 10
     assert done.summary == {"capacity": {"layers": 1, "eigendecompositions": 2}}
     assert done.progress["stage"] == "capacity"
     assert (done.progress["layers_done"], done.progress["layers_total"], done.progress["percent"]) == (2, 2, 100.0)
@@ -94,8 +96,32 @@ def test_the_child_is_told_what_is_allowed_and_nothing_secret(
     told, environment = [json.loads(line.data["message"]) for line in events(job_id, "log")]
     assert told["document"]["kind"] == "capacity"
     assert told["allowed"] == {"factories": ["a.b:c"], "directories": ["/srv/models"]}
-    assert (told["threads"], told["completed"], told["offline"]) == (3, [], True)
+    assert (told["threads"], told["completed"], told["offline"], told["estimate"]) == (3, [], True, False)
     assert "canary" not in json.dumps([told, environment])
+
+
+def test_an_estimate_is_planned_and_nothing_of_the_job_is_done(
+    ledger: Any, supervise: Any, events: Any, tmp_path: Any
+) -> None:
+    body = {
+        "kind": "capacity",
+        "model": {"source": "builtin", "name": "digits_mlp"},
+        "data": {"source": "builtin", "name": "digits"},
+        "task": {"type": "classification"},
+    }
+    asked = submit(ledger, LOCAL_TENANT, parse_document(json.dumps(body).encode()), estimate=True).job.id
+    steps = (["echo_assignment"], ["progress", "model", 0, 1], ["plan", {"host_peak_bytes": 10}])
+    supervise(asked, *steps, ["kill_self_once", str(tmp_path / "died")], ["finish"])
+    supervise(asked, *steps, ["kill_self_once", str(tmp_path / "died")], ["finish"])
+    made = read_estimate(ledger, LOCAL_TENANT, asked)
+    assert made is not None
+    assert (made.state, made.kinds, made.attempt) == ("succeeded", ("plan",), 2)
+    assert made.plan == {"host_peak_bytes": 10, "threads": 1}
+    # what the plan foresees is the job's need, not the estimate's
+    assert made.needs_bytes is None
+    assert read_job(ledger, LOCAL_TENANT, asked) is None
+    told = [json.loads(line.data["message"]) for line in events(asked, "log")]
+    assert [(each["estimate"], each["document"]["kind"]) for each in told] == [(True, "capacity")] * 2
 
 
 @pytest.mark.parametrize(("category", "state"), [("usage", "failed"), ("fatal", "failed"), ("transient", "queued")])
