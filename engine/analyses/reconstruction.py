@@ -185,7 +185,9 @@ def _of_given(run: _Run, factor: Tensor, values: Tensor, vectors: Tensor, name: 
     cut = int((values <= 0).sum())
     if cut:
         columns = vectors[:, :cut].to(torch.float64)
-        values[:cut] = (columns * wide_product(factor, columns)).sum(0).sort().values
+        # kept in float32, they are of length 1 to its rounding only
+        squares = columns.square().sum(0)
+        values[:cut] = ((columns * wide_product(factor, columns)).sum(0) / squares).sort().values
     if float(values[-1]) <= 0 and float(values[0]) < 0:
         raise BrokenFactors(
             f"`{name}` has no positive eigenvalue, so that λ_max/κ_max is no floor; did you mean its negative?",

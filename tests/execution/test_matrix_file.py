@@ -87,6 +87,15 @@ def test_an_indefinite_one_is_told_and_clipped_like_any(tmp_path: Path) -> None:
     assert any("warning: `m` is indefinite: the smallest eigenvalue is -0.4" in line for line in said)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_eigenvalues_below_zero_are_not_scaled_by_vectors_kept_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    given = symmetric(torch.tensor([-0.9, -0.6, -0.3, 0.2, 1.0], dtype=torch.float64), dtype)
+    row, _, _ = stabilised(saved(tmp_path, m=given))
+    wide = given.double()
+    assert row.metrics.G.smallest == pytest.approx(float(torch.linalg.eigvalsh(wide)[0]), rel=1e-12)
+    assert row.metrics.G.trace == pytest.approx(float(wide.trace()), abs=1e-12)
+
+
 def test_one_without_a_positive_eigenvalue_has_no_floor(tmp_path: Path) -> None:
     with pytest.raises(BrokenFactors, match="has no positive eigenvalue"):
         stabilised(saved(tmp_path, m=-symmetric(SPECTRUM)))
