@@ -85,7 +85,8 @@ def _require_known_tokens(inputs: Any, vocabulary: Vocabulary, start: int, point
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         raise Refusal(
-            "the model reads token ids (integers); these inputs are none. Give text, or int64 ids of shape (N, T)",
+            "the model reads token ids (integers); these inputs are none. Give text, int64 ids of shape (N, T), or"
+            " synthetic data with a `vocabulary`",
             pointer=pointer,
             code="wrong_dtype",
         )
