@@ -366,7 +366,7 @@ def main() -> None:
 
 
 def _staged(peaks: Peaks) -> Callable[[str], contextlib.AbstractContextManager[None]]:
-    def operation(name: str) -> contextlib.AbstractContextManager[None]:
+    def operation(name: str, stage: str | None = None) -> contextlib.AbstractContextManager[None]:
         stage = stage_of(name)
         return contextlib.nullcontext() if stage is None else peaks.stage(stage)
 

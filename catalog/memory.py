@@ -7,6 +7,13 @@ from catalog.record import FieldError, record
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-z]{0,3})", re.IGNORECASE)
+PlannedStage = Literal[
+    "model", "collection", "correction", "cross_check", "decomposition", "reconstruction", "capacity"
+]
+PLANNED_STAGES: tuple[PlannedStage, ...] = (
+    "model", "collection", "correction", "cross_check", "decomposition", "reconstruction", "capacity",
+)  # fmt: skip
+"""Of a plan, in the order in which a job comes to them."""
 
 
 @record

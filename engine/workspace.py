@@ -92,6 +92,8 @@ class Workspace:
     keep: tuple[str, ...] = ("spectra",)
     kinds: tuple[str, ...] = ()
     """All analyses of this job; `factors` among them keeps the factors."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Each analysis's options record, by kind, where it has one."""
     stored: Artifacts | None = None
     """Factors collected earlier, in place of model, batches and task."""
     cache: FactorCache | None = None
@@ -141,6 +143,10 @@ class Workspace:
                 yield
         finally:
             self.curve.sample(name, "after", self.device)
+
+    def options(self, kind: str) -> Any:  # noqa: ANN401 - each analysis has its own
+        """One analysis's options record; None where nobody has given any."""
+        return self.params.get(kind)
 
     @property
     def checkpointed(self) -> bool:

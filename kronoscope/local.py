@@ -351,6 +351,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     summary: dict[str, Any] = {}
     options = {kind: _options(kind, params) for kind in kinds}
     workspace.decomposition = most_decomposed(options.values())
+    workspace.params = options
     for kind in kinds:
         function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
         summary[kind] = _pulled(rows, function(options[kind], workspace))

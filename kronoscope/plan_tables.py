@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from catalog.memory import PLANNED_STAGES
 from kronoscope.tables import number, shortened
 
 _HEAVIEST = 8
@@ -25,7 +26,9 @@ def stage_table(plan: Mapping[str, Any]) -> Table:
     table.add_column("stage", no_wrap=True)
     for heading in ("device", "host", "disk", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, stage in plan["stages"].items():
+    stages = plan["stages"]
+    for name in sorted(stages, key=_place):
+        stage = stages[name]
         sizes = (readable(stage[f"{place}_bytes"]) for place in ("device", "host", "disk"))
         table.add_row(name, *sizes, number(stage["seconds"]))
     return table
@@ -56,11 +59,20 @@ def heaviest_table(plan: Mapping[str, Any]) -> Table:
     table = Table(title="largest terms", title_justify="left", pad_edge=False, show_edge=False)
     for heading in ("bytes", "where", "stage", "what", "layer", "formula", "source"):
         table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
-    for term in sorted(plan["terms"], key=lambda term: -term["size_bytes"])[:_HEAVIEST]:
+    # what stays from stage to stage is listed where it comes up
+    known: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for term in sorted(plan["terms"], key=lambda term: _place(term["stage"])):
+        known.setdefault((term["name"], term["place"], term["layer"], term["formula"]), term)
+    for term in sorted(known.values(), key=lambda term: -term["size_bytes"])[:_HEAVIEST]:
         layer = shortened(term["layer"] or "", 24)
         table.add_row(readable(term["size_bytes"]), term["place"], term["stage"], term["name"], layer,
                       term["formula"], term["source"])  # fmt: skip
     return table
+
+
+def _place(stage: str) -> int:
+    """Of a stage, where the job comes to it; what is held throughout comes first."""
+    return (*PLANNED_STAGES,).index(stage) if stage in PLANNED_STAGES else -1
 
 
 def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -77,6 +89,8 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         held = "no limit" if allowed >= 2**60 else readable(allowed)
         would = "" if least is None else f"; the smallest budget that would do is {-(-least // 2**20)}MiB"
         yield f"{place}: a peak of {readable(peak)} {fits} into {held}{would}"
+    if plan["disk_peak_bytes"]:
+        yield f"disk: {readable(plan['disk_peak_bytes'])}, which no budget counts"
     if plan.get("assumed"):
         yield "taken for given, as no weight was read: " + "; ".join(plan["assumed"])
 

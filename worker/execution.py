@@ -186,6 +186,7 @@ def _compute(
         keep=document.keep,
         kinds=document.kinds,
         decomposition=most_decomposed(_options(kind, document) for kind in document.kinds),
+        params={kind: _options(kind, document) for kind in document.kinds},
         artifacts=artifacts,
         scratch=scratch,
         checkpoint_seconds=assignment.checkpoint_seconds,

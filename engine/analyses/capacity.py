@@ -28,8 +28,9 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     identity: dict[int, str] = {}
     decompositions = 0
     for done, layer in enumerate(measured_layers(workspace), start=1):
-        sides = sides_of(layer, whole, params, workspace.device)
-        metrics = layer_metrics(layer, sides, params)
+        with workspace.operation(f"capacity of layer {layer.facts.ordinal}", "capacity"):
+            sides = sides_of(layer, whole, params, workspace.device)
+            metrics = layer_metrics(layer, sides, params)
         decompositions += layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
         kept = ModelLayer.of(layer.facts.name, sides, metrics)
         if metrics.damping is not None and kept.spectral_norm is not None and metrics.damping > kept.spectral_norm:

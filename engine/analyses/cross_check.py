@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -18,18 +19,32 @@ from torch import Tensor
 from catalog.capacity import CapacityParams
 from catalog.cross_check import CrossCheck
 from engine.curvature.collected import Collected
+from engine.curvature.cross_check_bytes import probes_at_once, search_bytes, search_lengths
 from engine.curvature.ggn import Block, GaussNewton, block_of, joined
-from engine.curvature.lanczos import SHORTEST_BASIS, Lanczos
+from engine.curvature.lanczos import Lanczos
 from engine.curvature.numerics import Numerics
 from engine.curvature.passes import PassJob
 from engine.errors import NonFiniteFactor, UsageError
 from engine.memory.guard import Rung
 from engine.workspace import Workspace
 
-_STAGE = "cross_check"
+_STAGE: Literal["cross_check"] = "cross_check"
 _CONFIDENCE = 0.95
-_SHORT_BASIS = 8
-_PROBES_AT_ONCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """Where the search for one block's largest eigenvalue has come, without the vectors that it held."""
+
+    value: float
+    residual: float
+    converged: bool
+    products: int
+
+    @classmethod
+    def of(cls, search: Lanczos) -> Self:
+        """What is told of ``search``."""
+        return cls(value=search.value, residual=search.residual, converged=search.converged, products=search.products)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +53,9 @@ class CrossChecked:
 
     samples: dict[int, list[float]]
     """Estimates of a block's trace, by ordinal."""
-    searches: dict[int, Lanczos]
+    searches: dict[int, Searched]
     """By ordinal; none without iterations."""
-    whole: Lanczos | None
+    whole: Searched | None
 
     def of_layer(self, ordinal: int, kronecker_trace: float, spectral_norm: float | None) -> CrossCheck | None:
         """One layer's record; None where its block was not looked at."""
@@ -125,9 +140,9 @@ class _Check:
         passes = -(-self.params.cross_check_probes // at_once) + self.params.cross_check_iterations
         if workspace.examples is not None:
             self._total = passes * -(-workspace.examples // self.job.collection.batch_size)
-        with workspace.operation("cross-check"), self._matrix.prepared():
+        with workspace.operation("cross-check", _STAGE), self._matrix.prepared():
             samples, starts = self._probed(at_once)
-            searches: dict[int, Lanczos] = {}
+            searches: dict[int, Searched] = {}
             if self.params.cross_check_iterations:
                 searches = self._searched(starts)
         if self._total is not None:
@@ -150,9 +165,7 @@ class _Check:
     def _probes_at_once(self) -> int:
         guard = self.job.workspace.guard
         free = guard.free_bytes("device" if self.job.workspace.device.type == "cuda" else "host")
-        # a quarter of what is free: the graph of a micro-batch is to stand beside it
-        fitting = free // max(8 * self._vector_bytes, 1)
-        return max(1, min(self.params.cross_check_probes, _PROBES_AT_ONCE, fitting))
+        return probes_at_once(self.params.cross_check_probes, self._vector_bytes, free)
 
     def _probed(self, at_once: int) -> tuple[list[list[float]], list[Tensor]]:
         """Estimates of each block's trace, and the first probe's vectors."""
@@ -167,30 +180,30 @@ class _Check:
                 starts = starts or vectors
         return samples, starts
 
-    def _searched(self, starts: list[Tensor]) -> dict[int, Lanczos]:
+    def _searched(self, starts: list[Tensor]) -> dict[int, Searched]:
         """Lanczos of every block in step, and of the model under the key -1: one pass advances all of them."""
         iterations = self.params.cross_check_iterations
         guard, device = self.job.workspace.guard, self.job.workspace.device
-        lengths = [min(iterations, longest) for longest in (iterations, _SHORT_BASIS, SHORTEST_BASIS)]
         places = [("device", device)] if device.type == "cuda" else []
         places.append(("host", torch.device("cpu")))
         rungs = []
-        for length in dict.fromkeys(lengths):
+        for length in search_lengths(iterations):
             for name, place in places:
-                # both the layers' and the model's: the basis, and a vector and its product where the model is
-                needed = (length * 2 + 2) * self._vector_bytes
+                on_device, on_host = search_bytes(
+                    length, self._vector_bytes, on_device=name == "device", cuda=device.type == "cuda"
+                )
                 rungs.append(
                     Rung(
                         name=f"{length} vectors on the {name}",
-                        formula=f"({length}·2 + 2)·P, P = {self._vector_bytes} bytes of covered parameters",
-                        device_bytes=needed if name == "device" else 0,
-                        host_bytes=needed if name == "host" else 0,
+                        formula=f"2 · {length} · P and 9 P around them, P = {self._vector_bytes} bytes of parameters",
+                        device_bytes=on_device,
+                        host_bytes=on_host,
                         run=partial(self._search, starts, length, place),
                     )
                 )
         return guard.descend(rungs, what="the search for the largest eigenvalues", layer=None, stage=_STAGE).value
 
-    def _search(self, starts: list[Tensor], length: int, place: torch.device) -> dict[int, Lanczos]:
+    def _search(self, starts: list[Tensor], length: int, place: torch.device) -> dict[int, Searched]:
         blocks = {**self.blocks, -1: joined("the model", self.blocks.values())}
         vectors = [*starts, torch.cat(starts)]
         searches = {
@@ -208,7 +221,8 @@ class _Check:
             for ordinal, product in zip(active, products, strict=True):
                 searches[ordinal].advance(product)
                 _finite(searches[ordinal].value, blocks[ordinal])
-        return searches
+        # the bases are let go of: factors are decomposed next
+        return {ordinal: Searched.of(search) for ordinal, search in searches.items()}
 
 
 def _finite(value: float, block: Block) -> float:
@@ -222,7 +236,7 @@ def _finite(value: float, block: Block) -> float:
 
 
 def _record(
-    samples: Sequence[float], search: Lanczos | None, kronecker_trace: float, spectral_norm: float | None
+    samples: Sequence[float], search: Searched | None, kronecker_trace: float, spectral_norm: float | None
 ) -> CrossCheck:
     trace = math.fsum(samples) / len(samples)
     low, high = interval(samples)

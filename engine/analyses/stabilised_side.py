@@ -11,13 +11,12 @@ from torch import Tensor
 from catalog.reconstruction import ReconstructedSide
 from engine.curvature.factors import digest
 from engine.curvature.reached import Reached, checking_bytes, reached
-from engine.curvature.stabilise import Clipped, Placement, placement_bytes, stabilise_, update_rank
+from engine.curvature.stabilise import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
 from engine.curvature.stabilised_inverse import StabilisedSide
 from engine.memory.guard import Rung
 from engine.workspace import Workspace
 
 _NO_CURVATURE = Reached(smallest=0.0, largest=0.0, relative_error=0.0, found_by="eigenvalues")
-_LADDER: tuple[Placement, ...] = ("device", "panels", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +51,18 @@ def rebuilt(
         raise ValueError(f"layer `{layer}`: a matrix is stabilised by its eigenvectors, and none were made")
     size, largest = factor.shape[0], float(values[-1])
     clipped = int((values < max(largest, 0.0) / kappa_max).sum())
-    rank = min(update_rank(size, clipped, factor.dtype), size)
-    planned = workspace.chosen.placement.get(layer) if workspace.chosen is not None else None
+    chosen = workspace.chosen if workspace.plan is None else workspace.plan.chosen
+    planned = None if chosen is None else chosen.placement.get(layer)
     rungs = []
-    for place in _LADDER:
-        on_device, on_host = placement_bytes(size, rank, factor.dtype, place, workspace.device)
+    for place in PLACEMENTS:
+        on_device, on_host = placement_bytes(size, clipped, factor.dtype, place, workspace.device)
         rungs.append(
             Rung(
                 name=place,
                 formula="n² + n · r on the device, and tiles" if place == "device" else "tiles",
                 device_bytes=on_device,
                 # a copy of the factor besides; what came out is looked at when tiles are gone
-                host_bytes=factor.numel() * factor.element_size() + max(on_host, checking_bytes(size)),
+                host_bytes=factor.numel() * factor.element_size() + max(on_host, checking_bytes(size, factor.dtype)),
                 run=partial(_attempt, workspace, factor, values, vectors, kappa_max, place),
             )
         )

@@ -14,6 +14,8 @@ import torch
 from engine.curvature.choosing import fastest, halved, partition, slice_sizes
 from engine.curvature.decompositions import with_decompositions
 from engine.curvature.duration import Work, with_seconds, work_of
+from engine.curvature.later_seconds import with_later_seconds
+from engine.curvature.later_stages import with_later_stages
 from engine.curvature.layer_bytes import DryRun, group_bytes
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.terms import corrected_plan, correction_bytes, plan_of
@@ -157,7 +159,9 @@ class _Ways:
         if self.workspace.collection.ekfac:
             plan = self._with_corrections(plan)
         whole = with_decompositions(plan, self.workspace, self.dtype, self.treated, self.seen, self.shared, self.budget)
-        return with_seconds(whole, self.work)
+        whole = with_later_stages(whole, self.workspace, self.dtype, self.treated, self.seen, self.shared, self.budget)
+        timed = with_seconds(whole, self.work)
+        return with_later_seconds(timed, self.workspace, self.dtype, self.treated, self.seen, self.shared, self.work)
 
     def _with_corrections(self, plan: Plan) -> Plan:
         place: Place = "device" if self.workspace.device.type == "cuda" else "host"

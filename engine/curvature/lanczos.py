@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SHORTEST_BASIS = 3
-"""Vectors: two Ritz vectors and what comes next."""
 _PANEL = 2**20
 
 
@@ -31,7 +29,7 @@ class Lanczos:
     start: Tensor
     """(n,), of any norm; a zero vector says that F is zero."""
     length: int
-    """Vectors kept at once, ``SHORTEST_BASIS`` or more."""
+    """Vectors kept at once, three or more: two Ritz vectors and what comes next."""
     value: float = 0.0
     """The largest Ritz value so far."""
     residual: float = 0.0

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.curvature.panels import wide_product, wide_transposed_product
+from engine.curvature.panels import PANEL_NUMBERS, wide_product, wide_transposed_product
 
 EXACT_ROWS = 1024
 _STEPS = 32
@@ -33,17 +33,19 @@ class Reached:
     """``lanczos``: smallest eigenvalue and error are estimates."""
 
 
-def checking_bytes(size: int) -> int:
-    """Bytes that ``reached`` takes beside the result and its basis."""
+def checking_bytes(size: int, dtype: torch.dtype) -> int:
+    """Bytes that ``reached`` takes beside a result in ``dtype`` and its basis."""
     rows = min(size, EXACT_ROWS)
-    return 8 * (4 * rows * rows + (0 if size <= EXACT_ROWS else 2 * (_STEPS + _PROBES) * size))
+    widened = 0 if dtype == torch.float64 else min(PANEL_NUMBERS, size * size)
+    vectors = 0 if size <= EXACT_ROWS else 2 * (_STEPS + _PROBES) * size + widened
+    return 8 * ((4 * rows * rows if size <= EXACT_ROWS else 0) + vectors)
 
 
 def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Reached:
     """Look at the stabilised ``matrix`` (n, n), whose basis was ``values`` (n,) and ``vectors`` (n, n) or (n, r).
 
     Memory:
-        Up to ``EXACT_ROWS`` rows four matrices in float64; beyond, 32 + 8 vectors.
+        Up to ``EXACT_ROWS`` rows four matrices in float64; beyond, 2 · (32 + 8) vectors, and 16 MiB of widened rows.
     """
     size = matrix.shape[0]
     kept = int((values >= floor).sum())

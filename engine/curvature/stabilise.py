@@ -28,6 +28,8 @@ from engine.curvature.panels import Arrivals, wide_product
 from engine.errors import NonFiniteFactor
 
 Placement = Literal["device", "panels", "host"]
+PLACEMENTS: tuple[Placement, ...] = ("device", "panels", "host")
+"""The fastest first."""
 Update = Literal["none", "clipped", "unclipped", "diagonal"]
 
 SCRATCH_BYTES = 48 * 2**20
@@ -140,17 +142,45 @@ def update_rank(size: int, clipped: int, dtype: torch.dtype) -> int:
 
 
 def placement_bytes(
-    size: int, rank: int, dtype: torch.dtype, placement: Placement, device: torch.device
+    size: int, clipped: int | None, dtype: torch.dtype, placement: Placement, device: torch.device
 ) -> tuple[int, int]:
-    """Bytes on the device and on the host that an update of ``rank`` columns takes.
+    """Bytes on the device and on the host that the update of a factor with so many clipped directions takes.
 
-    Beside the factor and its basis, which are both on the host.
+    Beside the factor and its basis, which are both on the host. None is what the most expensive number takes, where
+    M is what its basis says.
     """
-    if device.type != "cuda":
-        return 0, SCRATCH_BYTES
-    wide = 8 if dtype == torch.float64 else 4
-    held = {"device": size * size * dtype.itemsize + size * rank * wide + SCRATCH_BYTES, "panels": SCRATCH_BYTES}
-    return held.get(placement, 0), 0 if placement == "device" else SCRATCH_BYTES
+    if clipped is None:
+        cost = 1 if dtype == torch.float64 else _FLOAT64_COST
+        turn = cost * size // (1 + cost)
+        worst = [placement_bytes(size, each, dtype, placement, device) for each in (turn, min(turn + 1, size))]
+        return max(each[0] for each in worst), max(each[1] for each in worst)
+    rank = update_rank(size, clipped, dtype)
+    below = rank == clipped
+    wide = dtype if below and dtype.itemsize > 2 else torch.float32 if below else torch.float64
+    wide = torch.float64 if placement == "host" else wide
+    if rank == 0:
+        return 0, 0
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    cuda = device.type == "cuda"
+    if placement == "panels":
+        width = _panel_width(size, rank, wide.itemsize)
+        panels, tiles = 2 * width * rank * wide.itemsize, 2 * width * width * wide.itemsize
+        # both kinds have a twin on the host, and one more panel stays on the device
+        there = panels + panels // 2 + tiles
+        return (there, panels + tiles) if cuda else (0, there + panels + tiles)
+    height, width = tile_extent(size, rank, wide)
+    travels = cuda and placement == "device"
+    converted = kept != wide and not travels
+    left = height * rank * wide.itemsize
+    made = 0 if below and dtype == wide else height * width * wide.itemsize
+    # what a tile was made of is there until the next is
+    tiles = max(left * (3 if converted else 2) + made, left + 2 * made)
+    tiles += width * rank * wide.itemsize if converted else 0
+    if not travels:
+        return 0, tiles
+    # on its way the basis is widened on the host
+    leaving = size * rank * wide.itemsize
+    return size * size * dtype.itemsize + leaving + tiles, leaving if kept != wide else 0
 
 
 def tile_extent(size: int, rank: int, dtype: torch.dtype, scratch_bytes: int = SCRATCH_BYTES) -> tuple[int, int]:
@@ -253,12 +283,16 @@ def _in_tiles_(matrix: Tensor, columns: Tensor, plan: _Plan, scratch_bytes: int)
         del right
 
 
+def _panel_width(size: int, rank: int, item: int, scratch_bytes: int = SCRATCH_BYTES) -> int:
+    """Rows of a panel: two under way, one that stays, two tiles are on the device, and nearly as much on the host."""
+    return min(size, max(_NARROWEST, min(1024, -(-size // 8), scratch_bytes // (5 * item * max(rank, 1024)))))
+
+
 def _in_panels_(matrix: Tensor, plan: _Plan, device: torch.device, scratch_bytes: int) -> None:
     """The same with everything on the host: the columns of one row of tiles stay there, the others visit it in turn."""
     size, rank = plan.columns.shape
     item = torch.empty((), dtype=plan.dtype).element_size()
-    # two panels under way, one that stays, two tiles: on the device, and nearly as much on the host
-    width = min(size, max(_NARROWEST, min(1024, -(-size // 8), scratch_bytes // (5 * item * max(rank, 1024)))))
+    width = _panel_width(size, rank, item, scratch_bytes)
     staging = Staging(width * width, plan.dtype, device)
     arrivals = Arrivals(width, rank, plan.dtype, device)
     weights = plan.weights.to(device, plan.dtype)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from catalog.memory import PLANNED_STAGES, PlannedStage
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
 
@@ -19,8 +20,8 @@ LIBRARY_BYTES = 96 * 2**20
 to disk): 50 to 90 MB measured on a CPU build."""
 
 Place = Literal["device", "host", "disk"]
-Stage = Literal["model", "collection", "correction", "decomposition", "reconstruction", "capacity", "throughout"]
-STAGES: tuple[Stage, ...] = ("model", "collection", "correction", "decomposition", "reconstruction", "capacity")
+Stage = PlannedStage | Literal["throughout"]
+STAGES: tuple[Stage, ...] = PLANNED_STAGES
 """In the order in which a job comes to them."""
 Source = Literal["exact", "traced", "estimated", "calibrated", "measured"]
 
@@ -119,6 +120,11 @@ class Plan:
                 layers[term.layer] = layers.get(term.layer, 0) + term.size_bytes
         return sum(term.size_bytes for term in here if term.layer is None) + max(layers.values(), default=0)
 
+    def _at_peak(self, place: Place) -> list[Term]:
+        """The terms of the stage that holds most in one place."""
+        stage = max(self.stages, key=lambda each: self.stage_bytes(place, each), default="model")
+        return [term for term in self.terms if term.stage in (stage, "throughout")]
+
     @property
     def largest_peak_bytes(self) -> int:
         """The larger of the two peaks that shapes foretell: what the record quotes.
@@ -166,7 +172,7 @@ class Plan:
                 raise BudgetExceeded(
                     f"the plan needs {readable_bytes(needed)} of {place} memory "
                     f"and the budget is {readable_bytes(allowed)}: "
-                    + ", ".join(largest(self.terms, place))
+                    + ", ".join(largest(self._at_peak(place), place))
                     + f"; raise `memory.{place}`{least}, or analyse fewer layers at a time",
                     pointer=f"/memory/{place}",
                 )
