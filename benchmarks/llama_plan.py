@@ -77,6 +77,7 @@ def planned(config: Mapping[str, int], asked: Asked) -> dict[str, Any]:
             artifacts=files,
             scratch=files,
             collection=Collection(batch_size=asked.batch_size),
+            kinds=("capacity",),
             memory=asked.budget,
             examples=asked.examples,
         )
