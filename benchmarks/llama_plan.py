@@ -91,7 +91,8 @@ def table(found: Sequence[tuple[Asked, Mapping[str, Any]]]) -> str:
     for asked, plan in found:
         for stage, figures in plan["stages"].items():
             host, disk = (readable_bytes(figures[f"{place}_bytes"]) for place in ("host", "disk"))
-            hours = "–" if figures["seconds"] is None else f"{figures['seconds'] / 3600:,.1f}"
+            spent = (figures["seconds"] or 0) / 3600
+            hours = f"{spent:.1f}" if spent >= 1 else f"{spent:.1g}"
             lines.append(
                 f"| {asked.words} | {len(plan['parts'])} | {plan['micro_batch']} | {stage} "
                 f"| {host} | {disk if figures['disk_bytes'] else '–'} | {hours} |"

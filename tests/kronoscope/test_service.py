@@ -61,6 +61,8 @@ def test_a_job_goes_through_the_service_and_comes_back_typed(
     done = kronoscope("submit", "job.yaml", "--wait", "--set", "labels.note=first", "--url", url)
     assert done.returncode == 0, done.stderr
     assert "capacity: 2 layers" in done.stdout
+    # what the stages took beside their plan comes with the job's files
+    assert "stages: planned, measured, error" in done.stdout
     (job,) = client.jobs(label="note=first")
     assert job.state == "succeeded"
     results = client.results(job.id)
