@@ -433,7 +433,7 @@ def test_options_are_refused_by_name() -> None:
         ({"quantile_levels": (0.5, 1.5)}, "holds 1.5"),
         ({"top_k": -1}, "is -1"),
         ({"density_bins": 0}, "is 0"),
-        ({"damping_grid": (1.0, 0.5)}, "do not ascend"),
+        ({"damping_grid": (1.0, 0.5)}, "does not ascend"),
         ({"damping_grid": (0.0,)}, "holds 0.0"),
         ({"damping_grid": ()}, "has 0 numbers"),
     ):
