@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
-
 from engine.curvature.calls import Call
+from engine.curvature.joint import NUMBERS_AT_ONCE
 from engine.curvature.layer_bytes import DryRun, kept_terms, row_sizes, sides_of
 from engine.curvature.layers.convolution import ConvolutionLayer
-from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 from engine.curvature.nested import EIGHTHS
 from engine.curvature.offload import staging_numbers
 from engine.curvature.statistics import factor_sides
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.workspace import Workspace
+
+_AT_A_NORMALISATION = 7
+"""Times its output that a normalisation takes on the way back, counted in a residual network."""
 
 
 def plan_of(
@@ -41,8 +43,9 @@ def plan_of(
     saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
     met = None if chosen.activation_checkpointing else seen.met
     # twice what arrives is in what is held where gradients meet it, and a linear layer takes nothing else
-    scratched = [call for call in seen.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
-    patches = max((_scratch(call, seen.examples, examples, workspace.device) for call in scratched), default=0)
+    kinds = (ConvolutionLayer, BlockLayer)
+    scratched = [call for call in seen.calls if met is None or isinstance(call.layer, kinds)]
+    patches = max((_scratch(call, seen.examples, examples, workspace) for call in scratched), default=0)
     # what arrives, and its sum over all uses
     bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
     several = len(chosen.parts) > 1
@@ -57,12 +60,20 @@ def plan_of(
     sizes: list[tuple[str, str, int, Source, Stage]] = [
         ("gradients", formula, gradients, "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
-        ("patches", "padded slice + strips, or a few windows", patches * item, "estimated", "collection"),
+        (
+            "patches",
+            "strips and windows, or a normalisation's copies",
+            patches * item,
+            "estimated",
+            "collection",
+        ),
         ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
     ]
     sizes += row_sizes(treated, seen, item)
     if several:
-        sizes.append(("packed factor", "n² / 2", largest * largest * item // 2, "exact", "collection"))
+        # when it is made, the pass is over, and with it the activations
+        packed = max(0, largest * largest * item // 2 - (0 if saved is None else saved.of(examples)))
+        sizes.append(("packed factor", "n² / 2, beyond the activations", packed, "exact", "collection"))
     if workspace.collection.nested:
         # a follower's copy comes with a copy of the A that it shares
         own = max(
@@ -205,9 +216,12 @@ def _weights(workspace: Workspace, place: Literal["device", "host"]) -> list[Ter
     return found
 
 
-def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
+def _scratch(call: Call, seen: int, examples: int, workspace: Workspace) -> int:
     """Numbers that the moments of one call take besides their sums, for ``examples`` instead of ``seen``."""
     layer, entered, output = call.layer, call.entered, call.output
+    if isinstance(layer, BlockLayer):
+        # what arrives by two branches, what is handed on, and copies: of both, centred, and their product
+        return _AT_A_NORMALISATION * output.numel() * examples // seen
     if layer.form != "kronecker" or 0 in (entered.numel(), output.numel()):
         return 0
     # the gradient's moments may take a copy of it
@@ -217,4 +231,10 @@ def _scratch(call: Call, seen: int, examples: int, device: torch.device) -> int:
         return max(gradient // layer.fan_out * layer.fan_in, gradient)
     if not layer.batch_first(entered, seen):
         return 0  # it will be declared
-    return max(layer.geometry((examples, *entered.shape[1:])).scratch(device), gradient)
+    scratch = max(layer.geometry((examples, *entered.shape[1:])).scratch(workspace.device), gradient)
+    if not workspace.collection.exact_trace:
+        return scratch
+    # the exact trace writes windows: all of them, or those of a few examples beside the last few's
+    windows = gradient // layer.fan_out * layer.fan_in
+    written = windows if windows <= NUMBERS_AT_ONCE else 2 * min(windows, 2 * NUMBERS_AT_ONCE)
+    return max(scratch, written)

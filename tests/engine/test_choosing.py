@@ -167,7 +167,7 @@ def test_what_was_chosen_is_done_again_at_another_pace(monkeypatch: pytest.Monke
 
     def chosen(pace: Any, earlier: Any = None) -> Any:
         made = long_job(pace, batch_size=512)
-        made.memory, made.chosen = budget(106 * MIB), earlier
+        made.memory, made.chosen = budget(108 * MIB), earlier
         return planning.plan_job(made).chosen
 
     first = [chosen(pace) for pace in paces]

@@ -142,7 +142,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> MemoryBudget:
     from engine.memory.plan import LIBRARY_BYTES  # noqa: PLC0415
 
     monkeypatch.setattr(forecast, "resident_bytes", lambda: 0)
-    return MemoryBudget(device_bytes=0, host_bytes=LIBRARY_BYTES + 4 * 2**20)
+    return MemoryBudget(device_bytes=0, host_bytes=LIBRARY_BYTES + 5 * 2**20)
 
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])

@@ -50,7 +50,7 @@ def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None
     assert records[0]["digest_A"]
     assert records[0]["positions"] == 40
     curve = json.loads((ran / "artifacts" / "memory_curve.json").read_text())
-    assert [stage["stage"] for stage in curve["stages"]] == ["collection", "decomposition"]
+    assert [stage["stage"] for stage in curve["stages"]] == ["collection", "decomposition", "capacity"]
     assert all(stage["measured_host_bytes"] > 0 < stage["planned_host_bytes"] for stage in curve["stages"])
     written = {path.relative_to(ran / "artifacts").as_posix() for path in (ran / "artifacts").rglob("*.*")}
     assert written == {
