@@ -48,7 +48,8 @@ def decay(products: Products, rank: int) -> Decay | None:
         return None
     places, heights = [math.log(each) for each in ranks], [math.log(value) for value in values]
     slope, _ = statistics.linear_regression(places, heights)
-    varied = values[0] != values[-1]
+    # values that differ in their last bit alone have one logarithm
+    varied = heights[0] != heights[-1]
     return Decay(
         exponent=-slope if varied else 0.0,
         first_rank=ranks[0],

@@ -258,6 +258,11 @@ def test_decay_is_undefined_over_a_short_range_and_without_error_where_all_are_e
     found = decay(equal, 1200)
     assert found is not None
     assert (found.exponent, found.r_squared) == (0.0, None)
+    # equal but for a decomposition's rounding: 1e10 and the next number have one logarithm
+    rounded = Products([(ascending([1e10] * 260 + [math.nextafter(1e10, math.inf)] * 40), ascending([1.0]))])
+    found = decay(rounded, 300)
+    assert found is not None
+    assert (found.exponent, found.r_squared) == (0.0, None)
 
 
 def test_the_largest_products_of_a_pair() -> None:
