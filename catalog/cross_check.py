@@ -28,7 +28,8 @@ class CrossCheck:
     top_converged: bool | None
     """Whether the residual came below √ε times the eigenvalue, which then is exact to nearly ε."""
     kronecker_spectral_norm: float | None
-    """K-FAC's largest eigenvalue; for the model, which it takes to be block-diagonal, the largest over its layers."""
+    """K-FAC's largest eigenvalue; for the model, which it takes to be block-diagonal, the largest over its layers,
+    null where that of one is not known."""
     iterations: int
     """Products that Lanczos took."""
 

@@ -70,7 +70,8 @@ class CrossChecked:
             return None
         norms = [layer.kronecker_spectral_norm for layer in known]
         totals = [math.fsum(each) for each in zip(*self.samples.values(), strict=True)]
-        largest = max((norm for norm in norms if norm is not None), default=None)
+        # the largest of those that are known may not be the largest
+        largest = None if None in norms else max(norm or 0.0 for norm in norms)
         return _record(totals, self.whole, math.fsum(layer.kronecker_trace for layer in known), largest)
 
 

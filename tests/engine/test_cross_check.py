@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from catalog.capacity import CapacityParams
 from catalog.cross_check import CrossCheck
 from engine.analyses.capacity import measure_capacity
-from engine.analyses.cross_check import interval, student_quantile
+from engine.analyses.cross_check import CrossChecked, interval, student_quantile
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
 from engine.curvature.ggn import GaussNewton, block_of, joined
@@ -152,6 +152,18 @@ def test_every_layer_of_an_odd_model_and_the_whole() -> None:
         assert found.top_residual <= 2e-8 * found.top_eigenvalue
         assert found.trace == pytest.approx(float(truth.trace()), rel=0.25), name
     assert whole.kronecker_trace == pytest.approx(sum(row.kronecker_trace for row in rows.values()))
+
+
+def test_the_largest_eigenvalue_of_a_model_is_unknown_where_a_layers_is() -> None:
+    found = CrossChecked(samples={0: [1.0, 2.0], 1: [3.0, 5.0]}, searches={}, whole=None)
+    first = found.of_layer(0, kronecker_trace=1.0, spectral_norm=0.5)
+    both = found.of_model([first, found.of_layer(1, kronecker_trace=4.0, spectral_norm=0.25)])
+    assert both is not None
+    assert (both.kronecker_spectral_norm, both.kronecker_trace, both.trace) == (0.5, 5.0, 5.5)
+    # a head of which only the diagonal fits may well have the largest of all
+    partly = found.of_model([first, found.of_layer(1, kronecker_trace=4.0, spectral_norm=None)])
+    assert partly is not None
+    assert (partly.kronecker_spectral_norm, partly.kronecker_trace) == (None, 5.0)
 
 
 def test_a_tied_head_is_one_block() -> None:
