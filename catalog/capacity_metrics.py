@@ -155,6 +155,8 @@ class ModelCapacity:
 
     no_spectrum: tuple[str, ...]
     """Layers without eigenvalues; where there are any, what needs all eigenvalues is null."""
+    approximate: tuple[str, ...]
+    """Layers of which a sketch stands for G; where there are any, only the traces are exact."""
     trace_shares: tuple[TraceShare, ...] | None
     frobenius_norm: float | None
     spectral_norm: float | None

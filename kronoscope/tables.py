@@ -187,6 +187,9 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     if rank is not None:
         whole = "" if together is None else f" summed over layers, {number(together)} of the model as a whole"
         parts.append(f"effective rank {number(rank)}{whole}")
+    sketched = _field(_field(summary, "model"), "approximate")
+    if sketched:
+        parts.append(f"approximate, as a sketch stands for G of {', '.join(map(shortened, sketched))}")
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:
         parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")

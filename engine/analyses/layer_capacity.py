@@ -93,11 +93,11 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         if products is not None:
             rank = SCALARS["rank"](sides) if "decay" in wanted else None
             found |= ordered(products, params, None if rank is None else int(rank))
-    structured = sides.structured_G
     return CapacityMetrics(
         form=layer.facts.form,
         dimension=sides.dimension,
-        approximate=structured is not None and structured.approximate,
+        # its norm alone, which takes no eigenvalues, is already that of the sketch
+        approximate=bool(layer.record.sketch_bound),
         no_spectrum=_no_spectrum(layer, sides),
         damping=sides.damping.joint,
         nested=nested_capacity(layer.nested),

@@ -27,6 +27,8 @@ class ModelLayer:
     sides: Sides
     spectral_norm: float | None
     curve: EffectiveDimensionCurve | None
+    approximate: bool = False
+    """Whether a sketch stands for G."""
 
     @classmethod
     def of(cls, name: str, sides: Sides, metrics: CapacityMetrics) -> Self:
@@ -36,6 +38,7 @@ class ModelLayer:
             sides=replace(sides, structured_G=None),
             spectral_norm=sides.spectral_norm,
             curve=metrics.effective_dimension_curve,
+            approximate=metrics.approximate,
         )
 
 
@@ -47,6 +50,7 @@ def model_metrics(layers: Sequence[ModelLayer], params: CapacityParams) -> Model
     """
     wanted = params.selected
     found: dict[str, Any] = dict.fromkeys(ModelCapacity.__dataclass_fields__)
+    found["approximate"] = tuple(layer.name for layer in layers if layer.approximate)
     found |= {name: value for name, value in _closed(layers).items() if name in wanted}
     if "trace" in wanted:
         found["trace_shares"] = _shares(layers)

@@ -403,6 +403,7 @@ def model() -> ModelCapacity:
         **blank
         | {
             "no_spectrum": (),
+            "approximate": (),
             "trace_shares": tuple(TraceShare(layer=name, trace=0.1, share=1 / len(LAYERS)) for name, *_ in LAYERS),
             "participation_ratio": 31.4,
             "effective_rank": 215.3,

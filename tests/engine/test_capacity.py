@@ -422,7 +422,7 @@ def test_each_metric_can_be_asked_for_alone(name: str) -> None:
         assert given <= {name}
         assert getattr(row.metrics, name) == getattr(whole[layer].metrics, name)
     assert {each for each in vars(summary.model) if getattr(summary.model, each) is not None} <= {
-        "no_spectrum", "trace_shares", name,
+        "no_spectrum", "approximate", "trace_shares", name,
     }  # fmt: skip
 
 

@@ -185,6 +185,30 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
     assert collected(again).load(1).G.digest() == side.digest()
 
 
+@pytest.mark.parametrize("metrics", [None, ("frobenius_norm", "participation_ratio")])
+@pytest.mark.parametrize("approximate", [False, True])
+def test_what_is_of_a_sketch_is_labelled_layer_and_model(metrics: tuple[str, ...] | None, *, approximate: bool) -> None:
+    params = CapacityParams(metrics=metrics)
+    made = space(approximate=approximate, chosen=FORCED if approximate else None)
+    if not approximate:
+        made.woodbury = Woodbury(policy="all")
+    made.decomposition = params.decomposition
+    rows, summary = finished(measure_capacity(params, made))
+    assert {name: row.metrics.approximate for name, row in rows.items()} == {"head": approximate, "first": False}
+    assert summary.model.approximate == (("head",) if approximate else ())
+    assert summary.model.frobenius_norm is not None
+
+
+def finished(rows: Any) -> tuple[dict[str, Any], Any]:
+    found = {}
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration as end:
+            return found, end.value
+        found[row.layer] = row
+
+
 class Shelf(MemoryArtifacts):
     """A cache that has nothing, and notes what it is given to keep."""
 

@@ -191,6 +191,12 @@ def test_what_has_not_converged_bears_a_star_and_is_said() -> None:
     assert "not converged" not in summary_line("capacity", said | {"not_converged": {"effective_rank": 0}})
 
 
+def test_what_is_of_a_sketch_is_said_to_be() -> None:
+    said = {"layers": 3, "effective_dimension": 7.5, "model": {"approximate": ("head",)}}
+    assert "approximate, as a sketch stands for G of head" in summary_line("capacity", said)
+    assert "approximate" not in summary_line("capacity", said | {"model": {"approximate": ()}})
+
+
 def test_rows_stand_in_the_models_order_whatever_the_order_they_came_in() -> None:
     text = printed(layer_table("capacity", [metrics_row(ordinal=1, layer="last"), metrics_row(layer="first")]))
     assert text.index("first") < text.index("last")
