@@ -6,17 +6,32 @@ rung that fits beside everything else. The plan names that rung, so that a later
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from engine.curvature.eigenbasis import rungs
+from engine.curvature.eigenbasis import basis_bytes, rungs
 from engine.curvature.eigensolvers import RungCost
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.representation import Foreseen
 from engine.memory.budget import MemoryBudget
+from engine.memory.pace import Pace, usual_pace
 from engine.memory.plan import Plan, Term
 from engine.workspace import Workspace
+
+_OF_A_LAYER = 0.005
+"""Digests, norms and the record of one layer: seconds, whatever the layer."""
+
+
+class _Side(NamedTuple):
+    """One factor of a layer as it is loaded."""
+
+    name: Literal["A", "G"]
+    size: int
+    kind: Literal["dense", "rows", "diagonal"]
+    own: bool
+    """Decomposed for this layer, and not for one that it shares its A with."""
 
 
 def with_decompositions(
@@ -27,72 +42,107 @@ def with_decompositions(
     seen: DryRun,
     shared: dict[str, str],
     budget: MemoryBudget,
+    pace: Pace,
 ) -> Plan:
-    """``plan`` with the terms of every layer's decompositions, and the rungs that they begin with."""
-    storage = workspace.collection.storage_dtype
-    kept = dtype if storage is None else getattr(torch, storage)
+    """``plan`` with the terms and seconds of every layer's decompositions, and the rungs that they begin with."""
+    kept, need = kept_as(workspace, dtype), workspace.decomposition
     several = len(plan.chosen.parts) > 1
     cuda = workspace.device.type == "cuda"
-    # without terms of its own the stage holds what is held throughout
-    held = {place: plan.stage_bytes(place, "decomposition") for place in ("device", "host")}
+    on_host = usual_pace(torch.device("cpu")) if cuda else pace
+    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.examples)
+    sides_of = {layer.name: _sides(layer, seen, follows=layer.name in shared) for layer in treated}
     terms: list[Term] = []
+    if need == "vectors":
+        bases = sum(
+            layer.groups * basis_bytes(side.size, kept)
+            for layer in treated
+            for side in sides_of[layer.name]
+            if side.own and side.kind == "dense"
+        )
+        if bases:
+            terms.append(_term("bases", "Σ n² as kept", bases, "host" if workspace.scratch is None else "disk", None))
+    # without terms of its own the stage holds what is held throughout
+    beside = replace(plan, terms=(*plan.terms, *terms))
+    held = {place: beside.stage_bytes(place, "decomposition") for place in ("device", "host")}
     begun: dict[str, tuple[str, str]] = dict(plan.chosen.rungs)
-    bases = 0
+    seconds = 0.0
     for layer in treated:
-        sides = _sides(layer, follows=layer.name in shared)
-        dense_g = seen.kept(layer).kind == "dense"
-        read = sum(_bytes(size, kept, dense=dense) for _, size, dense, _ in sides) if several else 0
-        taken: dict[str, RungCost] = {}
-        for side, size, dense, own in sides:
-            if not dense or not own or (side == "G" and not dense_g) or workspace.decomposition == "none":
+        loaded = read_back_bytes(layer, seen, kept)
+        # both sides are sent, whichever is decomposed
+        read, sent = loaded if several else 0, loaded if cuda else 0
+        taken: dict[_Side, RungCost] = {}
+        each = _OF_A_LAYER
+        for side in sides_of[layer.name]:
+            if side.kind == "rows" and need != "none":
+                each += _gram_seconds(seen.kept(layer).gram_rows(side.size), side.size, on_host)
+            if side.kind != "dense" or not side.own or need == "none":
                 continue
-            ladder = rungs(size, need=workspace.decomposition, device=workspace.device, dtype=kept)
-            if workspace.decomposition == "vectors":
-                bases += layer.groups * size * size * (8 if kept == torch.float64 else 4)
-            copy = _bytes(size, kept, dense=True) if cuda else 0
+            bound = foreseen.rank_bound(layer, workspace.collection, side.name)
+            ladder = rungs(side.size, need=need, device=workspace.device, dtype=kept, rank_bound=bound)
             fitting = [
-                each
-                for each in ladder
-                if held["device"] + copy + each.device_bytes <= budget.device_bytes
-                and held["host"] + read + each.host_bytes <= budget.host_bytes
+                rung
+                for rung in ladder
+                if held["device"] + sent + rung.device_bytes <= budget.device_bytes
+                and held["host"] + read + rung.host_bytes <= budget.host_bytes
             ]
-            named = plan.chosen.rung(layer.name, side)
-            replayed = [each for each in ladder if each.name == named]
+            named = plan.chosen.rung(layer.parts[0], side.name)
+            replayed = [rung for rung in ladder if rung.name == named]
             if ladder:
-                cheapest = min(ladder, key=lambda each: each.device_bytes + each.host_bytes)
-                taken[side] = (replayed or fitting or [cheapest])[0]
+                cheapest = min(ladder, key=lambda rung: rung.device_bytes + rung.host_bytes)
+                cost = taken[side] = (replayed or fitting or [cheapest])[0]
+                where = pace if cost.device_bytes else on_host
+                each += cost.seconds_flops / where.eigen_operations_per_second
+        seconds += layer.groups * each
         if taken:
+            names = {side.name: cost.name for side, cost in taken.items()}
             for name in layer.parts:
-                begun.setdefault(name, tuple(taken[side].name if side in taken else "" for side in "AG"))  # type: ignore[arg-type]
-        terms += _terms(layer, taken, read, kept, {side: size for side, size, _, _ in sides}, cuda=cuda)
-    if bases and workspace.scratch is None:
-        terms.append(_term("bases", "Σ n² as kept", bases, "host", None))
-    elif bases:
-        terms.append(_term("bases", "Σ n² as kept", bases, "disk", None))
-    return replace(plan, terms=(*plan.terms, *terms), chosen=replace(plan.chosen, rungs=begun))
+                begun.setdefault(name, (names.get("A", ""), names.get("G", "")))
+        terms += _terms(layer, taken, read, sent)
+    return replace(
+        plan,
+        terms=(*plan.terms, *terms),
+        chosen=replace(plan.chosen, rungs=begun),
+        seconds={**plan.seconds, "decomposition": seconds},
+    )
 
 
-def _terms(
-    layer: TreatedLayer, taken: dict[str, RungCost], read: int, kept: torch.dtype, sizes: dict[str, int], *, cuda: bool
-) -> list[Term]:
-    found = []
-    if read:
-        found.append(_term("read back", "in² + out², as kept", read, "host", layer.name))
+def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
+    """Precision of the factors, of sums in ``dtype``."""
+    storage = workspace.collection.storage_dtype
+    kept: torch.dtype = dtype if storage is None else getattr(torch, storage)
+    return kept
+
+
+def read_back_bytes(layer: TreatedLayer, seen: DryRun, kept: torch.dtype) -> int:
+    """Bytes of the factors of one part of ``layer`` as they come back from where they were laid aside."""
+    size = 0 if seen.kept(layer).kind == "dense" else seen.kept(layer).held_bytes(layer) // layer.groups
+    # whoever follows has a copy of the A that it shares
+    for side in _sides(layer, seen, follows=False):
+        size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]
+    return size
+
+
+def _gram_seconds(rows: int, size: int, pace: Pace) -> float:
+    """Of the eigenvalues of ``rows`` gradient rows, by their Gram matrix."""
+    # in float64 a product takes twice as long
+    return 4 * size * rows**2 / pace.operations_per_second + 5 * rows**3 / pace.eigen_operations_per_second
+
+
+def _terms(layer: TreatedLayer, taken: dict[_Side, RungCost], read: int, sent: int) -> list[Term]:
+    places: tuple[tuple[str, int, Literal["device", "host"]], ...] = (
+        ("read back", read, "host"),
+        ("factors on the device", sent, "device"),
+    )
+    found = [_term(name, "in² + out², as kept", size, place, layer.name) for name, size, place in places if size]
     if not taken:
         return found
     # one side after the other
     side, cost = max(taken.items(), key=lambda item: item[1].device_bytes + item[1].host_bytes)
+    formula = f"{cost.formula}, n = {side.size} of {side.name}"
     if cost.host_bytes:
-        found.append(
-            _term(cost.name, f"{cost.formula}, n = {sizes[side]} of {side}", cost.host_bytes, "host", layer.name)
-        )
-    if cuda:
-        copy = _bytes(sizes[side], kept, dense=True)
-        found.append(_term("factor on the device", "n², as kept", copy, "device", layer.name))
+        found.append(_term(cost.name, formula, cost.host_bytes, "host", layer.name))
     if cost.device_bytes:
-        found.append(
-            _term(cost.name, f"{cost.formula}, n = {sizes[side]} of {side}", cost.device_bytes, "device", layer.name)
-        )
+        found.append(_term(cost.name, formula, cost.device_bytes, "device", layer.name))
     return found
 
 
@@ -102,15 +152,11 @@ def _term(name: str, formula: str, size: int, place: Literal["device", "host", "
     )
 
 
-def _bytes(size: int, kept: torch.dtype, *, dense: bool) -> int:
-    return (size * size if dense else size) * kept.itemsize
-
-
-def _sides(layer: TreatedLayer, *, follows: bool) -> list[tuple[Literal["A", "G"], int, bool, bool]]:
-    """(side, rows, whether dense, whether decomposed for this layer) of one layer's factors as they are loaded."""
-    sides: list[tuple[Literal["A", "G"], int, bool, bool]] = [
-        ("G", layer.out_dim, layer.form != "diagonal_block", True)
-    ]
+def _sides(layer: TreatedLayer, seen: DryRun, *, follows: bool) -> tuple[_Side, ...]:
+    """G and, where there is one, A."""
+    dense = layer.form != "diagonal_block"
+    rows = dense and seen.kept(layer).kind != "dense"
+    sides = [_Side("G", layer.out_dim, "rows" if rows else "dense" if dense else "diagonal", own=True)]
     if layer.form not in ("block", "diagonal_block"):
-        sides.append(("A", layer.in_dim, layer.form == "kronecker", not follows))
-    return sides
+        sides.append(_Side("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal", own=not follows))
+    return tuple(sides)

@@ -101,12 +101,14 @@ def with_seconds(plan: Plan, work: Work) -> Plan:
     )
     adding = work.examples * work.adding / pace.operations_per_second
     seconds = {
+        "decomposition": 0.0,
+        **plan.seconds,
         "collection": len(chosen.parts) * once + adding + touched / pace.held_bytes_per_second + moved,
-        "decomposition": sum(9 * rows**3 for rows in work.sides) / pace.eigen_operations_per_second,
     }
     if chosen.corrections:
         # its bases are of the same factors, and made while it runs
-        seconds["correction"] = len(chosen.corrections) * once + adding + seconds["decomposition"]
+        bases = sum(9 * rows**3 for rows in work.sides) / pace.eigen_operations_per_second
+        seconds["correction"] = len(chosen.corrections) * once + adding + bases
     if len(chosen.parts) > 1:
         # written once and read back once
         seconds["decomposition"] += 2 * work.sums_bytes / pace.disk_bytes_per_second

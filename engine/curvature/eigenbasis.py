@@ -146,6 +146,9 @@ def decompose(
     size = factor.shape[0]
     single = smallest_ratio >= SINGLE_SUFFICES
     ladder = solvers(size, need, factor.device, factor.dtype, single=single, rank_bound=rank_bound)
+    if ladder and begin == solvers(size, need, factor.device, factor.dtype, single=single)[0].cost.name:
+        # nothing was passed over; how many rows would enter, a plan may not have known
+        begin = None
     if not ladder:
         raise NotConverged(
             f"layer `{layer}`: a {size}×{size} factor is beyond LAPACK's 32-bit indices, which reach {LARGEST} rows; "

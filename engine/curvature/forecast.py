@@ -113,7 +113,7 @@ class _Ways:
         """The one to take."""
         replayed = self.workspace.chosen
         if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
-            return replace(self._complete(replayed), why="an earlier attempt of this job chose so")
+            return replace(next(self._complete(replayed)), why="an earlier attempt of this job chose so")
         return fastest(list(self._candidates()), self.budget)
 
     def _candidates(self) -> Iterator[Plan]:
@@ -130,7 +130,7 @@ class _Ways:
                 for size in slice_sizes(self.workspace):
                     fixed = Chosen(offload=aside, activation_checkpointing=again, micro_batch=size)
                     for parts in self._cuts(fixed):
-                        yield self._complete(replace(fixed, parts=parts))
+                        yield from self._complete(replace(fixed, parts=parts))
 
     def _cuts(self, fixed: Chosen) -> Iterator[tuple[tuple[str, ...], ...]]:
         """Layers of each pass: all of them; where factors can be laid aside, as many as fit."""
@@ -153,25 +153,29 @@ class _Ways:
             self.workspace, self.item, self.treated, self.seen, self.shared, self.groups, self.held_bytes, chosen
         )
 
-    def _complete(self, chosen: Chosen) -> Plan:
+    def _complete(self, chosen: Chosen) -> Iterator[Plan]:
         """With the passes that re-estimate eigenvalues, and the seconds of everything."""
+        given = self.workspace, self.dtype, self.treated, self.seen, self.shared
         plan = self._plan(chosen)
-        if self.workspace.collection.ekfac:
-            plan = self._with_corrections(plan)
-        whole = with_decompositions(plan, self.workspace, self.dtype, self.treated, self.seen, self.shared, self.budget)
-        whole = with_later_stages(whole, self.workspace, self.dtype, self.treated, self.seen, self.shared, self.budget)
-        timed = with_seconds(whole, self.work)
-        return with_later_seconds(timed, self.workspace, self.dtype, self.treated, self.seen, self.shared, self.work)
+        for whole in self._with_corrections(plan) if self.workspace.collection.ekfac else (plan,):
+            whole = with_decompositions(whole, *given, self.budget, self.work.pace)  # noqa: PLW2901 - built up
+            whole = with_later_stages(whole, *given, self.budget)  # noqa: PLW2901
+            yield with_later_seconds(with_seconds(whole, self.work), *given, self.work)
 
-    def _with_corrections(self, plan: Plan) -> Plan:
+    def _with_corrections(self, plan: Plan) -> Iterator[Plan]:
         place: Place = "device" if self.workspace.device.type == "cuda" else "host"
         given = None if self.workspace.chosen is None else self.workspace.chosen.corrections
         if given and {name for part in given for name in part} == set(self.names):
-            return corrected_plan(plan, self.bases, self.treated, place, given)
-        whole = corrected_plan(plan, self.bases, self.treated, place, (self.names,))
-        if whole.fits(self.budget) or self.workspace.scratch is None:
-            return whole
+            yield corrected_plan(plan, self.bases, self.treated, place, given)
+            return
+        yield corrected_plan(plan, self.bases, self.treated, place, (self.names,))
+        if self.workspace.scratch is None:
+            return
         empty = corrected_plan(plan, self.bases, self.treated, place, ((), ()))
         allowed = self.budget.device_bytes if place == "device" else self.budget.host_bytes
         parts = partition(self.bases, allowed - empty.stage_bytes(place, "correction"))
-        return whole if parts is None else corrected_plan(plan, self.bases, self.treated, place, parts)
+        if parts is not None and len(parts) > 1:
+            yield corrected_plan(plan, self.bases, self.treated, place, parts)
+        elif parts is not None and len(self.bases) > 1:
+            # laid aside, they leave room for faster decompositions
+            yield corrected_plan(plan, self.bases, self.treated, place, halved(self.bases))

@@ -7,8 +7,9 @@ import torch
 
 from catalog.capacity import CapacityParams
 from catalog.reconstruction import ReconstructionParams
+from engine.curvature.decompositions import kept_as
 from engine.curvature.duration import Work
-from engine.curvature.later_stages import kept_as, rebuilt_sides
+from engine.curvature.later_stages import rebuilt_sides
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.reached import EXACT_ROWS

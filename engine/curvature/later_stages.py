@@ -14,6 +14,7 @@ import torch
 from catalog.capacity import CapacityParams
 from catalog.reconstruction import ReconstructionParams
 from engine.curvature.cross_check_bytes import probe_bytes, probes_at_once, search_bytes, search_lengths
+from engine.curvature.decompositions import kept_as, read_back_bytes
 from engine.curvature.disk_bytes import with_disk
 from engine.curvature.eigenbasis import kept_dtype
 from engine.curvature.layer_bytes import DryRun
@@ -259,13 +260,6 @@ def _weight(contents: tuple[tuple[str, str, int], ...]) -> int:
     return sum(size for _, _, size in contents)
 
 
-def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
-    """Precision of the factors, of sums in ``dtype``."""
-    storage = workspace.collection.storage_dtype
-    kept: torch.dtype = dtype if storage is None else getattr(torch, storage)
-    return kept
-
-
 def _carried(plan: Plan, stage: Stage) -> list[Term]:
     """What stands from before; bases are not there before decompositions are made."""
     names = _CARRIED if stage != "cross_check" else tuple(name for name in _CARRIED if name != "bases")
@@ -280,15 +274,11 @@ def _read_back(
     layer: TreatedLayer, seen: DryRun, kept: torch.dtype, stage: Stage, *, copies: int, device: torch.device
 ) -> list[Term]:
     """One part's factors where all wait on the disk, and on a device where they were decomposed."""
-    each = seen.kept(layer)
-    dense = [] if layer.form in ("block", "diagonal_block", "diagonal") else [layer.in_dim]
-    dense += [layer.out_dim] if each.kind == "dense" and layer.form != "diagonal_block" else []
-    size = sum(side * side for side in dense) * kept.itemsize
-    rows = 0 if each.kind == "dense" else each.held_bytes(layer) // layer.groups
+    size = read_back_bytes(layer, seen, kept)
     found = []
     if copies:
         formula = f"{copies} · (in² + out²), as kept" if copies > 1 else "in² + out², as kept"
-        found.append(_term("read back", formula, copies * (size + rows), "host", stage, layer.name))
+        found.append(_term("read back", formula, copies * size, "host", stage, layer.name))
     if device.type == "cuda" and size:
         found.append(_term("factors on the device", "in² + out², as kept", size, "device", stage, layer.name))
     return found

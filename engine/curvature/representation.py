@@ -7,6 +7,7 @@ says why.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -96,20 +97,37 @@ class Foreseen:
     examples: int | None
     """Examples of the data; None where nobody says."""
 
+    def rank_bound(self, layer: TreatedLayer, collection: Collection, side: Literal["A", "G"]) -> int | None:
+        """Most nonzero eigenvalues that A or G of each group will have; None where nothing bounds them."""
+        if isinstance(layer, TiedHeadLayer) or (side == "A" and layer.form != "kronecker"):
+            return None
+        return self._entering(layer, collection, 1) if side == "A" else self.rows(layer, collection)
+
     def rows(self, layer: TreatedLayer, collection: Collection) -> int | None:
         """Gradient rows of each group that will enter G; None where the data's size is unknown.
 
         As if all examples were as long as the first: more or fewer may come.
         """
+        directions = {"mc": collection.samples, "empirical": 1}.get(collection.fisher, self.outputs // self.seen)
+        return self._entering(layer, collection, directions)
+
+    @cached_property
+    def _calls_of(self) -> dict[TreatedLayer, list[Call]]:
+        found: dict[TreatedLayer, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.layer, []).append(call)
+        return found
+
+    def _entering(self, layer: TreatedLayer, collection: Collection, directions: int) -> int | None:
+        """Rows of each group, so many for each position."""
         if self.examples is None:
             return None
         batches = -(-self.examples // collection.batch_size)
         updates = -(-batches // collection.update_freq)
         entering = min(self.examples, updates * collection.batch_size)
-        directions = {"mc": collection.samples, "empirical": 1}.get(collection.fisher, self.outputs // self.seen)
         if isinstance(layer, BlockLayer):
             return entering * directions
-        own = [call for call in self.calls if call.layer is layer or call.layer in layer.roles]
+        own = [call for role in dict.fromkeys((layer, *layer.roles)) for call in self._calls_of.get(role, ())]
         if collection.sharing == "reduce" and layer.form == "kronecker":
             return entering * directions * len(own)
         width = layer.fan_out * layer.groups
