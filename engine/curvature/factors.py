@@ -19,6 +19,7 @@ from engine.curvature.structured import Structured
 from engine.errors import BiasColumnMismatch, BrokenFactors
 
 _HASHED_AT_ONCE = 2**26
+_MIRRORED_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +150,22 @@ def mirrored_(matrix: Tensor) -> Tensor:
     one triangle decides.
     """
     # few rows at once: what is read down the columns stays in the cache, and 4096 rows take a ninth of the time
-    for start in range(0, matrix.shape[-1], 64):
-        stop = min(start + 64, matrix.shape[-1])
+    size = matrix.shape[-1]
+    for start in range(0, size, _MIRRORED_ROWS):
+        stop = min(start + _MIRRORED_ROWS, size)
         matrix[..., stop:, start:stop] = matrix[..., start:stop, stop:].mT
-        block = matrix[..., start:stop, start:stop]
-        block.copy_(block.triu() + block.triu(1).mT)
+    whole = size - size % _MIRRORED_ROWS
+    for blocks in (_diagonal_blocks(matrix[..., :whole, :whole]), matrix[..., whole:, whole:]):
+        upper = torch.ones(blocks.shape[-2:], dtype=torch.bool, device=matrix.device).triu_()
+        blocks.copy_(torch.where(upper, blocks, blocks.mT))
     return matrix
+
+
+def _diagonal_blocks(matrix: Tensor) -> Tensor:
+    """View of ``matrix`` (…, k·b, k·b) as the blocks (…, k, b, b) on its diagonal, b being ``_MIRRORED_ROWS``."""
+    *leading, down, across = matrix.stride()
+    shape = (*matrix.shape[:-2], matrix.shape[-1] // _MIRRORED_ROWS, _MIRRORED_ROWS, _MIRRORED_ROWS)
+    return matrix.as_strided(shape, (*leading, _MIRRORED_ROWS * (down + across), down, across))
 
 
 def packed(matrix: Tensor) -> Tensor:

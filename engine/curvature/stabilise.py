@@ -16,6 +16,7 @@ References:
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +41,11 @@ but there the float64 eigendecomposition before it takes longer still."""
 _TRUST = 0.01
 """Share of the floor that M may differ from ``Q Λ Qᵀ`` by in the clipped directions."""
 _PROBES = 4
-_SAMPLED = 128
+_SAMPLED = 64
 _NARROWEST = 64
+_TALLEST = 512
+_DIAGONAL_ROWS = 128
+"""Rows at once of a block on the diagonal: half of each such square is computed in vain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +188,13 @@ def placement_bytes(
 
 
 def tile_extent(size: int, rank: int, dtype: torch.dtype, scratch_bytes: int = SCRATCH_BYTES) -> tuple[int, int]:
-    """Rows and columns of a tile: few rows, so that little more than a triangle is computed, and what fits of columns.
+    """Rows and columns of a tile: as many rows as a product is efficient with, and what fits of columns.
 
     Two panels of the basis for the rows, one for the columns, and the tile itself in float64 keep to
     ``scratch_bytes``, unless 64 rows of the basis are more than that already.
     """
     item = torch.empty((), dtype=dtype).element_size()
-    wished = min(max(-(-size // 16), 128), 512)
-    rows = min(size, max(_NARROWEST, min(wished, scratch_bytes // (8 * item * max(rank, 1)))))
+    rows = min(size, max(_NARROWEST, min(_TALLEST, scratch_bytes // (8 * item * max(rank, 1)))))
     left = scratch_bytes - 2 * rows * rank * item
     return rows, min(size, max(rows, left // (rank * item + 8 * rows)))
 
@@ -267,20 +270,32 @@ def _in_tiles_(matrix: Tensor, columns: Tensor, plan: _Plan, scratch_bytes: int)
         last = min(first + width, size)
         right = columns[first:last].to(plan.dtype)
         for start in range(0, last, height):
-            stop, begin = min(start + height, size), max(start, first)
+            stop = min(start + height, size)
             left = columns[start:stop].to(plan.dtype) * weights
-            tile = matrix[start:stop, begin:last]
-            if plan.floor is None and matrix.dtype == plan.dtype:
-                tile.addmm_(left, right[begin - first :].mT)
-                continue
-            made = left @ right[begin - first :].mT
-            if plan.floor is None:
-                made += tile
-            elif begin < stop:
-                made.diagonal(start - begin).add_(plan.floor)
-            tile.copy_(made)
+            for row, until, begin, end in _upper(start, stop, first, last):
+                tile, across = matrix[row:until, begin:end], right[begin - first : end - first].mT
+                if plan.floor is None and matrix.dtype == plan.dtype:
+                    tile.addmm_(left[row - start : until - start], across)
+                    continue
+                made = left[row - start : until - start] @ across
+                if plan.floor is None:
+                    made += tile
+                elif begin < until:
+                    made.diagonal(row - begin).add_(plan.floor)
+                tile.copy_(made)
         # before the next is made, not after
         del right
+
+
+def _upper(start: int, stop: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+    """What of rows ``start … stop`` and columns ``first … last`` is above the diagonal: rows and columns of tiles."""
+    if first < stop:
+        for row in range(start, stop, _DIAGONAL_ROWS):
+            until, begin, end = min(row + _DIAGONAL_ROWS, stop), max(row, first), min(stop, last)
+            if begin < end:
+                yield row, until, begin, end
+    if stop < last:
+        yield start, stop, max(stop, first), last
 
 
 def _panel_width(size: int, rank: int, item: int, scratch_bytes: int = SCRATCH_BYTES) -> int:

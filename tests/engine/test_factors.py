@@ -34,6 +34,15 @@ def test_mirroring_takes_the_upper_triangle(size: int) -> None:
     assert torch.equal(mirrored_(matrix.clone()), expected)
 
 
+def test_mirroring_takes_each_of_several_matrices_within_a_larger_tensor() -> None:
+    around = torch.randn(2, 3, 220, 300)
+    expected = around.clone()
+    inside = expected[..., 5:205, 40:240]
+    inside.copy_(inside.triu() + inside.triu(1).mT)
+    mirrored_(around[..., 5:205, 40:240])
+    assert torch.equal(around, expected)
+
+
 def test_digest_is_sha256_of_dtype_shape_and_bytes() -> None:
     matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     expected = hashlib.sha256(b"float32(2, 2)" + struct.pack("<4f", 1, 2, 3, 4)).hexdigest()
