@@ -1,13 +1,15 @@
 """The folder that a foreground run fills: ``job.json``, ``results.json``, ``log.jsonl``, ``artifacts/``.
 
 ``job.json`` says at any time how the run stands; a reader who finds it ``succeeded`` finds the rest
-complete. JSON files are replaced whole (temporary file, fsync, rename); the log grows by whole lines.
+complete. What an earlier run left is set aside until the new one has its first row, and comes back where
+it is refused or stopped before. JSON files are replaced whole (temporary file, fsync, rename); the log
+grows by whole lines.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +21,7 @@ from worker.artifact_check import require_artifact
 _FORMAT = "kronoscope.run/1"
 _OURS = ("results.json", "log.jsonl", "artifacts")
 _SCRATCH = ".waiting"
+_EARLIER = ".earlier"
 
 
 class OutputRefused(ValueError):
@@ -29,7 +32,7 @@ class OutputFolder:
     """One run's folder; the only writer of everything in it but the artifacts' bytes."""
 
     def __init__(self, path: Path, document: object) -> None:
-        """Take the folder over, ending what an earlier run left in it.
+        """Take the folder over, setting aside what an earlier run left in it.
 
         Raises:
             OutputRefused: If it is a file, cannot be written, or holds files of our names that no run wrote.
@@ -55,9 +58,7 @@ class OutputFolder:
         }
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._clear()
-            if self.plan is None:
-                shutil.rmtree(self.scratch, ignore_errors=True)
+            self._set_aside()
             self._write("job.json", self._job)
             self.artifacts.mkdir()
             self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
@@ -81,6 +82,7 @@ class OutputFolder:
                 self._job["plan"] = dict(frame.plan)
                 self._write("job.json", self._job)
             case LayerDone():
+                shutil.rmtree(self.path / _EARLIER, ignore_errors=True)
                 self._rows.append({**frame.outcome, "observed": dict(frame.observed)})
                 self._log.write(canonical_json(_log_record(frame)).encode() + b"\n")
             case ArtifactWritten():
@@ -94,8 +96,15 @@ class OutputFolder:
                 pass
 
     def end(self, state: str, failure: Failed | None) -> None:
-        """Write the results, then the last state: in this order, so that `succeeded` promises them."""
+        """Write the results, then the last state: in this order, so that `succeeded` promises them.
+
+        A run that was refused or stopped before its first row gives back what it found.
+        """
         self._log.close()
+        refused = failure.category == "usage" if failure is not None else state == "cancelled"
+        if refused and not self._rows and (self.path / _EARLIER).exists():
+            self._give_back()
+            return
         # layers arrive by size
         kinds = list(dict.fromkeys(row["kind"] for row in self._rows))
         rows = sorted(self._rows, key=lambda row: (kinds.index(row["kind"]), row["ordinal"]))
@@ -107,7 +116,8 @@ class OutputFolder:
         if failure is not None:
             self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
         self._write("job.json", self._job)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        for name in (_SCRATCH, _EARLIER):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def _plan_of_killed_run(self, document: object) -> dict[str, Any] | None:
         """The plan of a run of the same document that never came to its end."""
@@ -117,21 +127,38 @@ class OutputFolder:
         plan = found.get("plan")
         return plan if isinstance(plan, dict) else None
 
-    def _clear(self) -> None:
+    def _set_aside(self) -> None:
         left = [name for name in _OURS if (self.path / name).exists()]
-        if not left and not (self.path / "job.json").exists():
-            return
-        if self._earlier_run() is None:
+        earlier = self.path / _EARLIER
+        if (left or (self.path / "job.json").exists()) and self._earlier_run() is None:
             raise OutputRefused(
                 f"the output folder {self.path} holds {', '.join(left) or 'job.json'} that no run of Kronoscope wrote;"
                 " give another folder, or an empty one"
             )
-        for name in left:
+        if self.plan is not None or earlier.exists():
+            # what a killed run left is not worth more than what was set aside for it
+            self._remove(left if self.plan is not None else [*left, _SCRATCH])
+            return
+        found = [name for name in (*left, "job.json", _SCRATCH) if (self.path / name).exists()]
+        if found:
+            earlier.mkdir()
+        for name in found:
+            (self.path / name).rename(earlier / name)
+
+    def _give_back(self) -> None:
+        self._remove([*_OURS, "job.json", _SCRATCH])
+        earlier = self.path / _EARLIER
+        for found in earlier.iterdir():
+            found.rename(self.path / found.name)
+        earlier.rmdir()
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def _earlier_run(self) -> dict[str, Any] | None:
         try:

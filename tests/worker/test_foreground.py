@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode
+from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode, encode
 from worker.log_lines import Narrator, closing_lines
 
 RUNNER = "import json, sys; from worker.foreground import main; sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
@@ -227,6 +227,33 @@ def test_an_earlier_run_makes_way(foreground: Any, tmp_path: Any) -> None:
     # layers come by size, and are listed in the model's order
     assert [row["ordinal"] for row in json_file(tmp_path / "out" / "results.json")["layers"]] == [2, 5]
     assert len((tmp_path / "out" / "log.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("refused", [[["fail", "usage"]], [["raw", encode(Stopped()).decode()], ["exit", 5]]])
+def test_a_run_that_is_refused_gives_an_earlier_one_back(foreground: Any, tmp_path: Any, refused: Any) -> None:
+    out = tmp_path / "out"
+    first = foreground(["artifact", "old.json", "{}"], ["layer", 0], ["finish"])
+    frames_of(first)
+    assert first.wait(10) == 0
+    (out / "mine.txt").write_text("mine")
+    before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    request = json.dumps({"document": {**DOCUMENT, "labels": {"a": "b"}}}).encode()
+    second = foreground(["artifact", "new.json", "{}"], *refused, request=request)
+    frames_of(second)
+    assert second.wait(10) in (2, 5)
+    assert {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_fails_later_keeps_what_it_has(foreground: Any, tmp_path: Any) -> None:
+    out = tmp_path / "out"
+    frames_of(foreground(["artifact", "old.json", "{}"], ["layer", 0], ["finish"]))
+    second = foreground(["layer", 5], ["fail", "usage"])
+    frames_of(second)
+    assert second.wait(10) == 2
+    assert json_file(out / "job.json")["state"] == "failed"
+    assert [row["ordinal"] for row in json_file(out / "results.json")["layers"]] == [5]
+    assert sorted(path.name for path in out.iterdir()) == ["artifacts", "job.json", "log.jsonl", "results.json"]
+    assert not list((out / "artifacts").iterdir())
 
 
 @pytest.mark.parametrize("name", ["../escape.json", "/etc/escape.json", "a/../../b.json", ".hidden", ""])
