@@ -15,7 +15,8 @@ class ReconstructionParams:
     visit the device; `host`: on the CPU, in float64. `auto`: the first of these that fits; another begins there."""
     route: Literal["rebuild", "eigenbasis"] = "rebuild"
     """`rebuild`: the stabilised matrices; `eigenbasis`: eigenvectors and clipped eigenvalues, through which an inverse
-    is applied to 1e-6 where a float32 matrix has lost a tenth of it (κ = 1e6)."""
+    is applied to 1e-6 where a float32 matrix has lost a tenth of it (κ = 1e6). A side that is kept as gradient rows
+    has no matrix, and stays an eigenbasis by either route."""
     sides: Literal["both", "A", "G"] = "both"
     """Which factors are stabilised; the other one stays as it is."""
     keep_matrices: bool = True

@@ -226,15 +226,17 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
             if verify:
                 _verify(candidate, found)
             return found
+        if (candidate / "stabilised.index.json").is_file():
+            raise BrokenFactors(f"{candidate} holds eigenbases, alone or among matrices; read it by `load_stabilised`")
     raise BrokenFactors(
         f"{folder} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote"
     )
 
 
 def load_stabilised(path: str | Path) -> StabilisedLayers:
-    """The eigenbases that a reconstruction with `route: eigenbasis` and `sides: both` left.
+    """What a reconstruction with `sides: both` left as eigenbases: by that route, or of gradients kept as rows.
 
-    Matrices, of `route: rebuild`, are read by ``load_factors``.
+    Where all are matrices, of `route: rebuild`, they are read by ``load_factors``.
 
     Args:
         path: The folder `stabilised`, a run's output, or its `artifacts`.
@@ -249,6 +251,7 @@ def load_stabilised(path: str | Path) -> StabilisedLayers:
             return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate))
     raise BrokenFactors(
         f"{folder} holds no stabilised.index.json; give the folder that `reconstruction` wrote with `route: eigenbasis`"
+        "; matrices alone are read by `load_factors`"
     )
 
 

@@ -22,7 +22,7 @@ from engine.curvature.collected import GIVEN_MATRIX, Collected, Kept, write_fact
 from engine.curvature.collection import collected
 from engine.curvature.factors import Factors, packed
 from engine.curvature.panels import wide_product
-from engine.curvature.stabilised_inverse import StabilisedSide
+from engine.curvature.stabilised_inverse import PREFIX, StabilisedSide
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.memory.budget import device_bytes, resident_bytes
@@ -37,7 +37,6 @@ _COLLECTED = (
     "positions", "positions_local", "terms", "world_size", "reduction", "accumulation_dtype", "amp", "fisher",
     "sharing", "samples", "seed", "passes", "digest_A", "kappa_A", "clipped_A", "scale_A", "scale_G",
 )  # fmt: skip
-_PREFIX = {"A": "activation", "G": "gradient"}
 
 
 @dataclass(kw_only=True)
@@ -232,6 +231,8 @@ def _write(
             side: {
                 "kind": "matrix" if side in matrices else "none" if each is None else "eigenbasis",
                 "floor": each.floor if isinstance(each, StabilisedSide) else None,
+                # an eigenbasis has it in its values
+                "scale": (factors.scale_A if side == "A" else factors.scale_G) if side in matrices else 1.0,
             }
             for side, each in contents.items()
         },
@@ -253,9 +254,9 @@ def _write(
     tensors: dict[str, Tensor] = {}
     for side, content in contents.items():
         if isinstance(content, StabilisedSide):
-            tensors |= content.tensors(_PREFIX[side])
+            tensors |= content.tensors(PREFIX[side])
         elif isinstance(content, Tensor):
-            tensors[f"{_PREFIX[side]}_covariance"] = packed(content)
+            tensors[f"{PREFIX[side]}_covariance"] = packed(content)
     artifacts.save_tensors(name, tensors, {"format": FORMAT, "layer": facts.name})
 
 

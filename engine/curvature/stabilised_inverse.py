@@ -9,15 +9,19 @@ Where fewer than half of the directions are above the floor they alone are kept,
 orthogonal to them is divided by f + λ.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from engine.curvature.factors import unpacked
 from engine.errors import BrokenFactors, NonFiniteFactor
 
+PREFIX = {"A": "activation", "G": "gradient"}
+"""Of the names that each side's tensors are stored by."""
 _PANEL_BYTES = 16 * 2**20
 
 
@@ -128,6 +132,19 @@ class StabilisedSide:
         return cls(values=values, vectors=vectors, floor=float(floor))
 
 
+def _of_matrix(stored: Tensor, scale: float, *, diagonal: bool) -> StabilisedSide:
+    """A rebuilt side, of which there is no basis: through that of the matrix as it came out.
+
+    Memory:
+        Three times n² in float64.
+    """
+    if diagonal:
+        return StabilisedSide(values=stored.to(torch.float64) * scale, vectors=None, floor=0.0)
+    size = (math.isqrt(8 * stored.numel() + 1) - 1) // 2
+    values, vectors = torch.linalg.eigh(unpacked(stored, size).to(torch.float64))
+    return StabilisedSide(values=values * scale, vectors=vectors, floor=0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StabilisedInverse:
     """Both sides of a layer: ``(A_s + λ_A I) ⊗ (G_s + λ_G I)`` and its inverse."""
@@ -145,7 +162,7 @@ class StabilisedInverse:
 
 
 class StabilisedLayers(Mapping[str, StabilisedInverse]):
-    """Stored eigenbases by layer name, read when they are asked for."""
+    """Stored sides by layer name, read when they are asked for; a matrix among them is decomposed then."""
 
     def __init__(self, entries: Sequence[Mapping[str, Any]], load: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Take what the index says of each layer, and what reads the tensors of an ordinal."""
@@ -156,16 +173,32 @@ class StabilisedLayers(Mapping[str, StabilisedInverse]):
         """Both sides of a layer.
 
         Raises:
-            BrokenFactors: If one of them was not kept as an eigenbasis.
+            BrokenFactors: If one of them was not kept.
         """
-        own, holder = int(self._layers[layer]["ordinal"]), int(self._layers[layer]["holder_of_A"])
+        entry = self._layers[layer]
+        own, holder, form = int(entry["ordinal"]), int(entry["holder_of_A"]), str(entry["form"])
         tensors = self._load(own)
-        gradient = StabilisedSide.read(tensors, "gradient")
-        shared = tensors if holder == own else self._load(holder)
-        if self._layers[layer]["form"] in ("block", "diagonal_block"):
+        gradient = self._side(entry, tensors, "G", diagonal=form == "diagonal_block")
+        if form in ("block", "diagonal_block"):
             one = torch.ones(1, dtype=torch.float64)
             return StabilisedInverse(A=StabilisedSide(values=one, vectors=None, floor=0.0), G=gradient)
-        return StabilisedInverse(A=StabilisedSide.read(shared, "activation"), G=gradient)
+        shared = tensors if holder == own else self._load(holder)
+        leader = next(each for each in self._layers.values() if int(each["ordinal"]) == holder)
+        return StabilisedInverse(A=self._side(leader, shared, "A", diagonal=form == "diagonal"), G=gradient)
+
+    def _side(
+        self, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], side: Literal["A", "G"], *, diagonal: bool
+    ) -> StabilisedSide:
+        prefix, said = PREFIX[side], entry["sides"].get(side, {})
+        if said.get("kind", "none") == "none":
+            raise BrokenFactors(
+                f"layer `{entry['name']}`: its {side} was not stabilised; ask for `reconstruction.sides: both`, and "
+                "see `why` in its row",
+                layer=str(entry["name"]),
+            )
+        if said["kind"] == "matrix" and f"{prefix}_covariance" in tensors:
+            return _of_matrix(tensors[f"{prefix}_covariance"], float(said.get("scale", 1.0)), diagonal=diagonal)
+        return StabilisedSide.read(tensors, prefix)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)

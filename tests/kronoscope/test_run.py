@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from catalog import ANALYSES
+from engine.errors import BrokenFactors
 from kronoscope.local import load_factors, load_stabilised
 from tests.kronoscope.conftest import KRONOSCOPE, environment, settings
 
@@ -222,3 +223,41 @@ def test_stabilised_factors_are_read_as_factors_and_as_inverses(folder: Path, kr
     again = kronoscope("run", "again.yaml", "--output", "again", "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["summary"]["reconstruction"]["clipped"] == 0
+
+
+@pytest.mark.parametrize("storage", ["null", "float16"])
+def test_matrices_among_gradient_rows_are_inverted_through(folder: Path, kronoscope: Run, storage: str) -> None:
+    """A side of rows is never made dense, so its layer lies as a matrix and an eigenbasis: one reader has both."""
+    told = ("--set", "stabilisation.kappa_max=50", "--set", f"collection.storage_dtype={storage}")
+    kinds = ("--set", "kind=[factors, reconstruction]", "--set", "woodbury.policy=all")
+    done = kronoscope("run", "job.yaml", "--output", "out", *kinds, *told)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(BrokenFactors, match="read it by `load_stabilised`"):
+        load_factors(folder / "out/artifacts/stabilised")
+    inverses = load_stabilised(folder / "out")
+    for layer, factors in load_factors(folder / "out").items():
+        stabilised = []
+        for matrix in (factors.A.double(), factors.G.double()):
+            values, vectors = torch.linalg.eigh(matrix)
+            stabilised.append((vectors * values.clamp_min(float(values[-1]) / 50)) @ vectors.T)
+        a, g = stabilised
+        gradient = torch.ones(g.shape[0], a.shape[0], dtype=torch.float64)
+        truth = torch.linalg.solve(g, torch.linalg.solve(a, gradient.T).T)
+        near = 1e-6 if storage == "null" else 0.05
+        torch.testing.assert_close(
+            inverses[layer].solve(gradient), truth, rtol=near, atol=near * float(truth.abs().max())
+        )
+
+
+def test_a_side_that_was_not_asked_for_is_said_to_be_missing(folder: Path, kronoscope: Run) -> None:
+    told = (
+        "--set",
+        "kind=reconstruction",
+        "--set",
+        "reconstruction.sides=G",
+        "--set",
+        "reconstruction.route=eigenbasis",
+    )
+    assert kronoscope("run", "job.yaml", "--output", "out", *told).returncode == 0
+    with pytest.raises(BrokenFactors, match="its A was not stabilised"):
+        load_stabilised(folder / "out")["0"]
