@@ -10,6 +10,10 @@ from catalog.memory import PLANNED_STAGES
 from kronoscope.tables import number, shortened
 
 _HEAVIEST = 8
+_SHORT_SECONDS = 1.0
+"""A stage of less, foreseen and found, is mostly what begins everything: its share of error says nothing."""
+_MANY = 10.0
+"""An error from which it reads as a multiple."""
 
 
 def show_plan(plan: Mapping[str, Any], console: Console) -> None:
@@ -49,7 +53,8 @@ def taken_table(stages: Iterable[Mapping[str, Any]]) -> Table:
         for name, show in there:
             planned, measured, error = (stage.get(f"{part}_{name}") for part in ("planned", "measured", "error"))
             cells += [show(planned or 0) if planned else "–", show(measured or 0) if measured else "–"]
-            cells.append("–" if error is None else f"{error:+.0%}")
+            short = name == "seconds" and max(planned or 0, measured or 0) < _SHORT_SECONDS
+            cells.append("–" if error is None or short else f"{error:+.0%}" if error < _MANY else f"×{1 + error:.3g}")
         table.add_row(str(stage["stage"]), *cells)
     return table
 

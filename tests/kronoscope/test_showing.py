@@ -8,6 +8,7 @@ from rich.console import Console
 from catalog.capacity_metrics import CapacityMetrics
 from catalog.nested import NestedCapacity
 from catalog.reconstruction import ReconstructedSide
+from kronoscope.plan_tables import taken_table
 from kronoscope.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.tables import declared_lines, layer_table, number, shortened, summary_line
 from kronoscope.views import job_of, layer_of
@@ -47,6 +48,17 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
     assert declared_lines(rows) == ["not covered: pooler, 147,840 parameters, no_gradient"]
     assert "25.0%" in text
     assert "…" not in "".join(line.partition("│")[2] for line in text.splitlines())  # no figure is cut
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "said"),
+    [(0.07, 0.9, "–"), (0.07, 2.17, "×31"), (8.0, 4.0, "-50%"), (2.0, 3.0, "+50%"), (3.0, 0.5, "-83%")],
+)
+def test_seconds_that_are_mostly_a_start_have_no_error(planned: float, measured: float, said: str) -> None:
+    stage = {"stage": "collection", "planned_seconds": planned, "measured_seconds": measured,
+             "error_seconds": measured / planned - 1}  # fmt: skip
+    row = printed(taken_table([stage])).splitlines()[-1]
+    assert row.rpartition("│")[2].strip() == said
 
 
 def test_layers_that_came_by_size_are_shown_in_the_models_order() -> None:
