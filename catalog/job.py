@@ -122,5 +122,7 @@ def _require_labels(labels: Mapping[str, str]) -> None:
     for name, text in labels.items():
         if not _LABEL_NAME.fullmatch(name) or len(text) > 256 or not text.isprintable():
             raise FieldError(
-                "labels", "take names of letters, digits and ._/- (at most 63) and printable values (at most 256)"
+                "labels",
+                f"holds {name[:63]!r}: {text[:40]!r}; take names of letters, digits and ._/- (at most 63) and "
+                "printable values (at most 256)",
             )

@@ -57,7 +57,9 @@ def amount_bytes(field: str, amount: str | float, free_bytes: int) -> int:
         return int(free_bytes * amount)
     match = _AMOUNT.fullmatch(amount.strip())
     if match is None or match[2].lower() not in _UNITS:
-        raise FieldError(field, 'is not a size; write `auto`, a fraction such as 0.5, or "20GiB"')
+        raise FieldError(
+            field, f'is {amount[:40]!r}, which is not a size; write `auto`, a fraction such as 0.5, or "20GiB"'
+        )
     size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 1:
         raise FieldError(field, "is zero bytes; write `auto` or a positive size")

@@ -341,7 +341,10 @@ def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroun
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
         return find_factors(found, "/factors/path")
     if document.kinds != ("reconstruction",):
-        raise Refusal("is a file, and a single matrix is for `kind: reconstruction` alone", pointer="/factors/path")
+        raise Refusal(
+            "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
+            pointer="/factors/path",
+        )
     return MatrixFile(found, reference.tensor, surroundings.log)
 
 

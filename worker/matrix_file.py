@@ -118,7 +118,7 @@ def _chosen(path: Path, header: Mapping[str, TensorEntry], tensor: str | None) -
 def _require_finite(path: Path, name: str, matrix: Tensor) -> None:
     bad = sum(int((~torch.isfinite(rows)).sum()) for rows in torch.split(matrix, _ROWS_AT_ONCE))
     if bad:
-        raise _refused(path, name, f"holds NaN or Inf in {bad} of its {matrix.numel()} numbers")
+        raise _refused(path, name, f"holds NaN or Inf in {bad} of its {matrix.numel()} numbers; give finite ones")
 
 
 def _require_symmetric(path: Path, name: str, matrix: Tensor) -> float:

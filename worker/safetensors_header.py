@@ -61,7 +61,7 @@ def read_header(path: Path, pointer: str) -> dict[str, TensorEntry]:
             if foreign is not None:
                 raise _broken(path, f"is {foreign}, not safetensors; save the tensors with safetensors", pointer)
             raise _broken(path, f"declares a header of {length:,} bytes; the file has {size:,}, at most "
-                          f"{MAX_HEADER_BYTES:,} are read", pointer)  # fmt: skip
+                          f"{MAX_HEADER_BYTES:,} are read; save the tensors with safetensors", pointer)  # fmt: skip
         raw = file.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_without_duplicates)

@@ -46,7 +46,11 @@ class Surroundings:
                     code="not_allowed",
                 )
         if not real.exists():
-            raise Refusal(f"{path} does not exist on this machine", pointer=pointer, code="not_found")
+            raise Refusal(
+                f"{path} does not exist on this machine; name a file or folder that does",
+                pointer=pointer,
+                code="not_found",
+            )
         if not (real.is_file() or real.is_dir()):
             raise Refusal(f"{path} is neither a file nor a folder", pointer=pointer, code="not_found")
         return real

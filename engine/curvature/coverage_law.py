@@ -37,7 +37,8 @@ def surveyed(model: nn.Module, collection: Collection) -> Survey:
     if not found.treated and not possible:
         reasons = sorted(reason_counts(found.declared)) or ["no trainable parameter"]
         raise NothingToAnalyse(
-            f"the model ({type(model).__name__}) has no layer that can be treated: {', '.join(reasons)}",
+            f"the model ({type(model).__name__}) has no layer that can be treated: {', '.join(reasons)}; "
+            "give one with weights that are trained (`requires_grad`)",
             pointer="/model",
         )
     closed = [row for row in found.declared if not row.open]
