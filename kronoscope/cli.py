@@ -337,6 +337,8 @@ def _show_progress(job: Job, display: Display) -> None:
         display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "")
     elif not job.ended:
         display.update(job.state, 0, None, "")
+    elif job.state == "succeeded" and progress is not None and progress.stage is not None and progress.total:
+        display.update(progress.stage, progress.total, progress.total, progress.unit or "")
 
 
 def _require_success(outcome: Outcome) -> None:

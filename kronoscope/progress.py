@@ -69,8 +69,9 @@ class BarDisplay:
         """Move the stage's bar; one of unknown length pulses."""
         if stage not in self._tasks:
             for other in self._bars.tasks:
-                if other.total is None:
-                    self._bars.update(other.id, total=max(other.completed, 1), completed=max(other.completed, 1))
+                # what was seen of it last may lie some time back
+                whole = max(other.completed, 1) if other.total is None else other.total
+                self._bars.update(other.id, total=whole, completed=whole)
             self._tasks[stage] = self._bars.add_task(escape(stage), total=total, unit=unit)
         self._bars.update(self._tasks[stage], completed=done, total=total, unit=unit)
         if not self._shown and time.monotonic() - self._begun > _QUIET_SECONDS:

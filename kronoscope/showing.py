@@ -24,7 +24,7 @@ def show_results(
     there = dict.fromkeys([row.kind for row in rows])
     for kind in dict.fromkeys([*(kind for kind in kinds if kind in there), *there]):
         chosen = [row for row in rows if row.kind == kind]
-        console.print(layer_table(kind, chosen))
+        console.print(layer_table(kind, chosen, console.width))
         for line in declared_lines(chosen):
             console.print(line, markup=False, soft_wrap=True)
         if kind in summary:

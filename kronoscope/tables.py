@@ -113,8 +113,11 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 
 
-def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
-    """One analysis's covered rows. Figures are shown whole; names take what the width leaves them."""
+def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
+    """One analysis's covered rows. Figures are shown whole; names take what the width leaves them.
+
+    Where ``width`` is too narrow for all columns, the first figures are left out, and named below.
+    """
     # measured largest first, and shown in the model's order
     covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
     columns = _COLUMNS.get(kind) or _generic_columns(covered)
@@ -124,14 +127,23 @@ def layer_table(kind: str, rows: Sequence[Layer]) -> Table:
     headings = ["parameters", *(heading for heading, _ in columns)]
     figures = [[number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]
     widths = [max(len(text) for text in column) for column in zip(headings, *figures, strict=True)]
-    left = _WIDTH - sum(widths) - 3 * len(widths)
+    shown = 0
+    names = min(_LEAST_NAME, max((len(row.layer or "(model)") for row in covered), default=0))
+    while len(widths) - shown > 1 and sum(widths[shown:]) + 3 * len(widths[shown:]) + names > width:
+        shown += 1
+    left_out, headings, widths = headings[:shown], headings[shown:], widths[shown:]
+    figures = [texts[shown:] for texts in figures]
+    left = width - sum(widths) - 3 * len(widths)
     longest = max(_LEAST_NAME, min(_NAME_WIDTH, left))
     table = Table(title=f"{kind}: {_layers(len(covered))}", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("layer", no_wrap=True)
-    for heading, width in zip(headings, widths, strict=True):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    for heading, least in zip(headings, widths, strict=True):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=least)
     for row, texts in zip(covered, figures, strict=True):
         table.add_row(Text(shortened(row.layer or "(model)", longest)), *(Text(text) for text in texts))
+    if left_out:
+        table.caption = f"too narrow for {', '.join(left_out)}"
+        table.caption_justify = "left"
     return table
 
 
@@ -224,7 +236,9 @@ def job_table(jobs: Iterable[Job]) -> Table:
     """Jobs, as a list."""
     table = Table(pad_edge=False, show_edge=False)
     for heading in ("id", "kind", "state", "progress", "created"):
-        table.add_column(heading, no_wrap=True)
+        # an id that is cut is of no use, so the kinds fold
+        whole = {"id": 36, "state": 9, "progress": 8, "created": 16}.get(heading)
+        table.add_column(heading, no_wrap=whole is not None, overflow="fold", min_width=whole)
     for job in jobs:
         percent = job.progress.percent if job.progress is not None else None
         table.add_row(job.id, ", ".join(job.kinds), job.state, "–" if percent is None else f"{percent:.0f} %",

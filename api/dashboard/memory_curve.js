@@ -112,12 +112,18 @@ function stageTable(stages) {
     ["seconds", "Time", seconds],
   ].filter(([name]) => stages.some((stage) => stage[`measured_${name}`]));
   if (!quantities.length) return null;
-  const signed = (error) => (typeof error === "number" ? `${error < 0 ? "−" : "+"}${Math.abs(Math.round(error * 100))} %` : "–");
+  const signed = (error) => {
+    if (typeof error !== "number") return "–";
+    if (error >= 10) return `×${Math.round(1 + error)}`;
+    return `${error < 0 ? "−" : "+"}${Math.abs(Math.round(error * 100))} %`;
+  };
   const cells = (stage) =>
     quantities.flatMap(([name, , show]) => {
       const [planned, measured, error] = ["planned", "measured", "error"].map((part) => stage[`${part}_${name}`]);
       const over = name !== "seconds" && error > 0;
-      return [planned ? show(planned) : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, signed(error))].map((value) => h("td", {}, value));
+      // below a second, foreseen and found, it is mostly what begins everything
+      const short = name === "seconds" && Math.max(planned ?? 0, measured ?? 0) < 1;
+      return [planned ? show(planned) : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, short ? "–" : signed(error))].map((value) => h("td", {}, value));
     });
   return h(
     "div",

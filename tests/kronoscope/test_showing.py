@@ -10,7 +10,7 @@ from catalog.nested import NestedCapacity
 from catalog.reconstruction import ReconstructedSide
 from kronoscope.plan_tables import taken_table
 from kronoscope.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
-from kronoscope.tables import declared_lines, layer_table, number, shortened, summary_line
+from kronoscope.tables import declared_lines, job_table, layer_table, number, shortened, summary_line
 from kronoscope.views import job_of, layer_of
 
 ROW = {
@@ -59,6 +59,31 @@ def test_seconds_that_are_mostly_a_start_have_no_error(planned: float, measured:
              "error_seconds": measured / planned - 1}  # fmt: skip
     row = printed(taken_table([stage])).splitlines()[-1]
     assert row.rpartition("│")[2].strip() == said
+
+
+def test_columns_that_a_narrow_terminal_has_no_room_for_are_named() -> None:
+    for width in (40, 60, 80):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(layer_table("capacity", [metrics_row(layer="conv")], width))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        heading = text.splitlines()[1]
+        below = " ".join(text.partition("too narrow for ")[2].split())
+        told = below.split(", ") if below else []
+        asked = ["parameters", "A×G", "trace", "eff. rank", "eff. dim.", "share", "decay", "κ"]
+        assert [name.strip() for name in heading.split("┃")] == ["layer", *asked[len(told) :]]
+        assert told == asked[: len(told)]
+        assert "…" not in text
+        assert bool(told) == (width < 80)
+    wide = printed(layer_table("capacity", [metrics_row(layer="conv")]))
+    assert "too narrow" not in wide
+
+
+def test_an_id_is_never_cut() -> None:
+    job = {"id": "01a200b9-844c-77ac-8195-4c9bfab2d2e5", "kinds": ["factors", "capacity", "reconstruction"],
+           "state": "succeeded", "document": {}, "created_at": "2026-01-02T03:04:05Z"}  # fmt: skip
+    text = printed(job_table([job_of(job)]))
+    assert job["id"] in text
+    assert "2026-01-02 03:04" in text
 
 
 def test_layers_that_came_by_size_are_shown_in_the_models_order() -> None:
