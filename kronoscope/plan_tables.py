@@ -54,7 +54,9 @@ def taken_table(stages: Iterable[Mapping[str, Any]]) -> Table:
             planned, measured, error = (stage.get(f"{part}_{name}") for part in ("planned", "measured", "error"))
             cells += [show(planned or 0) if planned else "–", show(measured or 0) if measured else "–"]
             short = name == "seconds" and max(planned or 0, measured or 0) < _SHORT_SECONDS
-            cells.append("–" if error is None or short else f"{error:+.0%}" if error < _MANY else f"×{1 + error:.3g}")
+            cells.append(
+                "–" if error is None or short else f"{error:+.0%}" if error < _MANY else f"×{number(round(1 + error))}"
+            )
         table.add_row(str(stage["stage"]), *cells)
     return table
 
