@@ -6,7 +6,7 @@ from catalog.layer_record import Branch
 from engine.curvature.collected import LayerFacts
 from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.factors import Factors
-from engine.curvature.softmax_head import SoftmaxFisher
+from engine.curvature.structured import RowSide
 from engine.curvature.woodbury import Factorised, LowRank
 from engine.workspace import Workspace
 
@@ -37,7 +37,7 @@ def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
             "gradient_rows_device": facts.rows_place if rows else None,
             "sketch_bound": side.bound,
         }
-    if not isinstance(side, (LowRank, SoftmaxFisher)):
+    if not isinstance(side, RowSide):
         names = ("gradient_rows", "gradient_rows_dtype", "gradient_rows_device", "sketch_bound")
         return dict.fromkeys(names)
     return {

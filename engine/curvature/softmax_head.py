@@ -34,7 +34,7 @@ References:
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
 
@@ -46,7 +46,7 @@ from engine.curvature.factors import digest, mirrored_
 from engine.curvature.gram import add_gram_
 from engine.curvature.largest_eigenvalue import largest_eigenvalue
 from engine.curvature.shift_panels import over_shifts
-from engine.curvature.structured import Structured
+from engine.curvature.structured import RowSide
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.memory.guard import Guard
 
@@ -58,7 +58,6 @@ _DENSE_ROWS = 4096
 """Up to here all eigenvalues are had from the dense matrix, within seconds: 128 MiB in float64."""
 _FAR = 1e6
 """Times the trace: beyond it the third term of a series in λ/s is below 1e-12 of the first."""
-_HOST = torch.device("cpu")
 
 
 def softmax_head_bytes(positions: int, classes: int, item: int, *, tied: bool = False) -> int:
@@ -72,20 +71,17 @@ def capacitance_bytes(positions: int, classes: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SoftmaxFisher(Structured):
-    """``S = Σ_t ω_t (diag p_t − p_t p_tᵀ) + diag e``.
+class SoftmaxFisher(RowSide):
+    """``S = Σ_t ω_t (diag p_t − p_t p_tᵀ) + diag e``, of rows (T, V) ≥ 0, any multiple of each position's p.
 
     Memory:
         T·V numbers as they are stored; while a method runs T² and a few V in float64, and 48 MiB.
     """
 
-    rows: Tensor
-    """(T, V) ≥ 0: any multiple of each position's probabilities, in the storage dtype."""
     weights: Tensor
     """ω (T,) float64."""
     excess: Tensor | None = None
     """e (V,) float64 ≥ 0; None is zero."""
-    computes_on: torch.device = field(default=_HOST)
 
     @property
     def kind(self) -> Literal["softmax_head"]:
@@ -93,28 +89,9 @@ class SoftmaxFisher(Structured):
         return "softmax_head"
 
     @property
-    def size(self) -> int:
-        """V: rows and columns of S."""
-        return self.rows.shape[1]
-
-    @property
-    def count(self) -> int:
-        """T: rows of W."""
-        return self.rows.shape[0]
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of rows, weights and excess."""
         return softmax_head_bytes(self.count, self.size, self.rows.element_size(), tied=self.excess is not None)
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """Precision of the rows."""
-        return self.rows.dtype
-
-    def to(self, device: torch.device) -> Self:
-        """The same rows, taken to ``device`` a part at a time."""
-        return replace(self, computes_on=device)
 
     def trace(self) -> float:
         """Sum of the diagonal."""

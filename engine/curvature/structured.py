@@ -6,6 +6,7 @@ Each kind says what it holds and which of these cost what.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from engine.memory.guard import Guard
 
+_HOST = torch.device("cpu")
 Kind = Literal["woodbury", "softmax_head", "diagonal_sketch"]
 
 
@@ -127,3 +129,31 @@ class Structured(ABC):
     @abstractmethod
     def digest(self) -> str:
         """SHA-256 over all that is stored."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSide(Structured):
+    """A side that is kept as rows (T, n), one of each position."""
+
+    rows: Tensor
+    """(T, n), in the storage dtype."""
+    computes_on: torch.device = field(default=_HOST)
+
+    @property
+    def size(self) -> int:
+        """Rows and columns of ``S``."""
+        return self.rows.shape[1]
+
+    @property
+    def count(self) -> int:
+        """T: rows that are kept."""
+        return self.rows.shape[0]
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Precision of the rows."""
+        return self.rows.dtype
+
+    def to(self, device: torch.device) -> Self:
+        """The same rows, taken to ``device`` a part at a time."""
+        return replace(self, computes_on=device)

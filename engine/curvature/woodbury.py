@@ -22,7 +22,7 @@ References:
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest
-from engine.curvature.structured import Structured
+from engine.curvature.structured import RowSide
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.memory.guard import Guard
 
@@ -39,7 +39,6 @@ _CHUNK_NUMBERS = 2**21
 """Numbers widened at once: 16 MiB in float64."""
 _NOISE = 4 * torch.finfo(torch.float64).eps
 """An eigenvalue of the Gram matrix below this, times T, of the largest is rounding."""
-_HOST = torch.device("cpu")
 
 
 def low_rank_bytes(rows: int, size: int, item: int) -> int:
@@ -58,20 +57,17 @@ def basis_bytes(rows: int, size: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LowRank(Structured):
-    """``G = Σ_t (s_t u_t)(s_t u_t)ᵀ / w``.
+class LowRank(RowSide):
+    """``G = Σ_t (s_t u_t)(s_t u_t)ᵀ / w``, of its rows u.
 
     Memory:
         T·n numbers as they are stored; T² in float64 while a method runs, and 16 MiB of widened rows.
     """
 
-    rows: Tensor
-    """u (T, n), in the storage dtype."""
     scales: Tensor
     """s (T,) float64, beside the rows."""
     weight: float
     """w: loss terms."""
-    computes_on: torch.device = field(default=_HOST)
 
     @property
     def kind(self) -> Literal["woodbury"]:
@@ -79,28 +75,9 @@ class LowRank(Structured):
         return "woodbury"
 
     @property
-    def size(self) -> int:
-        """Rows and columns of G."""
-        return self.rows.shape[1]
-
-    @property
-    def count(self) -> int:
-        """T: rows."""
-        return self.rows.shape[0]
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of rows and scales."""
         return low_rank_bytes(self.count, self.size, self.rows.element_size())
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """Precision of the rows."""
-        return self.rows.dtype
-
-    def to(self, device: torch.device) -> Self:
-        """The same rows, taken to ``device`` a chunk at a time."""
-        return replace(self, computes_on=device)
 
     def trace(self) -> float:
         """Sum of the squares of all rows."""
