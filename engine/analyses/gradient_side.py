@@ -4,10 +4,11 @@ from typing import Any
 
 from catalog.layer_record import Branch
 from engine.curvature.collected import LayerFacts
+from engine.curvature.damped_gram import Factorised
 from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.factors import Factors
 from engine.curvature.structured import RowSide
-from engine.curvature.woodbury import Factorised, LowRank
+from engine.curvature.woodbury import LowRank
 from engine.workspace import Workspace
 
 _BRANCHES: dict[str, Branch] = {

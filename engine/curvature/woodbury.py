@@ -9,9 +9,9 @@ The gradient of the same positions is ``V = Uᵀ C / √w``, within the span of 
 
     (G + λI)⁻¹ V = Uᵀ (λI + K)⁻¹ C / √w
 
-(push-through) is exact to rounding, where ``(V − Uᵀ(…)⁻¹U V)/λ`` cancels all of its digits. Any other
-right-hand side is split along the eigenvectors ``Q = Uᵀ V Λ^{-1/2} / √w``: ``Q c/(λ + Λ) + (v − Q c)/λ``,
-projected twice.
+(push-through) keeps its digits, where ``(V − Uᵀ(…)⁻¹U V)/λ`` cancels all of them (``damped_gram`` says how
+where rows depend on each other). Any other right-hand side is split along the eigenvectors
+``Q = Uᵀ V Λ^{-1/2} / √w``: ``Q c/(λ + Λ) + (v − Q c)/λ``, projected twice.
 
 References:
     Woodbury (1950), Inverting modified matrices
@@ -29,6 +29,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from engine.curvature.damped_gram import NOISE, Factorised, cancellation, independent_solve, robust_solve
 from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest
 from engine.curvature.structured import RowSide
@@ -37,8 +38,8 @@ from engine.memory.guard import Guard
 
 _CHUNK_NUMBERS = 2**21
 """Numbers widened at once: 16 MiB in float64."""
-_NOISE = 4 * torch.finfo(torch.float64).eps
-"""An eigenvalue of the Gram matrix below this, times T, of the largest is rounding."""
+_MOST_CANCELLED = 16
+"""Up to here float32 keeps six digits of a product with the rows."""
 
 
 def low_rank_bytes(rows: int, size: int, item: int) -> int:
@@ -188,15 +189,22 @@ class LowRank(RowSide):
         solved = self._transposed_apply(inner @ (along / (values + damping)[:, None])).add_(rest.div_(damping))
         return solved.to(right.device, right.dtype)
 
-    def push_through(self, inner: Tensor, damping: float, eps: float = 1e-6) -> tuple[Tensor, "Factorised"]:
+    def push_through(self, inner: Tensor, damping: float, eps: float = 1e-6) -> tuple[Tensor, Factorised]:
         """``(G + damping·I)⁻¹ V`` of a ``V = Uᵀ inner / √w`` (n, k), for ``inner`` (T, k), and how it was had.
 
-        The T×T solve is done in float64, the product with the rows in the precision of ``inner``.
+        The T×T solve is done in float64, the product with the rows in the precision of ``inner``; all of it in
+        float64, and without Cholesky, where that product would cancel.
+
+        Memory:
+            3 T² and 2 T·k numbers in float64, some 10 T² where rows depend on each other; the result.
         """
-        wide = inner.to(self.computes_on)
-        solved, taken = robust_solve(self.gram(), wide.to(torch.float64), damping, eps)
-        found = self._transposed_apply(solved.to(torch.promote_types(inner.dtype, torch.float32)))
-        return found.to(inner.device, inner.dtype), taken
+        gram, wide = self.gram(), inner.to(self.computes_on, torch.float64)
+        solved, taken = robust_solve(gram, wide, damping, eps)
+        if cancellation(gram, solved) <= _MOST_CANCELLED:
+            narrow = solved.to(torch.promote_types(inner.dtype, torch.float32))
+            return self._transposed_apply(narrow).to(inner.device, inner.dtype), taken
+        found = self._transposed_apply(independent_solve(gram, wide, damping))
+        return found.to(inner.device, inner.dtype), Factorised(rung="independent", jitter=0.0)
 
     def logdets(self, shifts: Tensor) -> Tensor:
         """``log det(G + s·I)``: T eigenvalues, and the shift itself n − T times."""
@@ -249,7 +257,7 @@ class LowRank(RowSide):
         parts = (digest(self.rows), digest(self.scales), repr(self.weight))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
-    def factorised(self, damping: float, eps: float) -> "Factorised":
+    def factorised(self, damping: float, eps: float) -> Factorised:
         """How ``damping·I + K`` is inverted: by Cholesky, nearly always without any jitter."""
         gram = self.gram()
         return robust_solve(gram, gram.new_zeros(self.count, 0), damping, eps)[1]
@@ -264,7 +272,7 @@ class LowRank(RowSide):
         """Nonzero eigenvalues (r,) ascending, and ``V Λ^{-1/2}`` (T, r), which the rows turn into eigenvectors."""
         values, vectors = torch.linalg.eigh(self.gram())
         largest = values[-1].clamp_min(0) if values.numel() else values.new_zeros(())
-        kept = values > _NOISE * max(self.count, 1) * largest
+        kept = values > NOISE * max(self.count, 1) * largest
         values = values[kept]
         return values, vectors[:, kept] / values.sqrt()
 
@@ -297,42 +305,6 @@ class LowRank(RowSide):
         for start, rows in self._chunks(inner.dtype):
             total.addmm_(rows.T, inner[start : start + rows.shape[0]])
         return total
-
-
-@dataclass(frozen=True, kw_only=True)
-class Factorised:
-    """How a damped Gram matrix was inverted."""
-
-    rung: Literal["cholesky", "cholesky_jittered", "pseudo_inverse"]
-    jitter: float
-    """What was added to the diagonal besides the damping."""
-
-
-def robust_solve(gram: Tensor, right: Tensor, damping: float, eps: float) -> tuple[Tensor, Factorised]:
-    """``(damping·I + gram)⁻¹ right`` by Cholesky, and what had to be added to the diagonal for it.
-
-    The jitter begins at ``eps`` times the mean diagonal and grows tenfold until it exceeds that mean;
-    the pseudo-inverse, which adds none, is the last rung.
-
-    Memory:
-        2 T² numbers.
-    """
-    shifted = gram.clone()
-    shifted.diagonal().add_(damping)
-    mean = float(shifted.diagonal().abs().mean()) if gram.numel() else 0.0
-    added, wanted = 0.0, eps * mean
-    while added <= mean:
-        factor, failed = torch.linalg.cholesky_ex(shifted)
-        if not bool(failed.any()):
-            taken = Factorised(rung="cholesky_jittered" if added else "cholesky", jitter=added)
-            return torch.cholesky_solve(right, factor), taken
-        if not wanted:
-            break
-        shifted.diagonal().add_(wanted - added)
-        added, wanted = wanted, 10 * wanted
-    shifted.diagonal().sub_(added)
-    inverse = torch.linalg.pinv(shifted, hermitian=True)
-    return inverse @ right, Factorised(rung="pseudo_inverse", jitter=0.0)
 
 
 def scaled_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

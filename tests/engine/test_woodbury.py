@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.curvature.woodbury import LowRank, basis_bytes, gram_bytes, robust_solve, scaled_rows
+from engine.curvature.damped_gram import robust_solve
+from engine.curvature.woodbury import LowRank, basis_bytes, gram_bytes, scaled_rows
 from tests.memory_profile import peak_bytes
 
 T, N = 23, 61
@@ -100,6 +101,46 @@ def test_push_through_keeps_its_digits_where_damping_is_tiny(condition: float) -
     assert taken.jitter == 0
     textbook = (gradient - matrix @ gradient / damping) / damping
     assert error(textbook, expected) > 1
+
+
+def squared_softmax_columns(positions: int, classes: int) -> Tensor:
+    """What `type2` sends back: of each position as many rows as classes, which add up to nothing with weights √p."""
+    p = torch.softmax(3 * drawn(positions, classes, seed=8), -1)
+    jacobians = drawn(positions, classes, N, seed=5)
+    return (p.sqrt()[:, :, None] * (jacobians - torch.einsum("tc,tcn->tn", p, jacobians)[:, None])).flatten(0, 1)
+
+
+DEPENDENT = {
+    "the same rows twice": drawn(T, N)[torch.arange(2 * T) % T],
+    "rows of zeros": drawn(T, N) * (torch.arange(T) % 3 > 0)[:, None],
+    "rows of all sizes": drawn(T, N) * torch.logspace(0, -8, T, dtype=torch.float64)[:, None],
+    "nearly parallel rows": 1 + 1e-2 * drawn(T, N),
+    "a wide spectrum": spread(T, N, 1e8),
+    "as many rows as outputs": drawn(N, N),
+    "the columns of type2": squared_softmax_columns(6, 5),
+    "a single row": drawn(1, N),
+}
+
+
+@pytest.mark.parametrize("rows", DEPENDENT)
+@pytest.mark.parametrize("condition", [1e4, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_push_through_keeps_its_digits_whatever_the_rows_depend_on(
+    rows: str, condition: float, dtype: torch.dtype
+) -> None:
+    # in float32 they would depend on each other but for their rounding, of which the rest is then made
+    stored = torch.float64 if rows == "the columns of type2" and dtype == torch.float32 else dtype
+    side = low_rank(DEPENDENT[rows], stored)
+    exact = side.rows.to(torch.float64) * side.scales[:, None]
+    inner = drawn(exact.shape[0], 4, seed=3).to(torch.float32)
+    damping = side.spectral_norm() / condition
+    left, roots, right = torch.linalg.svd(exact / math.sqrt(17), full_matrices=False)
+    roots = torch.where(roots > 1e-13 * roots[0], roots, 0.0)
+    expected = right.T @ ((roots / (damping + roots**2))[:, None] * (left.T @ inner.to(torch.float64)))
+    found, taken = side.push_through(inner, damping)
+    assert found.dtype == torch.float32
+    assert error(found, expected) < 1e-5
+    assert taken.jitter == 0
 
 
 @pytest.mark.parametrize("condition", [1e4, 1e8, 1e12])
