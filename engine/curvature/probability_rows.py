@@ -72,7 +72,9 @@ def chunks(logits: Tensor, terms: Terms) -> Iterator[tuple[slice, Tensor]]:
     height = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
     for start in range(0, terms.weights.shape[0], height):
         span = slice(start, min(start + height, terms.weights.shape[0]))
-        yield span, torch.softmax(logits[terms.example[span], terms.term[span]], -1)
+        # half precision would round what the loss itself computes in float32
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        yield span, torch.softmax(logits[terms.example[span], terms.term[span]], -1, dtype=dtype)
 
 
 def _spread(probabilities: Tensor) -> Tensor:
