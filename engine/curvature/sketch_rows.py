@@ -3,7 +3,8 @@
 Frequent directions: rows fill a buffer of 2ℓ. When it is full, the eigenvalues ``σ²`` of its Gram matrix
 are lowered by the (ℓ+1)-th largest, δ, which leaves ℓ rows ``√(1 − δ/σ_i²) v_iᵀ B``. What is taken off
 lies between 0 and δ in every direction, so the sum of all δ bounds the whole error, whatever the order
-of the rows; data of rank ℓ or less is kept exactly.
+of the rows; ℓ rows or fewer are kept exactly. What is left is rounded each time, and were all rows in a space of
+ℓ dimensions, that would be the whole error: a bound of it is in the sum too.
 
 References:
     Ghashami, Liberty, Phillips & Woodruff (2016), Frequent directions: simple and deterministic matrix sketching
@@ -42,7 +43,7 @@ class SketchRows(GradientRows):
     means: Tensor | None = None
     """(groups, n) float64 sums of the probabilities."""
     lowered: Tensor | None = None
-    """(groups,) float64 sum of all δ."""
+    """(groups,) float64 sum of all δ, and of what rounding may have moved."""
 
     @classmethod
     def sketching(
@@ -161,7 +162,9 @@ class SketchRows(GradientRows):
             values, vectors = torch.linalg.eigh(gram)
             values, vectors = values.clamp_min(0).flip(0), vectors.flip(1)
             lowest = values[self.rank]
-            self._sums(self.lowered)[group] += lowest
+            # rounded once as they entered and once as they are left, a row moves by 2u of its length each time
+            rounded = 2 * torch.finfo(self.rows.dtype).eps * (values[0] * values.sum()).sqrt()
+            self._sums(self.lowered)[group] += lowest + rounded
             kept = values[: self.rank]
             shrunk = (1 - lowest / torch.where(kept > 0, kept, 1.0)).clamp_min(0).sqrt()
             turn = (vectors[:, : self.rank] * shrunk).T

@@ -12,7 +12,8 @@ from engine.analyses.capacity import measure_capacity
 from engine.curvature.collected import read_collected
 from engine.curvature.collection import collected
 from engine.curvature.diagonal_sketch import DiagonalSketch
-from engine.curvature.probability_rows import Terms
+from engine.curvature.gradient_rows import GradientRows
+from engine.curvature.probability_rows import ProbabilityRows, Terms
 from engine.curvature.sketch_rows import SketchRows
 from engine.errors import BrokenFactors, NotConverged
 from engine.memory.budget import MemoryBudget
@@ -86,6 +87,43 @@ def test_every_number_is_that_of_the_sketch(*, of_terms: bool) -> None:
     assert (again.bound, again.subtracts) == (side.bound, of_terms)
     with pytest.raises(BrokenFactors, match="does not go with"):
         DiagonalSketch.read({**side.tensors(), "sketch": right}, side.metadata())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bound_covers_what_is_rounded(dtype: torch.dtype) -> None:
+    """Rows of a space no wider than the sketch: nothing is ever lowered, and a thousand times rounded."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((12_000, 8), (8, V)))
+    rows = (left @ right).to(dtype)
+    kept = SketchRows.sketching(1, V, 12, dtype, torch.device("cpu"), of_terms=False)
+    kept.add_(rows)
+    (side,) = kept.finished(float(len(rows)))
+    matrix = rows.to(torch.float64).T @ rows.to(torch.float64) / len(rows)
+    missed = torch.linalg.eigvalsh(side.to_dense(torch.float64) - matrix)
+    assert side.bound is not None
+    assert float(missed.abs().max()) <= side.bound <= 1e4 * torch.finfo(dtype).eps * float(matrix.norm())
+
+
+@pytest.mark.parametrize("kind", [ProbabilityRows, SketchRows])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_of_narrow_logits_are_not_narrow(dtype: torch.dtype, kind: type[GradientRows]) -> None:
+    logits = (4 * torch.randn(T, V, generator=torch.Generator().manual_seed(0))).to(dtype)
+    here = torch.arange(T)
+    terms = Terms(here, torch.zeros_like(here), torch.ones(T, dtype=torch.float64), None)
+    device = torch.device("cpu")
+    kept: Any = (
+        SketchRows.sketching(1, V, 12, torch.float32, device, of_terms=True)
+        if kind is SketchRows
+        else ProbabilityRows.empty(
+            1, V, capacity=T, dtype=torch.float32, working=torch.float32, arrive=device, stand=device, staging=None
+        )
+    )
+    traces = kept.add_terms_(logits[:, None], terms)
+    p = torch.softmax(logits.to(torch.float64), -1)
+    spread = p * (1 - p)
+    assert torch.allclose(traces, spread.sum(1), rtol=1e-5, atol=0)
+    (side,) = kept.finished(float(T))
+    assert torch.allclose(side.diagonal(), spread.mean(0), rtol=1e-5, atol=0)
 
 
 def test_few_rows_are_kept_exactly() -> None:
