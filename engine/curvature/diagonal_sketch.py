@@ -155,6 +155,20 @@ class DiagonalSketch(Structured):
         """``tr S̃(S̃ + s·I)⁻¹``."""
         return torch.tensor([self._at(shift)[1] for shift in shifts.tolist()], dtype=torch.float64)
 
+    def plus_diagonal(self, factor: float, added: Tensor) -> Self:
+        """``factor · S + diag(added)``, for ``factor ≥ 0`` and ``added`` (n,) ≥ 0 on the host.
+
+        Raises:
+            NotConverged: Without a sketch.
+        """
+        return replace(
+            self,
+            exact_diagonal=self.diagonal() * factor + added,
+            base=self._base.to("cpu") * factor + added,
+            rows=self._rows * math.sqrt(factor),
+            bound=None if self.bound is None else self.bound * factor,
+        )
+
     def to_dense(self, dtype: torch.dtype) -> Tensor:
         """S̃ itself (n, n): for tests, and for a small n."""
         dense = torch.diag(self._base)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from catalog.collection import Collection
+from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.factors import Factors, mirrored_, to_storage
 from engine.curvature.gathered import Gathered
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.probability_rows import ProbabilityRows
+from engine.curvature.sketch_rows import SketchRows
 from engine.curvature.softmax_head import SoftmaxFisher
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.structured import Structured
@@ -154,10 +156,10 @@ def _gradient_side(found: LayerStatistics, collection: Collection, storage: torc
     return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0)]
 
 
-def _head_gradient(found: LayerStatistics, collection: Collection) -> Tensor | SoftmaxFisher:
+def _head_gradient(found: LayerStatistics, collection: Collection) -> Tensor | SoftmaxFisher | DiagonalSketch:
     """G of a head alone, before its table's part comes in."""
     rows = found.gradient_rows
-    if not isinstance(rows, ProbabilityRows):
+    if not isinstance(rows, (ProbabilityRows, SketchRows)):
         return _gradient(found, collection)
     (side,) = rows.finished(found.weight_G or 1.0)
     return side.to(rows.scales.device)

@@ -77,8 +77,9 @@ def narrowed(
     )
     if (
         layer is None
-        or layer is not seen.head
         or not wanted
+        # of head and table in one the nearest product is sought, by a norm that a diagonal alone does not tell
+        or (layer is not seen.head and not job.workspace.woodbury.approximate)
         or job.collection.fisher == "forward_only"
         or job.collection.ekfac
     ):

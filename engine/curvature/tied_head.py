@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.factors import mirrored_
 from engine.curvature.gram import add_gram_
 from engine.curvature.layers.layer import Use
@@ -29,6 +30,8 @@ from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.softmax_head import SoftmaxFisher
 from engine.curvature.statistics import LayerStatistics
 
+HeadSide = Tensor | SoftmaxFisher | DiagonalSketch
+"""G of a head that holds its table's weight."""
 _NUMBERS_AT_ONCE = 2**20
 
 
@@ -43,7 +46,8 @@ class TiedHeadStatistics(LayerStatistics):
     weight_counts: float = 0.0
     """Lookups, decayed with the sums."""
     residual: float | None = None
-    """Frobenius norm of what the product misses, over that of the sum; once it is made."""
+    """Frobenius norm of what the product misses, over that of the sum, once it is made; a sketched G is taken for
+    its sketch."""
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums.
@@ -106,9 +110,7 @@ class TiedHeadStatistics(LayerStatistics):
         )
         return "; ".join(filter(None, (found, self.representation.why)))
 
-    def nearest_product_(
-        self, A: Tensor, G: Tensor | SoftmaxFisher, *, identity: bool
-    ) -> tuple[Tensor, Tensor | SoftmaxFisher]:
+    def nearest_product_(self, A: Tensor, G: HeadSide, *, identity: bool) -> tuple[Tensor, HeadSide]:
         """A and G of both uses, from the head's normalised ones, which are overwritten; the table's sums are let go.
 
         ``identity`` sets the gradients of the vectors to the identity, as those of the head are.
@@ -142,17 +144,20 @@ class TiedHeadStatistics(LayerStatistics):
         return A, G
 
 
-def _inner_of(G: Tensor | SoftmaxFisher) -> Tensor:
+def _inner_of(G: HeadSide) -> Tensor:
     """``‖G‖²``."""
     return _inner(G, G) if isinstance(G, Tensor) else torch.tensor(G.frobenius_norm() ** 2, dtype=torch.float64)
 
 
-def _combined(G: Tensor | SoftmaxFisher, counts: Tensor, x: float, y: float) -> Tensor | SoftmaxFisher:
+def _combined(G: HeadSide, counts: Tensor, x: float, y: float) -> HeadSide:
     """``x G + y diag(counts)``; a matrix is overwritten."""
     if isinstance(G, Tensor):
         G.mul_(x).diagonal().add_(counts, alpha=y)
         return G
-    return replace(G, weights=G.weights * x, excess=counts.to("cpu", torch.float64) * y)
+    added = counts.to("cpu", torch.float64) * y
+    return (
+        G.plus_diagonal(x, added) if isinstance(G, DiagonalSketch) else replace(G, weights=G.weights * x, excess=added)
+    )
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:

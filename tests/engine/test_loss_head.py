@@ -14,6 +14,7 @@ from engine.analyses.factors import collect_factors
 from engine.curvature import checkpoints
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
+from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.softmax_head import SoftmaxFisher
 from engine.errors import StopRequested
 from engine.memory.plan import Chosen
@@ -283,3 +284,42 @@ def test_half_precision_of_the_model_keeps_the_sums_precision() -> None:
     assert side.rows.dtype == torch.float32
     assert relative_error(side.rows, truth.rows) < 2e-2
     assert side.trace() == pytest.approx(truth.trace(), rel=1e-2)
+
+
+@pytest.mark.parametrize("fisher", ["type2", "empirical"])
+def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher: str) -> None:
+    truth = collected(space(language_model(tied=True), texts(), "dense", fisher=fisher))
+    made = space(language_model(tied=True), texts(), "dense", fisher=fisher)
+    names = tuple(layer.name for layer in truth.layers)
+    made.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
+    made.woodbury = Woodbury(approximate=True, sketch_rank=64)
+    found = collected(made)
+    (facts,) = [layer for layer in found.layers if layer.name == "transformer.wte"]
+    side, exact = found.load(facts.ordinal).G, dense(truth, "transformer.wte")
+    assert isinstance(side, DiagonalSketch)
+    assert side.complete
+    assert "a sketch of rank 64" in facts.why
+    assert side.bound is not None
+    # as wide as G, it misses nothing but what keeps it positive semidefinite
+    assert relative_error(side.to_dense(torch.float64), exact) < 1e-5
+    assert relative_error(side.diagonal(), exact.diagonal()) < 1e-5
+    assert relative_error(found.load(facts.ordinal).A, truth.load(facts.ordinal).A) < 1e-5
+    # exact for itself: what is lost is lost of the sketch
+    again = space(language_model(tied=True), texts(), "dense", fisher=fisher)
+    again.chosen, again.woodbury = made.chosen, Woodbury(approximate=True, sketch_rank=6)
+    narrow = collected(again).load(facts.ordinal)
+    assert isinstance(narrow.G, DiagonalSketch)
+    product = float(narrow.A.diagonal().sum()) * narrow.G.trace()
+    whole = truth.load(facts.ordinal)
+    assert product == pytest.approx(float(whole.A.diagonal().sum() * exact.trace()), rel=1e-10)
+    assert narrow.G.bound is not None
+    assert narrow.G.approximate
+
+
+def test_a_tied_head_is_never_sketched_unasked() -> None:
+    made = space(language_model(tied=True), texts(), "dense")
+    names = tuple(layer.name for layer in collected(made).layers)
+    again = space(language_model(tied=True), texts(), "dense")
+    again.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
+    found = collected(again)
+    assert {layer.representation_G for layer in found.layers} == {"dense"}
