@@ -147,12 +147,21 @@ def _gradient_side(found: LayerStatistics, collection: Collection, storage: torc
     """G of each group as it is kept.
 
     Raises:
-        NonFiniteFactor: If it holds NaN or Inf.
+        NonFiniteFactor: If it holds NaN or Inf, or its rows do so in the precision they are kept in.
     """
     if found.gradient_rows is None:
         return _stored(found, "G", _gradient(found, collection), storage)
-    if not bool(torch.isfinite(found.gradient_rows.largest).all()):
-        raise _overflown(found.layer.name, "G", found.sums_dtype)
+    rows, name = found.gradient_rows, found.layer.name
+    if not bool(torch.isfinite(rows.largest).all()):
+        raise _overflown(name, "G", found.sums_dtype)
+    kept = rows.rows.dtype
+    # float16 has a scale of each row's own
+    if kept != torch.float16 and float(rows.largest.max()) > torch.finfo(kept).max:
+        raise NonFiniteFactor(
+            f"layer `{name}`: gradients reach {float(rows.largest.max()):.2g}, beyond the range of "
+            f"{str(kept).removeprefix('torch.')}; take `woodbury.dtype: fp16`, whose rows have scales",
+            layer=name,
+        )
     return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0)]
 
 

@@ -17,7 +17,7 @@ from engine.curvature.factors import digest
 from engine.curvature.gradient_rows import GradientRows
 from engine.curvature.structured import Structured
 from engine.curvature.woodbury import LowRank
-from engine.errors import EngineError
+from engine.errors import EngineError, NonFiniteFactor
 from engine.memory.plan import Chosen
 from tests.memory_profile import peak_bytes
 from tests.oracles import MemoryArtifacts, workspace
@@ -239,6 +239,24 @@ def test_more_rows_than_were_foreseen_find_room() -> None:
     for group, side in enumerate(kept.finished(1.0)):
         own = drawn.view(30, 2, 40)[:, group]
         assert torch.equal(side.rows, own)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "auto"])
+def test_gradients_beyond_the_rows_range_are_refused_where_they_are_kept(dtype: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3)).to(torch.float64)
+    with torch.no_grad():
+        net[2].weight *= 1e45
+    chunk = (torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,)))
+    space = workspace(net, [chunk], "classification", fisher="empirical")
+    space.woodbury, space.examples = Woodbury(policy="all", dtype=dtype), 8  # type: ignore[arg-type]
+    if dtype in ("fp32", "bf16"):
+        with pytest.raises(
+            NonFiniteFactor, match=r"layer `0`: gradients reach .*e\+4\d, .* take `woodbury.dtype: fp16`"
+        ):
+            collected(space)
+    else:
+        assert sides(collected(space))["0"].trace() > 1e60  # type: ignore[operator]
 
 
 def test_a_non_finite_gradient_is_refused_by_layer() -> None:
