@@ -57,7 +57,8 @@ class StabilisedSide:
         if vectors is None:
             return cls(values=values.to(torch.float64).clamp_min(floor), vectors=None, floor=floor)
         size, width = vectors.shape
-        kept = int((values >= floor).sum())
+        # of few directions the others are zero, but for rounding that a low floor may lie below
+        kept = min(int((values >= floor).sum()), width)
         if 2 * kept > size and width == size:
             kept = size
         return cls(

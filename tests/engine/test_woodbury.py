@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.curvature.damped_gram import robust_solve
+from engine.curvature.eigenbasis import decompose_structured
+from engine.curvature.stabilised_inverse import StabilisedSide
 from engine.curvature.woodbury import LowRank, basis_bytes, gram_bytes, scaled_rows
 from tests.memory_profile import peak_bytes
 
@@ -223,3 +225,20 @@ def test_what_is_stored_reads_back_with_the_same_digest() -> None:
     changed = LowRank(rows=side.rows, scales=side.scales * 2, weight=side.weight)
     assert changed.digest() != side.digest()
     assert LowRank(rows=side.rows, scales=side.scales, weight=2.0).digest() != side.digest()
+
+
+@pytest.mark.parametrize("kappa_max", [1e6, 1e30])
+@pytest.mark.parametrize("rows", ["the same rows twice", "the columns of type2", "zeros"])
+def test_clipping_keeps_no_more_directions_than_there_are(rows: str, kappa_max: float) -> None:
+    """Beside what is rounding of the Gram matrix any floor is low, and of a factor that is zero there is none."""
+    exact = torch.zeros(T, N, dtype=torch.float64) if rows == "zeros" else DEPENDENT[rows]
+    found = decompose_structured(low_rank(exact), "layer", need="vectors")
+    assert found is not None
+    side = StabilisedSide.of(found.values, found.vectors, kappa_max, torch.float64)
+    again, right = StabilisedSide.read(side.tensors("G"), "G"), drawn(N, 3, seed=4)
+    clipped = torch.linalg.eigvalsh(dense(exact))[-1] / kappa_max
+    _, roots, directions = torch.linalg.svd(exact / math.sqrt(17))
+    values = torch.zeros(N, dtype=torch.float64)
+    values[: len(roots)] = torch.where(roots > 1e-13 * roots[0], roots**2, 0.0)
+    values = values.clamp_min(clipped) + 1e-3
+    assert error(again.solve(right, 1e-3), directions.T @ ((directions @ right) / values[:, None])) < 1e-9
