@@ -5,7 +5,7 @@ there on a stream of its own. It begins only where the next layer fits beside al
 one takes, so that no layer goes down a rung for another's sake.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -85,16 +85,27 @@ def streamed(
 def _fits(
     present: LayerFacts, following: LayerFacts, factors: Factors, device: torch.device, guard: Guard, need: Need
 ) -> bool:
-    """Whether the next layer's factors fit beside the first rung of the present one's larger factor."""
-    item = factors.A.element_size()
-    costs = rungs(max(present.in_dim, present.out_dim), need=need, device=device, dtype=factors.A.dtype)
-    ahead = ahead_bytes(following.in_dim, following.out_dim, item)
+    """Whether the next layer's factors fit beside the first rung of either factor of the present one."""
+    ladders = [
+        rungs(rows, need=need, device=device, dtype=dtype) for rows, dtype in _decomposed_rows(present, factors) if rows
+    ]
+    first = [ladder[0] for ladder in ladders if ladder]
+    ahead = ahead_bytes(following.in_dim, following.out_dim, factors.A.element_size())
     on_device = ahead if device.type != "cpu" else 0
     return guard.fits(
-        device_bytes=on_device + (costs[0].device_bytes if costs else 0),
+        device_bytes=on_device + max((cost.device_bytes for cost in first), default=0),
         # pinned besides
-        host_bytes=ahead + on_device + (costs[0].host_bytes if costs else 0),
+        host_bytes=ahead + on_device + max((cost.host_bytes for cost in first), default=0),
     )
+
+
+def _decomposed_rows(facts: LayerFacts, factors: Factors) -> Iterator[tuple[int, torch.dtype]]:
+    """Rows of what is decomposed of A and of G, 0 of a diagonal; of a G kept as its rows that is their Gram matrix."""
+    for side in (factors.A, factors.G):
+        if isinstance(side, Structured):
+            yield min(facts.rank_bound_G or side.size, side.size), torch.float64
+        else:
+            yield side.shape[0] if side.ndim == 2 else 0, side.dtype
 
 
 def _arrived(factors: Factors, device: torch.device) -> Arrived:

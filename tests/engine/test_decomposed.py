@@ -19,6 +19,7 @@ from engine.curvature.collection import collected
 from engine.curvature.eigenbasis import rungs
 from engine.curvature.factors import Factors
 from engine.curvature.streaming import ahead_bytes, streamed
+from engine.curvature.woodbury import LowRank
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.workspace import Workspace
@@ -211,6 +212,26 @@ def test_the_next_layer_comes_in_meanwhile_where_there_is_room(room: int, ahead:
     assert loads == [each.ordinal for each in facts[: 2 if ahead else 1]]
     assert [each.factors.layer for each in stream] == [str(each.ordinal) for each in facts[1:]]
     assert len(loads) == len(facts)
+
+
+def test_the_next_layer_waits_for_room_beside_the_dense_factor_of_a_wide_head() -> None:
+    """A head of more classes than LAPACK counts to, kept as its rows: its A is decomposed all the same."""
+    rows = LowRank(rows=torch.zeros(3, 50_000), scales=torch.ones(3, dtype=torch.float64), weight=1.0)
+    head = Factors(layer="head", form="kronecker", bias=False, A=torch.eye(200), G=rows)
+    known = collected(space()).layers[1]
+    facts = [replace(known, in_dim=200, out_dim=50_000, rank_bound_G=3), replace(known, in_dim=4, out_dim=3)]
+    needed = rungs(200, need="values", device=torch.device("cpu"))[0].host_bytes
+    asked: list[int] = []
+
+    class Asked(Guard):
+        def fits(self, *, device_bytes: int = 0, host_bytes: int = 0) -> bool:
+            asked.append(host_bytes)
+            return False
+
+    guard = Asked(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda *_: None)
+    stream = streamed(facts, lambda _: head, device=torch.device("cpu"), guard=guard, need="values", resident=False)
+    assert len(list(stream)) == 2
+    assert asked == [needed + ahead_bytes(4, 3, 4)]
 
 
 def test_a_layer_that_cannot_be_read_fails_in_its_turn() -> None:
