@@ -113,7 +113,8 @@ class CapacityMetrics:
     nested: tuple[NestedCapacity, ...] | None
     """Three of these at each sample size up to the whole, for `collection.nested`; else null."""
     convergence: tuple[Convergence, ...] | None
-    """Each scalar metric over the same sizes, with where it is heading; null without `collection.nested`."""
+    """Each metric that is one number over the same sizes (a decay is its exponent), with where it is heading; null
+    without `collection.nested`."""
     cross_check: CrossCheck | None
     """The exact curvature of the layer, for `cross_check`; null also where the layer is no run of whole rows of a
     parameter, which the log says."""
@@ -176,3 +177,6 @@ class ModelCapacity:
     decay: SpectralDecay | None
     top_eigenvalues: tuple[TopEigenvalue, ...] | None
     effective_dimension_curve: EffectiveDimensionCurve | None
+    convergence: tuple[Convergence, ...] | None
+    """These over the sample sizes, where they are one number (a decay is its exponent), and the summary's trace,
+    effective dimension and damped log-determinant; null without `collection.nested`."""

@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from catalog.analysis import LayerResult
 from catalog.capacity import CapacityParams, CapacitySummary
 from catalog.capacity_metrics import CapacityMetrics
+from engine.analyses.convergence import Followed, followed, model_convergence, summed
 from engine.analyses.cross_check import cross_checked
 from engine.analyses.layer_capacity import layer_metrics, sides_of
 from engine.analyses.measured import coverage, covered_result, declared_results, measured_layers
@@ -25,12 +26,17 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     exact = cross_checked(params, workspace, whole)
     total = len(whole.layers)
     found: dict[int, tuple[ModelLayer, CapacityMetrics]] = {}
+    over_sizes: dict[int, Followed] = {}
     identity: dict[int, str] = {}
     decompositions = 0
     for done, layer in enumerate(measured_layers(workspace), start=1):
         with workspace.operation(f"capacity of layer {layer.facts.ordinal}", "capacity"):
             sides = sides_of(layer, whole, params, workspace.device)
             metrics = layer_metrics(layer, sides, params)
+            over = followed(layer, whole, sides, metrics, params, workspace.device)
+        if over is not None:
+            over_sizes[layer.facts.ordinal] = over
+            metrics = dataclasses.replace(metrics, convergence=over.convergence)
         decompositions += layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
         kept = ModelLayer.of(layer.facts.name, sides, metrics)
         if metrics.damping is not None and kept.spectral_norm is not None and metrics.damping > kept.spectral_norm:
@@ -49,6 +55,8 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     dimension = sum(row.dimension for row in rows)
     wanted = params.selected
     curved = [found[facts.ordinal][0].sides.trace > 0 for facts in whole.layers]
+    model = model_metrics([found[facts.ordinal][0] for facts in whole.layers], params)
+    over_all = [over_sizes[facts.ordinal] for facts in whole.layers if facts.ordinal in over_sizes]
     effective = _sum("effective_dimension", rows, curved) if "effective_dimension" in wanted else None
     return CapacitySummary(
         coverage=coverage(whole),
@@ -68,17 +76,13 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         update_freq=whole.collection.update_freq,
         identity_layers=tuple(name for _, name in sorted(identity.items())),
         not_converged=_not_converged(rows),
-        model=model_metrics([found[facts.ordinal][0] for facts in whole.layers], params),
+        model=dataclasses.replace(model, convergence=model_convergence(over_all, model, params)),
         cross_check=None if exact is None else exact.of_model(row.cross_check for row in rows),
     )
 
 
 def _sum(metric: str, rows: Sequence[CapacityMetrics], curved: Sequence[bool]) -> float | None:
-    """Over all layers; a layer without curvature has none, and one of unknown value leaves the sum unknown."""
-    values: list[float | None] = [getattr(row, metric) for row in rows]
-    if any(value is None and own for value, own in zip(values, curved, strict=True)):
-        return None
-    return sum(value or 0 for value in values)
+    return summed([getattr(row, metric) for row in rows], curved)
 
 
 def _not_converged(rows: Sequence[CapacityMetrics]) -> dict[str, int] | None:

@@ -1,11 +1,10 @@
-"""One layer's capacity metrics, those that were asked for, and where they are heading as the sample grows."""
+"""One layer's capacity metrics, those that were asked for."""
 
 import math
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from catalog.capacity import DAMPING_GRID, CapacityParams
 from catalog.capacity_metrics import (
@@ -16,27 +15,21 @@ from catalog.capacity_metrics import (
     SpectralDecay,
     SpectralDensity,
 )
-from catalog.nested import Convergence
 from engine.analyses.measured import Measured
 from engine.analyses.sample_sizes import nested_capacity
 from engine.analyses.sides import SCALARS, Sides, scalars
 from engine.curvature.collected import Collected
 from engine.curvature.decay import decay
-from engine.curvature.extrapolation import extrapolated, not_converged
+from engine.curvature.factors import Factors
 from engine.curvature.kronecker_order import Products, histogram, quantile
+from engine.curvature.stabilisation import clipping
 from engine.curvature.structured import Structured
 from engine.errors import NonFiniteFactor
 
 DECADES = 16
 """Of the density: what float64 resolves below the largest eigenvalue."""
-_COUNTS = frozenset(
-    {
-        "stable_rank", "participation_ratio", "effective_rank", "rank", "effective_dimension",
-        "effective_dimension_factored",
-    }
-)  # fmt: skip
-"""Numbers of directions, which the dimension bounds."""
-_LOGARITHMS = frozenset({"logdet", "logdet_damped", "logdet_factored"})
+SCALAR_METRICS = (*SCALARS, "effective_dimension_share", "kappa_clipped", "decay")
+"""Metrics that are one number, of a decay its exponent."""
 
 
 def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: torch.device) -> Sides:
@@ -57,10 +50,7 @@ def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: 
     structured, scale = None, 1.0
     if params.decomposition != "none" and layer.spectrum_A is not None and layer.spectrum_G is None:
         # read again for this layer alone: no layer's factors are held
-        factors = whole.load(facts.ordinal)
-        side: Tensor | Structured = factors.G
-        if isinstance(side, Structured) and side.complete:
-            structured, scale = side.to(device), factors.scale_G
+        structured, scale = structured_side(whole.load(facts.ordinal), device)
     return Sides(
         in_dim=facts.in_dim,
         out_dim=facts.out_dim,
@@ -77,15 +67,31 @@ def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: 
     )
 
 
-def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> CapacityMetrics:
-    """Every metric of one layer's F = G ⊗ A that was asked for."""
-    wanted = params.selected
-    found: dict[str, Any] = dict.fromkeys(METRICS) | scalars(sides, wanted)
-    if "effective_dimension_share" in wanted:
+def structured_side(factors: Factors, device: torch.device) -> tuple[Structured | None, float]:
+    """What answers for a G without eigenvalues, on ``device``, and its scale; None where nothing does."""
+    side = factors.G
+    if isinstance(side, Structured) and side.complete:
+        return side.to(device), factors.scale_G
+    return None, 1.0
+
+
+def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None) -> dict[str, float | None]:
+    """Those of ``wanted`` that are one number each, but for the decay, which is found by the eigenvalues' order."""
+    names = set(wanted)
+    found = scalars(sides, wanted)
+    if "effective_dimension_share" in names:
         effective = SCALARS["effective_dimension"](sides)
         found["effective_dimension_share"] = None if effective is None else effective / sides.dimension
-    if "kappa_clipped" in wanted:
-        found["kappa_clipped"] = _product(layer.clipping_A.kappa_clipped, layer.clipping_G.kappa_clipped)
+    if "kappa_clipped" in names:
+        clipped = (clipping(spectrum, kappa_max).kappa_clipped for spectrum in (sides.spectrum_A, sides.spectrum_G))
+        found["kappa_clipped"] = _product(*clipped)
+    return found
+
+
+def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> CapacityMetrics:
+    """Every metric of one layer's F = G ⊗ A that was asked for, of all the data."""
+    wanted = params.selected
+    found: dict[str, Any] = dict.fromkeys(METRICS) | scalar_metrics(sides, wanted, layer.record.kappa_max)
     if "effective_dimension_curve" in wanted:
         found["effective_dimension_curve"] = curve(sides, params)
     if wanted & {"quantiles", "density", "decay", "top_eigenvalues"}:
@@ -101,7 +107,7 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         no_spectrum=_no_spectrum(layer, sides),
         damping=sides.damping.joint,
         nested=nested_capacity(layer.nested),
-        convergence=_convergence(layer, sides, params),
+        convergence=None,
         cross_check=None,
         **found,
     )
@@ -150,45 +156,6 @@ def curve(sides: Sides, params: CapacityParams) -> EffectiveDimensionCurve | Non
     if all(value is None for value in values):
         return None
     return EffectiveDimensionCurve(damping=grid, effective_dimension=tuple(values))
-
-
-def _convergence(layer: Measured, sides: Sides, params: CapacityParams) -> tuple[Convergence, ...] | None:
-    if not layer.nested:
-        return None
-    sizes = [
-        sides
-        if size is layer.nested[-1]
-        # with the damping of the whole: what moves shall be the curvature
-        else replace(
-            sides,
-            structured_G=None,
-            spectrum_A=size.spectrum_A,
-            spectrum_G=size.spectrum_G,
-            trace_A=size.trace_A,
-            trace_G=size.trace_G,
-            frobenius_A=size.frobenius_A,
-            frobenius_G=size.frobenius_G,
-        )
-        for size in layer.nested
-    ]
-    examples = tuple(size.examples for size in layer.nested)
-    names = [name for name in SCALARS if name in params.selected]
-    values = [scalars(each, names) for each in sizes]
-    found = []
-    for name in names:
-        own = tuple(each[name] for each in values)
-        limit = extrapolated(examples, own, sides.dimension if name in _COUNTS else None)
-        scale = float(sides.dimension) if name in _LOGARITHMS else None
-        found.append(
-            Convergence(
-                metric=name,
-                examples=examples,
-                values=own,
-                extrapolation=limit,
-                not_converged=not_converged(own[-1], limit, scale),
-            )
-        )
-    return tuple(found)
 
 
 def _product(left: float | None, right: float | None) -> float | None:

@@ -18,13 +18,20 @@ TOLERANCE = 0.05
 """A metric whose extrapolation lies further from it than this share has not converged."""
 
 
-def extrapolated(examples: Sequence[int], values: Sequence[float | None], ceiling: float | None = None) -> float | None:
+def extrapolated(
+    examples: Sequence[int],
+    values: Sequence[float | None],
+    *,
+    floor: float | None = None,
+    ceiling: float | None = None,
+) -> float | None:
     """The value at infinitely many examples, from the last two sizes; None where one has none.
 
     Args:
         examples: Sizes, ascending.
         values: The metric at each.
-        ceiling: What it cannot exceed, where there is such a thing.
+        floor: What it cannot fall below, where there is such a thing.
+        ceiling: What it cannot exceed, likewise.
     """
     if len(values) < 2 or values[-1] is None or values[-2] is None or examples[-1] <= examples[-2]:
         return None
@@ -32,6 +39,7 @@ def extrapolated(examples: Sequence[int], values: Sequence[float | None], ceilin
     found = values[-1] + (values[-1] - values[-2]) * examples[-2] / (examples[-1] - examples[-2])
     if not math.isfinite(found):
         return None
+    found = found if floor is None else max(found, floor)
     return found if ceiling is None else min(found, ceiling)
 
 

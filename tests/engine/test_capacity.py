@@ -193,6 +193,7 @@ def test_a_layer_without_eigenvalues_leaves_what_needs_them_all_undefined() -> N
     undefined = {name for name, value in vars(found).items() if value is None}
     assert undefined == {
         "effective_rank", "rank", "logdet", "kappa", "kappa_damped", "quantiles", "density", "decay", "top_eigenvalues",
+        "convergence",
     }  # fmt: skip
 
 

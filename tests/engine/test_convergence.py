@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from catalog.capacity import CapacityParams
+from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
+from engine.curvature import softmax_head
+from engine.curvature.collection import collected
 from engine.curvature.extrapolation import extrapolated, not_converged
+from engine.workspace import Workspace
 from tests.oracles import workspace
 
 
@@ -88,11 +92,131 @@ def test_every_size_has_the_metric_of_its_own_examples_with_the_damping_of_the_w
             assert found[name].values[place] == pytest.approx(value, rel=1e-9), name
 
 
+def exponent(values: Tensor, rank: int) -> float:
+    """Of all eigenvalues sorted, by the normal equations of the fit that docs/convention.md describes."""
+    last = rank // 4
+    ranks = torch.tensor([round(10 * (last / 10) ** (place / 11)) for place in range(12)])
+    height = values.sort(descending=True).values[ranks - 1].log()
+    place = ranks.double().log()
+    return -float(((place - place.mean()) * height).sum() / (place - place.mean()).square().sum())
+
+
+def test_the_decay_is_followed_as_the_exponent_of_each_size() -> None:
+    found, metrics, summary = measured(200, 0.8, 1200)
+    drawn = torch.randn(1200, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    inputs = drawn * law(200, 0.8).sqrt()
+    followed = found["decay"]
+    assert followed.examples == (152, 300, 600, 1200)
+    for examples, value in zip(followed.examples, followed.values, strict=True):
+        own = torch.linalg.eigvalsh(inputs[:examples].T @ inputs[:examples] / examples)
+        assert value == pytest.approx(exponent(own, min(examples, 200)), rel=1e-9)
+    assert followed.values[-1] == metrics.decay.exponent
+    assert followed.extrapolation == pytest.approx(2 * followed.values[-1] - followed.values[-2])
+    assert summary.not_converged["decay"] == int(followed.not_converged)
+
+
+def drained(made: Workspace, params: CapacityParams) -> tuple[dict[str, Any], Any]:
+    rows = measure_capacity(params, made)
+    found = {}
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration as end:
+            return found, end.value
+        found[row.layer] = row.metrics
+
+
+def two_layers(outputs: int, **options: Any) -> Workspace:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(11, 9), nn.Tanh(), nn.Linear(9, outputs)).double()
+    x, y = torch.randn(64, 11, dtype=torch.float64), torch.randint(0, outputs, (64,))
+    made = workspace(model, list(zip(x.split(8), y.split(8), strict=True)), "classification", nested=True, **options)
+    made.examples = 64
+    return made
+
+
+def test_the_model_is_followed_as_one_matrix() -> None:
+    made = two_layers(5)
+    params = CapacityParams(rank_tolerance=1e-9)
+    rows, summary = drained(made, params)
+    whole = collected(made)
+    followed = {each.metric: each for each in summary.model.convergence}
+    sizes = [*(size.load for size in whole.nested), whole.load]
+    for place, load in enumerate(sizes):
+        products, damped = [], []
+        for facts in whole.layers:
+            factors = load(facts.ordinal)
+            a, g = (torch.linalg.eigvalsh(each).clamp_min(0) for each in (factors.A, factors.G))
+            if place < 3:
+                # fewer rows than A has: its zeros are exact
+                a[: max(0, a.numel() - 8 * 2**place)] = 0
+            products.append(torch.outer(a, g).flatten())
+            damped.append(products[-1] + rows[facts.name].damping)
+        f, shifted = torch.cat(products), torch.cat(damped)
+        share = f[f > 0] / f.sum()
+        rank = int((f > 1e-9 * f.max()).sum())
+        expected = {
+            "trace": float(f.sum()),
+            "frobenius_norm": float(f.norm()),
+            "spectral_norm": float(f.max()),
+            "stable_rank": float(f.square().sum() / f.max() ** 2),
+            "participation_ratio": float(f.sum() ** 2 / f.square().sum()),
+            "effective_rank": math.exp(-float((share * share.log()).sum())),
+            "rank": rank,
+            "effective_dimension": float((f / shifted).sum()),
+            "logdet_damped": float(shifted.log().sum()),
+            "kappa_damped": float(shifted.max() / shifted.min()),
+            "decay": exponent(f, rank) if rank >= 127 else None,
+        }
+        for name, value in expected.items():
+            assert followed[name].examples == (8, 16, 32, 64)
+            found = followed[name].values[place]
+            assert found == (None if value is None else pytest.approx(value, rel=1e-7)), (name, place)
+    assert set(followed) == {*expected, "logdet", "kappa"}
+    for name in ("effective_rank", "rank", "participation_ratio"):
+        assert followed[name].values[-1] == getattr(summary.model, name)
+    assert followed["effective_dimension"].values[-1] == summary.effective_dimension
+
+
+def test_only_what_is_asked_for_is_followed() -> None:
+    _, summary = drained(two_layers(5), CapacityParams(metrics=("trace", "quantiles")))
+    assert [each.metric for each in summary.model.convergence] == ["trace"]
+    _, summary = drained(two_layers(5), CapacityParams(metrics=("quantiles",)))
+    assert summary.model.convergence == ()
+
+
+def test_a_head_without_eigenvalues_is_followed_by_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = CapacityParams(damping_grid=(1e-3,))
+    wide = two_layers(200)
+    wide.woodbury = Woodbury(softmax_head=False, policy="dense")
+    dense, truth = drained(wide, params)
+    monkeypatch.setattr(softmax_head, "_DENSE_ROWS", 4)
+    own, summary = drained(two_layers(200), params)
+    assert "softmax_head" in own["2"].no_spectrum
+    expected = {each.metric: each for each in dense["2"].convergence}
+    names = {
+        "trace", "frobenius_norm", "spectral_norm", "stable_rank", "participation_ratio", "logdet_damped",
+        "logdet_factored", "effective_dimension", "effective_dimension_factored", "effective_dimension_share",
+    }  # fmt: skip
+    for each in own["2"].convergence:
+        if each.metric in names:
+            assert each.values == pytest.approx(expected[each.metric].values, rel=1e-8), each.metric
+    model = {each.metric: each for each in summary.model.convergence}
+    for each in truth.model.convergence:
+        if each.metric in ("trace", "spectral_norm", "stable_rank", "effective_dimension", "logdet_damped"):
+            assert model[each.metric].values == pytest.approx(each.values, rel=1e-8), each.metric
+    assert model["rank"].values == (None,) * 4
+
+
 def test_extrapolation_is_exact_where_the_error_falls_with_the_sample() -> None:
     sizes = [100, 200, 400, 750]
     values = [7 - 30 / size for size in sizes]
     assert extrapolated(sizes, values) == pytest.approx(7, rel=1e-12)
     assert extrapolated(sizes, values, ceiling=6.98) == 6.98
+    # a trace that more than halved is heading for nothing, not below it
+    assert extrapolated([5, 10], [9.0, 2.0]) == -5
+    assert extrapolated([5, 10], [9.0, 2.0], floor=0.0) == 0
+    assert not_converged(2.0, 0.0) is True
 
 
 @pytest.mark.parametrize(
