@@ -22,7 +22,8 @@ class CapacityParams:
     and `trace_G` are all that is asked, nothing is decomposed."""
     rank_tolerance: float | None = None
     """Eigenvalues of F = G ⊗ A above this fraction of the largest count towards the rank; null takes
-    max(n, m) · ε of the accumulators' precision, the usual numerical rank."""
+    max(n, m) · ε of the accumulators' precision, the usual numerical rank. A or G with an eigenvalue below it, over
+    their own largest, is singular."""
     quantile_levels: tuple[float, ...] = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
     """Which quantiles of the eigenvalues, each from 0 (the smallest) to 1 (the largest)."""
     top_k: int = 10

@@ -74,7 +74,7 @@ class CapacityMetrics:
     rank: int | None
     """Eigenvalues above the tolerance."""
     logdet: float | None
-    """log det F, undamped; null where F is singular."""
+    """log det F, undamped; null where A or G is singular, to within the tolerance of the rank."""
     damping: float | None
     """λ of F + λI below, absolute."""
     logdet_damped: float | None

@@ -140,8 +140,8 @@ def _rank(sides: Sides) -> int | None:
 
 
 def _logdet(sides: Sides) -> float | None:
-    # what the tolerance calls zero would count with the logarithm of its rounding
-    if sides.spectra is None or _rank(sides) != sides.dimension:
+    # what is rounding in either factor would count with its logarithm; their products reach further down
+    if sides.spectra is None or any(float(own[0]) <= sides.tolerance * float(own[-1]) for own in sides.spectra):
         return None
     return closed.logdet(*sides.spectra)
 
