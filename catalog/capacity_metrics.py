@@ -54,7 +54,8 @@ class CapacityMetrics:
     """Metrics of F = G ⊗ A; what is undefined, or was not asked for, is null."""
 
     form: str
-    """`kronecker` (A dense), `diagonal` (A diagonal) or `block` (exact block in G, A = 1)."""
+    """`kronecker` (A dense), `diagonal` (A diagonal), `block` (exact block in G, A = 1) or
+    `diagonal_block` (its diagonal alone)."""
     dimension: int
     """Rows of F: eigenvalues there are."""
     approximate: bool

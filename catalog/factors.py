@@ -10,7 +10,8 @@ class FactorsMetrics:
     """One layer's factors in a few numbers."""
 
     form: str
-    """`kronecker` (A dense), `diagonal` (A diagonal) or `block` (exact block in G, A = 1)."""
+    """`kronecker` (A dense), `diagonal` (A diagonal), `block` (exact block in G, A = 1) or
+    `diagonal_block` (its diagonal alone)."""
     trace_A: float
     """Trace of A."""
     trace_G: float
