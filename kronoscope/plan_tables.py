@@ -70,10 +70,16 @@ def heaviest_table(plan: Mapping[str, Any]) -> Table:
     known: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for term in sorted(plan["terms"], key=lambda term: _place(term["stage"])):
         known.setdefault((term["name"], term["place"], term["layer"], term["formula"]), term)
-    for term in sorted(known.values(), key=lambda term: -term["size_bytes"])[:_HEAVIEST]:
-        layer = shortened(term["layer"] or "", 24)
-        table.add_row(readable(term["size_bytes"]), term["place"], term["stage"], term["name"], layer,
-                      term["formula"], term["source"])  # fmt: skip
+    # layers of one shape take the same, one after the other
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    columns = ("place", "stage", "name", "formula", "source")
+    for term in sorted(known.values(), key=lambda term: -term["size_bytes"]):
+        layers = alike.setdefault((term["size_bytes"], *(term[column] for column in columns)), [])
+        layers += [term["layer"]] if term["layer"] else []
+    for (size, place, stage, name, formula, source), layers in list(alike.items())[:_HEAVIEST]:
+        others = f" and {len(layers) - 1} alike" if len(layers) > 1 else ""
+        layer = shortened(layers[0], 24 - len(others)) + others if layers else ""
+        table.add_row(readable(size), place, stage, name, layer, formula, source)
     return table
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from kronoscope.plan_tables import heaviest_table
 from tests.kronoscope.test_run import Run
 
 
@@ -37,3 +38,18 @@ def test_factors_bring_no_model_to_plan(folder: Path, kronoscope: Run) -> None:
     assert asked.returncode == 2
     assert asked.stderr.startswith("error: /factors bring no model")
     assert "give `model`, `data` and `task`" in asked.stderr
+
+
+def test_layers_of_one_shape_are_one_line_of_the_largest_terms() -> None:
+    common = {"place": "host", "stage": "decomposition", "source": "exact"}
+    blocks = [
+        {"name": "host_float64", "formula": "n = 769 of A", "size_bytes": 3 * 2**20, "layer": f"blocks.{block}.mlp.up"}
+        for block in range(12)
+    ]
+    head = {"name": "host_float64", "formula": "n = 10 of G", "size_bytes": 2**20, "layer": "head"}
+    whole = {"name": "factors", "formula": "Σ in² + Σ out²", "size_bytes": 2**30, "layer": None}
+    table = heaviest_table({"terms": [common | term for term in (*blocks, head, whole)]})
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["bytes"] == ["1 GiB", "3 MiB", "1 MiB"]
+    assert columns["what"] == ["factors", "host_float64", "host_float64"]
+    assert columns["layer"] == ["", "b.0.mlp.up and 11 alike", "head"]
