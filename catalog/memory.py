@@ -5,7 +5,11 @@ from typing import Literal
 
 from catalog.record import FieldError, record
 
-_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {
+    "": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_MOST_BYTES = 2**61
+"""Beyond what any machine has, and within the 63 bits that a kernel counts a limit in."""
 _AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-z]{0,3})", re.IGNORECASE)
 PlannedStage = Literal[
     "model", "collection", "correction", "cross_check", "decomposition", "reconstruction", "capacity"
@@ -63,4 +67,4 @@ def amount_bytes(field: str, amount: str | float, free_bytes: int) -> int:
     size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 1:
         raise FieldError(field, "is zero bytes; write `auto` or a positive size")
-    return size
+    return min(size, _MOST_BYTES)

@@ -148,6 +148,9 @@ def test_old_spellings_point_to_fields_that_exist() -> None:
 
 def test_amounts() -> None:
     assert amount_bytes("host", "20GiB", 0) == 20 * 2**30
+    assert amount_bytes("host", "2TB", 0) == 2 * 10**12
+    # a kernel counts limits in 63 bits
+    assert amount_bytes("host", "999999999999999TiB", 0) < 2**63
     assert amount_bytes("host", "1.5 MB", 0) == 1_500_000
     assert amount_bytes("host", 0.5, 1000) == 500
     assert amount_bytes("host", "auto", 1000) == 900
