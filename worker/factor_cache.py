@@ -1,10 +1,12 @@
 """The factor cache as a child sees it: find an entry by its key, or fill one from what was collected.
 
 What is found is linked into the job's own scratch folder and its digests are computed before anything is read from
-it; what does not agree is removed, and collected again. Filling it never fails a job.
+it; what does not agree is removed, and collected again, while an entry that merely cannot be had here and now is left
+to other jobs. Neither looking nor filling ever fails a job.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +23,8 @@ _MAX_ENTRY_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _LEAST_FREE_SHARE = 0.05
 """Of a disk, below which nothing is cached."""
+_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR)
+"""What reading says where a disk has lost bytes, or something stands where a file of an entry was."""
 
 
 class FactorCache:
@@ -57,12 +61,15 @@ class FactorCache:
         shutil.rmtree(self._own, ignore_errors=True)
         try:
             source = self._linked(entry)
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            shutil.rmtree(self._own, ignore_errors=True)
+            if isinstance(error, FileNotFoundError) and not (entry / cache_folder.ENTRY).exists():
+                return None
+            if isinstance(error, OSError) and error.errno not in _DAMAGE:
+                self._log("warning", f"cached factors cannot be used here: {error.strerror or error}; collected again")
+                return None
             self._log("warning", f"cached factors are damaged, and collected again: {error}")
             cache_folder.discard(entry)
-            shutil.rmtree(self._own, ignore_errors=True)
             return None
         with contextlib.suppress(OSError):
             os.utime(entry / cache_folder.ENTRY)
@@ -83,8 +90,8 @@ class FactorCache:
             try:
                 os.link(source, target)
             except FileNotFoundError:
-                # taken away while it was being read
-                if not (entry / cache_folder.ENTRY).is_file():
+                # the whole entry may have been taken away while it was being read
+                if source.exists() or not (entry / cache_folder.ENTRY).is_file():
                     raise
                 raise ValueError(f"{name} is missing") from None
             except OSError:

@@ -1,8 +1,10 @@
 """The factor cache: the same collection is made once, and nothing else is ever taken for it."""
 
 import copy
+import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,37 @@ def test_a_disk_that_is_full_fails_nothing(tmp_path: Path, monkeypatch: pytest.M
     filled(one)
     monkeypatch.undo()
     assert "No space left" in heard[0]
+    assert cache(tmp_path).find() is None
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EMFILE])
+def test_an_entry_that_cannot_be_had_now_is_left_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    filled(cache(tmp_path))
+    heard: list[str] = []
+
+    def refused(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as scratch:
+        scratch.setattr(os, "link", refused)
+        scratch.setattr(shutil, "copyfile", refused)
+        assert cache(tmp_path, log=lambda _, message: heard.append(message)).find() is None
+    assert os.strerror(number) in heard[0]
+    assert "damaged" not in heard[0]
+    assert not (tmp_path / "own").exists()
+    assert cache(tmp_path).find() is not None
+
+
+def test_a_file_that_a_disk_has_lost_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(cache(tmp_path))
+
+    def lost(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("worker.factor_cache._sha256", lost)
     assert cache(tmp_path).find() is None
     assert list((tmp_path / "cache").iterdir()) == []
 
