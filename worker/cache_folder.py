@@ -48,7 +48,8 @@ def publish(filled: Path, folder: Path, key: str, *, replace: bool) -> None:
         OSError: If it cannot be renamed for another reason.
     """
     target = folder / key
-    if replace:
+    if replace or not (target / ENTRY).is_file():
+        # a folder that lost its manifest is no entry, and would be in the way of one
         discard(target)
     try:
         filled.rename(target)
@@ -64,7 +65,7 @@ def publish(filled: Path, folder: Path, key: str, *, replace: bool) -> None:
 
 
 def discard(entry: Path) -> None:
-    """Remove an entry: out of sight at once, then file by file; one that is gone already is no error."""
+    """Remove an entry: out of sight at once, then file by file; one that is not there is no error."""
     trash = entry.parent / f"{_TRASH}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         entry.rename(trash)

@@ -285,6 +285,17 @@ def test_a_file_that_a_disk_has_lost_is_damage(tmp_path: Path, monkeypatch: pyte
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_folder_that_lost_its_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
+    filled(cache(tmp_path))
+    (tmp_path / "cache" / KEY / ENTRY).unlink()
+    assert cache(tmp_path).find() is None
+    filled(cache(tmp_path, job="two"))
+    found = cache(tmp_path).find()
+    assert found is not None
+    assert found[1].startswith("two")
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == [KEY]
+
+
 def test_a_disk_that_is_nearly_full_is_left_to_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.factor_cache._free_share", lambda _: 0.04)
     heard: list[str] = []
