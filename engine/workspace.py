@@ -65,6 +65,9 @@ class FactorCache(Protocol):
     def keep(self) -> None:
         """Everything is written."""
 
+    def close(self) -> None:
+        """Nothing more is written: what is not kept by now is not wanted."""
+
 
 def _ignore(*_: object) -> None:
     """Report to nobody."""

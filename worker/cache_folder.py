@@ -1,10 +1,12 @@
 """The folder of cached factors of one tenant: entries named by their keys, the longest unused leaving first.
 
 An entry is a folder that was filled under a temporary name and renamed when it was complete, so whoever sees a key
-sees everything. Its ``entry.json`` holds the digests of its files, and is touched at every use.
+sees everything. Its ``entry.json`` holds the digests of its files, and is touched at every use. Whoever fills a folder
+holds a lock on it, which the kernel takes back from a process that is gone.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -16,8 +18,10 @@ from pathlib import Path
 ENTRY = "entry.json"
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PART, _TRASH = ".part-", ".trash-"
+_LEFT_SECONDS = 60.0
+"""After which a folder that nobody has locked is left of whoever was killed, and not just about to be locked."""
 _STALE_SECONDS = 86_400.0
-"""Nobody fills an entry for so long; what is left of whoever was killed is removed after it."""
+"""Nobody fills an entry for so long: after it, one is removed on a file system without locks too."""
 
 
 def cache_of_tenant(artifact_root: Path, tenant_id: str) -> Path:
@@ -39,6 +43,19 @@ def sweep_tenants(artifact_root: Path, limit_bytes: int) -> int:
 def part(folder: Path) -> Path:
     """A place to fill an entry in."""
     return folder / f"{_PART}{uuid.uuid4().hex}"
+
+
+def claim(place: Path) -> int:
+    """Make the place that is filled, and lock it; returns the descriptor that holds the lock until it is closed.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
 
 
 def publish(filled: Path, folder: Path, key: str, *, replace: bool) -> None:
@@ -75,20 +92,22 @@ def discard(entry: Path) -> None:
 def sweep(folder: Path, limit_bytes: int) -> int:
     """Remove what was left half done, and the longest unused entries beyond ``limit_bytes``; returns how many.
 
-    A job that reads an entry has its own links to the files, so that nothing is taken from under it.
+    What is being filled counts. A job that reads an entry has its own links to the files, so that nothing is taken
+    from under it.
     """
     if not folder.is_dir():
         return 0
-    removed, entries = 0, []
+    removed, entries, total = 0, [], 0
     for each in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             if each.name.startswith((_PART, _TRASH)):
-                if time.time() - _touched(each) > _STALE_SECONDS:
+                if _left(each):
                     shutil.rmtree(each, ignore_errors=True)
                     removed += 1
+                else:
+                    total += _size(each)
             elif _KEY.fullmatch(each.name) and each.is_dir():
                 entries.append((_used(each), _size(each), each))
-    total = 0
     for _, size, entry in sorted(entries, key=lambda found: -found[0]):
         total += size
         if total > limit_bytes:
@@ -101,6 +120,23 @@ def _used(entry: Path) -> float:
     """When it was last used; never, where it is no entry."""
     manifest = entry / ENTRY
     return manifest.stat().st_mtime if manifest.is_file() else 0.0
+
+
+def _left(place: Path) -> bool:
+    """Whether nobody fills, or clears, a place any more."""
+    idle = time.time() - _touched(place)
+    if idle <= _LEFT_SECONDS or idle > _STALE_SECONDS:
+        return idle > _STALE_SECONDS
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        # somebody's, or a file system without locks
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _touched(folder: Path) -> float:

@@ -7,6 +7,7 @@ The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -236,10 +237,13 @@ def _compute(
             workspace.model = loaded.model.to(device)
         _use_cache(assignment, document, workspace)
         pipe.log("info", f"model: {loaded.provenance}")
-    for kind in document.kinds:
-        checkpoint.checkpoint()
-        with workspace.operation(kind):
-            _analyse(kind, document, workspace, pipe)
+    with contextlib.ExitStack() as ending:
+        if workspace.cache is not None:
+            ending.callback(workspace.cache.close)
+        for kind in document.kinds:
+            checkpoint.checkpoint()
+            with workspace.operation(kind):
+                _analyse(kind, document, workspace, pipe)
     for line in workspace.curve.stages.exceeded():
         pipe.log("warning", line)
     artifacts.save_json("memory_curve.json", workspace.curve.as_json(device))

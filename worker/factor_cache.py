@@ -109,7 +109,7 @@ class FactorCache:
 
     def keep(self) -> None:
         """Make what was written the entry of the key, if all of it was, and the data came as the key says."""
-        shelf, self._shelf = self._shelf, None
+        shelf = self._shelf
         if shelf is None:
             return
         try:
@@ -126,7 +126,13 @@ class FactorCache:
         except OSError as error:
             self._log("warning", f"factors are not cached: {error.strerror or error}")
         finally:
-            shutil.rmtree(shelf.place, ignore_errors=True)
+            self.close()
+
+    def close(self) -> None:
+        """Let go of what was written and is no entry: of a job that stops or fails, nothing stays."""
+        shelf, self._shelf = self._shelf, None
+        if shelf is not None:
+            shelf.close()
 
 
 class _Shelf(ArtifactFiles):
@@ -138,7 +144,15 @@ class _Shelf(ArtifactFiles):
         self.failed = False
         self._limit_bytes = limit_bytes
         self._log = log
+        self._lock: int | None = None
         super().__init__(place, self._note)
+
+    def close(self) -> None:
+        """Remove what still stands there."""
+        shutil.rmtree(self.place, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _note(self, name: str, sha256: str, size_bytes: int, media_type: str) -> None:
         del media_type
@@ -151,6 +165,8 @@ class _Shelf(ArtifactFiles):
             self._give_up(f"less than {_LEAST_FREE_SHARE:.0%} of the disk is free, which results may need")
             return
         try:
+            if self._lock is None:
+                self._lock = cache_folder.claim(self.place)
             super()._write(name, parts, media_type)
         except OSError as error:
             self._give_up(f"the cache refused a write: {error.strerror or error}")

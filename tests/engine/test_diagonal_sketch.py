@@ -261,6 +261,9 @@ class Shelf(MemoryArtifacts):
     def keep(self) -> None:
         self.kept = True
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_diagonal_for_want_of_memory_is_not_shared_with_other_jobs(

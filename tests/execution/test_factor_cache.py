@@ -2,9 +2,13 @@
 
 import copy
 import errno
+import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import torch
 from torch import nn
 
 from catalog.frames import Frame, LayerDone, LogLine, Progress, decode
+from engine.errors import StopRequested
 from worker.assignment import read_assignment
 from worker.cache_folder import ENTRY, cache_of_tenant, discard, part, publish, sweep, sweep_tenants
 from worker.execution import StopFlag, execute, parse_document
@@ -304,15 +309,82 @@ def test_a_disk_that_is_nearly_full_is_left_to_the_results(tmp_path: Path, monke
     assert cache(tmp_path).find() is None
 
 
-def test_whoever_is_killed_while_filling_leaves_no_entry(tmp_path: Path) -> None:
+def aged(place: Path, seconds: float) -> None:
+    """As if nobody had written there for so long."""
+    then = time.time() - seconds
+    for path in (place, *place.rglob("*")):
+        os.utime(path, (then, then))
+
+
+FILLS_AND_WAITS = """
+import sys, time
+from pathlib import Path
+import torch
+from worker.factor_cache import FactorCache
+cache = FactorCache(
+    Path(sys.argv[1]), limit_bytes=10**6, key="0" * 64, job="one", own=Path(sys.argv[1]) / "own", refresh=False,
+    unchanged=lambda: True, log=print,
+)
+cache.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(4)}, {})
+print("written", flush=True)
+time.sleep(300)
+"""
+
+
+def test_whoever_is_killed_while_filling_leaves_nothing_for_long(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with subprocess.Popen([sys.executable, "-c", FILLS_AND_WAITS, str(folder)], stdout=subprocess.PIPE) as filling:
+        try:
+            assert filling.stdout is not None
+            assert filling.stdout.readline() == b"written\n"
+            (left,) = folder.iterdir()
+            aged(left, 600)
+            # alive, and slow
+            assert sweep(folder, 10**9) == 0
+        finally:
+            filling.kill()
+    assert cache(tmp_path).find() is None
+    assert sweep(folder, 10**9) == 1
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("idle_seconds", "removed"), [(1, 0), (1_000, 0), (90_000, 1)])
+def test_without_locks_a_day_tells_what_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle_seconds: float, removed: int
+) -> None:
+    def unsupported(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     one = cache(tmp_path)
     one.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(4)}, {})
-    assert cache(tmp_path).find() is None
     (left,) = (tmp_path / "cache").iterdir()
-    assert sweep(tmp_path / "cache", 10**9) == 0
-    for path in (left, *left.rglob("*")):
-        os.utime(path, (0, 0))
-    assert sweep(tmp_path / "cache", 10**9) == 1
+    aged(left, idle_seconds)
+    assert sweep(tmp_path / "cache", 10**9) == removed
+
+
+def test_what_is_being_filled_counts(tmp_path: Path) -> None:
+    filled(cache(tmp_path))
+    other = cache(tmp_path, key="1" * 64)
+    other.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(1000)}, {})
+    assert sweep(tmp_path / "cache", 4500) == 0
+    assert sweep(tmp_path / "cache", 4100) == 1
+    other.keep()
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == ["1" * 64]
+
+
+def test_a_job_that_ends_early_leaves_nothing(jobs: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Path]] = []
+
+    def stops(*_: Any) -> Any:
+        seen.append(list(jobs.cache.iterdir()))
+        raise StopRequested
+
+    monkeypatch.setattr("engine.analyses.measured._keep_spectra", stops)
+    with pytest.raises(StopRequested):
+        jobs()
+    assert len(seen[0]) == 1
+    assert list(jobs.cache.iterdir()) == []
 
 
 def test_the_longest_unused_leave_first(tmp_path: Path) -> None:
