@@ -57,11 +57,18 @@ class Calibration:
         whole = all(type(each) in (int, float) and 0 < each < math.inf for each in figures.values())
         return Pace(**figures) if whole else None
 
-    def measure(self) -> Pace:
-        """Measure it now, and keep it where the store can be written."""
+    def measure(self) -> Pace | None:
+        """Measure it now, and keep it where the store can be written; None where it cannot be measured.
+
+        A job does without: what is usual is taken then.
+        """
         self.log("info", "measuring what this machine does in a second: once, for all jobs on it")
-        near = next((each for each in (self.scratch, *self.scratch.parents) if each.is_dir()), None)
-        pace = measured_pace(self.device, near)
+        try:
+            near = next((each for each in (self.scratch, *self.scratch.parents) if each.is_dir()), None)
+            pace = measured_pace(self.device, near)
+        except OSError as error:
+            self.log("warning", f"the usual pace is taken, as the disk cannot be measured: {error.strerror or error}")
+            return None
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

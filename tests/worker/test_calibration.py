@@ -1,6 +1,8 @@
 """The machine's pace: measured once, kept whole, and never taken from another machine or a broken file."""
 
+import errno
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,23 @@ def test_a_store_that_cannot_be_written_costs_the_file_alone(tmp_path: Path, mea
     assert any("cannot be kept" in text for _, text in said)
 
 
+def test_a_disk_that_is_full_costs_no_more_than_the_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, str]] = []
+    calibration = at(tmp_path, lambda level, text: said.append((level, text)))
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        assert calibration.measure() is None
+    assert ("warning", "the usual pace is taken, as the disk cannot be measured: No space left on device") in said
+    # not kept as if it were this machine's
+    assert calibration.read() is None
+
+
 def test_measuring_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
     pace = at(tmp_path).measure()
+    assert pace is not None
     assert all(value > 0 for value in asdict(pace).values())
     assert {path.name for path in tmp_path.iterdir()} == {"pace"}
