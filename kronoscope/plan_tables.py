@@ -94,6 +94,7 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     if plan.get("pace"):
         yield f"seconds: by the pace that {'was measured here' if plan['pace'] == 'measured' else 'is usual'}"
     budget, smallest = plan.get("budget") or {}, plan.get("smallest_budget") or {}
+    keeping = plan.get("smallest_budget_keeps") or {}
     for place in ("device", "host"):
         peak, allowed, least = plan[f"{place}_peak_bytes"], budget.get(f"{place}_bytes"), smallest.get(f"{place}_bytes")
         if not peak or allowed is None:
@@ -101,6 +102,8 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         fits = "fits" if peak <= allowed else "does not fit"
         held = "no limit" if allowed >= 2**60 else readable(allowed)
         would = "" if least is None else f"; the smallest budget that would do is {-(-least // 2**20)}MiB"
+        if least is not None and keeping.get(place):
+            would += f", with {keeping[place]}"
         yield f"{place}: a peak of {readable(peak)} {fits} into {held}{would}"
     if plan["disk_peak_bytes"]:
         yield f"disk: {readable(plan['disk_peak_bytes'])}, which no budget counts"

@@ -110,11 +110,11 @@ def _collect(workspace: Workspace) -> Collected:
         foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
         plan = foretell(seen)
         plan = foretell(seen) if calibrated(workspace, plan) else plan
-        seen, plan = narrowed(job, found, seen, plan, foretell)
+        seen, plan, less = narrowed(job, found, seen, plan, foretell)
         job = dataclasses.replace(job, representations=seen.representations)
-        fitting = plan.fits(workspace.memory)
-        smallest = {} if fitting else smallest_budgets(workspace, dtype, found.treated, seen, shared)
-        del seen
+        given = workspace, dtype, found.treated, seen, shared, less
+        smallest = {} if plan.fits(workspace.memory) else smallest_budgets(*given)
+        del seen, less, given
         # what the dry runs held would stay with the process, beside what the passes hold
         give_back_host_memory()
         workspace.curve.stages.plan = plan

@@ -4,10 +4,9 @@ Ways differ in the slices of a batch, the layers of each pass, where the sums st
 inside of repeated layers is computed again; the seconds of each are foreseen from its work.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 
@@ -16,16 +15,13 @@ from engine.curvature.decompositions import with_decompositions
 from engine.curvature.duration import Work, with_seconds, work_of
 from engine.curvature.later_seconds import with_later_seconds
 from engine.curvature.later_stages import with_later_stages
-from engine.curvature.layer_bytes import DryRun, group_bytes
+from engine.curvature.layer_bytes import DryRun, Narrower, group_bytes
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.terms import corrected_plan, correction_bytes, plan_of
 from engine.memory.budget import MemoryBudget, resident_bytes
-from engine.memory.plan import Chosen, Plan
+from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
 from engine.memory.smallest import smallest_budget
 from engine.workspace import Workspace
-
-Place = Literal["device", "host"]
-PLACES: tuple[Place, ...] = ("device", "host")
 
 
 def forecast(
@@ -42,15 +38,30 @@ def forecast(
 
 
 def smallest_budgets(
-    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
-) -> dict[str, int | None]:
-    """For each place, the least budget from which the job fits, the other place's being as it is."""
-    ways = _Ways.of(workspace, dtype, treated, seen, shared)
+    workspace: Workspace,
+    dtype: torch.dtype,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    less: Narrower | None,
+) -> dict[Budgeted, Enough | None]:
+    """For each place, the least budget from which the job fits, the other place's being as it is.
 
-    def planned(budget: MemoryBudget) -> Plan:
-        return replace(ways, budget=budget).chosen()
+    Where the job may keep ``less`` of its head's G, and takes less memory then, that is counted and said.
+    """
 
-    return {place: smallest_budget(planned, workspace.memory, place) for place in PLACES}
+    def planning(seen: DryRun) -> Callable[[MemoryBudget], Plan]:
+        ways = _Ways.of(workspace, dtype, treated, seen, shared)
+        return lambda budget: replace(ways, budget=budget).chosen()
+
+    def least(place: Budgeted) -> Enough | None:
+        whole = smallest_budget(planning(seen), workspace.memory, place)
+        if less is None or less.seen is seen:
+            return whole
+        narrow = smallest_budget(planning(less.seen), workspace.memory, place, below=whole)
+        return whole if narrow is None else replace(narrow, keeping=less.kept)
+
+    return {place: least(place) for place in BUDGETED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +149,7 @@ class _Ways:
         if self.workspace.scratch is None:
             return
         on_device = self.workspace.device.type == "cuda" and not fixed.offload
-        place: Place = "device" if on_device else "host"
+        place: Budgeted = "device" if on_device else "host"
         allowed = self.budget.device_bytes if on_device else self.budget.host_bytes
         empty = self._plan(replace(fixed, parts=((), ())))
         parts = partition(self.groups, allowed - empty.stage_bytes(place, "collection"))
@@ -163,7 +174,7 @@ class _Ways:
             yield with_later_seconds(with_seconds(whole, self.work), *given, self.work)
 
     def _with_corrections(self, plan: Plan) -> Iterator[Plan]:
-        place: Place = "device" if self.workspace.device.type == "cuda" else "host"
+        place: Budgeted = "device" if self.workspace.device.type == "cuda" else "host"
         given = None if self.workspace.chosen is None else self.workspace.chosen.corrections
         if given and {name for part in given for name in part} == set(self.names):
             yield corrected_plan(plan, self.bases, self.treated, place, given)

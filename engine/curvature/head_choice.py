@@ -8,7 +8,7 @@ until there are too many: a classifier of few classes is known by its first batc
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.curvature.layer_bytes import DryRun
+from engine.curvature.layer_bytes import DryRun, Narrower
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.passes import PassJob
@@ -65,33 +65,45 @@ def _terms(job: PassJob, each: int, most: int) -> int:
 
 def narrowed(
     job: PassJob, survey: Survey, seen: DryRun, plan: Plan, planned: Callable[[DryRun], Plan]
-) -> tuple[DryRun, Plan]:
-    """The same, but for a head whose G does not fit: of that the diagonal alone, and a sketch where one is allowed.
+) -> tuple[DryRun, Plan, Narrower | None]:
+    """The same, but less of a head whose G does not fit; and that less, wherever the job may come to it.
 
     A later attempt does what the first one did, whatever is free by then.
     """
+    earlier, less = job.workspace.chosen, _narrower(job, survey, seen, plan)
+    if less is None or (earlier is None and plan.fits(job.workspace.memory)):
+        return seen, plan, less
+    found = planned(less.seen)
+    if earlier is None and not found.fits(job.workspace.memory):
+        # the head is not what is too large
+        return seen, plan, less
+    chosen = replace(found.chosen, sketched=(less.layer,))
+    return less.seen, replace(found, chosen=chosen, why=f"{found.why}; {less.why}"), less
+
+
+def _narrower(job: PassJob, survey: Survey, seen: DryRun, plan: Plan) -> Narrower | None:
+    """The job with its head's diagonal in place of G, and a sketch where one is allowed; None where G has to be whole.
+
+    What an earlier attempt chose is done again: there is no other way then.
+    """
     layer = next((layer for layer in survey.treated if seen.head is not None and seen.head in layer.roles), None)
     earlier = job.workspace.chosen
-    wanted = (
-        not plan.fits(job.workspace.memory) if earlier is None else layer is not None and layer.name in earlier.sketched
-    )
     if (
         layer is None
-        or not wanted
+        or (earlier is not None and layer.name not in earlier.sketched)
         # of head and table in one the nearest product is sought, by a norm that a diagonal alone does not tell
         or (layer is not seen.head and not job.workspace.woodbury.approximate)
         or job.collection.fisher == "forward_only"
         or job.collection.ekfac
     ):
-        return seen, plan
+        return None
     kept = _diagonal(job, layer, plan)
-    narrow = replace(seen, representations={**seen.representations, layer.name: kept})
-    found = planned(narrow)
-    if earlier is None and not found.fits(job.workspace.memory):
-        # the head is not what is too large
-        return seen, plan
-    chosen = replace(found.chosen, sketched=(layer.name,))
-    return narrow, replace(found, chosen=chosen, why=f"{found.why}; {kept.why}")
+    part = f"a sketch of rank {kept.rank}" if kept.rank else "the trace alone"
+    return Narrower(
+        layer=layer.name,
+        seen=replace(seen, representations={**seen.representations, layer.name: kept}),
+        kept=f"the diagonal and {part} of the G of `{layer.name}`",
+    )
 
 
 def _diagonal(job: PassJob, layer: TreatedLayer, plan: Plan) -> Representation:

@@ -47,6 +47,23 @@ class DryRun:
         return every if self.kept(layer).kind == "dense" else every[1:]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Narrower:
+    """The same job with less of its head's G."""
+
+    layer: str
+    """The head."""
+    seen: DryRun
+    """With the head kept so."""
+    kept: str
+    """What is kept of its G, in words."""
+
+    @property
+    def why(self) -> str:
+        """Of the head's representation."""
+        return self.seen.representations[self.layer].why
+
+
 def members_of(treated: Sequence[TreatedLayer], shared: dict[str, str]) -> dict[tuple[str, ...], list[TreatedLayer]]:
     """Layers of one shared A stay together, in the order of the first."""
     members: dict[str, list[TreatedLayer]] = {}

@@ -19,7 +19,7 @@ from engine.curvature.dry_run import dry_run, looked_into, represented, with_act
 from engine.curvature.duration import calibrated
 from engine.curvature.forecast import forecast, smallest_budgets
 from engine.curvature.head_choice import narrowed
-from engine.curvature.layer_bytes import DryRun
+from engine.curvature.layer_bytes import DryRun, Narrower
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.mixed_precision import usable
 from engine.curvature.numerics import Numerics, pinned
@@ -45,13 +45,14 @@ def estimate(workspace: Workspace) -> dict[str, Any]:
     Raises:
         EngineError: If model, data and task do not belong together.
     """
-    given = _looked_at(workspace)
-    plan, smallest = forecast(*given), smallest_budgets(*given)
+    plan, given, less = _looked_at(workspace)
+    smallest = smallest_budgets(*given, less)
     budget = workspace.memory
     return plan.as_json() | {
         "fits": plan.fits(budget),
         "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},
-        "smallest_budget": {f"{place}_bytes": size for place, size in smallest.items()},
+        "smallest_budget": {f"{place}_bytes": least and least.size_bytes for place, least in smallest.items()},
+        "smallest_budget_keeps": {place: (least and least.keeping) or None for place, least in smallest.items()},
         "assumed": list(ASSUMED),
     }
 
@@ -64,13 +65,13 @@ def plan_job(workspace: Workspace) -> Plan:
     Raises:
         EngineError: If model, data and task do not belong together.
     """
-    return forecast(*_looked_at(workspace))
+    return _looked_at(workspace)[0]
 
 
 def _looked_at(
     workspace: Workspace,
-) -> tuple[Workspace, torch.dtype, tuple[TreatedLayer, ...], DryRun, dict[str, str]]:
-    """What a forecast is made from."""
+) -> tuple[Plan, tuple[Workspace, torch.dtype, tuple[TreatedLayer, ...], DryRun, dict[str, str]], Narrower | None]:
+    """The plan, what its forecast is made from, and what less of the head's G the job may keep."""
     if workspace.model is None or workspace.task is None or workspace.batches is None:
         raise ValueError("a plan needs a model, batches and a task")
     held = resident_bytes()
@@ -104,8 +105,8 @@ def _looked_at(
     foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
     plan = foretell(seen)
     plan = foretell(seen) if calibrated(workspace, plan) else plan
-    seen, _ = narrowed(job, found, seen, plan, foretell)
-    return workspace, dtype, found.treated, seen, shared
+    _, plan, less = narrowed(job, found, seen, plan, foretell)
+    return plan, (workspace, dtype, found.treated, seen, shared), less
 
 
 def _shape_of(tensor: Tensor, meta: torch.device) -> Tensor:

@@ -19,7 +19,10 @@ LIBRARY_BYTES = 96 * 2**20
 """What libraries take for themselves once work begins (BLAS, autograd's threads, files on their way
 to disk): 50 to 90 MB measured on a CPU build."""
 
-Place = Literal["device", "host", "disk"]
+Budgeted = Literal["device", "host"]
+BUDGETED: tuple[Budgeted, ...] = ("device", "host")
+"""The places that a budget counts."""
+Place = Budgeted | Literal["disk"]
 Stage = PlannedStage | Literal["throughout"]
 STAGES: tuple[Stage, ...] = PLANNED_STAGES
 """In the order in which a job comes to them."""
@@ -90,6 +93,21 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Enough:
+    """A budget that would do."""
+
+    size_bytes: int
+    keeping: str = ""
+    """All that is kept then, in words, where that is less than a larger budget would keep."""
+
+    @property
+    def written(self) -> str:
+        """As the remedy names it."""
+        which = f" (with {self.keeping})" if self.keeping else ""
+        return f"{written_bytes(self.size_bytes)}, the smallest that would do{which}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All terms of a job, and what was chosen so that they fit."""
 
@@ -157,18 +175,17 @@ class Plan:
         """Whether both places hold what the plan needs of them."""
         return self.peak_bytes("device") <= budget.device_bytes and self.peak_bytes("host") <= budget.host_bytes
 
-    def require(self, budget: MemoryBudget, smallest: Mapping[str, int | None]) -> None:
+    def require(self, budget: MemoryBudget, smallest: Mapping[Budgeted, Enough | None]) -> None:
         """Refuse what does not fit; ``smallest`` has the budget of each place that would do.
 
         Raises:
             BudgetExceeded: The message lists the largest terms and the remedy.
         """
-        places: tuple[Literal["device", "host"], ...] = ("device", "host")
-        for place in places:
+        for place in BUDGETED:
             needed, allowed = self.peak_bytes(place), budget.device_bytes if place == "device" else budget.host_bytes
             if needed > allowed:
                 enough = smallest.get(place)
-                least = "" if enough is None else f" to {written_bytes(enough)}, the smallest that would do"
+                least = "" if enough is None else f" to {enough.written}"
                 raise BudgetExceeded(
                     f"the plan needs {readable_bytes(needed)} of {place} memory "
                     f"and the budget is {readable_bytes(allowed)}: "

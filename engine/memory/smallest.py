@@ -8,20 +8,25 @@ from collections.abc import Callable
 from typing import Literal
 
 from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Plan
+from engine.memory.plan import Enough, Plan
 
 _STEP = 2**20
 
 
 def smallest_budget(
-    planned: Callable[[MemoryBudget], Plan], budget: MemoryBudget, place: Literal["device", "host"]
-) -> int | None:
+    planned: Callable[[MemoryBudget], Plan],
+    budget: MemoryBudget,
+    place: Literal["device", "host"],
+    *,
+    below: Enough | None = None,
+) -> Enough | None:
     """Bytes of ``place``, in whole MiB, from which ``planned`` fits; None where the other place is too small anyway.
 
     Args:
         planned: Chooses a plan for a budget.
         budget: What the other place has.
         place: Whose budget is asked for.
+        below: A budget that does already: None where no smaller one fits.
     """
 
     def within(size_bytes: int) -> MemoryBudget:
@@ -31,10 +36,14 @@ def smallest_budget(
         allowed = within(steps * _STEP)
         return planned(allowed).fits(allowed)
 
-    least, most = 0, max(planned(within(0)).peak_bytes(place), planned(budget).peak_bytes(place)) // _STEP + 1
-    if not fits(most):
+    least = 0
+    if below is None:
+        most = max(planned(within(0)).peak_bytes(place), planned(budget).peak_bytes(place)) // _STEP + 1
+    else:
+        most = below.size_bytes // _STEP - 1
+    if most <= 0 or not fits(most):
         return None
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (least, middle) if fits(middle) else (middle, most)
-    return most * _STEP
+    return Enough(size_bytes=most * _STEP)

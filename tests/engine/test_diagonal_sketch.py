@@ -1,5 +1,6 @@
 """A head too wide for its G and for its rows: exact diagonal and trace, and a sketch with its bound where allowed."""
 
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.gradient_rows import GradientRows
 from engine.curvature.probability_rows import ProbabilityRows, Terms
 from engine.curvature.sketch_rows import SketchRows
-from engine.errors import BrokenFactors, NotConverged
+from engine.errors import BrokenFactors, BudgetExceeded, NotConverged
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -149,21 +150,21 @@ def test_without_a_sketch_nothing_else_is_answered() -> None:
 class Net(nn.Module):
     """A head of many classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 700) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(5, 6)
-        self.head = nn.Linear(6, 700)
+        self.head = nn.Linear(6, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.first(x)))
 
 
-def space(*, approximate: bool, fisher: str = "mc", chosen: Chosen | None = None) -> Workspace:
+def space(*, approximate: bool, fisher: str = "mc", chosen: Chosen | None = None, classes: int = 700) -> Workspace:
     """More terms than 0.414 of the classes, and no room for G."""
     generator = torch.Generator().manual_seed(1)
-    chunks = [(torch.randn(400, 5, generator=generator), torch.randint(0, 700, (400,), generator=generator))]
-    made = workspace(Net(), chunks, "classification", fisher=fisher, dtype="float32", batch_size=40)
+    chunks = [(torch.randn(400, 5, generator=generator), torch.randint(0, classes, (400,), generator=generator))]
+    made = workspace(Net(classes), chunks, "classification", fisher=fisher, dtype="float32", batch_size=40)
     made.examples, made.kinds = 400, ("capacity",)
     made.woodbury = Woodbury(approximate=approximate, sketch_rank=20)
     made.chosen = chosen
@@ -286,3 +287,36 @@ def test_stored_sketches_read_back() -> None:
     assert [row.layer for row in measure_capacity(CapacityParams(), made)] == ["head", "first"]
     stored = read_collected(artifacts).load(1).G
     assert stored.digest() == collected(made).load(1).G.digest()
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_a_refusal_names_the_budget_for_the_least_that_the_job_may_keep(
+    monkeypatch: pytest.MonkeyPatch, *, approximate: bool
+) -> None:
+    from engine.curvature import forecast, planning  # noqa: PLC0415
+
+    for module in (forecast, planning):
+        monkeypatch.setattr(module, "resident_bytes", lambda: 0)
+
+    def job(host_bytes: int, classes: int = 2000) -> Workspace:
+        made = space(approximate=approximate, classes=classes)
+        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+        return made
+
+    with pytest.raises(BudgetExceeded) as refused:
+        collected(job(2**20))
+    named = re.search(r"`memory.host` to (\d+)MiB, the smallest that would do \(with (.+?)\)", str(refused.value))
+    assert named is not None
+    part = "a sketch of rank 20" if approximate else "the trace alone"
+    assert named[2] == f"the diagonal and {part} of the G of `head`"
+    least = int(named[1]) * 2**20
+    assert collected(job(least)).load(1).G.kind == "diagonal_sketch"
+    with pytest.raises(BudgetExceeded):
+        collected(job(least - 2**20))
+    # a plan from shapes alone says the same
+    planned = planning.estimate(job(2**20))
+    assert (planned["smallest_budget"]["host_bytes"], planned["smallest_budget_keeps"]["host"]) == (least, named[2])
+    taken = planning.estimate(job(least))
+    assert (taken["fits"], taken["sketched"]) == (True, ("head",))
+    # where all of G takes no more, nothing is given up
+    assert planning.estimate(job(2**20, classes=10))["smallest_budget_keeps"]["host"] is None

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from kronoscope.plan_tables import heaviest_table
+from kronoscope.plan_tables import heaviest_table, plan_lines
 from tests.kronoscope.test_run import Run
 
 
@@ -53,3 +53,15 @@ def test_layers_of_one_shape_are_one_line_of_the_largest_terms() -> None:
     assert columns["bytes"] == ["1 GiB", "3 MiB", "1 MiB"]
     assert columns["what"] == ["factors", "host_float64", "host_float64"]
     assert columns["layer"] == ["", "b.0.mlp.up and 11 alike", "head"]
+
+
+def test_a_budget_under_which_less_is_kept_says_what() -> None:
+    plan = {
+        "why": "nothing fits", "device_peak_bytes": 0, "host_peak_bytes": 9 * 2**30, "disk_peak_bytes": 0,
+        "budget": {"device_bytes": 2**62, "host_bytes": 2**30}, "smallest_budget": {"host_bytes": 2**31},
+        "smallest_budget_keeps": {"device": None, "host": "the diagonal and the trace alone of the G of `head`"},
+    }  # fmt: skip
+    assert list(plan_lines(plan))[1] == (
+        "host: a peak of 9 GiB does not fit into 1 GiB; the smallest budget that would do is 2048MiB, "
+        "with the diagonal and the trace alone of the G of `head`"
+    )
