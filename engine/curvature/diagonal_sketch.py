@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.curvature.factors import digest, mirrored_
 from engine.curvature.gram import add_gram_
 from engine.curvature.largest_eigenvalue import largest_eigenvalue
+from engine.curvature.shift_panels import far_above, over_shifts
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NotConverged
 
@@ -104,6 +105,10 @@ class DiagonalSketch(Structured):
 
     def frobenius_norm(self) -> float:
         """``√(Σ c² ± 2 Σ c ∘ diag(BᵀB) + ‖BBᵀ‖²)``."""
+        return self._frobenius
+
+    @cached_property
+    def _frobenius(self) -> float:
         c = self._base
         squares = torch.empty_like(c)
         for columns, part in self._parts():
@@ -149,11 +154,11 @@ class DiagonalSketch(Structured):
 
     def logdets(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
         """``log det(S̃ + s·I)``, by the determinant lemma."""
-        return torch.tensor([self._at(shift)[0] for shift in shifts.tolist()], dtype=torch.float64)
+        return over_shifts(self._at, shifts)[:, 0]
 
     def effective_dimensions(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
         """``tr S̃(S̃ + s·I)⁻¹``."""
-        return torch.tensor([self._at(shift)[1] for shift in shifts.tolist()], dtype=torch.float64)
+        return over_shifts(self._at, shifts)[:, 1]
 
     def plus_diagonal(self, factor: float, added: Tensor) -> Self:
         """``factor · S + diag(added)``, for ``factor ≥ 0`` and ``added`` (n,) ≥ 0 on the host.
@@ -227,7 +232,15 @@ class DiagonalSketch(Structured):
     def _known(self) -> dict[float, tuple[float, float]]:
         return {}
 
+    @cached_property
+    def _sketched_trace(self) -> float:
+        """Of S̃, which is not that of S where a sketch is subtracted."""
+        return float(self._base.sum()) + self._sign * sum(float(part.square().sum()) for _, part in self._parts())
+
     def _at(self, shift: float) -> tuple[float, float]:
+        far = far_above(self.size, self._sketched_trace, self._frobenius, shift)
+        if far is not None:
+            return far
         if shift not in self._known:
             shifted = self._base + shift
             factor = self._factorised(1 / shifted)

@@ -13,6 +13,8 @@ from engine.curvature.later_stages import rebuilt_sides
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.reached import EXACT_ROWS
+from engine.curvature.shift_panels import NODES, PANELS
+from engine.curvature.softmax_head import DENSE_ROWS
 from engine.memory.pace import usual_pace
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
@@ -38,12 +40,27 @@ def with_later_seconds(
     seconds = dict(plan.seconds)
     if "capacity" in workspace.kinds:
         seconds["capacity"] = _OF_A_LAYER * (1 + sum(layer.groups for layer in treated))
+        seconds["capacity"] += sum(_without_spectrum(layer, seen, work) for layer in treated)
         params = workspace.options("capacity") or CapacityParams()
         if params.cross_check is not None:
             seconds["cross_check"] = _cross_check(work, params, sum(layer.groups for layer in treated))
     if "reconstruction" in workspace.kinds:
         seconds["reconstruction"] = _reconstruction(plan, workspace, dtype, treated, seen, shared, work)
     return replace(plan, seconds=seconds)
+
+
+def _without_spectrum(layer: TreatedLayer, seen: DryRun, work: Work) -> float:
+    """Of a G that answers shift by shift: two Gram matrices of its rows, and a factorisation, at each of them."""
+    each, size = seen.kept(layer), layer.out_dim
+    if each.kind == "diagonal_sketch":
+        rows = each.gram_rows(size)
+    else:
+        rows = each.rows if each.kind == "softmax_head" and size > DENSE_ROWS else 0
+    if not rows:
+        return 0.0
+    # one triangle of each Gram matrix; in float64 a product takes twice as long
+    operations = 4 * size * rows**2 + 5 * rows**3
+    return layer.groups * PANELS * NODES * operations / work.pace.operations_per_second
 
 
 def _cross_check(work: Work, params: CapacityParams, blocks: int) -> float:

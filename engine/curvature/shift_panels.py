@@ -19,6 +19,18 @@ from torch import Tensor
 _OCTAVES = 8
 NODES = math.ceil(30 / math.asinh(math.pi / (_OCTAVES / 2 * math.log(2))))
 """Evaluations for each panel of eight octaves, where more shifts than these lie in it."""
+PANELS = 12
+"""Of eight octaves each: about as many as shifts spread over between rounding of a spectrum and far above it."""
+_FAR = 1e6
+"""Times the trace: beyond it the third term of a series in λ/s is below 1e-12 of the first."""
+
+
+def far_above(size: int, trace: float, frobenius: float, shift: float) -> tuple[float, float] | None:
+    """``log det(S + sI)`` and ``tr S(S + sI)⁻¹`` by their series in λ/s; None where ``shift`` is not far above S."""
+    if shift <= _FAR * trace:
+        return None
+    ratio, square = trace / shift, (frobenius / shift) ** 2
+    return size * math.log(shift) + ratio - square / 2, ratio - square
 
 
 def over_shifts(evaluate: Callable[[float], tuple[float, float]], shifts: Tensor) -> Tensor:  # (k,) -> (k, 2)

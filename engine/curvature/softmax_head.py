@@ -45,7 +45,7 @@ from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest, mirrored_
 from engine.curvature.gram import add_gram_
 from engine.curvature.largest_eigenvalue import largest_eigenvalue
-from engine.curvature.shift_panels import over_shifts
+from engine.curvature.shift_panels import far_above, over_shifts
 from engine.curvature.structured import RowSide
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.memory.guard import Guard
@@ -54,10 +54,8 @@ _NUMBERS_AT_ONCE = 2**21
 """Numbers of the widened part of W that are held at once: 16 MiB."""
 _LOST = 1e4
 """Largest loss by cancellation that a sum of squares may suffer: 1e-12 of what is left."""
-_DENSE_ROWS = 4096
+DENSE_ROWS = 4096
 """Up to here all eigenvalues are had from the dense matrix, within seconds: 128 MiB in float64."""
-_FAR = 1e6
-"""Times the trace: beyond it the third term of a series in λ/s is below 1e-12 of the first."""
 
 
 def softmax_head_bytes(positions: int, classes: int, item: int, *, tied: bool = False) -> int:
@@ -135,7 +133,7 @@ class SoftmaxFisher(RowSide):
         """
         if not bool(torch.isfinite(self._diagonal).all()):
             raise NonFiniteFactor(f"layer `{layer}`: the probabilities hold NaN or Inf", layer=layer)
-        if self.size > _DENSE_ROWS:
+        if self.size > DENSE_ROWS:
             return None
         found = decompose(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound, guard=guard)
         return found.values, ("dense", *found.rungs)
@@ -146,7 +144,7 @@ class SoftmaxFisher(RowSide):
         Raises:
             NotConverged: For a large one.
         """
-        if self.size > _DENSE_ROWS:
+        if self.size > DENSE_ROWS:
             raise NotConverged(
                 f"layer `{layer}`: a softmax head of {self.size} classes has {self.size - 1} eigenvectors, and they "
                 "are not to be had without a dense matrix; take `woodbury.softmax_head: false`",
@@ -309,10 +307,9 @@ class SoftmaxFisher(RowSide):
 
     def _at(self, shift: float) -> tuple[float, float]:
         """Log-determinant and effective dimension at one shift: of one factorisation, or of their series far above."""
-        trace = self.trace()
-        if shift > _FAR * trace:
-            ratio, square = trace / shift, (self._frobenius / shift) ** 2
-            return self.size * math.log(shift) + ratio - square / 2, ratio - square
+        far = far_above(self.size, self.trace(), self._frobenius, shift)
+        if far is not None:
+            return far
         if shift not in self._known:
             shifted = self._d + shift
             factor = self._factorised(shift)

@@ -235,7 +235,7 @@ def test_a_side_that_answers_for_itself_gives_what_its_matrix_would(scale: float
 
 @pytest.mark.parametrize("rows", [16, 60])
 def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax_head, "_DENSE_ROWS", 4)
+    monkeypatch.setattr(softmax_head, "DENSE_ROWS", 4)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 200))
     data = torch.randn(rows, 12), torch.randint(0, 200, (rows,))
@@ -271,7 +271,7 @@ def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monk
 def test_damping_below_what_a_large_head_resolves_leaves_metrics_and_sums_undefined(
     damping_g: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softmax_head, "_DENSE_ROWS", 4)
+    monkeypatch.setattr(softmax_head, "DENSE_ROWS", 4)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 200)).double()
     chunks = [(torch.randn(60, 12, dtype=torch.float64), torch.randint(0, 200, (60,)))]

@@ -190,7 +190,7 @@ def test_a_head_without_eigenvalues_is_followed_by_its_answers(monkeypatch: pyte
     wide = two_layers(200)
     wide.woodbury = Woodbury(softmax_head=False, policy="dense")
     dense, truth = drained(wide, params)
-    monkeypatch.setattr(softmax_head, "_DENSE_ROWS", 4)
+    monkeypatch.setattr(softmax_head, "DENSE_ROWS", 4)
     own, summary = drained(two_layers(200), params)
     assert "softmax_head" in own["2"].no_spectrum
     expected = {each.metric: each for each in dense["2"].convergence}

@@ -90,6 +90,26 @@ def test_every_number_is_that_of_the_sketch(*, of_terms: bool) -> None:
         DiagonalSketch.read({**side.tensors(), "sketch": right}, side.metadata())
 
 
+@pytest.mark.parametrize("of_terms", [False, True])
+def test_many_shifts_are_answered_from_few_factorisations(*, of_terms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, _ = sketched(12, of_terms=of_terms)
+    values = torch.linalg.eigvalsh(side.to_dense(torch.float64)).clamp_min(0)
+    shifts = torch.logspace(-14, 12, 3000, dtype=torch.float64)
+    factorised = DiagonalSketch._factorised
+    asked = []
+
+    def counted(self: DiagonalSketch, inverse: Tensor) -> Tensor:
+        asked.append(inverse)
+        return factorised(self, inverse)
+
+    monkeypatch.setattr(DiagonalSketch, "_factorised", counted)
+    dimensions, logdets = side.effective_dimensions(shifts), side.logdets(shifts)
+    assert len(asked) < 450
+    wanted = (values / (values + shifts[:, None])).sum(1)
+    assert torch.allclose(dimensions, wanted, rtol=1e-9, atol=0)
+    assert torch.allclose(logdets, (values + shifts[:, None]).log().sum(1), rtol=1e-9, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_bound_covers_what_is_rounded(dtype: torch.dtype) -> None:
     """Rows of a space no wider than the sketch: nothing is ever lowered, and a thousand times rounded."""
