@@ -91,7 +91,7 @@ def closing_lines(
             message=(
                 f"{frame.kind} done: layers={_value(summary, 'layers')}"
                 f" woodbury={summary.get('woodbury_layers', woodbury)}"
-                f" eigendecompositions={_value(summary, 'eigendecompositions')}"
+                f" {_counted(frame.kind, summary)}"
                 f" policy={','.join(sorted(set(policies))) or '-'} update_freq={_value(summary, 'update_freq')}"
                 f" damping={_value(summary, 'damping')} ({summary['damping_mode']})"
                 f" κ_max={_value(summary, 'kappa_max')} coverage={_value(coverage, 'covered_share')}"
@@ -114,6 +114,16 @@ def closing_lines(
             )
         )
     return lines
+
+
+def _counted(kind: str, summary: Mapping[str, Any]) -> str:
+    """What an analysis counts: decompositions, or what was clipped of them."""
+    if kind != "reconstruction":
+        return f"eigendecompositions={_value(summary, 'eigendecompositions')}"
+    return (
+        f"factors={_value(summary, 'factors')} clipped={_value(summary, 'clipped')} of {_value(summary, 'eigenvalues')}"
+        f" floor_kept={_value(summary, 'floor_kept')} κ_reached={_value(summary, 'kappa_reached')}"
+    )
 
 
 def printable(name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode, encode
+from catalog.reconstruction import ReconstructionSummary
 from worker.log_lines import Narrator, closing_lines
 
 RUNNER = "import json, sys; from worker.foreground import main; sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
@@ -106,6 +107,16 @@ def test_the_closing_line_counts_the_layers_whose_gradient_rows_are_kept() -> No
         narrator.lines(LayerDone(kind="capacity", ordinal=ordinal, layer=f"l{ordinal}", outcome=outcome, observed={}))
     assert " woodbury=2 " in narrator.lines(Summarised(kind="capacity", summary={}))[0].message
     assert " woodbury=0 " in narrator.lines(Summarised(kind="reconstruction", summary={}))[0].message
+
+
+def test_the_closing_line_of_a_reconstruction_says_what_was_clipped() -> None:
+    names = ReconstructionSummary.__dataclass_fields__
+    known = {"layers": 2, "factors": 4, "clipped": 31, "eigenvalues": 120, "floor_kept": 0.998, "kappa_reached": 1.5e6}
+    assert known.keys() <= names.keys()
+    summary = {**dict.fromkeys(names), "coverage": {}, "kappa_max": 1e6, "not_stabilised": [], **known}
+    (line,) = closing_lines(Summarised(kind="reconstruction", summary=summary), {}, [])
+    assert "factors=4 clipped=31 of 120 floor_kept=0.998 κ_reached=1.5e+06" in line.message
+    assert "eigendecompositions" not in line.message
 
 
 def test_layers_where_the_preconditioner_is_the_identity_are_warned_of() -> None:
