@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from catalog import ANALYSES
 from catalog.analysis import most_decomposed
 from catalog.capacity import CapacityParams
+from catalog.collection import Stabilisation
+from catalog.reconstruction import ReconstructionParams
 from engine.analyses import decomposed
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
@@ -24,6 +27,7 @@ from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
+from worker.resolve import resolve
 
 
 class Attention(nn.Module):
@@ -108,6 +112,52 @@ def test_bases_give_the_factors_back_and_are_made_once(
         assert layer.record.residual_G is not None
         assert layer.record.residual_G < 1e-14
         assert layer.record.precision == "float64"
+
+
+def entering(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Grows by each matrix that a solver is given, whoever asks."""
+    given: list[Tensor] = []
+
+    def noted(solver: Any) -> Any:
+        def solve(matrix: Any, *rest: Any, **options: Any) -> Any:
+            given.append(torch.as_tensor(matrix).detach().to(torch.float64, copy=True))
+            return solver(matrix, *rest, **options)
+
+        return solve
+
+    for name in ("eigh", "eigvalsh", "svd", "eig"):
+        monkeypatch.setattr(torch.linalg, name, noted(getattr(torch.linalg, name)))
+    for name in ("dsyevr", "dsyev", "ssyevr", "ssyev", "dpstrf"):
+        monkeypatch.setattr(eigensolvers.lapack, name, noted(getattr(eigensolvers.lapack, name)))
+    return given
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_three_analyses_of_one_job_decompose_each_factor_once(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = space()
+    # what comes out is looked at by a solver too, and is told from the factor that went in
+    made.stabilisation = Stabilisation(kappa_max=1.5)
+    asked = {"factors": None, "capacity": CapacityParams(), "reconstruction": ReconstructionParams()}
+    made.kinds, made.params, made.decomposition = tuple(asked), asked, most_decomposed(asked.values())
+    made.scratch = MemoryArtifacts() if aside else None
+    given = entering(monkeypatch)
+    for kind, options in asked.items():
+        assert list(resolve(ANALYSES[kind].function)(options, made))
+    whole = collected(made)
+    factors = {
+        (facts.name, side): getattr(whole.load(facts.ordinal), side)
+        for facts in whole.layers
+        for side in ("A", "G")
+        if side == "G" or facts.shared_A_with is None
+    }
+    times = {
+        key: sum(each.shape == factor.shape and torch.allclose(each, factor.double(), rtol=1e-7) for each in given)
+        for key, factor in factors.items()
+        if factor.ndim == 2
+    }
+    assert times == dict.fromkeys(
+        [("table", "G"), ("query", "A"), ("query", "G"), ("key", "G"), ("last", "A"), ("last", "G")], 1
+    )
 
 
 def test_another_attempt_finds_what_was_laid_aside(monkeypatch: pytest.MonkeyPatch) -> None:
