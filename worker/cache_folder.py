@@ -86,7 +86,7 @@ def discard(entry: Path) -> None:
     trash = entry.parent / f"{_TRASH}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         entry.rename(trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    _clear(trash)
 
 
 def sweep(folder: Path, limit_bytes: int) -> int:
@@ -102,7 +102,7 @@ def sweep(folder: Path, limit_bytes: int) -> int:
         with contextlib.suppress(FileNotFoundError):
             if each.name.startswith((_PART, _TRASH)):
                 if _left(each):
-                    shutil.rmtree(each, ignore_errors=True)
+                    _clear(each)
                     removed += 1
                 else:
                     total += _size(each)
@@ -122,12 +122,19 @@ def _used(entry: Path) -> float:
     return manifest.stat().st_mtime if manifest.is_file() else 0.0
 
 
+def _clear(place: Path) -> None:
+    """Remove what stands there, a folder or not."""
+    shutil.rmtree(place, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        place.unlink()
+
+
 def _left(place: Path) -> bool:
     """Whether nobody fills, or clears, a place any more."""
     idle = time.time() - _touched(place)
     if idle <= _LEFT_SECONDS or idle > _STALE_SECONDS:
         return idle > _STALE_SECONDS
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(place, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

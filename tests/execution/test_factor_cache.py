@@ -301,6 +301,19 @@ def test_a_folder_that_lost_its_manifest_is_in_nobodys_way(tmp_path: Path) -> No
     assert [each.name for each in (tmp_path / "cache").iterdir()] == [KEY]
 
 
+def test_a_file_in_the_place_of_an_entry_is_in_nobodys_way(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / KEY).write_text("no folder")
+    (folder / ".trash-0").write_text("no folder")
+    aged(folder / ".trash-0", 600)
+    assert sweep(folder, 10**9) == 1
+    assert cache(tmp_path).find() is None
+    filled(cache(tmp_path))
+    assert cache(tmp_path).find() is not None
+    assert [each.name for each in folder.iterdir()] == [KEY]
+
+
 def test_a_disk_that_is_nearly_full_is_left_to_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.factor_cache._free_share", lambda _: 0.04)
     heard: list[str] = []
