@@ -72,6 +72,8 @@ class CorrectionStatistics(LayerStatistics):
             gradient = layer.out_dim * layer.in_dim
             for rows in example_rows(layer, met, total.dtype, lambda _: gradient):
                 _add_squares_(total, self._rotated_inputs(rows.a), _rotated(rows.g, basis_G))
+                # or they would be held while the next ones are written
+                del rows
 
     def _rotated_inputs(self, a: Tensor) -> Tensor:
         """``[a 1] Q_A`` of rows (n·groups, T, d_in), as (n·groups, T, in_dim), without writing the ones."""

@@ -92,7 +92,22 @@ def squared_norms(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> Tensor:
     total = torch.zeros(met[0][0].examples, layer.groups, dtype=torch.float64, device=met[0][1].device)
     for rows in example_rows(layer, met, dtype, _numbers(layer)):
         total[rows.examples] = _squares(layer, rows).view(-1, layer.groups)
+        # or they would be held while the next ones are written
+        del rows
     return total
+
+
+def squared_norms_numbers(layer: TreatedLayer, examples: int, positions: int) -> int:
+    """Numbers that ``squared_norms`` holds at most beside what it is given: rows of a few examples, and their products.
+
+    ``positions`` are those of one example in all calls of ``layer``.
+    """
+    products = _numbers(layer)(positions)
+    if positions > 1 and gram_is_cheaper(positions, layer.fan_in, layer.fan_out):
+        # a strip of each Gram matrix, and the last one
+        products = 3 * positions * -(-positions // _STRIPS)
+    each = positions * (layer.fan_in + layer.fan_out) + products
+    return min(examples, _examples_at_once(layer, positions, _numbers(layer))) * each * layer.groups
 
 
 def _tied_squared_norms(layer: TiedHeadLayer, met: Met, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from engine.curvature.calls import Call
-from engine.curvature.joint import NUMBERS_AT_ONCE
+from engine.curvature.joint import squared_norms_numbers
 from engine.curvature.layer_bytes import DryRun, kept_terms, row_sizes, sides_of
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
@@ -234,7 +234,6 @@ def _scratch(call: Call, seen: int, examples: int, workspace: Workspace) -> int:
     scratch = max(layer.geometry((examples, *entered.shape[1:])).scratch(workspace.device), gradient)
     if not workspace.collection.exact_trace:
         return scratch
-    # the exact trace writes windows: all of them, or those of a few examples beside the last few's
-    windows = gradient // layer.fan_out * layer.fan_in
-    written = windows if windows <= NUMBERS_AT_ONCE else 2 * min(windows, 2 * NUMBERS_AT_ONCE)
-    return max(scratch, written)
+    # the exact trace writes the windows of a few examples
+    positions = output.numel() // (layer.groups * layer.fan_out * seen)
+    return max(scratch, squared_norms_numbers(layer, examples, positions))

@@ -14,9 +14,11 @@ from transformers.pytorch_utils import Conv1D
 from engine.analyses.factors import collect_factors
 from engine.curvature import joint
 from engine.curvature.collected import Collected
-from engine.curvature.joint import squared_norms
+from engine.curvature.joint import squared_norms, squared_norms_numbers
+from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import Use
 from engine.curvature.layers.linear import LinearLayer
+from tests.memory_profile import peak_bytes
 from tests.oracles import collect, curvature_traces, gradient_squares, workspace
 
 EXACT = 1e-10
@@ -333,3 +335,17 @@ def test_forward_only_and_stored_factors() -> None:
         del entry["exact_trace"], entry["trace_standard_error"]
     again.shared = {}
     assert {row.record.exact_trace for row in collect_factors(None, again)} == {None}
+
+
+@pytest.mark.parametrize(("channels", "width", "extent"), [(32, 32, 32), (64, 128, 8)])
+def test_what_a_convolution_takes_is_what_the_plan_says(channels: int, width: int, extent: int) -> None:
+    # the gradients themselves are fewer multiplications for the first, the positions' products for the second
+    module = nn.Conv2d(channels, width, 3, padding=1)
+    layer = ConvolutionLayer(name="", module=module, weight=True, bias=True)
+    positions = extent**2
+    assert joint.gram_is_cheaper(positions, layer.fan_in, layer.fan_out) == (extent == 8)
+    examples = 3 * joint.NUMBERS_AT_ONCE // (positions * (layer.fan_in + layer.fan_out))
+    use = Use(entered=torch.randn(examples, channels, extent, extent), examples=examples, role=layer)
+    gradient = torch.randn(examples, width, extent, extent)
+    peak = peak_bytes(lambda: squared_norms(layer, [(use, gradient)], torch.float32))
+    assert 0.8 <= 4 * squared_norms_numbers(layer, examples, positions) / peak <= 1.1
