@@ -4,13 +4,14 @@ The model stands on the meta device, the data gives one batch, and the same fore
 in its stage 0 is made here. What only numbers can show is assumed for the worse, and listed.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.curvature.batches import mapped
 from engine.curvature.calls import followers
@@ -58,7 +59,7 @@ def estimate(workspace: Workspace) -> dict[str, Any]:
 
 
 def plan_job(workspace: Workspace) -> Plan:
-    """The plan of the job in ``workspace``, whose model may stand on the meta device.
+    """The plan of the job in ``workspace``, whose model may stand on the meta device; it stays where it is.
 
     Nothing is allocated but the first chunk of the data.
 
@@ -83,9 +84,10 @@ def _looked_at(
     def batches() -> Iterator[tuple[Any, ...]]:
         yield chunk
 
+    model = _bare(workspace.model, meta)
     job = PassJob(
-        workspace=dataclasses.replace(workspace, device=meta, batches=batches, model=workspace.model.to(meta)),
-        model=workspace.model,
+        workspace=dataclasses.replace(workspace, device=meta, batches=batches, model=model),
+        model=model,
         task=workspace.task,
         collection=workspace.collection,
         dtype=dtype,
@@ -107,6 +109,18 @@ def _looked_at(
     plan = foretell(seen) if calibrated(workspace, plan) else plan
     _, plan, less = narrowed(job, found, seen, plan, foretell)
     return plan, (workspace, dtype, found.treated, seen, shared), less
+
+
+def _bare(model: nn.Module, meta: torch.device) -> nn.Module:
+    """``model`` without its numbers; what is tied in it stays tied, which ``model.to`` does not see to."""
+    known: dict[int, Any] = {}
+    every: tuple[Tensor, ...] = (*model.parameters(), *model.buffers())
+    for tensor in every:
+        if not nn.parameter.is_lazy(tensor):
+            bare = tensor.detach().to(meta)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+    return copy.deepcopy(model, known)
 
 
 def _shape_of(tensor: Tensor, meta: torch.device) -> Tensor:

@@ -94,6 +94,17 @@ def test_shapes_alone_give_the_plan_that_the_job_makes(name: str) -> None:
     assert [term["size_bytes"] for term in planned["terms"] if term["name"] == "weights"] == [weights]
 
 
+def test_a_model_is_planned_where_it_stands_with_what_is_tied_in_it() -> None:
+    make, inputs, targets, task, options = MODELS["gpt2"]
+    model = make()
+    with torch.device("meta"):
+        bare = make()
+    plans = [plan_job(workspace(each, [(inputs, targets)], task, **options)) for each in (model, bare)]
+    assert plans[0].chosen == plans[1].chosen
+    assert sizes(plans[0].as_json()) == sizes(plans[1].as_json())
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
 def test_seven_billion_weights_are_planned_in_seconds() -> None:
     with torch.device("meta"):
         model = llama(
