@@ -1,15 +1,15 @@
-"""Six models at sizes at which memory counts, and one measured job over one of them in a process of its own.
+"""One measured job over one of six models, in a process of its own.
 
-    python -m benchmarks.planning_cases CASE --folder DIR [--above BYTES] [--budgets] [--limit] [--unguarded]
-        [--profile] [--candidate PASSES MICRO_BATCH]
+    python -m benchmarks.planning_cases CASE --folder DIR [--above BYTES] [--budgets BYTES] [--limit] [--unguarded]
+        [--profile CHOSEN] [--candidate PASSES MICRO_BATCH]
 
 What the kernel and the profiler say of each stage goes to standard output as one line of JSON. A budget is
 ``--above`` what the process holds once the model and the data are there; ``--limit`` has the kernel hold it.
+``--budgets`` looks for three below what the job was measured to take without a guard.
 """
 
 import argparse
 import contextlib
-import copy
 import ctypes
 import dataclasses
 import gc
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.planning_models import CASES, Case
 from catalog.capacity import CapacityParams
 from catalog.collection import Collection
 from catalog.inputs import Task
@@ -39,98 +39,7 @@ from engine.memory.hold import warm_up
 from engine.memory.plan import Chosen, Plan
 from engine.workspace import Workspace
 
-Data = list[tuple[Any, ...]]
 STAGES = ("collection", "decomposition")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, its data, and how it is measured."""
-
-    make: Callable[[], nn.Module]
-    data: Callable[[], Data]
-    task: str
-    batch_size: int
-
-
-def _digits_mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
-    )
-
-
-class _Block(nn.Module):
-    """Two convolutions and a way around them."""
-
-    def __init__(self, entering: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(entering, width, 3, stride, 1, bias=False)
-        self.first_norm, self.second_norm = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.around = nn.Conv2d(entering, width, 1, stride, bias=False) if stride > 1 or entering != width else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside = torch.relu(self.first_norm(self.first(x)))
-        return torch.relu(self.second_norm(self.second(inside)) + (x if self.around is None else self.around(x)))
-
-
-def _digits_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 96, 3, padding=1), nn.ReLU(), nn.Conv2d(96, 192, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(192 * 16, 10),
-    )  # fmt: skip
-
-
-def _resnet18() -> nn.Module:
-    widths = (32, 32, 64, 64, 128, 128, 160, 160)
-    blocks = [
-        _Block(before, after, 2 if after != before and place else 1)
-        for place, (before, after) in enumerate(zip((32, *widths), widths, strict=False))
-    ]
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(160, 10),
-    )  # fmt: skip
-
-
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(n_layer=3, n_head=4, n_embd=256, n_positions=128, vocab_size=2000)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=256, intermediate_size=1024,
-        vocab_size=1500, max_position_embeddings=128,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-def _minilm() -> nn.Module:
-    config = transformers.BertConfig(
-        num_hidden_layers=3, num_attention_heads=12, hidden_size=384, intermediate_size=1536, vocab_size=3000,
-        max_position_embeddings=128,
-    )  # fmt: skip
-    return transformers.BertModel(config, add_pooling_layer=False)
-
-
-def _images(count: int, *shape: int) -> Data:
-    return [(torch.randn(count, *shape), torch.randint(0, 10, (count,)))]
-
-
-def _tokens(count: int, length: int, vocabulary: int) -> Data:
-    ids = torch.randint(0, vocabulary, (count, length))
-    return [({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids)]
-
-
-CASES = {
-    "digits MLP": Case(_digits_mlp, lambda: _images(8192, 1, 8, 8), "classification", 8192),
-    "digits CNN": Case(_digits_cnn, lambda: _images(768, 1, 8, 8), "classification", 768),
-    "ResNet-18, narrow": Case(_resnet18, lambda: _images(96, 3, 32, 32), "classification", 96),
-    "GPT-2, tiny": Case(_gpt2, lambda: _tokens(64, 64, 2000), "causal_lm", 64),
-    "Llama, tiny": Case(_llama, lambda: _tokens(64, 64, 1500), "causal_lm", 64),
-    "BERT like MiniLM": Case(_minilm, lambda: _tokens(64, 64, 3000), "sentence_embedding", 64),
-}
 
 
 class Folder:
@@ -220,6 +129,18 @@ def foreseen(plan: Plan) -> dict[str, int]:
     return {stage: bare.stage_bytes("host", stage) for stage in STAGES}  # type: ignore[arg-type]
 
 
+class Unhurried(Guard):
+    """Finds room for all that a plan counts, and none for what is read ahead into memory that is left over.
+
+    Another thread reads it, of which the profiler keeps no account.
+    """
+
+    def fits(self, *, device_bytes: int = 0, host_bytes: int = 0) -> bool:
+        """Never."""
+        del device_bytes, host_bytes
+        return False
+
+
 def unguarded() -> None:
     """What would be done without a guard: the first rung, whatever is free."""
 
@@ -250,8 +171,8 @@ def profiled_stages(profiler: profile) -> dict[str, int]:
 
 
 def planned(made: Workspace) -> Plan:
-    """The job's plan; of a copy, as planning moves its model away."""
-    plan = plan_job(dataclasses.replace(made, model=copy.deepcopy(made.model), shared={}))
+    """The job's plan."""
+    plan = plan_job(dataclasses.replace(made, shared={}))
     gc.collect()
     give_back_host_memory()
     return plan
@@ -265,13 +186,17 @@ def decided(plan: Plan) -> dict[str, Any]:
         "peak": plan.peak_bytes("host"),
         "passes": len(plan.chosen.parts),
         "micro_batch": plan.chosen.micro_batch,
+        "chosen": dataclasses.asdict(plan.chosen),
         "why": plan.why,
         "largest_terms": [(term.name, term.stage, term.size_bytes) for term in ordered[:8]],
     }
 
 
-def budgets(made: Workspace, whole: Plan, held: int) -> dict[str, Any]:
-    """The least budget that a plan fits, and two between it and what the whole takes; and a sweep between them."""
+def budgets(made: Workspace, whole: Plan, held: int, taken: int) -> dict[str, Any]:
+    """The least budget that a plan fits, and two between it and what was ``taken`` without a guard; and a sweep.
+
+    The sweep goes from the least to what the plan counts for the whole, which reserves memory for libraries, too.
+    """
 
     def at(above: int) -> Plan:
         made.memory = MemoryBudget(device_bytes=2**62, host_bytes=held + above)
@@ -287,13 +212,13 @@ def budgets(made: Workspace, whole: Plan, held: int) -> dict[str, Any]:
             least = middle
     # what a process holds before its job differs by a few megabytes from run to run
     fits += most // 24
-    chosen = [fits + share * (most - fits) // 3 for share in range(3)]
+    chosen = [fits + share * (taken - fits) // 3 for share in range(3)]
     sweep = []
     for above in (fits - most // 32, *(fits + share * (most - fits) // 6 for share in range(7)), most + most // 32):
         plan = at(above)
         slices = plan.chosen.micro_batch or made.collection.batch_size
         sweep.append((above, plan.fits(made.memory), len(plan.chosen.parts), slices))
-    return {"above": chosen, "whole": most, "sweep": sweep, **decided(whole)}
+    return {"above": chosen, "whole": most, "taken": taken, "sweep": sweep, **decided(whole)}
 
 
 def candidate(made: Workspace, plan: Plan, passes: int, micro_batch: int) -> Chosen:
@@ -309,17 +234,18 @@ def run(made: Workspace, *, profiled: bool) -> dict[str, Any]:
     peaks = Peaks(resident_bytes())
     made.operation = _staged(peaks)  # type: ignore[method-assign]
     activities = [ProfilerActivity.CPU]
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), time.process_time()
     try:
         with profile(activities=activities, profile_memory=True) if profiled else contextlib.nullcontext() as profiler:
             rows = list(measure_capacity(CapacityParams(), made))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what happened
         return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-    seconds = time.perf_counter() - begun
+    seconds, worked = time.perf_counter() - begun, time.process_time() - worked
     found = [row for row in rows if row.metrics is not None]
     return {
         **({} if made.plan is None else decided(made.plan)),
         "seconds": seconds,
+        "processor_seconds": worked,
         "measured": peaks.stages,
         "stage_seconds": peaks.seconds,
         "planning_errors": len(made.guard.planning_errors),
@@ -335,8 +261,10 @@ def main() -> None:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--above")
     parser.add_argument("--folder", type=Path, required=True)
-    for flag in ("--budgets", "--limit", "--unguarded", "--profile"):
+    parser.add_argument("--budgets", type=int)
+    for flag in ("--limit", "--unguarded"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--profile", type=Path, metavar="CHOSEN")
     parser.add_argument("--candidate", type=int, nargs=2, metavar=("PASSES", "MICRO_BATCH"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -350,19 +278,25 @@ def main() -> None:
     if options.above is not None:
         made.memory = MemoryBudget(device_bytes=2**62, host_bytes=held + int(options.above))
     plan = planned(made)
-    if options.budgets:
-        print(json.dumps(budgets(made, plan, held)))
+    if options.budgets is not None:
+        print(json.dumps(budgets(made, plan, held, options.budgets)))
         return
     made.guard = Guard(budget=made.memory, device=made.device, log=lambda _, __: None)
     if options.candidate is not None:
         made.chosen = candidate(made, plan, *options.candidate)
+    if options.profile is not None:
+        # The profiler's own records are resident, too, and would be taken for the job's: the way that was chosen
+        # without it is gone again, with nothing refused. Whether it was the same is told by the rungs.
+        made.chosen = Chosen.read(json.loads(options.profile.read_text()))
+        made.memory = MemoryBudget.unlimited()
+        made.guard = Unhurried(budget=made.memory, device=made.device, log=lambda _, __: None)
     if options.unguarded:
         unguarded()
         made.memory = MemoryBudget.unlimited()
     if options.limit:
         limit = status_bytes("VmData") + int(options.above)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-    print(json.dumps(run(made, profiled=options.profile)))
+    print(json.dumps(run(made, profiled=options.profile is not None)))
 
 
 def _staged(peaks: Peaks) -> Callable[[str], contextlib.AbstractContextManager[None]]:
