@@ -273,11 +273,11 @@ def _in_tiles_(matrix: Tensor, columns: Tensor, plan: _Plan, scratch_bytes: int)
             stop = min(start + height, size)
             left = columns[start:stop].to(plan.dtype) * weights
             for row, until, begin, end in _upper(start, stop, first, last):
-                tile, across = matrix[row:until, begin:end], right[begin - first : end - first].mT
+                tile, place = matrix[row:until, begin:end], slice(begin - first, end - first)
                 if plan.floor is None and matrix.dtype == plan.dtype:
-                    tile.addmm_(left[row - start : until - start], across)
+                    tile.addmm_(left[row - start : until - start], right[place].mT)
                     continue
-                made = left[row - start : until - start] @ across
+                made = left[row - start : until - start] @ right[place].mT
                 if plan.floor is None:
                     made += tile
                 elif begin < until:
