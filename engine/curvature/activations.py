@@ -11,7 +11,7 @@ training mode alone, which would turn on whatever else a layer does in training,
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,21 @@ class Saved:
 
     fixed_bytes: int
     example_bytes: int
+    inputs: Mapping[nn.Module, "Saved"] = field(default_factory=dict, compare=False)
+    """The part of it that is not autograd's: what enters a treated layer, held for that layer alone."""
 
     def of(self, examples: int) -> int:
         """Bytes for so many examples."""
         return self.fixed_bytes + examples * self.example_bytes
+
+    def within(self, modules: Iterable[nn.Module]) -> "Saved":
+        """The same where only ``modules`` are treated."""
+        mine = set(modules)
+        others = [own for module, own in self.inputs.items() if module not in mine]
+        return Saved(
+            fixed_bytes=self.fixed_bytes - sum(own.fixed_bytes for own in others),
+            example_bytes=self.example_bytes - sum(own.example_bytes for own in others),
+        )
 
 
 @dataclass
@@ -44,13 +55,17 @@ class _Trace:
 
     within: str | None = None
     held: dict[str | None, dict[int, int]] = field(default_factory=dict)
+    order: dict[int, int] = field(default_factory=dict)
+    """All of them, as they came."""
     entered: dict[int, int] = field(default_factory=dict)
     """Storages that enter checkpointing layers."""
     wanted: dict[int, int] = field(default_factory=dict)
-    """Inputs of treated layers that are held until their gradients arrive."""
-    met: int = 0
-    """Most bytes at once where the gradients of a treated layer arrive: what was saved up to its call, its
-    gradients, and a copy of each."""
+    """Inputs of treated layers, which the graph's hooks hold until the backward pass has ended."""
+    wanted_by: dict[nn.Module, set[int]] = field(default_factory=dict)
+    """Of each module the storages among them that no other had wanted before."""
+    arrivals: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {False: [], True: []})
+    """Of each call of a treated layer, how many storages autograd held by then, and the bytes that its gradients
+    will take, or all that is made of them where that is known."""
     kept: list[Any] = field(default_factory=list)
     """The storages themselves: another one must not come to stand at the place of one let go."""
 
@@ -60,6 +75,7 @@ class _Trace:
         self.kept.append(storage)
         if identity(storage) not in known:
             self.held.setdefault(self.within, {})[identity(storage)] = storage.nbytes()
+            self.order.setdefault(identity(storage), storage.nbytes())
 
     def storages(self, tree: Any) -> dict[int, int]:  # noqa: ANN401 - what a module was given
         """Identity and bytes of each storage of ``tree``."""
@@ -74,6 +90,29 @@ class _Trace:
         for group in self.held.values():
             together |= group
         return sum(together.values())
+
+    def inputs(self, *, without: Mapping[int, int]) -> dict[nn.Module, int]:
+        """Bytes that each module's inputs add to what is held ``without`` them."""
+        return {
+            module: sum(self.wanted[each] for each in own if each not in without)
+            for module, own in self.wanted_by.items()
+        }
+
+    @property
+    def autograd(self) -> dict[int, int]:
+        """Storages that autograd itself holds."""
+        return {each: size for group in self.held.values() for each, size in group.items()}
+
+    def met(self, *, copied: bool) -> int:
+        """Most bytes at once where the gradients of a treated layer arrive, of those whose copies are known or others.
+
+        What autograd saved after its call has been let go of by then, and no treated layer's input has.
+        """
+        held = [0]
+        for each in self.order:
+            held.append(held[-1] + (0 if each in self.wanted else self.order[each]))
+        inputs = sum(self.wanted.values())
+        return max((inputs + held[count] + arriving for count, arriving in self.arrivals[copied]), default=0)
 
     @property
     def checkpointed(self) -> int:
@@ -133,30 +172,47 @@ def traced(
     sizes: tuple[int, ...],
     model: nn.Module,
     watched: Mapping[nn.Module, bool],
-) -> tuple[Saved, Saved | None, Saved]:
+    copied: Mapping[nn.Module, int] | None = None,
+    *,
+    padded: bool = False,
+) -> tuple[Saved, Saved | None, Saved, Saved]:
     """What ``run`` of so many examples saves; with checkpointing, where offered; and what is held on the way back.
 
-    ``watched`` are the modules of treated layers, and whether their inputs are held, too.
+    The latter where the gradients of a layer's input and output stand beside each other, and where those of one that
+    is ``copied`` do. ``watched`` are the modules of treated layers, and whether their inputs are held, too; ``copied``
+    says of some how many times its output one takes in all. Of what is ``padded`` the positions that count are copied.
 
     Memory:
         What is saved of the largest of ``sizes``.
     """
-    traces = [_trace(run, size, model, watched) for size in sizes]
-    offered = bool(checkpointing_layers(model))
-    plain = _fit(sizes, [trace.plain for trace in traces])
-    met = _fit(sizes, [trace.met for trace in traces])
-    return plain, _fit(sizes, [trace.checkpointed for trace in traces]) if offered else None, met
+    traces = [_trace(run, size, model, watched, copied or {}, padded=padded) for size in sizes]
+    own = [trace.inputs(without=trace.autograd) for trace in traces]
+    plain = _fit(sizes, [trace.plain for trace in traces], own)
+    met, met_copied = (_fit(sizes, [trace.met(copied=kind) for trace in traces], own) for kind in (False, True))
+    if not checkpointing_layers(model):
+        return plain, None, met, met_copied
+    own = [trace.inputs(without=trace.held.get(None, {}) | trace.entered) for trace in traces]
+    return plain, _fit(sizes, [trace.checkpointed for trace in traces], own), met, met_copied
 
 
-def _fit(sizes: tuple[int, ...], held: list[int]) -> Saved:
+def _fit(sizes: tuple[int, ...], held: list[int], inputs: list[dict[nn.Module, int]]) -> Saved:
     """The line through the first and the last; through the origin where there is one size alone."""
+    parts = {module: _fit(sizes, [each.get(module, 0) for each in inputs], []) for module in (inputs or [{}])[0]}
     if len(sizes) == 1:
-        return Saved(fixed_bytes=0, example_bytes=-(-held[0] // sizes[0]))
+        return Saved(fixed_bytes=0, example_bytes=-(-held[0] // sizes[0]), inputs=parts)
     each = max(0, -((held[0] - held[-1]) // (sizes[-1] - sizes[0])))
-    return Saved(fixed_bytes=max(0, held[0] - sizes[0] * each), example_bytes=each)
+    return Saved(fixed_bytes=max(0, held[0] - sizes[0] * each), example_bytes=each, inputs=parts)
 
 
-def _trace(run: Callable[[int], object], size: int, model: nn.Module, watched: Mapping[nn.Module, bool]) -> _Trace:
+def _trace(
+    run: Callable[[int], object],
+    size: int,
+    model: nn.Module,
+    watched: Mapping[nn.Module, bool],
+    copied: Mapping[nn.Module, int],
+    *,
+    padded: bool,
+) -> _Trace:
     trace = _Trace()
     # weights are there anyway, and counted as such
     known = frozenset(
@@ -171,16 +227,20 @@ def _trace(run: Callable[[int], object], size: int, model: nn.Module, watched: M
 
     def follow(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - torch's hook signature
         if watched[module]:
-            trace.wanted |= trace.storages(args[:1])
-        # what is saved later has been let go of by then
-        gradients = sum(
-            tensor.nbytes for tensor in (*tensors(args[:1]), *tensors(output)) if tensor.is_floating_point()
+            found = trace.storages(args[:1])
+            trace.wanted_by.setdefault(module, set()).update(found.keys() - trace.wanted.keys())
+            trace.wanted |= found
+        entered, left = (
+            sum(tensor.nbytes for tensor in tensors(tree) if tensor.is_floating_point()) for tree in (args[:1], output)
         )
-        trace.met = max(trace.met, trace.plain + 2 * gradients)
+        instead = None
         if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
-            # what the collection does: gradients of outputs alone
-            return output.detach().requires_grad_().clone()
-        return None
+            # what the collection does: gradients of outputs alone; the graph begins at a leaf, which it holds
+            trace.hold(output, known)
+            instead = output.detach().requires_grad_().clone()
+        arriving = copied[module] * left if module in copied else entered + (2 if padded else 1) * left
+        trace.arrivals[module in copied].append((len(trace.order), arriving))
+        return instead
 
     handles = [module.register_forward_hook(follow) for module in watched]
     for name, layer in checkpointing_layers(model).items():

@@ -19,7 +19,7 @@ from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.finiteness import witnessed
 from engine.curvature.head_choice import head_choice
 from engine.curvature.interception import Interception
-from engine.curvature.layer_bytes import DryRun
+from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun
 from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.loss_head import head_of
@@ -102,22 +102,23 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
     if job.collection.fisher == "forward_only":
         return seen
     batch = next(job.batches())
-    watched = {
-        role.module: job.collection.exact_trace or isinstance(role, BlockLayer)
-        for layer in survey.treated
-        for role in layer.roles
-    }
+    roles = [role for layer in survey.treated for role in layer.roles]
+    watched = {role.module: job.collection.exact_trace or isinstance(role, BlockLayer) for role in roles}
+    copied = {role.module: AT_A_NORMALISATION for role in roles if isinstance(role, BlockLayer)}
+
+    # whether any is, the first batch cannot say for the others
+    padded = batch.mask is not None or job.task.type in ("causal_lm", "masked_lm")
 
     def run(examples: int) -> Tensor:
         with job.precision.autocast(job.workspace.device):
             return predict(job.model, _repeated(batch, examples), job.task).outputs
 
     sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    saved, recomputed, met = traced(run, sizes, job.model, watched)
+    saved, recomputed, met, normalised = traced(run, sizes, job.model, watched, copied, padded=padded)
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
-    return dataclasses.replace(seen, saved=saved, recomputed=recomputed, met=met)
+    return dataclasses.replace(seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised)
 
 
 def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:

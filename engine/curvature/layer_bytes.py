@@ -14,6 +14,10 @@ from engine.curvature.woodbury import basis_bytes, gram_bytes
 from engine.memory.plan import Source, Stage, Term
 from engine.workspace import Workspace
 
+AT_A_NORMALISATION = 7
+"""Times its output that a normalisation takes on the way back, counted in a residual network: what arrives by two
+branches, what is handed on, and copies of both, centred, and their product."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
@@ -31,7 +35,9 @@ class DryRun:
     recomputed: Saved | None = None
     """The same with activation checkpointing; None where the model offers none."""
     met: Saved | None = None
-    """What is held where the gradients of a layer arrive: what was saved up to its call, and twice what arrives."""
+    """What is held where the gradients of a layer arrive: what was saved up to its call, all inputs, and gradients."""
+    met_normalised: Saved | None = None
+    """The same where those of a normalisation do, with all that is made of them."""
     resident_bytes: int | None = None
     """What the process holds without the plan's own needs; None: what it holds now."""
     representations: Mapping[str, Representation] = field(default_factory=dict)

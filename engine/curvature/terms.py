@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from torch import nn
+
+from engine.curvature.activations import Saved
 from engine.curvature.calls import Call
 from engine.curvature.joint import squared_norms_numbers
-from engine.curvature.layer_bytes import DryRun, kept_terms, row_sizes, sides_of
+from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun, kept_terms, row_sizes, sides_of
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 from engine.curvature.nested import EIGHTHS
@@ -18,9 +21,6 @@ from engine.curvature.offload import staging_numbers
 from engine.curvature.statistics import factor_sides
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.workspace import Workspace
-
-_AT_A_NORMALISATION = 7
-"""Times its output that a normalisation takes on the way back, counted in a residual network."""
 
 
 def plan_of(
@@ -39,31 +39,23 @@ def plan_of(
     largest = max((side for side, dense in sides if dense), default=0)
     examples = chosen.micro_batch or workspace.collection.batch_size
     scale = examples / seen.examples
-    widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
-    saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
-    met = None if chosen.activation_checkpointing else seen.met
-    # twice what arrives is in what is held where gradients meet it, and a linear layer takes nothing else
-    kinds = (ConvolutionLayer, BlockLayer)
-    scratched = [call for call in seen.calls if met is None or isinstance(call.layer, kinds)]
-    patches = max((_scratch(call, seen.examples, examples, workspace) for call in scratched), default=0)
+    several = len(chosen.parts) > 1
+    part, most = _heaviest(treated, seen, groups, chosen, examples)
+    # the last passes hold no input of the first ones' layers; bases are rotated with all of a pass's
+    mine = part if several and not workspace.collection.ekfac else None
+    saved = _within(seen.recomputed if chosen.activation_checkpointing else seen.saved, mine)
     # what arrives, and its sum over all uses
     bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
-    several = len(chosen.parts) > 1
-    most = max(sum(size for names, size in groups.items() if names[0] in part) for part in chosen.parts)
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
-    gradients, formula = int(2 * scale * widest * item), "2 · slice · (input + output), widest layer"
-    if saved is not None and met is not None:
-        # outputs are held at the end of the forward pass alone, and what is saved is let go of on the way back
-        gradients = max(0, met.of(examples) - saved.of(examples) - outputs)
-        formula = "beyond activations and outputs: saved up to a layer + 2 · slice · (input + output)"
+    gradients, formula, patches = _on_the_way_back(workspace, item, seen, chosen, examples, saved, mine, outputs)
     sizes: list[tuple[str, str, int, Source, Stage]] = [
         ("gradients", formula, gradients, "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         (
             "patches",
             "strips and windows, or a normalisation's copies",
-            patches * item,
+            patches,
             "estimated",
             "collection",
         ),
@@ -152,6 +144,67 @@ def plan_of(
     return Plan(terms=tuple(terms), chosen=chosen)
 
 
+def _heaviest(
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    groups: Mapping[tuple[str, ...], int],
+    chosen: Chosen,
+    examples: int,
+) -> tuple[frozenset[nn.Module] | None, int]:
+    """The modules of the pass that holds most, of sums and inputs together, and the bytes of its sums.
+
+    None where no pass has a layer: what is held then is what any may.
+    """
+    saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
+    passes = {name: place for place, part in enumerate(chosen.parts) for name in part}
+    sums, inputs = [0] * len(chosen.parts), [0] * len(chosen.parts)
+    for names, size in groups.items():
+        if names[0] in passes:
+            sums[passes[names[0]]] += size
+    modules: list[set[nn.Module]] = [set() for _ in chosen.parts]
+    for layer in treated:
+        if layer.name in passes:
+            place = passes[layer.name]
+            modules[place].update(role.module for role in layer.roles)
+    if saved is not None:
+        inputs = [sum(own.of(examples) for each in mine if (own := saved.inputs.get(each))) for mine in modules]
+    heaviest = max(range(len(sums)), key=lambda place: sums[place] + inputs[place])
+    return frozenset(modules[heaviest]) if passes else None, sums[heaviest]
+
+
+def _on_the_way_back(
+    workspace: Workspace,
+    item: int,
+    seen: DryRun,
+    chosen: Chosen,
+    examples: int,
+    saved: Saved | None,
+    modules: frozenset[nn.Module] | None,
+    outputs: int,
+) -> tuple[int, str, int]:
+    """Bytes of the gradients of a layer, with the formula, and of what its moments are made of."""
+    met, normalised = (
+        None if chosen.activation_checkpointing else _within(each, modules) for each in (seen.met, seen.met_normalised)
+    )
+    # a linear layer takes nothing but what is held where its gradients arrive
+    scratched = [call for call in seen.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
+    patches = item * max((_scratch(call, seen.examples, examples, workspace) for call in scratched), default=0)
+    if saved is None or met is None or normalised is None:
+        widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
+        gradients = int(2 * examples / seen.examples * widest * item)
+        return gradients, "2 · slice · (input + output), widest layer", patches
+    # outputs are held at the end of the forward pass alone, and what is saved is let go of on the way back
+    held = saved.of(examples) + outputs
+    gradients = max(0, met.of(examples) - held)
+    # a normalisation's time is another one
+    patches = max(patches, normalised.of(examples) - held - gradients)
+    return gradients, "beyond activations and outputs: saved up to a layer + slice · (input + output)", patches
+
+
+def _within(saved: Saved | None, modules: frozenset[nn.Module] | None) -> Saved | None:
+    return saved if saved is None or modules is None else saved.within(modules)
+
+
 def corrected_plan(
     plan: Plan,
     groups: Mapping[tuple[str, ...], int],
@@ -220,8 +273,7 @@ def _scratch(call: Call, seen: int, examples: int, workspace: Workspace) -> int:
     """Numbers that the moments of one call take besides their sums, for ``examples`` instead of ``seen``."""
     layer, entered, output = call.layer, call.entered, call.output
     if isinstance(layer, BlockLayer):
-        # what arrives by two branches, what is handed on, and copies: of both, centred, and their product
-        return _AT_A_NORMALISATION * output.numel() * examples // seen
+        return AT_A_NORMALISATION * output.numel() * examples // seen
     if layer.form != "kronecker" or 0 in (entered.numel(), output.numel()):
         return 0
     # the gradient's moments may take a copy of it

@@ -42,14 +42,17 @@ class Known(nn.Module):
 @pytest.mark.parametrize("held", [False, True])
 def test_saved_bytes_of_a_known_net(held: bool) -> None:
     model = Known().requires_grad_(False)
-    plain, again, met = traced(
+    plain, again, met, _ = traced(
         lambda size: model(torch.ones(size, 10)), (2, 5), model, dict.fromkeys(model.children(), held)
     )
-    # tanh keeps its output, which is the second layer's input; without weight gradients a linear layer keeps none
-    assert plain == Saved(fixed_bytes=0, example_bytes=4 * (100 + 10 * held))
+    # tanh keeps its output, which is the second layer's input; without weight gradients a linear layer keeps none, but
+    # the graph begins at the first one's output
+    assert plain == Saved(fixed_bytes=0, example_bytes=4 * (100 + 100 + 10 * held))
     assert again is None
-    # the wider moment is the second layer's: all that is saved, and twice its own gradients
-    assert met == Saved(fixed_bytes=0, example_bytes=4 * (100 + 10 * held + 2 * (100 + 7)))
+    # the wider moment is the second layer's: all that is saved, and its own gradients; inputs that are held are so
+    # until the last gradient has arrived, which makes it the first layer's
+    assert met == Saved(fixed_bytes=0, example_bytes=4 * (210 + 110 if held else 200 + 107))
+    assert met.within([model.second]).of(1) == met.of(1) - 4 * 10 * held
     assert plain.of(8) == 8 * plain.example_bytes
     assert not model.first._forward_hooks
 
@@ -64,7 +67,7 @@ def test_what_does_not_grow_is_told_apart() -> None:
             return self.layer(x) * torch.arange(1000.0).view(250, 4).sum(0) * torch.ones(250, 1, 1)
 
     model = Biased().requires_grad_(False)
-    plain, _, _ = traced(lambda size: model(torch.ones(size, 4)), (2, 3), model, {model.layer: False})
+    plain, *_ = traced(lambda size: model(torch.ones(size, 4)), (2, 3), model, {model.layer: False})
     assert plain.fixed_bytes >= 1000
     assert plain.of(3) == plain.fixed_bytes + 3 * plain.example_bytes
 
