@@ -28,6 +28,7 @@ from engine.curvature.passes import PassJob
 from engine.curvature.shapes import shapes_alone
 from engine.curvature.untouched import untouched
 from engine.memory.budget import resident_bytes
+from engine.memory.hold import warm_up
 from engine.memory.plan import Plan
 from engine.workspace import Workspace
 
@@ -75,6 +76,8 @@ def _looked_at(
     """The plan, what its forecast is made from, and what less of the head's G the job may keep."""
     if workspace.model is None or workspace.task is None or workspace.batches is None:
         raise ValueError("a plan needs a model, batches and a task")
+    # a job has begun its libraries' threads by the time it plans
+    warm_up()
     held = resident_bytes()
     dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
     meta = torch.device("meta")
