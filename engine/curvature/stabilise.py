@@ -43,7 +43,8 @@ _TRUST = 0.01
 _PROBES = 4
 _SAMPLED = 64
 _NARROWEST = 64
-_TALLEST = 512
+_TALLEST = 2048
+"""Bytes of a column of a tile: enough rows for a product to be efficient with."""
 _DIAGONAL_ROWS = 128
 """Rows at once of a block on the diagonal: half of each such square is computed in vain."""
 
@@ -176,9 +177,14 @@ def placement_bytes(
     travels = cuda and placement == "device"
     converted = kept != wide and not travels
     left = height * rank * wide.itemsize
-    made = 0 if below and dtype == wide else height * width * wide.itemsize
+    made = [0, 0]
+    if not (below and dtype == wide):
+        # beside the largest tile the one before it: of a block on the diagonal, or another as large
+        alone = width >= size
+        made = [height * (max(size - height, _DIAGONAL_ROWS) if alone else width) * wide.itemsize]
+        made += [min(height, _DIAGONAL_ROWS) * height * wide.itemsize] if alone else made
     # what a tile was made of is there until the next is
-    tiles = max(left * (3 if converted else 2) + made, left + 2 * made)
+    tiles = max(left * (3 if converted else 2) + made[0], left + sum(made))
     tiles += width * rank * wide.itemsize if converted else 0
     if not travels:
         return 0, tiles
@@ -188,13 +194,13 @@ def placement_bytes(
 
 
 def tile_extent(size: int, rank: int, dtype: torch.dtype, scratch_bytes: int = SCRATCH_BYTES) -> tuple[int, int]:
-    """Rows and columns of a tile: as many rows as a product is efficient with, and what fits of columns.
+    """Rows and columns of a tile: a few hundred rows, and what fits of columns.
 
     Two panels of the basis for the rows, one for the columns, and the tile itself in float64 keep to
     ``scratch_bytes``, unless 64 rows of the basis are more than that already.
     """
     item = torch.empty((), dtype=dtype).element_size()
-    rows = min(size, max(_NARROWEST, min(_TALLEST, scratch_bytes // (8 * item * max(rank, 1)))))
+    rows = min(size, max(_NARROWEST, min(_TALLEST // item, scratch_bytes // (8 * item * max(rank, 1)))))
     left = scratch_bytes - 2 * rows * rank * item
     return rows, min(size, max(rows, left // (rank * item + 8 * rows)))
 
