@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
+from worker.agent import DRAIN_SECONDS
+
 CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q"]
 EMBEDDED = [sys.executable, "-P", "-m", "worker.embedded"]
+SLURM = Path(__file__).resolve().parents[2] / "examples/slurm/worker.sbatch"
 USAGE = {"model": {"source": "factory", "factory": "not.listed:here"}}
 
 
@@ -214,6 +218,38 @@ def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0), done.failure
     assert done.summary["capacity"]["coverage"]["covered_share"] == 1.0
+
+
+def test_under_slurm_a_job_is_handed_back_before_the_wall_time(
+    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, ledger_url: str, broker: str, tmp_path: Path
+) -> None:
+    """What `--signal=B:TERM@…` does: SIGTERM to the batch shell, and to no other process of the job."""
+    (tmp_path / "database-url").write_text(ledger_url)
+    (tmp_path / "redis-url").write_text(broker)
+    first = worker(
+        ["bash", str(SLURM)],
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        KRONOSCOPE_DATABASE_URL="",
+        KRONOSCOPE_DATABASE_URL_FILE=str(tmp_path / "database-url"),
+        KRONOSCOPE_REDIS_URL="",
+        KRONOSCOPE_REDIS_URL_FILE=str(tmp_path / "redis-url"),
+        SLURM_JOB_ID="17",
+        SLURM_CPUS_PER_TASK="1",
+    )
+    job_id = submitted(model={"source": "builtin", "name": "digits_cnn"})
+    eventually(lambda: (job(job_id).progress or {}).get("stage") == "model", 60)
+    running = children_of(first.popen.pid)
+    assert len(running) >= 3  # worker, guardian and child
+    assert first.stop() == 0
+    assert ended(running, 0)
+    handed = job(job_id)
+    assert (handed.state, handed.attempt, handed.failures) == ("queued", 0, 0)
+    assert first.lines()[-1] | {"drained": True, "event": "worker ends"} == first.lines()[-1]
+
+
+def test_slurm_is_asked_for_more_time_than_a_drain_takes() -> None:
+    (asked,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", SLURM.read_text(), flags=re.MULTILINE)
+    assert int(asked) > DRAIN_SECONDS
 
 
 def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
