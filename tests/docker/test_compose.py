@@ -1,6 +1,7 @@
 """The service in containers: what runs, as whom, reachable how, and that jobs outlive the containers."""
 
 import json
+import os
 import subprocess
 from typing import Any
 
@@ -39,8 +40,23 @@ def digests(client: httpx.Client, job_id: str) -> dict[tuple[str, int], str]:
     return {(row["kind"], row["ordinal"]): row["sha256"] for row in page["items"]}
 
 
-@pytest.mark.parametrize("files", [["docker-compose.yml"], ["docker-compose.yml", "docker-compose.gpu.yml"]])
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["docker-compose.yml"],
+        ["docker-compose.yml", "docker-compose.gpu.yml"],
+        ["docker-compose.yml", "docker-compose.join.yml"],
+        ["docker-compose.node.yml"],
+    ],
+    ids=" and ".join,
+)
 def test_the_compose_files_are_sound(files: list[str]) -> None:
+    joining = {
+        "DATABASE_URL": "postgresql://kronoscope:change-me@10.0.0.1:5432/kronoscope",
+        "REDIS_URL": "redis://kronoscope:change-me@10.0.0.1:6379/0",
+        "PRIVATE_ADDRESS": "10.0.0.1",
+        "SHARED_FOLDER": "/mnt/kronoscope",
+    }
     words = [word for name in files for word in ("--file", str(ROOT / name))]
     done = subprocess.run(
         ["docker", "compose", "--env-file", str(ROOT / ".env.example"), *words, "config", "--quiet"],
@@ -48,6 +64,7 @@ def test_the_compose_files_are_sound(files: list[str]) -> None:
         text=True,
         timeout=60,
         check=False,
+        env=os.environ | joining,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

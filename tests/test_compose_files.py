@@ -1,0 +1,80 @@
+"""The compose files beside the first one: as tight as it is, and naming only settings that something reads."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[1]
+FIRST, NODE, JOIN = (ROOT / f"docker-compose{part}.yml" for part in ("", ".node", ".join"))
+WHAT_CONFIGURES = (
+    *sorted(ROOT.glob("docker-compose*.yml")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples/slurm/worker.sbatch",
+    ROOT / ".env.example",
+    ROOT / "Dockerfile",
+    ROOT / "README.md",
+)
+# where a node's worker differs, and has to
+ITS_OWN = {"environment", "volumes", "networks", "depends_on", "deploy"}
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = YAML(typ="safe", pure=True).load(path.read_text())
+    return found
+
+
+def test_a_nodes_worker_is_confined_as_the_first_machines() -> None:
+    first, node = read(FIRST)["services"]["worker"], read(NODE)["services"]["worker"]
+    assert {name: value for name, value in node.items() if name not in ITS_OWN} == {
+        name: value for name, value in first.items() if name not in ITS_OWN
+    }
+    assert node["read_only"]
+    assert node["cap_drop"] == ["ALL"]
+    assert node["security_opt"] == ["no-new-privileges:true"]
+    assert node.keys().isdisjoint({"ports", "privileged", "user", "cap_add", "network_mode", "pid", "ipc"})
+
+
+def test_a_node_is_told_what_the_first_machines_worker_is_told_and_nothing_more() -> None:
+    first, node = (set(read(path)["services"]["worker"]["environment"]) for path in (FIRST, NODE))
+    assert node == first
+    assert not any("SECRET" in name for name in node)
+
+
+def test_every_machine_has_the_same_artifacts_and_nodes_cannot_write_the_hubs_models() -> None:
+    def mounts(path: Path, service: str) -> dict[str, dict[str, Any]]:
+        volumes = read(path)["services"][service]["volumes"]
+        return {each["target"]: each for each in volumes if isinstance(each, dict)}
+
+    def source(mount: dict[str, Any]) -> str:
+        return re.sub(r":\?[^}]*", "", str(mount["source"]))
+
+    shared = [mounts(NODE, "worker"), mounts(JOIN, "worker"), mounts(JOIN, "api")]
+    assert {source(each["/data/artifacts"]) for each in shared} == {"${SHARED_FOLDER}/artifacts"}
+    # one that is not mounted must not be made on the spot, empty
+    assert all(each["bind"] == {"create_host_path": False} for found in shared for each in found.values())
+    assert source(mounts(NODE, "worker")["/data/models/hub"]) == source(mounts(JOIN, "fetch")["/data/models"]) + "/hub"
+    assert mounts(NODE, "worker")["/data/models/hub"]["read_only"]
+    assert mounts(JOIN, "api")["/data/models"]["read_only"]
+
+
+def test_the_first_machine_opens_its_servers_on_a_named_address_only() -> None:
+    ports = {name: service["ports"] for name, service in read(JOIN)["services"].items() if "ports" in service}
+    assert set(ports) == {"postgres", "redis"}
+    assert all(re.match(r"\$\{PRIVATE_ADDRESS(:\?[^}]*)?\}:\d+:\d+$", port) for (port,) in ports.values())
+
+
+@pytest.mark.parametrize("path", WHAT_CONFIGURES, ids=lambda path: path.name)
+def test_every_setting_that_is_named_is_read(path: Path) -> None:
+    code = "".join(
+        file.read_text()
+        for room in ("api", "catalog", "jobs", "kronoscope", "worker")
+        for file in sorted((ROOT / room).rglob("*.py"))
+    )
+    known = set(re.findall(r"KRONOSCOPE_[A-Z]+(?:_[A-Z]+)*", code))
+    # what Compose itself puts in: where the API is published
+    known |= set(re.findall(r"\$\{(KRONOSCOPE_[A-Z_]+)", FIRST.read_text()))
+    named = {each.removesuffix("_FILE") for each in re.findall(r"KRONOSCOPE_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
+    assert named - known == set()
