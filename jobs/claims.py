@@ -24,22 +24,20 @@ from jobs.identifiers import is_id
 from jobs.lifecycle import HELD, State, ending
 from jobs.records import Claim
 from jobs.tables import artifacts, jobs, layer_results
+from jobs.turns import in_turn
 
 Written = Literal["written", "repeated", "differs"]
 """`repeated`: the same digest stood there already; `differs`: another did, and stays."""
 
 
 def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = None) -> list[str]:
-    """Ids of queued jobs that fit, the most urgent and then the longest waiting first."""
+    """Ids of queued jobs that fit, the most urgent first, and among equals the tenants in turn.
+
+    A tenant's first job counts as one more than it has running, its second as two more, and so on; the least comes
+    first, and then the longest waiting. So a tenant with a backlog takes what others leave and never their turn.
+    """
     with reading(engine) as connection:
-        return list(
-            connection.execute(
-                select(jobs.c.id)
-                .where(jobs.c.state == "queued", _fits(free_bytes))
-                .order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
-                .limit(limit)
-            ).scalars()
-        )
+        return list(connection.execute(in_turn(connection.dialect.name, limit, _fits(free_bytes))).scalars())
 
 
 def claim(

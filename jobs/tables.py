@@ -109,6 +109,16 @@ jobs = Table(
     Index(None, "state", "lease_expires_at"),
 )
 
+Index(
+    "ix_jobs_waiting",
+    jobs.c.tenant_id,
+    jobs.c.priority.desc(),
+    jobs.c.queued_at,
+    jobs.c.id,
+    postgresql_where=text("state = 'queued'"),
+    sqlite_where=text("state = 'queued'"),
+)
+
 outbox = Table(
     "outbox",
     metadata,

@@ -1,7 +1,9 @@
-"""The Agent: owns this process's slots; doorbell and poller both ask it to take a job.
+"""The Agent: owns this process's slots, and takes into them the jobs whose turn it is.
 
-Without a free slot a doorbell is dropped: the job stands in the database, where the next poll, here
-or elsewhere, finds it. So a worker deaf to its broker costs seconds, never a job.
+A doorbell says no more than that there is something in the queue: which job comes next is the
+database's to say, or a tenant who rings a thousand times would go before all others. Without a free
+slot a doorbell is dropped: the job stands in the database, where the next poll, here or elsewhere,
+finds it. So a worker deaf to its broker costs seconds, never a job.
 """
 
 import os
@@ -46,21 +48,23 @@ class Agent:
         self._poller.start()
 
     def wake(self) -> None:
-        """Look into the queue now."""
+        """Look into the queue now: a doorbell rang, for whichever job; one too many costs a look."""
         self._nudge.set()
 
-    def offer(self, job_id: str) -> bool:
-        """Take the job if a slot is free and it can be claimed; whether it was taken."""
+    def take(self) -> bool:
+        """Take the job whose turn it is, if a slot is free; whether one was taken.
+
+        Raises:
+            LedgerUnavailable: If the database does not answer; nothing is held then.
+        """
         if self._draining or not self._slots.acquire(blocking=False):
             return False
         taken = False
         try:
-            held = self._claim(job_id)
+            held = self._claim_next()
             if held is not None:
                 self._supervise(held)
                 taken = True
-        except LedgerUnavailable:
-            self._log.warning("the database does not answer; the job stays in the queue", job=job_id)
         finally:
             if not taken:
                 self._slots.release()
@@ -83,6 +87,14 @@ class Agent:
         if self._poller.is_alive():  # its last look may be under way, and the caller is about to close the database
             self._poller.join(max(0.0, deadline - time.monotonic()))
         return all(free)
+
+    def _claim_next(self) -> Claim | None:
+        """The first in turn that no other worker was quicker to take."""
+        for job_id in next_claimable(self._engine):
+            held = self._claim(job_id)
+            if held is not None:
+                return held
+        return None
 
     def _claim(self, job_id: str) -> Claim | None:
         """Claim; one token for all tries, so that a claim whose reply was lost is recognised."""
@@ -124,17 +136,11 @@ class Agent:
         while not self._draining:
             self._nudge.clear()
             try:
-                self._take_some()
+                while self.take():  # each is looked for anew: the one before has changed whose turn it is
+                    pass
             except LedgerUnavailable:
                 self._log.warning("the database does not answer; the queue is looked into again")
             except Exception:  # noqa: BLE001 - what makes lost doorbells harmless outlives whatever happens
                 self._log.exception("looking into the queue failed")
             self._nudge.wait(self._settings.poll_seconds)
         self._stop_all()
-
-    def _take_some(self) -> None:
-        if not self._slots.acquire(blocking=False):
-            return
-        self._slots.release()
-        for job_id in next_claimable(self._engine):
-            self.offer(job_id)

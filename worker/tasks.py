@@ -6,8 +6,8 @@ from celery import shared_task
 
 
 @shared_task(name="worker.tasks.ring", bind=True, ignore_result=True)  # type: ignore[untyped-decorator]
-def ring(self: Any, job_id: str) -> None:  # noqa: ANN401 - Celery publishes no types
-    """Ask this process's Agent to take the job; where it does not, the database keeps it."""
+def ring(self: Any, _job_id: str) -> None:  # noqa: ANN401 - Celery publishes no types
+    """Have this process's Agent look into the queue, which says whose turn it is; the id is for whoever reads Redis."""
     agent = self.app.agent
     if agent is not None:
-        agent.offer(str(job_id))
+        agent.wake()

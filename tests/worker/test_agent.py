@@ -3,15 +3,23 @@
 import json
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import insert
 
-from jobs.claims import claim
+from jobs.claims import claim, next_claimable
+from jobs.clock import ledger_now
+from jobs.codec import parse_document
+from jobs.database import writing
 from jobs.records import LOCAL_TENANT
-from jobs.store import request_cancel
+from jobs.store import read_job, request_cancel, submit
+from jobs.tables import tenants
+from worker import agent as agent_module
 from worker.agent import Agent
 from worker.sweeper import Sweeper
+from worker.tasks import ring
 
 
 @pytest.fixture
@@ -37,30 +45,56 @@ def test_a_job_is_found_without_any_doorbell(agent: Any, submitted: Any, job: An
     eventually(lambda: job(job_id).state == "succeeded")
 
 
-def test_a_doorbell_takes_a_job_and_a_second_one_is_dropped(
+def test_a_slot_takes_a_job_and_without_one_the_next_stays(
     agent: Any, submitted: Any, job: Any, eventually: Any, tmp_path: Any
 ) -> None:
     first, second = submitted(), submitted()
     chosen = agent(["wait_for", str(tmp_path / "go")], ["finish"], poll=False)
-    assert chosen.offer(first)
-    assert not chosen.offer(first)
-    assert not chosen.offer(second)  # no slot
-    assert job(second).state == "queued"
+    assert chosen.take()
+    assert not chosen.take()  # no slot
+    assert (job(first).state, job(second).state) == ("running", "queued")
     (tmp_path / "go").touch()
     eventually(lambda: job(first).state == "succeeded")
-    eventually(lambda: chosen.offer(second))
+    eventually(chosen.take)
     eventually(lambda: job(second).state == "succeeded")
 
 
 @pytest.mark.parametrize("doorbell", ["", "not an id", "0" * 36, "x" * 10_000])
-def test_a_doorbell_for_nothing_costs_nothing(
-    agent: Any, submitted: Any, job: Any, eventually: Any, doorbell: Any
+def test_a_doorbell_for_nothing_costs_a_look(
+    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, doorbell: Any
 ) -> None:
-    chosen = agent(["finish"], poll=False)
-    assert not chosen.offer(doorbell)
+    """And one for a job takes whatever is next: the id in it decides nothing."""
+    looks = []
+    monkeypatch.setattr(agent_module, "next_claimable", lambda engine: looks.append(1) or next_claimable(engine))
+    chosen = agent(["finish"], poll_seconds=3600)
+    eventually(lambda: looks)
+    bell = SimpleNamespace(app=SimpleNamespace(agent=chosen))
+    heard = len(looks)
+    ring.run.__func__(bell, doorbell)
+    eventually(lambda: len(looks) > heard)
+    assert len(looks) == heard + 1
     job_id = submitted()
-    assert chosen.offer(job_id)
+    ring.run.__func__(bell, doorbell)
     eventually(lambda: job(job_id).state == "succeeded")
+
+
+def test_many_doorbells_of_one_tenant_do_not_overtake_another(
+    ledger: Any, agent: Any, job: Any, events: Any, submitted: Any, eventually: Any, tmp_path: Any
+) -> None:
+    """While the first job runs its tenant rings for all of its backlog; then the slot goes to who had nothing yet."""
+    backlog = [submitted() for _ in range(5)]
+    chosen = agent(["wait_for", str(tmp_path / "go")], ["finish"], poll_seconds=3600, slots=2)
+    eventually(lambda: [job(each).state for each in backlog[:2]] == ["running", "running"])
+    with writing(ledger) as connection:
+        connection.execute(insert(tenants).values(id="late", name="late", created_at=ledger_now()))
+    late = submit(ledger, "late", parse_document(json.dumps(job(backlog[0]).document).encode())).job.id
+    bell = SimpleNamespace(app=SimpleNamespace(agent=chosen))
+    for each in backlog * 3:
+        ring.run.__func__(bell, each)
+    (tmp_path / "go").touch()
+    eventually(lambda: all(job(each).ended for each in backlog) and read_job(ledger, "late", late).ended)
+    claimed = {each: job(each).started_at for each in backlog} | {late: read_job(ledger, "late", late).started_at}
+    assert sorted(claimed, key=claimed.get)[2] == late
 
 
 def test_two_slots_run_two_jobs_at_once(agent: Any, submitted: Any, job: Any, eventually: Any, tmp_path: Any) -> None:
@@ -79,7 +113,7 @@ def test_a_drain_hands_everything_back(
     eventually(lambda: all(events(each, "log") for each in ids))
     assert chosen.drain()
     assert [(job(each).state, job(each).attempt) for each in ids] == [("queued", 0)] * 2
-    assert not chosen.offer(ids[0])
+    assert not chosen.take()
     pids = [pid for each in ids for line in events(each, "log") for pid in json.loads(line.data["message"])]
     assert ended(pids, 0)
 
@@ -113,7 +147,7 @@ def test_a_poison_job_ends_and_others_go_on(
 def test_cancelled_before_it_is_claimed_it_never_runs(ledger: Any, agent: Any, submitted: Any, job: Any) -> None:
     job_id = submitted()
     request_cancel(ledger, LOCAL_TENANT, job_id)
-    assert not agent(["finish"], poll=False).offer(job_id)
+    assert not agent(["finish"], poll=False).take()
     assert job(job_id).state == "cancelled"
 
 

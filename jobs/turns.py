@@ -1,0 +1,51 @@
+"""Whose turn it is: the order in which queued jobs are claimed, fair between tenants within one priority."""
+
+from sqlalchemy import ColumnElement, Select, Subquery, func, literal, select, true
+
+from jobs.lifecycle import HELD
+from jobs.tables import jobs, tenants
+
+
+def in_turn(dialect: str, limit: int, fits: ColumnElement[bool]) -> Select[str]:
+    """The query for the ids of the next ``limit`` queued jobs of which ``fits`` holds.
+
+    No more than ``limit`` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
+    grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
+    """
+    first = _first_of_each(dialect, limit, fits)
+    running = (
+        select(jobs.c.tenant_id, func.count().label("number"))
+        .where(jobs.c.state.in_(HELD))
+        .group_by(jobs.c.tenant_id)
+        .subquery("running")
+    )
+    position = func.row_number().over(
+        partition_by=(first.c.tenant_id, first.c.priority), order_by=(first.c.queued_at, first.c.id)
+    )
+    return (
+        select(first.c.id)
+        .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
+        .order_by(first.c.priority.desc(), position + func.coalesce(running.c.number, 0), first.c.queued_at, first.c.id)
+        .limit(limit)
+    )
+
+
+def _first_of_each(dialect: str, limit: int, fits: ColumnElement[bool]) -> Subquery:
+    """The first ``limit`` queued jobs of each tenant. SQLite knows no LATERAL, and PostgreSQL no index into an IN."""
+    waiting = (
+        select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority, jobs.c.queued_at)
+        # in the statement's text: neither database takes an index of part of a table for a value it is yet to be told
+        .where(jobs.c.tenant_id == tenants.c.id, jobs.c.state == literal("queued", literal_execute=True), fits)
+        .order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
+        .limit(limit)
+        .correlate(tenants)
+    )
+    if dialect == "postgresql":
+        each = waiting.lateral("each")
+        return select(each).select_from(tenants.join(each, true())).subquery("first")
+    listed = jobs.alias("listed")
+    return (
+        select(listed.c.id, listed.c.tenant_id, listed.c.priority, listed.c.queued_at)
+        .select_from(tenants.join(listed, listed.c.id.in_(waiting.with_only_columns(jobs.c.id))))
+        .subquery("first")
+    )

@@ -1,0 +1,133 @@
+"""Tenants in turn: whoever has the least running comes first, however long another's backlog is."""
+
+import itertools
+import json
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, insert, select, update
+
+from jobs.claims import claim, finish, next_claimable
+from jobs.clock import ledger_now
+from jobs.database import reading, writing
+from jobs.identifiers import new_id
+from jobs.lifecycle import HELD
+from jobs.store import submit
+from jobs.tables import jobs, tenants
+
+
+@pytest.fixture
+def tenant(ledger: Engine) -> Callable[[str], str]:
+    """``tenant("alice")``: the id of a new tenant."""
+
+    def make(name: str) -> str:
+        with writing(ledger) as connection:
+            connection.execute(insert(tenants).values(id=name, name=name, created_at=ledger_now()))
+        return name
+
+    return make
+
+
+@pytest.fixture
+def queued_by(ledger: Engine, document: Callable[..., Any]) -> Callable[..., list[str]]:
+    """``queued_by("alice", 3)``: the ids of three new jobs of hers."""
+
+    def make(owner: str, number: int = 1, **given: Any) -> list[str]:
+        return [submit(ledger, owner, document(), **given).job.id for _ in range(number)]
+
+    return make
+
+
+def take(engine: Engine, **given: Any) -> Any:
+    """What an idle worker takes."""
+    job_id = next(iter(next_claimable(engine, **given)), None)
+    return job_id and claim(engine, job_id, "w", secrets.token_hex(8), 45)
+
+
+def test_a_tenant_who_comes_late_gets_the_next_slot(ledger: Engine, tenant: Any, queued_by: Any) -> None:
+    backlog, other, late = map(tenant, ("backlog", "other", "late"))
+    queued_by(backlog, 50)
+    queued_by(other, 2)
+    assert [take(ledger).tenant_id for _ in range(4)] == [backlog, other, backlog, other]
+    assert [take(ledger).tenant_id for _ in range(2)] == [backlog, backlog]  # nobody else waits: nothing lies idle
+    queued_by(late, 2)
+    assert [take(ledger).tenant_id for _ in range(3)] == [late, late, backlog]
+
+
+def test_one_look_is_in_turn_as_well_for_those_who_lose_the_race_for_its_first(
+    ledger: Engine, tenant: Any, queued_by: Any
+) -> None:
+    a, b = queued_by(tenant("a"), 5), queued_by(tenant("b"), 2)
+    assert next_claimable(ledger) == [a[0], b[0], a[1], b[1], a[2], a[3], a[4]]
+    assert next_claimable(ledger, limit=3) == [a[0], b[0], a[1]]
+
+
+def test_what_ended_counts_no_more_and_what_is_being_cancelled_does(
+    ledger: Engine, tenant: Any, queued_by: Any
+) -> None:
+    a, b = queued_by(tenant("a"), 4), queued_by(tenant("b"), 4)
+    first, second = take(ledger), take(ledger)
+    assert (first.job_id, second.job_id) == (a[0], b[0])
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id == a[0]).values(state="cancelling"))
+    finish(ledger, second)
+    assert next_claimable(ledger, limit=2) == [b[1], a[1]]
+
+
+def test_urgency_comes_before_turns(ledger: Engine, tenant: Any, queued_by: Any) -> None:
+    a = tenant("a")
+    plain = queued_by(a, 2)
+    other = queued_by(tenant("b"))
+    urgent = queued_by(a, 2, priority=5)
+    assert [take(ledger).job_id for _ in range(5)] == [*urgent, *other, *plain]
+
+
+def test_what_does_not_fit_holds_up_nothing_behind_it(ledger: Engine, tenant: Any, queued_by: Any) -> None:
+    a = tenant("a")
+    queued_by(a, 30, needs_bytes=2**40)
+    small = queued_by(a, 1, needs_bytes=2**20)
+    assert next_claimable(ledger, free_bytes=2**30) == small
+
+
+def test_any_queue_is_ordered_as_numbering_all_of_it_says(ledger: Engine, tenant: Any) -> None:
+    """Against the rule applied to every job in plain Python: priority, running plus position, age, id."""
+    names = [tenant(f"tenant-{number}") for number in range(5)]
+    chosen = random.Random(7)
+    rows = [
+        {
+            "id": new_id(),
+            "tenant_id": chosen.choice(names[: chosen.randint(1, 5)]),
+            "kind": "capacity",
+            "document": json.loads("{}"),
+            "document_sha256": "0" * 64,
+            "state": chosen.choice(["queued"] * 6 + ["running", "cancelling", "succeeded"]),
+            "priority": chosen.choice([0, 0, 0, 3]),
+            "needs_bytes": chosen.choice([None, 5, 50]),
+        }
+        for _ in range(300)
+    ]
+    with writing(ledger) as connection:
+        connection.execute(insert(jobs).values(created_at=ledger_now(), queued_at=ledger_now()), rows)
+        for row in rows:
+            connection.execute(
+                update(jobs).where(jobs.c.id == row["id"]).values(queued_at=ledger_now(-chosen.randint(0, 30)))
+            )
+    with reading(ledger) as connection:
+        stored = connection.execute(select(jobs)).all()
+    for limit, free in itertools.product((1, 7, 20, 300), (None, 10)):
+        running = Counter(row.tenant_id for row in stored if row.state in HELD)
+        waiting = sorted(
+            (row for row in stored if row.state == "queued" and (free is None or (row.needs_bytes or 0) <= free)),
+            key=lambda row: (row.queued_at, row.id),
+        )
+        before: Counter[tuple[str, int]] = Counter()
+        keyed = []
+        for row in waiting:
+            before[row.tenant_id, row.priority] += 1
+            turn = running[row.tenant_id] + before[row.tenant_id, row.priority]
+            keyed.append((-row.priority, turn, row.queued_at, row.id))
+        assert next_claimable(ledger, limit, free) == [key[-1] for key in sorted(keyed)[:limit]]
