@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Engine
 
 from jobs.outbox import relay
-from jobs.reaper import reap_expired
+from jobs.reaper import end_overdue, reap_expired
 from jobs.settings import LedgerSettings
 
 _log = logging.getLogger("kronoscope.api.caretaker")
@@ -102,6 +102,9 @@ class Caretaker:
                 taken = reap_expired(self._engine)
                 if taken:
                     _log.warning("took %d job%s from silent workers", taken, "" if taken == 1 else "s")
+                overdue = end_overdue(self._engine)
+                if overdue:
+                    _log.warning("ended %d queued job%s at the deadline", overdue, "" if overdue == 1 else "s")
         except Exception as error:  # noqa: BLE001 - the thread must outlive whatever the broker's client raises
             if name not in self._failing:
                 _log.warning("the %s fails (%s); it is tried again", name, type(error).__name__, exc_info=error)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, or_, select, true
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, and_, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
@@ -31,13 +31,13 @@ Written = Literal["written", "repeated", "differs"]
 
 
 def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = None) -> list[str]:
-    """Ids of queued jobs that fit, the most urgent first, and among equals the tenants in turn.
+    """Ids of queued jobs that fit and are not overdue, the most urgent first, and among equals the tenants in turn.
 
     A tenant's first job counts as one more than it has running, its second as two more, and so on; the least comes
     first, and then the longest waiting. So a tenant with a backlog takes what others leave and never their turn.
     """
     with reading(engine) as connection:
-        return list(connection.execute(in_turn(connection.dialect.name, limit, _fits(free_bytes))).scalars())
+        return list(connection.execute(in_turn(connection.dialect.name, limit, _claimable(free_bytes))).scalars())
 
 
 def claim(
@@ -48,7 +48,7 @@ def claim(
     lease_seconds: float,
     free_bytes: int | None = None,
 ) -> Claim | None:
-    """Take a queued job; None where it is not queued (any more) or does not fit into ``free_bytes``.
+    """Take a queued job; None where it is not queued (any more), overdue, or does not fit into ``free_bytes``.
 
     ``claim_token`` is random and new for each intention to claim: a claim whose reply was lost is
     tried again with the same token and recognises its own.
@@ -56,7 +56,7 @@ def claim(
     if not is_id(job_id):
         return None
     with writing(engine) as connection:
-        drawn = draw(connection, jobs.c.id == job_id, jobs.c.state == "queued", _fits(free_bytes))
+        drawn = draw(connection, jobs.c.id == job_id, jobs.c.state == "queued", _claimable(free_bytes))
         if drawn is not None:
             values = {
                 "attempt": drawn.attempt + 1,
@@ -256,10 +256,11 @@ def record_failure(connection: Connection, drawn: Row[Any], failure: Mapping[str
     return state
 
 
-def _fits(free_bytes: int | None) -> ColumnElement[bool]:
+def _claimable(free_bytes: int | None) -> ColumnElement[bool]:
+    in_time = or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now())
     if free_bytes is None:
-        return true()
-    return or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes)
+        return in_time
+    return and_(in_time, or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes))
 
 
 def _claim(connection: Connection, row: Row[Any]) -> Claim:

@@ -5,7 +5,7 @@
     queued ──> running ──> succeeded | failed
       │ ↑ └──────┘ (handed back, reaped, transient failure)
       │          └──> cancelling ──> cancelled
-      └────────────────────────────────↑
+      └──> failed (at its deadline) | cancelled
 
 A job that is being cancelled ends `cancelled` whatever its attempt reports meanwhile: who was
 told `cancelling` need not ask again.
@@ -16,7 +16,7 @@ from typing import Literal
 State = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
-    "queued": frozenset({"running", "cancelled"}),
+    "queued": frozenset({"running", "failed", "cancelled"}),
     "running": frozenset({"queued", "cancelling", "succeeded", "failed"}),
     "cancelling": frozenset({"cancelled"}),
     "succeeded": frozenset(),

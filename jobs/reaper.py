@@ -1,11 +1,11 @@
-"""The reaper takes jobs away from holders that fell silent, and gives them to the queue again."""
+"""The reaper takes jobs away from holders that fell silent, and ends those that nobody holds at their deadline."""
 
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, literal, select
 
 from jobs.claims import record_failure
 from jobs.clock import ledger_now
 from jobs.database import reading, writing
-from jobs.fence import draw
+from jobs.fence import draw, move
 from jobs.lifecycle import HELD
 from jobs.tables import jobs
 
@@ -21,8 +21,24 @@ _SILENT = {
 }
 
 
+_OVERDUE = {
+    "category": "usage",
+    "code": "deadline_exceeded",
+    "message": "the deadline passed while the job was in the queue; submit it again with a later one",
+    "pointer": None,
+    "layer": None,
+    "detail": None,
+}
+
+_SILENT_AND_OVERDUE = _OVERDUE | {
+    "message": "the worker that ran this job fell silent, and then its deadline passed; what was done stays",
+}
+
+
 def reap_expired(engine: Engine) -> int:
     """Take away every job whose lease has expired; returns how many.
+
+    One whose deadline has passed as well ends here; the others go back into the queue.
 
     It runs in every API and worker process at once: each job is taken in a transaction of its own
     whose first statement checks the lease again, so that a second reaper, or a heartbeat that came
@@ -36,6 +52,26 @@ def reap_expired(engine: Engine) -> int:
         with writing(engine) as connection:
             drawn = draw(connection, jobs.c.id == job_id, jobs.c.fence == fence, *expired)
             if drawn is not None:
-                record_failure(connection, drawn, _SILENT)
+                overdue = drawn.deadline_at is not None and drawn.deadline_at <= drawn.now
+                record_failure(connection, drawn, _SILENT_AND_OVERDUE if overdue else _SILENT)
                 taken += 1
     return taken
+
+
+def end_overdue(engine: Engine) -> int:
+    """End every queued job whose deadline has passed, failed without another attempt; returns how many.
+
+    Of those that run their workers keep the time. It counts as no failure of an attempt: there was none.
+    """
+    # in the statement's text, for the index that holds queued jobs with a deadline alone
+    overdue = (jobs.c.state == literal("queued", literal_execute=True), jobs.c.deadline_at <= ledger_now())
+    with reading(engine) as connection:
+        candidates = connection.execute(select(jobs.c.id).where(*overdue).limit(_AT_ONCE)).scalars().all()
+    ended = 0
+    for job_id in candidates:
+        with writing(engine) as connection:
+            drawn = draw(connection, jobs.c.id == job_id, *overdue)
+            if drawn is not None:
+                move(connection, drawn, "failed", {"failure": _OVERDUE}, reason=str(_OVERDUE["code"]))
+                ended += 1
+    return ended

@@ -119,6 +119,13 @@ Index(
     sqlite_where=text("state = 'queued'"),
 )
 
+Index(
+    "ix_jobs_overdue",
+    jobs.c.deadline_at,
+    postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"),
+    sqlite_where=text("state = 'queued' AND deadline_at IS NOT NULL"),
+)
+
 outbox = Table(
     "outbox",
     metadata,

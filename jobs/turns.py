@@ -6,13 +6,13 @@ from jobs.lifecycle import HELD
 from jobs.tables import jobs, tenants
 
 
-def in_turn(dialect: str, limit: int, fits: ColumnElement[bool]) -> Select[str]:
-    """The query for the ids of the next ``limit`` queued jobs of which ``fits`` holds.
+def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Select[str]:
+    """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds.
 
     No more than ``limit`` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
     grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
     """
-    first = _first_of_each(dialect, limit, fits)
+    first = _first_of_each(dialect, limit, claimable)
     running = (
         select(jobs.c.tenant_id, func.count().label("number"))
         .where(jobs.c.state.in_(HELD))
@@ -30,12 +30,12 @@ def in_turn(dialect: str, limit: int, fits: ColumnElement[bool]) -> Select[str]:
     )
 
 
-def _first_of_each(dialect: str, limit: int, fits: ColumnElement[bool]) -> Subquery:
+def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Subquery:
     """The first ``limit`` queued jobs of each tenant. SQLite knows no LATERAL, and PostgreSQL no index into an IN."""
     waiting = (
         select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority, jobs.c.queued_at)
         # in the statement's text: neither database takes an index of part of a table for a value it is yet to be told
-        .where(jobs.c.tenant_id == tenants.c.id, jobs.c.state == literal("queued", literal_execute=True), fits)
+        .where(jobs.c.tenant_id == tenants.c.id, jobs.c.state == literal("queued", literal_execute=True), claimable)
         .order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
         .limit(limit)
         .correlate(tenants)

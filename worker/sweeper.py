@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 
 from jobs.errors import LedgerUnavailable
 from jobs.outbox import relay
-from jobs.reaper import reap_expired
+from jobs.reaper import end_overdue, reap_expired
 from jobs.scratch import Scratch, sweep_scratch
 from jobs.settings import LedgerSettings
 from worker.cache_folder import sweep_tenants
@@ -45,6 +45,7 @@ class Sweeper:
             if now >= next_reap:
                 next_reap = now + self._settings.reaper_seconds
                 self._round("reaped", lambda: reap_expired(self._engine))
+                self._round("overdue", lambda: end_overdue(self._engine))
             if now >= next_relay:
                 next_relay = now + self._settings.relay_seconds
                 self._round("rang", lambda: relay(self._engine, self._ring, self._settings.unclaimed_seconds))

@@ -1,4 +1,4 @@
-"""The order in which a tenant's queued jobs are claimed, as an index of queued jobs alone."""
+"""The order in which a tenant's queued jobs are claimed, and their deadlines: indexes of queued jobs alone."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -9,6 +9,7 @@ branch_labels = None
 depends_on = None
 
 _QUEUED = sa.text("state = 'queued'")
+_WITH_DEADLINE = sa.text("state = 'queued' AND deadline_at IS NOT NULL")
 
 
 def upgrade() -> None:
@@ -19,7 +20,15 @@ def upgrade() -> None:
         postgresql_where=_QUEUED,
         sqlite_where=_QUEUED,
     )
+    op.create_index(
+        "ix_jobs_overdue",
+        "jobs",
+        ["deadline_at"],
+        postgresql_where=_WITH_DEADLINE,
+        sqlite_where=_WITH_DEADLINE,
+    )
 
 
 def downgrade() -> None:
+    op.drop_index("ix_jobs_overdue", "jobs")
     op.drop_index("ix_jobs_waiting", "jobs")

@@ -12,15 +12,18 @@ import psycopg
 import pytest
 import redis
 from psycopg import sql
-from sqlalchemy import make_url
+from sqlalchemy import make_url, update
 
 from api.settings import Settings
 from jobs import claims
-from jobs.database import open_database
+from jobs.clock import ledger_now
+from jobs.codec import parse_document
+from jobs.database import open_database, writing
 from jobs.errors import SettingsInvalid
 from jobs.keys import create_key
 from jobs.records import LOCAL_TENANT
-from jobs.store import read_job
+from jobs.store import read_job, submit
+from jobs.tables import jobs
 from tests.api import seeding
 from tests.api.conftest import Embedded
 from tests.api.expect import problem
@@ -169,16 +172,23 @@ def test_the_reaper_runs_in_the_api(databases: Databases, tmp_path: Path) -> Non
     try:
         claim = seeding.running(engine, LOCAL_TENANT)
         claims.heartbeat(engine, claim, 0.1)
+        overdue = submit(engine, LOCAL_TENANT, parse_document(seeding.raw())).job.id
+        with writing(engine) as connection:
+            connection.execute(update(jobs).where(jobs.c.id == overdue).values(deadline_at=ledger_now(-1)))
         more = {"KRONOSCOPE_EMBEDDED": "1", "KRONOSCOPE_REAPER_SECONDS": "0.2"}
         with serve(url, tmp_path, more):
             until = time.monotonic() + 10
             while time.monotonic() < until:
                 job = read_job(engine, LOCAL_TENANT, claim.job_id)
                 assert job is not None
-                if job.state == "queued":
+                ended = read_job(engine, LOCAL_TENANT, overdue)
+                assert ended is not None
+                if job.state == "queued" and ended.ended:
                     break
                 time.sleep(0.05)
         assert (job.state, job.failures) == ("queued", 1)
+        assert ended.failure is not None
+        assert ended.failure["code"] == "deadline_exceeded"
     finally:
         engine.dispose()
 

@@ -20,13 +20,25 @@ from jobs.errors import LeaseLost
 from jobs.fence import draw, move
 from jobs.identifiers import is_id, new_id
 from jobs.lifecycle import HELD, LEGAL_MOVES, STATES, TERMINAL, ending
-from jobs.reaper import reap_expired
+from jobs.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.results import events_after
 from jobs.store import read_job, request_cancel, submit
 from jobs.tables import jobs, outbox
 
-ACTS = ("claim", "finish", "fatal", "transient", "hand_back", "cancel", "expire", "reap", "heartbeat", "zombie")
+ACTS = (
+    "claim",
+    "finish",
+    "fatal",
+    "transient",
+    "hand_back",
+    "cancel",
+    "expire",
+    "reap",
+    "overdue",
+    "heartbeat",
+    "zombie",
+)
 
 
 def test_the_table_is_closed_and_every_state_can_end() -> None:
@@ -95,6 +107,10 @@ def perform(engine: Engine, job_id: str, act: str, claims: list[Claim]) -> None:
         request_cancel(engine, LOCAL_TENANT, job_id)
     elif act == "reap":
         reap_expired(engine)
+        end_overdue(engine)
+    elif act == "overdue":
+        with writing(engine) as connection:
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(-1)))
     elif act == "expire":
         with writing(engine) as connection:
             connection.execute(

@@ -1,9 +1,11 @@
 """Silent holders lose their jobs; the others keep them."""
 
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from sqlalchemy import Engine, select, update
 
 from jobs.claims import (
@@ -13,8 +15,9 @@ from jobs.claims import (
 )
 from jobs.clock import ledger_now
 from jobs.database import reading, writing
-from jobs.reaper import reap_expired
+from jobs.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim, Job
+from jobs.results import events_after
 from jobs.store import read_job, request_cancel
 from jobs.tables import jobs, outbox
 
@@ -59,6 +62,84 @@ def test_a_silent_job_that_was_being_cancelled_is_cancelled(ledger: Engine, held
     expire(mine.job_id)
     assert reap_expired(ledger) == 1
     assert (job_of(ledger, mine).state, job_of(ledger, mine).failures) == ("cancelled", 0)
+
+
+@pytest.fixture
+def due(ledger: Engine) -> Callable[[str, float], None]:
+    """``due(job_id, -1)``: give a job a deadline that many seconds from now."""
+
+    def give(job_id: str, seconds: float) -> None:
+        with writing(ledger) as connection:
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(seconds)))
+
+    return give
+
+
+def test_a_queued_job_ends_at_its_deadline_without_an_attempt(ledger: Engine, queued: Any, due: Any) -> None:
+    late, later, without = queued(), queued(), queued()
+    due(late, -1)
+    due(later, 600)
+    assert next_claimable(ledger) == [later, without]
+    assert claim(ledger, late, "w", "t", 45) is None  # also before any reaper has come
+    assert end_overdue(ledger) == 1
+    assert end_overdue(ledger) == 0
+    job = read_job(ledger, LOCAL_TENANT, late)
+    assert job is not None
+    assert (job.state, job.attempt, job.failures) == ("failed", 0, 0)
+    assert job.finished_at is not None
+    assert job.failure is not None
+    assert (job.failure["category"], job.failure["code"]) == ("usage", "deadline_exceeded")
+    last = events_after(ledger, LOCAL_TENANT, late)[-1]
+    assert (last.type, last.data) == ("state", {"state": "failed", "attempt": 0, "reason": "deadline_exceeded"})
+    with reading(ledger) as connection:
+        assert late not in connection.execute(select(outbox.c.job_id)).scalars().all()
+    assert claim(ledger, later, "w", "t", 45) is not None
+
+
+def test_a_deadline_that_passes_in_the_queue_is_seen_on_the_databases_clock(
+    ledger: Engine, queued: Any, due: Any
+) -> None:
+    job_id = queued()
+    due(job_id, 2)
+    assert next_claimable(ledger) == [job_id]
+    assert end_overdue(ledger) == 0
+    time.sleep(2.1)
+    assert next_claimable(ledger) == []
+    assert end_overdue(ledger) == 1
+
+
+def test_a_silent_holders_job_ends_where_its_deadline_has_passed(
+    ledger: Engine, held: Held, expire: Any, due: Any
+) -> None:
+    overdue, in_time, cancelling = held(), held(), held()
+    request_cancel(ledger, LOCAL_TENANT, cancelling.job_id)
+    for each, seconds in ((overdue, -1), (in_time, 600), (cancelling, -1)):
+        due(each.job_id, seconds)
+        expire(each.job_id)
+    assert reap_expired(ledger) == 3
+    assert (job_of(ledger, overdue).state, job_of(ledger, overdue).failures) == ("failed", 1)
+    failure = job_of(ledger, overdue).failure
+    assert failure is not None
+    assert (failure["category"], failure["code"]) == ("usage", "deadline_exceeded")
+    assert job_of(ledger, in_time).state == "queued"
+    assert job_of(ledger, cancelling).state == "cancelled"
+
+
+def test_a_running_job_past_its_deadline_is_its_workers_to_end(ledger: Engine, held: Held, due: Any) -> None:
+    mine = held()
+    due(mine.job_id, -1)
+    assert (reap_expired(ledger), end_overdue(ledger)) == (0, 0)
+    assert job_of(ledger, mine).state == "running"
+
+
+def test_many_end_each_overdue_job_once(ledger: Engine, queued: Any, due: Any, at_once: Any) -> None:
+    ids = [queued() for _ in range(4)]
+    for each in ids:
+        due(each, -1)
+    assert sum(at_once(8, lambda _: end_overdue(ledger))) == 4
+    for each in ids:
+        states = [event.data["state"] for event in events_after(ledger, LOCAL_TENANT, each)]
+        assert states == ["queued", "failed"]
 
 
 def test_many_reapers_take_each_job_once(ledger: Engine, held: Held, expire: Any, at_once: Any) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, update
 
 from jobs.claims import claim, next_claimable
 from jobs.clock import ledger_now
@@ -15,7 +15,7 @@ from jobs.codec import parse_document
 from jobs.database import writing
 from jobs.records import LOCAL_TENANT
 from jobs.store import read_job, request_cancel, submit
-from jobs.tables import tenants
+from jobs.tables import jobs, tenants
 from worker import agent as agent_module
 from worker.agent import Agent
 from worker.sweeper import Sweeper
@@ -169,6 +169,21 @@ def test_the_sweeper_rings_and_takes_jobs_from_the_silent(
         eventually(lambda: len(rung) > heard)
     finally:
         sweeper.stop()
+
+
+def test_the_sweeper_ends_what_waits_past_its_deadline(
+    ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
+) -> None:
+    job_id = submitted()
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(0.3)))
+    sweeper = Sweeper(ledger, settings().ledger, lambda _: None)
+    sweeper.start()
+    try:
+        eventually(lambda: job(job_id).ended)
+    finally:
+        sweeper.stop()
+    assert (job(job_id).attempt, job(job_id).failure["code"]) == (0, "deadline_exceeded")
 
 
 def test_a_broker_that_is_down_stops_no_sweep(ledger: Any, settings: Any, submitted: Any, eventually: Any) -> None:
