@@ -29,6 +29,7 @@ from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
 from kronoscope.showing import curve_in, show_results
 from kronoscope.tables import job_table
 from kronoscope.views import Job, Results, layer_of, summary_of
+from kronoscope.worker_command import worker
 
 OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
 _CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
@@ -258,10 +259,7 @@ def serve(
     raise typer.Exit(exec_module("api"))
 
 
-@app.command(epilog=CODES)
-def worker() -> None:
-    """Run a worker of the service, as KRONOSCOPE_* settings say: doorbells come from Redis."""
-    raise typer.Exit(exec_module("celery", ["-A", "worker.app", "worker", "-P", "threads"]))
+app.command(epilog=CODES)(worker)
 
 
 @app.command("version", epilog=CODES)

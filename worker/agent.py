@@ -19,11 +19,11 @@ from sqlalchemy import Engine
 from jobs.claims import claim, next_claimable
 from jobs.errors import LedgerUnavailable
 from jobs.records import Claim
-from worker.child import EXECUTION, STOP_GRACE_SECONDS
+from worker.child import EXECUTION
+from worker.lifetime import DRAIN_SECONDS
 from worker.settings import WorkerSettings
 from worker.supervisor import Supervisor
 
-DRAIN_SECONDS = STOP_GRACE_SECONDS + 7
 _CLAIM_TRIES = 3
 
 
@@ -31,6 +31,8 @@ class Agent:
     """One per worker process."""
 
     def __init__(self, engine: Engine, settings: WorkerSettings, command: Sequence[str] = EXECUTION) -> None:
+        self.idle = threading.Event()
+        """Set where the worker is to end with nothing left to do, and nothing is: it takes no job any more."""
         self._engine = engine
         self._settings = settings
         self._command = command
@@ -88,6 +90,12 @@ class Agent:
             self._poller.join(max(0.0, deadline - time.monotonic()))
         return all(free)
 
+    def _nothing_to_do(self) -> bool:
+        """Asked by the thread that takes jobs. What runs here is looked at first: as it ends it may join the queue."""
+        with self._lock:
+            running = bool(self._supervisors)
+        return not running and not next_claimable(self._engine, 1)
+
     def _claim_next(self) -> Claim | None:
         """The first in turn that no other worker was quicker to take."""
         for job_id in next_claimable(self._engine):
@@ -138,6 +146,9 @@ class Agent:
             try:
                 while self.take():  # each is looked for anew: the one before has changed whose turn it is
                     pass
+                if self._settings.lifetime.until_idle and self._nothing_to_do():
+                    self._draining = True
+                    self.idle.set()
             except LedgerUnavailable:
                 self._log.warning("the database does not answer; the queue is looked into again")
             except Exception:  # noqa: BLE001 - what makes lost doorbells harmless outlives whatever happens

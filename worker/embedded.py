@@ -1,9 +1,9 @@
 """The worker without Celery: the same Agent, fed by its own poll of the database.
 
-    python -P -m worker.embedded [--with-parent]
+    python -P -m worker.embedded [--with-parent] [--until-idle] [--wall 4h] [--drain-before 10m]
 
 SIGTERM or SIGINT hands running jobs back and ends it; ``--with-parent`` does so too when the process
-that started it is gone.
+that started it is gone. The others are what `worker.lifetime` says.
 """
 
 import argparse
@@ -24,13 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until told to stop."""
     parser = argparse.ArgumentParser(prog="worker.embedded")
     parser.add_argument("--with-parent", action="store_true", help="end when the starting process ends")
+    parser.add_argument("--until-idle", action="store_const", const="1", help="end when nothing is left to do")
+    parser.add_argument("--wall", help="when the machine is taken away, from now on, such as 4h")
+    parser.add_argument("--drain-before", help="how long before that it has ended, such as 10m")
     options = parser.parse_args(arguments)
+    named = {name: getattr(options, name) for name in ("until_idle", "wall", "drain_before")}
+    given = {f"KRONOSCOPE_{name.upper()}": text for name, text in named.items() if text is not None}
     parent = os.getppid()
     told, tell = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(tell, b"!"))
     try:
-        service = Service(WorkerSettings.from_environment(os.environ, poll_seconds=1))
+        service = Service(WorkerSettings.from_environment({**os.environ, **given}, poll_seconds=1))
     except LedgerError as error:
         sys.stderr.write(f"the worker does not start: {error}\n")
         return 2

@@ -7,6 +7,7 @@ import structlog
 from jobs.database import open_database, require_current_schema
 from worker.agent import Agent
 from worker.device import describe_device
+from worker.lifetime import Ending
 from worker.logging_setup import configure_logging
 from worker.settings import WorkerSettings
 from worker.sweeper import Sweeper
@@ -33,12 +34,14 @@ class Service:
         require_current_schema(self._engine)
         self.agent = Agent(self._engine, settings)
         self._sweeper = Sweeper(self._engine, settings.ledger, ring or (lambda _: self.agent.wake()))
+        self._ending = Ending(settings.lifetime, self.agent.idle)
         self._log = log
 
     def start(self) -> None:
         """Take jobs from now on."""
         self.agent.start()
         self._sweeper.start()
+        self._ending.start()
 
     def stop(self) -> None:
         """Hand running jobs back and let go of the database."""

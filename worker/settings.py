@@ -1,6 +1,7 @@
 """The worker's settings: read once from the environment, at the process's edge."""
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from catalog.record import record
 from jobs.errors import SettingsInvalid
 from jobs.settings import LedgerSettings, seconds, secret
+from worker.lifetime import Lifetime
 
 
 @record
@@ -36,6 +38,8 @@ class WorkerSettings:
     store: Path
     """The model store."""
     log_level: str = "INFO"
+    lifetime: Lifetime = Lifetime()
+    """When it ends by itself."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
@@ -73,6 +77,7 @@ class WorkerSettings:
             paths=tuple(path for path in environ.get("KRONOSCOPE_FACTORY_PATH", "").split(os.pathsep) if path),
             store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
             log_level=environ.get("KRONOSCOPE_LOG_LEVEL") or "INFO",
+            lifetime=Lifetime.from_environment(environ, time.time()),
         )
 
     def computing_threads(self) -> int:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kombu.exceptions import OperationalError
 from worker.agent import DRAIN_SECONDS
 
 CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q"]
+KRONOSCOPE = [sys.executable, "-P", "-c", "from kronoscope.cli import main; main()"]
 EMBEDDED = [sys.executable, "-P", "-m", "worker.embedded"]
 SLURM = Path(__file__).resolve().parents[2] / "examples/slurm/worker.sbatch"
 USAGE = {"model": {"source": "factory", "factory": "not.listed:here"}}
@@ -267,3 +269,57 @@ def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1), done.failure
     assert second.said("reaped")
+
+
+@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any, job: Any, command: list[str]) -> None:
+    ids = [submitted(**USAGE) for _ in range(2)]
+    process = worker(command, KRONOSCOPE_UNTIL_IDLE="1")
+    assert process.popen.wait(90) == 0
+    assert [job(each).state for each in ids] == ["failed", "failed"]  # each through a real child
+    process.reader.join()
+    assert process.lines()[-1]["event"] == "worker ends"
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        (celery_command(), {"KRONOSCOPE_UNTIL_IDLE": "1"}),
+        (celery_command(), {"KRONOSCOPE_UNTIL_IDLE": "1", "KRONOSCOPE_REDIS_URL": "redis://127.0.0.1:1/0"}),
+        ([*KRONOSCOPE, "worker", "--until-idle"], {}),
+    ],
+    ids=["celery", "celery without redis", "kronoscope"],
+)
+def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: list[str], given: dict[str, str]) -> None:
+    """Before Celery listens to signals, too, and while it looks for a broker."""
+    process = worker(command, **given)
+    assert process.popen.wait(60) == 0
+    process.reader.join()
+    assert process.lines()[-1]["event"] == "worker ends"
+
+
+@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
+    worker: Any, submitted: Any, job: Any, eventually: Any, tmp_path: Path, command: list[str]
+) -> None:
+    """Its machine goes 39 s from now; 4 s before that it has ended, so its jobs are told after 15 s."""
+    (tmp_path / "slow.py").write_text("import time\n\n\ndef build():\n    time.sleep(600)\n")
+    job_id = submitted(model={"source": "factory", "factory": "slow:build"})
+    given = {"KRONOSCOPE_ALLOW_FACTORIES": "slow:build", "KRONOSCOPE_FACTORY_PATH": str(tmp_path)}
+    began = time.time()
+    if command == EMBEDDED:
+        process = worker([*command, "--wall", "39s", "--drain-before", "4s"], **given)
+    else:
+        process = worker(command, KRONOSCOPE_DRAIN_BEFORE="4s", SLURM_JOB_END_TIME=str(round(began + 39)), **given)
+    eventually(lambda: job(job_id).state == "running", 14)
+    assert process.popen.wait(60) == 0
+    assert 10 < time.time() - began < 35
+    assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
+
+
+def test_a_wall_time_too_near_is_refused_with_the_remedy(worker: Any) -> None:
+    process = worker(celery_command(), KRONOSCOPE_WALL="5m", KRONOSCOPE_DRAIN_BEFORE="10m")
+    assert process.popen.wait(60) == 2
+    process.reader.join()
+    assert process.said("lengthen the one or shorten the other")
+    assert not process.said("Traceback")
