@@ -33,12 +33,126 @@ class ServerMissing(Exception):
     """A server that the tests need cannot be started; they never skip."""
 
 
+class PrivateServer:
+    """A server of the tests' own: it can be killed, and started again on the same folder and port."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        command: Callable[[int], list[str]],
+        url: Callable[[int], str],
+        answers: Callable[[str], bool],
+        stop: signal.Signals,
+    ) -> None:
+        self.name = name
+        self.port = 0
+        self.log = folder / "server.log"
+        self._folder = folder
+        self._command = command
+        self._url = url
+        self._answers = answers
+        self._stop = stop
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return self._url(self.port)
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerMissing(f"{self.name} was never started")
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start and wait for an answer; a port that another process takes first costs one more try."""
+        chosen = self.port
+        for _ in range(5):
+            self.port = chosen or _free_port()
+            self._launch()
+            try:
+                if self._await():
+                    return
+            except BaseException:
+                self.stop()
+                raise
+            self.stop()
+        raise ServerMissing(
+            f"{self.name} did not start within {START_SECONDS} s, five times; its log ends:\n"
+            f"{self.log.read_text()[-2000:]}"
+        )
+
+    def restart(self) -> None:
+        """Start again where it stood; what a killed PostgreSQL left behind holds its folder for a moment."""
+        deadline = time.monotonic() + START_SECONDS
+        self.stop(signal.SIGKILL)
+        while time.monotonic() < deadline:
+            self._launch()
+            if self._await():
+                return
+            self.stop()
+            time.sleep(0.1)
+        raise ServerMissing(f"{self.name} did not come back; its log ends:\n{self.log.read_text()[-2000:]}")
+
+    def send(self, number: int) -> None:
+        """A signal to the server itself; its helpers find out by themselves."""
+        if self._process is not None and self.alive:
+            self._process.send_signal(number)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End it by this signal and wait for that."""
+        if self._process is not None:
+            self.send(number)
+            self._process.wait(STOP_SECONDS)
+
+    def stop(self, first: signal.Signals | None = None) -> None:
+        """End it, ever less politely."""
+        for wish in (first or self._stop, signal.SIGQUIT, signal.SIGKILL):
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGCONT)
+                self._process.send_signal(wish)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_SECONDS)
+
+    def _launch(self) -> None:
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command(self.port),
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                **_unprivileged(),
+            )
+
+    def _await(self) -> bool:
+        deadline = time.monotonic() + START_SECONDS
+        while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
+            if self._answers(self.url):
+                return True
+            time.sleep(0.05)  # a server that is starting can only be asked again
+        return False
+
+
 @contextlib.contextmanager
 def postgres() -> Iterator[str]:
     """The URL of a PostgreSQL where databases can be made: DATABASE_URL's, else a private one."""
     if given := os.environ.get("DATABASE_URL"):
         yield given
         return
+    with private_postgres() as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def private_postgres(**settings: str) -> Iterator[PrivateServer]:
+    """A running PostgreSQL of the tests' own; ``settings`` go over those that make it quick."""
     binary = find_postgres()
     if binary is None:
         raise ServerMissing("no PostgreSQL here: run `python -m tests.servers install`, or set DATABASE_URL")
@@ -57,32 +171,34 @@ def postgres() -> Iterator[str]:
             )
         if done.returncode != 0:
             raise ServerMissing(f"initdb failed:\n{(folder / 'initdb.log').read_text()}")
+        quick = {
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": "",
+            "max_connections": "200",
+            "fsync": "off",
+            "full_page_writes": "off",
+            "synchronous_commit": "off",
+            "shared_buffers": "64MB",
+        }
+        options = [part for name, value in (quick | settings).items() for part in ("-c", f"{name}={value}")]
 
-        def command(port: int) -> list[str]:
-            settings = {
-                "listen_addresses": "127.0.0.1",
-                "unix_socket_directories": "",
-                "max_connections": "200",
-                "fsync": "off",
-                "full_page_writes": "off",
-                "synchronous_commit": "off",
-                "shared_buffers": "64MB",
-            }
-            options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-            return [str(binary), "-D", str(data), "-p", str(port), *options]
-
-        def url(port: int) -> str:
-            return f"postgresql://kronoscope:{password}@127.0.0.1:{port}/postgres"
-
-        def answers(port: int) -> bool:
+        def answers(url: str) -> bool:
             try:
-                psycopg.connect(url(port), connect_timeout=2).close()
+                psycopg.connect(url, connect_timeout=2).close()
             except psycopg.OperationalError:
                 return False
             return True
 
-        with _running("PostgreSQL", command, answers, folder, stop=signal.SIGINT) as port:
-            yield url(port)
+        server = PrivateServer(
+            "PostgreSQL",
+            folder,
+            command=lambda port: [str(binary), "-D", str(data), "-p", str(port), *options],
+            url=lambda port: f"postgresql://kronoscope:{password}@127.0.0.1:{port}/postgres",
+            answers=answers,
+            stop=signal.SIGINT,
+        )
+        with _running(server):
+            yield server
 
 
 @contextlib.contextmanager
@@ -91,32 +207,38 @@ def redis() -> Iterator[str]:
     if given := os.environ.get("REDIS_URL"):
         yield given
         return
+    with private_redis() as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def private_redis() -> Iterator[PrivateServer]:
+    """A running Redis of the tests' own, which keeps nothing on disk."""
     binary = find_redis()
     if binary is None:
         raise ServerMissing("no Redis here: run `python -m tests.servers install`, or set REDIS_URL")
     with _folder("redis") as folder:
         password = secrets.token_urlsafe(16)
+        settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": str(folder), "requirepass": password}
+        options = [part for name, value in settings.items() for part in (f"--{name}", value)]
 
-        def command(port: int) -> list[str]:
-            settings = {
-                "bind": "127.0.0.1",
-                "save": "",
-                "appendonly": "no",
-                "dir": str(folder),
-                "requirepass": password,
-            }
-            options = [part for name, value in settings.items() for part in (f"--{name}", value)]
-            return [str(binary), "--port", str(port), *options]
-
-        def answers(port: int) -> bool:
-            with redis_client.Redis(host="127.0.0.1", port=port, password=password, socket_timeout=2) as client:
+        def answers(url: str) -> bool:
+            with redis_client.Redis.from_url(url, socket_timeout=2) as client:
                 try:
                     return bool(client.ping())
                 except redis_client.RedisError:
                     return False
 
-        with _running("Redis", command, answers, folder, stop=signal.SIGTERM) as port:
-            yield f"redis://default:{password}@127.0.0.1:{port}/0"
+        server = PrivateServer(
+            "Redis",
+            folder,
+            command=lambda port: [str(binary), "--port", str(port), *options],
+            url=lambda port: f"redis://default:{password}@127.0.0.1:{port}/0",
+            answers=answers,
+            stop=signal.SIGTERM,
+        )
+        with _running(server):
+            yield server
 
 
 def find_postgres() -> Path | None:
@@ -177,49 +299,12 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def _running(
-    name: str, command: Callable[[int], list[str]], answers: Callable[[int], bool], folder: Path, stop: signal.Signals
-) -> Iterator[int]:
-    """Start on a free loopback port; a port that another process takes first costs one more try."""
-    log = folder / "server.log"
-    for _ in range(5):
-        port = _free_port()
-        with log.open("wb") as output:
-            server = subprocess.Popen(
-                command(port),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                **_unprivileged(),
-            )
-        try:
-            if _await(server, lambda port=port: answers(port)):
-                yield port
-                return
-        finally:
-            _stop(server, stop)
-    raise ServerMissing(
-        f"{name} did not start within {START_SECONDS} s, five times; its log ends:\n{log.read_text()[-2000:]}"
-    )
-
-
-def _await(server: subprocess.Popen[bytes], ready: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + START_SECONDS
-    while server.poll() is None and time.monotonic() < deadline:
-        if ready():
-            return True
-        time.sleep(0.05)  # a server that is starting can only be asked again
-    return False
-
-
-def _stop(server: subprocess.Popen[bytes], first: signal.Signals) -> None:
-    for wish in (first, signal.SIGQUIT, signal.SIGKILL):
-        if server.poll() is None:
-            server.send_signal(wish)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(STOP_SECONDS)
+def _running(server: PrivateServer) -> Iterator[None]:
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,30 @@
+"""One stack with short leases for the faults of this room that leave it whole."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.gated_jobs import document, outcomes
+from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
+
+
+@pytest.fixture(scope="session")
+def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack for every test of this room; ``stack`` hands it over whole."""
+    with running_stack(tmp_path_factory.mktemp("stack"), settings=SHORT_LEASES) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(shared_stack: Stack) -> Stack:
+    """The shared stack, with every part running before the test."""
+    shared_stack.revive()
+    return shared_stack
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared_stack: Stack) -> list[object]:
+    """The rows of a job that nobody disturbed."""
+    job_id = shared_stack.submit(document())
+    assert shared_stack.await_end(job_id) == ["succeeded"]
+    return list(outcomes(shared_stack, job_id))

@@ -1,0 +1,309 @@
+"""A whole service to break: PostgreSQL, Redis, an API and workers, each a real process that can be killed alone.
+
+    with running_stack(folder, workers=2) as stack:
+        job_id = stack.submit(document)
+        stack.holder(job_id).kill()
+        stack.await_end(job_id)
+
+Everything listens on free ports of loopback; only processes that were started here are ended.
+"""
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+import redis
+from celery import Celery
+from sqlalchemy import Engine, make_url, select
+
+from jobs.artifacts import ArtifactFolder
+from jobs.database import open_database, reading, upgrade_schema
+from jobs.keys import create_key
+from jobs.lifecycle import TERMINAL
+from jobs.records import Artifact, Event
+from jobs.results import events_after, list_artifacts
+from jobs.tables import artifacts, job_events, jobs, layer_results
+from tests import servers
+from tests.api.server import KEY_SECRET, free_port
+from tests.chaos.processes import Part, below, command_of, until
+
+API = (sys.executable, "-P", "-m", "api")
+WORKER = (sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q", "celery")
+SHORT_LEASES = {
+    "KRONOSCOPE_HEARTBEAT_SECONDS": "0.5",
+    "KRONOSCOPE_LEASE_SECONDS": "3",
+    "KRONOSCOPE_REAPER_SECONDS": "0.5",
+    "KRONOSCOPE_RELAY_SECONDS": "0.5",
+    "KRONOSCOPE_UNCLAIMED_SECONDS": "2",
+    "KRONOSCOPE_POLL_SECONDS": "1",
+    "KRONOSCOPE_CANCEL_SECONDS": "0.2",
+}
+"""Recovery in seconds; without them a stack runs with the defaults."""
+START_SECONDS = 90
+DURABLE = {"synchronous_commit": "on", "log_min_messages": "fatal"}
+"""What was answered must survive a kill -9 of PostgreSQL; it need not survive the machine's power."""
+
+
+class Stack:
+    """A running stack; ``running_stack`` makes one."""
+
+    def __init__(
+        self,
+        folder: Path,
+        postgres: servers.PrivateServer,
+        broker: servers.PrivateServer,
+        workers: int,
+        settings: Mapping[str, str],
+    ) -> None:
+        self.folder = folder
+        self.artifacts = folder / "artifacts"
+        self.postgres = postgres
+        self.redis = broker
+        self.database_url = _new_database(postgres.url)
+        upgrade_schema(self.database_url)
+        self.engine: Engine = open_database(self.database_url)
+        self.key = create_key(self.engine, KEY_SECRET, "chaos")
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.environment = {**_inherited(), **self._settings(), **settings}
+        self.api = Part("api", API, self.environment, folder)
+        self.workers = [self._worker(f"worker{number}") for number in range(workers)]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.api, *self.workers]
+
+    def start(self) -> None:
+        """Start API and workers and wait until all are ready."""
+        for part in self.parts:
+            part.start()
+        self.await_ready(*self.parts)
+
+    def add_worker(self, name: str, **more: str) -> Part:
+        """One more worker, started, with ``more`` in its environment; it is not waited for."""
+        worker = self._worker(name, **more)
+        self.workers.append(worker)
+        worker.start()
+        return worker
+
+    def await_ready(self, *parts: Part) -> None:
+        """Wait until each answers, or takes jobs."""
+        for part in parts:
+            until(lambda part=part: self._ready(part), START_SECONDS, f"{part.name} is ready:\n{part.tail()}")
+
+    def revive(self) -> None:
+        """Start again whatever was killed, wake whatever sleeps, and wait until all of it answers."""
+        for server in (self.postgres, self.redis):
+            if not server.alive:
+                server.restart()
+        for part in self.parts:
+            part.resume()
+            if not part.alive:
+                part.start()
+        self.await_ready(*self.parts)
+
+    def client(self, timeout: float = 40) -> httpx.Client:
+        """A client of the API with a key."""
+        return httpx.Client(
+            base_url=self.url, headers={"authorization": f"Bearer {self.key}"}, trust_env=False, timeout=timeout
+        )
+
+    def submit(self, document: Mapping[str, Any], key: str | None = None) -> str:
+        """The id of an accepted job."""
+        with self.client() as client:
+            answer = client.post(
+                "/v1/jobs", json=dict(document), headers={"idempotency-key": key or secrets.token_hex()}
+            )
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def cancel(self, job_id: str) -> int:
+        with self.client() as client:
+            return client.post(f"/v1/jobs/{job_id}:cancel").status_code
+
+    def row(self, job_id: str) -> Any:
+        """The job as the database has it."""
+        with reading(self.engine) as connection:
+            return connection.execute(select(jobs).where(jobs.c.id == job_id)).one()
+
+    def state(self, job_id: str) -> str:
+        return str(self.row(job_id).state)
+
+    def layers(self, job_id: str) -> list[Any]:
+        """Rows of layers, in order."""
+        order = (layer_results.c.kind, layer_results.c.ordinal)
+        with reading(self.engine) as connection:
+            return list(
+                connection.execute(select(layer_results).where(layer_results.c.job_id == job_id).order_by(*order))
+            )
+
+    def listed(self, job_id: str) -> list[Artifact]:
+        """The artifacts that have rows."""
+        tenant = self.row(job_id).tenant_id
+        return list(list_artifacts(self.engine, tenant, job_id))
+
+    def verify_artifacts(self, job_id: str) -> int:
+        """Read every listed artifact and compare its digest; how many there are."""
+        folder = ArtifactFolder(self.artifacts)
+        found = self.listed(job_id)
+        for artifact in found:
+            folder.verify(artifact)
+        return len(found)
+
+    def events(self, job_id: str, kind: str | None = None) -> list[Event]:
+        """The job's history, oldest first."""
+        tenant = self.row(job_id).tenant_id
+        found: list[Event] = []
+        while page := list(events_after(self.engine, tenant, job_id, found[-1].seq if found else 0)):
+            found += page
+        return [event for event in found if kind in (None, event.type)]
+
+    def fingerprint(self, job_id: str) -> tuple[Any, ...]:
+        """Everything that the ledger and the disk hold of a job, to be compared with later."""
+        with reading(self.engine) as connection:
+            tables = [
+                [tuple(row) for row in connection.execute(select(table).where(column == job_id).order_by(*order))]
+                for table, column, order in (
+                    (jobs, jobs.c.id, ()),
+                    (layer_results, layer_results.c.job_id, (layer_results.c.kind, layer_results.c.ordinal)),
+                    (artifacts, artifacts.c.job_id, (artifacts.c.name,)),
+                    (job_events, job_events.c.job_id, (job_events.c.seq,)),
+                )
+            ]
+        listed = [(each.uri, (self.artifacts / each.uri).read_bytes()) for each in self.listed(job_id)]
+        return repr(tables), listed
+
+    def holder(self, job_id: str) -> Part | None:
+        """The worker that has the lease, if one of ours does."""
+        owner = self.row(job_id).lease_owner
+        return None if owner is None else self.part_of(int(str(owner).rpartition(":")[2]))
+
+    def part_of(self, pid: int) -> Part | None:
+        """The part that runs as this process."""
+        return next((part for part in self.parts if part.started and part.pid == pid), None)
+
+    def await_holder(self, job_id: str, seconds: float = 60) -> Part:
+        """The worker that takes the job."""
+        found = until(lambda: self.holder(job_id), seconds, f"{job_id} is taken; it is {self.state(job_id)}")
+        assert found is not None
+        return found
+
+    def computing(self, worker: Part) -> list[int]:
+        """The computing processes of a worker (not their guardians); each does one job."""
+        found = [pid for pid in below(worker.pid) if "worker.execution" in command_of(pid)]
+        return [pid for pid in found if "worker.guardian" not in command_of(pid)]
+
+    def await_state(self, job_id: str, *states: str, seconds: float = 60) -> str:
+        def reached() -> str | None:
+            now = self.state(job_id)
+            assert now in states or now not in TERMINAL, f"{job_id} is {now}: {self.row(job_id).failure}"
+            return now if now in states else None
+
+        found = until(reached, seconds, f"{job_id} is {' or '.join(states)}; {self.describe(job_id)}")
+        assert found is not None
+        return found
+
+    def await_end(self, *job_ids: str, seconds: float = 120) -> list[str]:
+        """The states in which they ended."""
+        deadline = time.monotonic() + seconds
+        for job_id in job_ids:
+            left = max(0.0, deadline - time.monotonic())
+            until(lambda job_id=job_id: self._ended(job_id), left, f"{job_id} ends; {self.describe(job_id)}")
+        return [self.state(job_id) for job_id in job_ids]
+
+    def describe(self, job_id: str) -> str:
+        """For the message of a failed test."""
+        row = self.row(job_id)
+        told = [f"{event.seq} {event.type} {str(event.data)[:120]}" for event in self.events(job_id)[-12:]]
+        return "\n".join([f"{row.state}, attempt {row.attempt}, failures {row.failures}, {row.progress}", *told])
+
+    def broker(self) -> redis.Redis:
+        """A client of Redis with every right."""
+        return redis.Redis.from_url(self.redis.url)
+
+    def ring(self, job_id: str, times: int = 1) -> None:
+        """Deliver the job's doorbell, as the relay does."""
+        with Celery(broker=self.redis.url, set_as_current=False) as sender:
+            for _ in range(times):
+                sender.send_task("worker.tasks.ring", args=[job_id], ignore_result=True)
+
+    def close(self) -> None:
+        """End everything that was started here."""
+        for part in self.parts:
+            part.close()
+        self.engine.dispose()
+
+    def _ready(self, part: Part) -> bool:
+        assert part.alive, f"{part.name} ended with {part.code}:\n{part.tail()}"
+        if part is not self.api:  # without a broker it never says so, and takes jobs all the same
+            return bool(part.said(" ready." if self.redis.alive else "worker starts"))
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/livez", trust_env=False, timeout=2).is_success
+        return False
+
+    def _ended(self, job_id: str) -> bool:
+        return self.state(job_id) in TERMINAL
+
+    def _worker(self, name: str, **more: str) -> Part:
+        return Part(name, WORKER, {**self.environment, **more}, self.folder)
+
+    def _settings(self) -> dict[str, str]:
+        return {
+            "KRONOSCOPE_DATABASE_URL": self.database_url,
+            "KRONOSCOPE_REDIS_URL": self.redis.url,
+            "KRONOSCOPE_ARTIFACTS": str(self.artifacts),
+            "KRONOSCOPE_MODEL_STORE": str(self.folder / "store"),
+            "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
+            "KRONOSCOPE_PORT": self.url.rpartition(":")[2],
+            "KRONOSCOPE_ALLOW_FACTORIES": "*",
+            "KRONOSCOPE_FACTORY_PATH": str(Path(__file__).parent / "factories"),
+            "KRONOSCOPE_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+@contextlib.contextmanager
+def running_stack(
+    folder: Path,
+    *,
+    workers: int = 2,
+    settings: Mapping[str, str] | None = None,
+    preload: Sequence[Path] = (),
+) -> Iterator[Stack]:
+    """A stack with its own PostgreSQL and Redis.
+
+    Args:
+        folder: Logs, artifacts and model store.
+        workers: How many Celery workers.
+        settings: KRONOSCOPE_* over the stack's own; ``SHORT_LEASES`` where recovery is to take seconds.
+        preload: Folders put first on PYTHONPATH of API and workers, such as one with a ``sitecustomize.py``.
+    """
+    chosen = {**(settings or {})}
+    if preload:
+        chosen["PYTHONPATH"] = os.pathsep.join([*map(str, preload), os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        )
+    with servers.private_postgres(**DURABLE) as postgres, servers.private_redis() as broker:
+        stack = Stack(folder, postgres, broker, workers, chosen)
+        try:
+            stack.start()
+            yield stack
+        finally:
+            stack.close()
+
+
+def _new_database(server: str) -> str:
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE kronoscope TEMPLATE template0")
+    return make_url(server).set(database="kronoscope").render_as_string(hide_password=False)
+
+
+def _inherited() -> dict[str, str]:
+    ours = ("KRONOSCOPE_", "DATABASE_URL", "REDIS_URL")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
