@@ -11,6 +11,7 @@ import time
 from celery import Celery
 from sqlalchemy import Engine
 
+from jobs.doorbells import LyingDoorbells
 from jobs.outbox import relay
 from jobs.reaper import end_overdue, reap_expired
 from jobs.settings import LedgerSettings
@@ -26,6 +27,7 @@ class Doorbell:
     """Tells the workers over Redis that a job waits; its message is the job's id and nothing else."""
 
     def __init__(self, redis_url: str) -> None:
+        self.lying = LyingDoorbells(redis_url)
         self._celery = Celery("kronoscope", broker=redis_url, set_as_current=False)
         self._celery.conf.update(
             task_ignore_result=True,
@@ -45,6 +47,7 @@ class Doorbell:
     def close(self) -> None:
         """Give the connections back."""
         self._celery.close()
+        self.lying.close()
 
 
 class Caretaker:
@@ -116,4 +119,4 @@ class Caretaker:
 
     def _relay(self) -> None:
         if self._doorbell is not None:
-            relay(self._engine, self._doorbell.ring, self._settings.unclaimed_seconds)
+            relay(self._engine, self._doorbell.ring, self._settings.unclaimed_seconds, self._doorbell.lying)

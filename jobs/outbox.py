@@ -3,6 +3,9 @@
 A queued job has exactly one outbox row, written with the move that queued it and deleted with
 the claim. So whatever a broker loses is rung again, and a doorbell too many is harmless: the
 claim decides.
+
+Where no worker runs they would pile up at the broker, each rung again and again. A doorbell says no more
+than "look", so a few that lie there wake whoever comes, and no more are added to them.
 """
 
 from collections.abc import Callable
@@ -17,19 +20,34 @@ MAX_OUTSTANDING = 64
 """Doorbells under way at once: ten thousand queued jobs must not fill the broker's memory."""
 
 
-def relay(engine: Engine, ring: Callable[[str], object], unclaimed_seconds: float) -> int:
+def relay(
+    engine: Engine,
+    ring: Callable[[str], object],
+    unclaimed_seconds: float,
+    lying: Callable[[], int] = lambda: 0,
+) -> int:
     """Ring for queued jobs that were never rung for, or not answered for ``unclaimed_seconds``.
 
     Rows are marked before the doorbell rings, so that no lock is held while a broker is slow; where
     ``ring`` raises they are unmarked, and a process that dies in between only delays the next ring.
 
+    Args:
+        engine: The ledger.
+        ring: Sends one doorbell.
+        unclaimed_seconds: A doorbell that nobody answered for so long is rung again.
+        lying: How many doorbells lie at the broker untaken; together with those there are never more than
+            `MAX_OUTSTANDING` (times the processes that relay in the same moment).
+
     Returns:
         How many doorbells rang.
 
     Raises:
-        Exception: Whatever ``ring`` raised, after the doorbells it did not ring are due again.
+        Exception: Whatever ``ring`` or ``lying`` raised, after the doorbells it did not ring are due again.
     """
-    due = _take_due(engine, unclaimed_seconds)
+    room = MAX_OUTSTANDING - lying()
+    if room <= 0:
+        return 0
+    due = _take_due(engine, unclaimed_seconds, room)
     for position, (row_id, job_id) in enumerate(due):
         try:
             ring(job_id)
@@ -46,7 +64,7 @@ def oldest_unanswered_seconds(engine: Engine) -> float | None:
     return None if oldest is None else float((now - oldest).total_seconds())
 
 
-def _take_due(engine: Engine, unclaimed_seconds: float) -> list[tuple[str, str]]:
+def _take_due(engine: Engine, unclaimed_seconds: float, room: int) -> list[tuple[str, str]]:
     answered_by = ledger_now(-unclaimed_seconds)
     with writing(engine) as connection:
         outstanding = connection.execute(
@@ -56,7 +74,7 @@ def _take_due(engine: Engine, unclaimed_seconds: float) -> list[tuple[str, str]]
             select(outbox.c.id, outbox.c.job_id)
             .where(or_(outbox.c.sent_at.is_(None), outbox.c.sent_at < answered_by))
             .order_by(outbox.c.sent_at.asc().nulls_first(), outbox.c.id)
-            .limit(max(0, MAX_OUTSTANDING - outstanding))
+            .limit(max(0, min(MAX_OUTSTANDING - outstanding, room)))
             .with_for_update(skip_locked=True)  # SQLite drops this: BEGIN IMMEDIATE has the whole file already
         ).all()
         if rows:

@@ -11,6 +11,7 @@ from typing import Any
 
 from celery import Celery, signals
 
+from jobs.doorbells import LyingDoorbells
 from jobs.errors import LedgerError
 from worker.service import Service
 from worker.settings import WorkerSettings, redis_url
@@ -50,7 +51,8 @@ def create_app(broker: str) -> Doorbell:
     return celery
 
 
-app = create_app(redis_url(os.environ) or _DEFAULT_BROKER)
+_broker = redis_url(os.environ) or _DEFAULT_BROKER
+app = create_app(_broker)
 
 
 def ring(job_id: str) -> None:
@@ -63,7 +65,7 @@ def _open(instance: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishe
     """Take up the ledger before the broker, so that the first line logged is ours."""
     instance.quiet = True  # Celery's banner is no JSON, and it shows the broker's address
     try:
-        app.service = Service(WorkerSettings.from_environment(os.environ), ring)
+        app.service = Service(WorkerSettings.from_environment(os.environ), ring, LyingDoorbells(_broker))
     except LedgerError as error:
         sys.stderr.write(f"the worker does not start: {error}\n")
         raise SystemExit(2) from error

@@ -16,12 +16,19 @@ from worker.sweeper import Sweeper
 class Service:
     """Agent and sweeper over one database connection pool."""
 
-    def __init__(self, settings: WorkerSettings, ring: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        ring: Callable[[str], object] | None = None,
+        lying: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Open the ledger.
 
         Args:
             settings: The operator's choice.
-            ring: How to ring for a job elsewhere; none wakes the Agent of this process.
+            ring: How to ring for a job where every worker hears it; none where there is no broker, and the Agent of
+                this process looks by itself.
+            lying: How many doorbells lie there untaken.
 
         Raises:
             SchemaOutdated: If the database has to be migrated first.
@@ -33,7 +40,7 @@ class Service:
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)
         self.agent = Agent(self._engine, settings)
-        self._sweeper = Sweeper(self._engine, settings.ledger, ring or (lambda _: self.agent.wake()))
+        self._sweeper = Sweeper(self._engine, settings.ledger, ring, lying)
         self._ending = Ending(settings.lifetime, self.agent.idle)
         self._log = log
 

@@ -20,10 +20,26 @@ _SCRATCH_SECONDS = 60
 class Sweeper:
     """A thread that takes jobs from silent workers, rings for jobs that nobody took, and clears up after ended ones."""
 
-    def __init__(self, engine: Engine, settings: LedgerSettings, ring: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: LedgerSettings,
+        ring: Callable[[str], object] | None,
+        lying: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Get ready.
+
+        Args:
+            engine: The ledger.
+            settings: How often.
+            ring: Rings one doorbell where every worker hears it. Without it nothing is relayed: a row marked as rung
+                for is not rung for again for a while, and the workers elsewhere that hear a broker would miss it.
+            lying: How many doorbells lie there untaken.
+        """
         self._engine = engine
         self._settings = settings
         self._ring = ring
+        self._lying = lying
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sweeper", daemon=True)
         self._log = structlog.get_logger("kronoscope.worker")
@@ -48,12 +64,17 @@ class Sweeper:
                 self._round("overdue", lambda: end_overdue(self._engine))
             if now >= next_relay:
                 next_relay = now + self._settings.relay_seconds
-                self._round("rang", lambda: relay(self._engine, self._ring, self._settings.unclaimed_seconds))
+                self._round("rang", self._relay)
             if now >= next_clearing:
                 next_clearing = now + _SCRATCH_SECONDS
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
                 self._round("uncached", lambda: sweep_tenants(self._settings.artifact_root, self._settings.cache_bytes))
             self._ended.wait(max(0.0, min(next_reap, next_relay, next_clearing) - time.monotonic()))
+
+    def _relay(self) -> int:
+        if self._ring is None:
+            return 0
+        return relay(self._engine, self._ring, self._settings.unclaimed_seconds, self._lying)
 
     def _round(self, what: str, sweep: Callable[[], int]) -> None:
         """One round; neither a silent database nor a silent broker ends the thread."""

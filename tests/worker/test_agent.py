@@ -13,6 +13,7 @@ from jobs.claims import claim, next_claimable
 from jobs.clock import ledger_now
 from jobs.codec import parse_document
 from jobs.database import writing
+from jobs.outbox import relay
 from jobs.records import LOCAL_TENANT
 from jobs.store import read_job, request_cancel, submit
 from jobs.tables import jobs, tenants
@@ -201,3 +202,24 @@ def test_a_broker_that_is_down_stops_no_sweep(ledger: Any, settings: Any, submit
         eventually(lambda: rung[1:] == [job_id])
     finally:
         sweeper.stop()
+
+
+def test_a_worker_without_a_broker_leaves_the_doorbells_to_those_who_have_one(
+    ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any, agent: Any
+) -> None:
+    """What it would mark as rung for, only it would have heard."""
+    chosen = settings()
+    waiting = submitted()
+    sweeper = Sweeper(ledger, chosen.ledger, None)
+    sweeper.start()
+    try:
+        lost = submitted()
+        assert claim(ledger, lost, "gone", "token", 0.3) is not None
+        eventually(lambda: job(lost).state == "queued")  # it does sweep
+        rung: list[str] = []
+        relay(ledger, rung.append, 3600)
+        assert {waiting, lost} <= set(rung)
+    finally:
+        sweeper.stop()
+    agent(["finish"])  # and its own jobs it finds by looking
+    eventually(lambda: job(waiting).ended and job(lost).ended)
