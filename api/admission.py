@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select
 
 from api.settings import Settings
 from catalog.complaints import Complaint
@@ -23,8 +23,11 @@ from catalog.inputs import (
     UploadedModel,
 )
 from catalog.job import JobDocument
+from jobs.clock import ledger_now
+from jobs.database import reading
 from jobs.errors import DocumentRefused
 from jobs.results import read_artifact
+from jobs.schedule import require_in_time
 from jobs.store import read_job
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
@@ -36,11 +39,15 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     """Let a sound document pass.
 
     Raises:
-        DocumentRefused: With a complaint for each source that this service does not take.
+        DocumentRefused: With a complaint for each source that this service does not take, or for the deadline.
     """
     found = (*_inputs(document, settings), *_factors(document, engine, tenant_id, settings))
     if found:
         raise DocumentRefused(found)
+    if document.schedule.deadline_at is not None:
+        with reading(engine) as connection:
+            now = connection.execute(select(ledger_now())).scalar_one()
+        require_in_time(document.schedule.deadline_at, now)
 
 
 def _inputs(document: JobDocument, settings: Settings) -> Iterator[Complaint]:

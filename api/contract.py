@@ -65,6 +65,22 @@ def document_body() -> dict[str, Any]:
     }
 
 
+def schedule_body() -> dict[str, Any]:
+    """What the route that takes a schedule adds to its operation."""
+    examples = {
+        "later": {"summary": "Until another moment", "value": {"deadline": "2099-12-01T12:00Z"}},
+        "first": {"summary": "First of mine, and within four hours", "value": {"priority": 10, "within": "4h"}},
+        "none": {"summary": "No deadline, and the usual priority", "value": {}},
+    }
+    return {
+        "requestBody": {
+            "required": True,
+            "description": "The whole schedule: what is left out is as in a document that gives none.",
+            "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "Schedule"}, "examples": examples}},
+        }
+    }
+
+
 def describe(app: FastAPI) -> dict[str, Any]:
     """The whole contract; made once and kept by ``app``."""
     if app.openapi_schema:

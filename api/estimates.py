@@ -23,8 +23,6 @@ from jobs.records import Job, Submitted
 from jobs.store import delete_job, read_estimate, submit, submitted_earlier
 
 _RETRY_SECONDS = 2
-_AHEAD = 1
-"""An estimate takes seconds, and somebody waits for it: it goes before the jobs that wait for hours."""
 _VIEW: TypeAdapter[EstimateView] = TypeAdapter(EstimateView)
 
 router = APIRouter(prefix="/v1/estimates", tags=["estimates"])
@@ -84,7 +82,7 @@ def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) ->
     if refused is not None:
         raise DocumentRefused((refused,))
     admit(document, service.settings, service.engine, tenant_id)
-    return submit(service.engine, tenant_id, document, key, estimate=True, priority=_AHEAD)
+    return submit(service.engine, tenant_id, document, key, estimate=True)
 
 
 @router.get("/{estimate_id}", response_model=EstimateView, summary="Read an estimate", responses=refusals(404, 422))

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from api.admission import admit
 from api.auth import Reader, Submitter
 from api.body import read_document_body
-from api.contract import document_body, refusals
+from api.contract import document_body, refusals, schedule_body
 from api.problems import parameter_refused
 from api.schemas import JobListView, JobView, ValidationView, job_view
 from api.service import ServiceOf
@@ -21,10 +21,10 @@ from api.waiting import awaited, check_wait
 from catalog import ANALYSES
 from catalog.job import JobDocument
 from catalog.needs import least_bytes
-from jobs.codec import document_json, parse_document, sha256_of
+from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES, State
 from jobs.records import Job
-from jobs.store import delete_job, list_jobs, read_job, request_cancel, submit, submitted_earlier
+from jobs.store import delete_job, list_jobs, read_job, request_cancel, reschedule, submit, submitted_earlier
 
 _RETRY_SECONDS = 2
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
@@ -194,6 +194,21 @@ async def read(
 def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Cancel a queued job, or ask a running one to stop within a layer; an ended job stays as it is."""
     return _answer(request_cancel(service.engine, caller.tenant_id, job_id), status=202)
+
+
+@router.put(
+    "/{job_id}/schedule",
+    response_model=JobView,
+    summary="Schedule a job anew",
+    responses=refusals(404, 408, 409, 413, 415, 422),
+    openapi_extra=schedule_body(),
+)
+async def reschedule_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
+    """Give a queued or running job another priority and deadline, in place of those that it has."""
+    settings = service.settings
+    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    schedule = await run_in_threadpool(parse_schedule, raw)
+    return _answer(await run_in_threadpool(reschedule, service.engine, caller.tenant_id, job_id, schedule))
 
 
 @router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=refusals(404, 409))

@@ -50,6 +50,10 @@ class JobView:
     """The job document with every default written out."""
     document_sha256: str
     labels: Mapping[str, str]
+    priority: int
+    """-10 to 10: which of your own waiting jobs goes first."""
+    deadline_at: datetime | None
+    """It ends as failed then, if it has not ended before."""
     progress: ProgressView | None
     failure: FailureView | None
     attempt: int
@@ -207,6 +211,8 @@ def job_view(job: Job) -> JobView:
         document=job.document,
         document_sha256=job.document_sha256,
         labels=labels,
+        priority=job.priority,
+        deadline_at=job.deadline_at,
         progress=None if job.progress is None else _progress(job.progress),
         failure=None if job.failure is None else _failure(job.failure),
         attempt=job.attempt,

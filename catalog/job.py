@@ -8,6 +8,7 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import DataSource, ModelSource, Task
 from catalog.memory import Memory
 from catalog.record import FieldError, option, record
+from catalog.schedule import Schedule
 from catalog.woodbury import Woodbury
 
 MAX_LABELS = 32
@@ -58,6 +59,8 @@ class JobDocument:
     `collection.nested`, `woodbury.approximate` or a model from a factory is not cached."""
     labels: Mapping[str, str] = option(dict)
     """Names of your own to find the job by."""
+    schedule: Schedule = option(Schedule)
+    """Before which of your jobs it goes, and until when it may take; no part of the stored document."""
 
     def __post_init__(self) -> None:
         """Refuse documents whose parts contradict each other."""

@@ -31,7 +31,7 @@ Written = Literal["written", "repeated", "differs"]
 
 
 def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = None) -> list[str]:
-    """Ids of queued jobs that fit and are not overdue, the most urgent first, and among equals the tenants in turn.
+    """Ids of queued jobs that fit and are not overdue: the tenants in turn, each with its most urgent job first.
 
     A tenant's first job counts as one more than it has running, its second as two more, and so on; the least comes
     first, and then the longest waiting. So a tenant with a backlog takes what others leave and never their turn.

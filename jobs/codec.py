@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,7 +18,10 @@ from catalog import DOCUMENT
 from catalog.complaints import Complaint, complaints
 from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
+from catalog.schedule import Schedule
 from jobs.errors import DocumentRefused
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 256 * 1024
 MAX_DEPTH = 16
@@ -27,6 +30,7 @@ MAX_VALUES = 20_000
 
 _MAX_REPORTED = 20
 _ADAPTER: TypeAdapter[JobDocument] = TypeAdapter(DOCUMENT)
+_SCHEDULE: TypeAdapter[Schedule] = TypeAdapter(Schedule)
 # strings are skipped whole; one that never ends is swallowed to the end, which keeps the scan linear
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -49,17 +53,33 @@ def parse_document(raw: bytes) -> JobDocument:
     Raises:
         DocumentRefused: With a complaint for each fault (at most twenty).
     """
+    return _parsed(raw, _ADAPTER, DOCUMENT)
+
+
+def parse_schedule(raw: bytes) -> Schedule:
+    """Read a schedule of its own.
+
+    Raises:
+        DocumentRefused: With a complaint for each fault.
+    """
+    return _parsed(raw, _SCHEDULE, Schedule)
+
+
+def _parsed(raw: bytes, adapter: TypeAdapter[T], shape: type) -> T:
     guard_body(raw)
     try:
-        return _ADAPTER.validate_json(raw, strict=True)
+        return adapter.validate_json(raw, strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        raise DocumentRefused(complaints(map(dict, details), DOCUMENT)) from None
+        raise DocumentRefused(complaints(map(dict, details), shape)) from None
 
 
 def document_json(document: JobDocument) -> dict[str, Any]:
-    """The document as it is stored, with every default written out."""
-    return dict(plain(document))
+    """The document as it is stored, with every default written out.
+
+    Its schedule is left out: a job's digest tells what is computed, and not when.
+    """
+    return {name: value for name, value in plain(document).items() if name != "schedule"}
 
 
 def sha256_of(value: Any) -> str:  # noqa: ANN401 - any record or JSON value

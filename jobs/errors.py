@@ -7,6 +7,7 @@
     │   ├── DocumentRefused      a job document with its complaints
     │   ├── IdempotencyConflict  one key, two documents
     │   ├── IdempotencyKeyRefused
+    │   ├── JobEnded             a schedule for a job that needs none any more
     │   ├── JobNotFound          absent, or another tenant's: the same answer
     │   ├── JobStillActive       delete before cancel
     │   └── PageRefused          a sort key, limit or cursor that means nothing
@@ -66,6 +67,15 @@ class JobNotFound(UsageError):
     def __init__(self, job_id: str) -> None:
         super().__init__("there is no such job")
         self.job_id = job_id
+
+
+class JobEnded(UsageError):
+    """Nothing more will happen to the job."""
+
+    def __init__(self, job_id: str, state: str) -> None:
+        super().__init__(f"job {job_id} is {state} already; submit it again with the schedule that you want")
+        self.job_id = job_id
+        self.state = state
 
 
 class JobStillActive(UsageError):

@@ -12,15 +12,25 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
 from catalog.job import JobDocument
+from catalog.schedule import Schedule
 from jobs.clock import ledger_now
 from jobs.codec import document_json, sha256_of
 from jobs.database import reading, writing
-from jobs.errors import IdempotencyConflict, IdempotencyKeyRefused, JobNotFound, JobStillActive, PageRefused
+from jobs.errors import (
+    IdempotencyConflict,
+    IdempotencyKeyRefused,
+    JobEnded,
+    JobNotFound,
+    JobStillActive,
+    PageRefused,
+)
 from jobs.fence import append_event, change, draw, move, post_doorbell
 from jobs.identifiers import is_id, new_id
 from jobs.lifecycle import TERMINAL, State
 from jobs.records import Artifact, Claim, Job, JobPage, Submitted
+from jobs.schedule import asked_for, deadline_of, require_in_time
 from jobs.tables import artifacts, jobs
+from jobs.turns import AHEAD
 
 MAX_PAGE = 100
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -34,16 +44,16 @@ def submit(
     idempotency_key: str | None = None,
     *,
     estimate: bool = False,
-    priority: int = 0,
     needs_bytes: int | None = None,
 ) -> Submitted:
     """Store a job and its doorbell in one transaction, or bring back the job this key stored earlier.
 
     With ``estimate`` it is only to be planned: `read_estimate` finds it, and nothing that looks for jobs. Its
-    idempotency keys are apart from those of jobs.
+    idempotency keys are apart from those of jobs, and its schedule is not the document's: it goes ahead.
 
     Raises:
-        IdempotencyConflict: If the key stored another document.
+        DocumentRefused: If the deadline has passed already.
+        IdempotencyConflict: If the key stored another document, or the same on another schedule.
         IdempotencyKeyRefused: If the key is not 1 to 255 visible ASCII characters.
     """
     if idempotency_key is not None and not _IDEMPOTENCY_KEY.fullmatch(idempotency_key):
@@ -51,6 +61,8 @@ def submit(
     idempotency_key = _stored_key(idempotency_key, estimate=estimate)
     body = document_json(document)
     digest = sha256_of(body)
+    schedule = Schedule() if estimate else document.schedule
+    asked = asked_for(schedule)
     with writing(engine) as connection:
         job_id = _insert_job(
             connection,
@@ -62,20 +74,23 @@ def submit(
                 "document_sha256": digest,
                 "idempotency_key": idempotency_key,
                 "state": "queued",
-                "priority": priority,
+                "schedule": asked,
+                "priority": AHEAD if estimate else schedule.priority,
+                "deadline_at": deadline_of(schedule),
                 "needs_bytes": needs_bytes,
                 "created_at": ledger_now(),
                 "queued_at": ledger_now(),
             },
         )
         if job_id is None:
-            earlier = _earlier(connection, tenant_id, idempotency_key, digest)
+            earlier = _earlier(connection, tenant_id, idempotency_key, digest, asked)
             if earlier is None:
                 raise JobNotFound(idempotency_key or "")
             return earlier
         drawn = draw(connection, jobs.c.id == job_id)
         if drawn is None:
             raise JobNotFound(job_id)
+        require_in_time(drawn.deadline_at, drawn.now)
         append_event(connection, drawn, "state", {"state": "queued", "attempt": 0})
         post_doorbell(connection, job_id, tenant_id)
         return Submitted(job=_job(drawn), created=True)
@@ -89,9 +104,10 @@ def submitted_earlier(
     Raises:
         IdempotencyConflict: If the key stored another document.
     """
+    asked = None if estimate else asked_for(document.schedule)
     with reading(engine) as connection:
         stored = _stored_key(idempotency_key, estimate=estimate)
-        return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)))
+        return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), asked)
 
 
 def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
@@ -161,6 +177,28 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
         return _job(row)
 
 
+def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) -> Job:
+    """Give a job that has not ended other terms, in place of all that it had; `within` counts from now.
+
+    Raises:
+        DocumentRefused: If the deadline has passed already.
+        JobNotFound: If this tenant has no such job.
+        JobEnded: If there is nothing left to schedule.
+    """
+    with writing(engine) as connection:
+        drawn = draw(connection, *_owned(tenant_id, job_id))
+        if drawn is None:
+            raise JobNotFound(job_id)
+        if drawn.state in TERMINAL:
+            raise JobEnded(job_id, drawn.state)
+        change(connection, drawn, {"priority": schedule.priority, "deadline_at": deadline_of(schedule)})
+        row = connection.execute(select(jobs).where(jobs.c.id == job_id)).one()
+        require_in_time(row.deadline_at, drawn.now, "/deadline")
+        until = None if row.deadline_at is None else row.deadline_at.isoformat()
+        append_event(connection, drawn, "schedule", {"priority": row.priority, "deadline_at": until})
+        return _job(row)
+
+
 def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[Artifact, ...]:
     """Delete an ended job with all its rows, and say which files were its artifacts.
 
@@ -204,13 +242,15 @@ def artifact_record(row: Row[Any]) -> Artifact:
     )
 
 
-def _earlier(connection: Connection, tenant_id: str, idempotency_key: str | None, digest: str) -> Submitted | None:
+def _earlier(
+    connection: Connection, tenant_id: str, idempotency_key: str | None, digest: str, asked: dict[str, Any] | None
+) -> Submitted | None:
     row = connection.execute(
         select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.idempotency_key == idempotency_key)
     ).one_or_none()
     if row is None:
         return None
-    if row.document_sha256 != digest:
+    if row.document_sha256 != digest or row.schedule != asked:
         raise IdempotencyConflict(row.id)
     return Submitted(job=_job(row), created=False)
 

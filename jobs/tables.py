@@ -80,6 +80,7 @@ jobs = Table(
     Column("document", _json(), nullable=False),
     Column("document_sha256", _Sha256, nullable=False),
     Column("idempotency_key", String(255)),
+    Column("schedule", _json()),  # as it was asked for, to know a repeated request by; priority and deadline_at hold
     Column("state", String(16), nullable=False),
     Column("priority", Integer, nullable=False, server_default=text("0")),
     Column("world_size", Integer, nullable=False, server_default=text("1")),

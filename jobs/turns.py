@@ -1,13 +1,19 @@
-"""Whose turn it is: the order in which queued jobs are claimed, fair between tenants within one priority."""
+"""Whose turn it is: the order in which queued jobs are claimed, fair between tenants whatever priority they give."""
 
 from sqlalchemy import ColumnElement, Select, Subquery, func, literal, select, true
 
 from jobs.lifecycle import HELD
 from jobs.tables import jobs, tenants
 
+AHEAD = 100
+"""A priority that no document can ask for: before everybody's jobs, for what takes seconds and is waited for."""
+
 
 def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Select[str]:
     """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds.
+
+    A priority orders a tenant's own jobs. Were it to count between tenants, one who asked for the highest would hold up
+    all the others.
 
     No more than ``limit`` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
     grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
@@ -19,13 +25,14 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Select[
         .group_by(jobs.c.tenant_id)
         .subquery("running")
     )
+    ahead = first.c.priority >= AHEAD
     position = func.row_number().over(
-        partition_by=(first.c.tenant_id, first.c.priority), order_by=(first.c.queued_at, first.c.id)
+        partition_by=(first.c.tenant_id, ahead), order_by=(first.c.priority.desc(), first.c.queued_at, first.c.id)
     )
     return (
         select(first.c.id)
         .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
-        .order_by(first.c.priority.desc(), position + func.coalesce(running.c.number, 0), first.c.queued_at, first.c.id)
+        .order_by(ahead.desc(), position + func.coalesce(running.c.number, 0), first.c.queued_at, first.c.id)
         .limit(limit)
     )
 

@@ -25,6 +25,7 @@ from kronoscope.key_commands import CODES, keys
 from kronoscope.plan_tables import show_plan
 from kronoscope.progress import Display, display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
+from kronoscope.schedule_options import Deadline, Priority, Within, scheduled
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
 from kronoscope.showing import curve_in, show_results
 from kronoscope.tables import job_table
@@ -137,7 +138,7 @@ def plan(
 
 
 @app.command(epilog=CODES)
-def submit(
+def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     document: Document,
     settings: Settings = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end.")] = False,
@@ -145,11 +146,14 @@ def submit(
         bool, typer.Option("--validate-only", help="Check everything and submit nothing.")
     ] = False,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key and document give the same job.")] = None,
+    priority: Priority = None,
+    deadline: Deadline = None,
+    within: Within = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job to the service; prints its id."""
-    wanted = _document(document, settings)
+    wanted = scheduled(_document(document, settings), priority=priority, deadline=deadline, within=within)
     with Client(url) as client:
         if validate_only:
             checked = client.validate(wanted)

@@ -143,6 +143,14 @@ class Client:
         """Cancel a queued or running job; an ended one stays as it is."""
         return job_of(self._call("POST", f"{_path(job_id)}:cancel"))
 
+    def reschedule(self, job_id: str, schedule: Mapping[str, Any]) -> Job:
+        """Give a queued or running job the terms `priority`, `deadline` or `within`, in place of those it has.
+
+        Raises:
+            ClientError: If it has ended, or the deadline has passed.
+        """
+        return job_of(self._call("PUT", f"{_path(job_id)}/schedule", json=dict(schedule)))
+
     def delete(self, job_id: str) -> None:
         """Delete an ended job with its results and files."""
         self._send("DELETE", _path(job_id))

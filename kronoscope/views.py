@@ -52,6 +52,8 @@ class Job:
     progress: Progress | None = None
     failure: Failure | None = None
     attempt: int = 0
+    priority: int = 0
+    deadline_at: str | None = None
     created_at: str | None = None
     started_at: str | None = None
     finished_at: str | None = None

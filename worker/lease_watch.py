@@ -7,6 +7,7 @@ heartbeat. Why a child was stopped stands here; what becomes of the job then is 
 import math
 import threading
 import time
+from datetime import datetime
 from typing import Literal
 
 from sqlalchemy import Engine, select
@@ -37,6 +38,8 @@ class LeaseWatch:
         self._log = log
         self._child: Child | None = None
         self._kill_at = math.inf
+        self._deadline_at = claim.deadline_at
+        self._deadline = math.inf
         self._ended = threading.Event()
         self._nudge = threading.Event()
         self._lock = threading.Lock()
@@ -86,7 +89,7 @@ class LeaseWatch:
     def _run(self) -> None:
         every = self._settings.ledger.heartbeat_seconds
         look_every = min(every, self._settings.cancel_seconds)
-        deadline = self._deadline()
+        self._deadline = self._read_deadline(self._deadline_at)
         next_beat, next_look = self._held_at + every, self._held_at + look_every
         while not self._ended.is_set() and not self.lost.is_set():
             now = time.monotonic()
@@ -96,14 +99,14 @@ class LeaseWatch:
             elif now >= next_look:
                 self._look()
                 next_look = now + look_every
-            if now >= deadline:
-                deadline = math.inf
+            if now >= self._deadline:
+                self._deadline = math.inf
                 self.stop("deadline")
             if now >= self._kill_at and self._child is not None:
                 self._kill_at = math.inf
                 self._log.warning("killing", after_seconds=STOP_GRACE_SECONDS)
                 self._child.kill()
-            due = min(next_beat, next_look, deadline, self._kill_at)
+            due = min(next_beat, next_look, self._deadline, self._kill_at)
             self._nudge.wait(max(0.0, due - time.monotonic()))
             self._nudge.clear()
 
@@ -132,15 +135,18 @@ class LeaseWatch:
             self._lose("the job is gone, or another attempt's")
         elif job.cancel_requested_at is not None:
             self.stop("cancel")
+        elif job.deadline_at != self._deadline_at:
+            self._deadline_at = job.deadline_at
+            self._deadline = self._read_deadline(job.deadline_at)
 
-    def _deadline(self) -> float:
+    def _read_deadline(self, deadline_at: datetime | None) -> float:
         """On this process's monotonic clock, from the difference of two moments of the database's."""
-        if self._claim.deadline_at is None:
+        if deadline_at is None:
             return math.inf
         try:
             with reading(self._engine) as connection:
                 now = connection.execute(select(ledger_now())).scalar_one()
         except LedgerUnavailable:
             return math.inf  # the next attempt will ask again; the lease is what protects the queue
-        left: float = (self._claim.deadline_at - now).total_seconds()
+        left: float = (deadline_at - now).total_seconds()
         return time.monotonic() + left

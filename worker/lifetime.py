@@ -5,7 +5,6 @@ attempts uncounted, and the exit code is 0.
 """
 
 import os
-import re
 import signal
 import threading
 import time
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 
 import structlog
 
+from catalog.duration import duration_seconds
 from catalog.record import record
 from jobs.errors import SettingsInvalid
 from worker.child import STOP_GRACE_SECONDS
@@ -24,7 +24,6 @@ ENDING_SECONDS = DRAIN_SECONDS + 5
 """From the signal to the end of the process, at most."""
 
 _HANDLER_POLL_SECONDS = 0.05
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @record
@@ -100,10 +99,10 @@ def _duration(environ: Mapping[str, str], name: str) -> float | None:
     text = environ.get(name)
     if not text:
         return None
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smhd])", text.strip())
-    if found is None:
+    seconds = duration_seconds(text)
+    if seconds is None:
         raise SettingsInvalid(f"{name} is no duration; write a number with its unit (s, m, h or d), such as 10m")
-    return float(found[1]) * _UNITS[found[2]]
+    return seconds
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:

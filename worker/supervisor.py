@@ -42,7 +42,7 @@ from worker.logging_setup import job_logger
 from worker.settings import WorkerSettings
 
 _OUTPUT_LINE_BYTES = 1_000
-_DEADLINE = "the job was stopped at its deadline; what was done stays, give a later deadline to go on"
+_DEADLINE = "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
 _FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
 

@@ -107,4 +107,5 @@ def test_a_reading_key_submits_nothing(keyed: Keyed) -> None:
         assert client.get("/v1/jobs").status_code == 200
         problem(client.post("/v1/jobs", json={}), 403)
         problem(client.post("/v1/jobs/x:cancel"), 403)
+        problem(client.put("/v1/jobs/x/schedule", json={}), 403)
         problem(client.delete("/v1/jobs/x"), 403)

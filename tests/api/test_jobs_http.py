@@ -210,11 +210,13 @@ def test_another_tenants_job_is_like_a_random_id(keyed: Keyed, theirs: httpx.Cli
         ("GET", "/artifacts"),
         ("GET", "/artifacts/spectra/0.json"),
         ("POST", ":cancel"),
+        ("PUT", "/schedule"),
         ("DELETE", ""),
     ):
-        foreign = theirs.request(method, f"/v1/jobs/{job}{tail}")
-        random = theirs.request(method, f"/v1/jobs/{new_id()}{tail}")
-        nonsense = theirs.request(method, f"/v1/jobs/nonsense{tail}")
+        body = {"json": {}} if method == "PUT" else {}
+        foreign = theirs.request(method, f"/v1/jobs/{job}{tail}", **body)
+        random = theirs.request(method, f"/v1/jobs/{new_id()}{tail}", **body)
+        nonsense = theirs.request(method, f"/v1/jobs/nonsense{tail}", **body)
         assert anonymous(foreign) == anonymous(random) == anonymous(nonsense)
     assert theirs.get("/v1/jobs").json()["items"] == [] or all(
         each["id"] != job for each in theirs.get("/v1/jobs").json()["items"]

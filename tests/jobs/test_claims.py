@@ -91,7 +91,7 @@ def test_a_doorbell_for_no_job_is_dropped(ledger: Engine, job_id: str) -> None:
 
 def test_the_urgent_come_first_then_the_longest_waiting(ledger: Engine, document: Callable[..., Any]) -> None:
     first, second = (submit(ledger, LOCAL_TENANT, document()).job.id for _ in range(2))
-    urgent = submit(ledger, LOCAL_TENANT, document(), priority=5).job.id
+    urgent = submit(ledger, LOCAL_TENANT, document(schedule={"priority": 5})).job.id
     assert next_claimable(ledger) == [urgent, first, second]
     assert next_claimable(ledger, limit=1) == [urgent]
 

@@ -35,7 +35,7 @@ def test_a_submitted_job_stands_with_its_doorbell_and_its_first_event(ledger: En
     assert job == submitted.job
     assert (job.state, job.attempt, job.fence, job.event_seq) == ("queued", 0, 0, 1)
     assert job.document == document_json(made)
-    assert job.document_sha256 == sha256_of(made)
+    assert job.document_sha256 == sha256_of(document_json(made))
     assert job.created_at == job.queued_at or job.created_at < job.queued_at
     assert is_id(job.id)
     assert count(ledger, outbox) == 1

@@ -18,6 +18,7 @@ from jobs.identifiers import new_id
 from jobs.lifecycle import HELD
 from jobs.store import submit
 from jobs.tables import jobs, tenants
+from jobs.turns import AHEAD
 
 
 @pytest.fixture
@@ -78,12 +79,26 @@ def test_what_ended_counts_no_more_and_what_is_being_cancelled_does(
     assert next_claimable(ledger, limit=2) == [b[1], a[1]]
 
 
-def test_urgency_comes_before_turns(ledger: Engine, tenant: Any, queued_by: Any) -> None:
-    a = tenant("a")
-    plain = queued_by(a, 2)
-    other = queued_by(tenant("b"))
-    urgent = queued_by(a, 2, priority=5)
-    assert [take(ledger).job_id for _ in range(5)] == [*urgent, *other, *plain]
+def test_a_tenants_urgent_jobs_go_before_its_own_and_before_nobody_elses(
+    ledger: Engine, tenant: Any, queued_by: Any, document: Any
+) -> None:
+    a, b = tenant("a"), tenant("b")
+    plain, other = queued_by(a, 2), queued_by(b, 2)
+    urgent = [submit(ledger, a, document(schedule={"priority": 10})).job.id for _ in range(3)]
+    last = submit(ledger, a, document(schedule={"priority": -10})).job.id
+    # were the priority to count between tenants, b would wait for all three
+    assert [take(ledger).job_id for _ in range(5)] == [other[0], urgent[0], other[1], urgent[1], urgent[2]]
+    assert next_claimable(ledger) == [*plain, last]
+
+
+def test_an_estimate_goes_before_everybodys_jobs(ledger: Engine, tenant: Any, queued_by: Any, document: Any) -> None:
+    a, b = tenant("a"), tenant("b")
+    queued_by(b, 2)
+    busy = queued_by(a, 3)
+    take(ledger), take(ledger)
+    made = [submit(ledger, each, document(), estimate=True).job.id for each in (a, a, b)]
+    assert next_claimable(ledger)[:3] == [made[0], made[2], made[1]]  # and among estimates the tenants in turn
+    assert next_claimable(ledger)[-1] == busy[2]
 
 
 def test_what_does_not_fit_holds_up_nothing_behind_it(ledger: Engine, tenant: Any, queued_by: Any) -> None:
@@ -94,7 +109,7 @@ def test_what_does_not_fit_holds_up_nothing_behind_it(ledger: Engine, tenant: An
 
 
 def test_any_queue_is_ordered_as_numbering_all_of_it_says(ledger: Engine, tenant: Any) -> None:
-    """Against the rule applied to every job in plain Python: priority, running plus position, age, id."""
+    """Against the rule applied to every job in plain Python: ahead or not, running plus position, age, id."""
     names = [tenant(f"tenant-{number}") for number in range(5)]
     chosen = random.Random(7)
     rows = [
@@ -105,7 +120,7 @@ def test_any_queue_is_ordered_as_numbering_all_of_it_says(ledger: Engine, tenant
             "document": json.loads("{}"),
             "document_sha256": "0" * 64,
             "state": chosen.choice(["queued"] * 6 + ["running", "cancelling", "succeeded"]),
-            "priority": chosen.choice([0, 0, 0, 3]),
+            "priority": chosen.choice([0, 0, 0, 3, -10, 10, AHEAD]),
             "needs_bytes": chosen.choice([None, 5, 50]),
         }
         for _ in range(300)
@@ -122,12 +137,13 @@ def test_any_queue_is_ordered_as_numbering_all_of_it_says(ledger: Engine, tenant
         running = Counter(row.tenant_id for row in stored if row.state in HELD)
         waiting = sorted(
             (row for row in stored if row.state == "queued" and (free is None or (row.needs_bytes or 0) <= free)),
-            key=lambda row: (row.queued_at, row.id),
+            key=lambda row: (-row.priority, row.queued_at, row.id),
         )
-        before: Counter[tuple[str, int]] = Counter()
+        before: Counter[tuple[str, bool]] = Counter()
         keyed = []
         for row in waiting:
-            before[row.tenant_id, row.priority] += 1
-            turn = running[row.tenant_id] + before[row.tenant_id, row.priority]
-            keyed.append((-row.priority, turn, row.queued_at, row.id))
+            ahead = row.priority == AHEAD
+            before[row.tenant_id, ahead] += 1
+            turn = running[row.tenant_id] + before[row.tenant_id, ahead]
+            keyed.append((not ahead, turn, row.queued_at, row.id))
         assert next_claimable(ledger, limit, free) == [key[-1] for key in sorted(keyed)[:limit]]

@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,23 @@ def test_an_unlisted_factory_or_folder_is_refused(folder: Path, kronoscope: Run,
         done = kronoscope("submit", "job.yaml", "--set", change, "--url", url)
         assert done.returncode == 2
         assert pointer in done.stderr
+
+
+def test_a_job_is_scheduled_from_the_command_line(folder: Path, kronoscope: Run, client: Client, url: str) -> None:
+    def submit(*options: str) -> subprocess.CompletedProcess[str]:
+        slow = ("--set", "model={source: factory, factory: 'mine_for_kronoscope:endless'}")
+        return kronoscope("submit", "job.yaml", *slow, "--url", url, *options)
+
+    done = submit("--set", "schedule.deadline=2020-01-01T00:00Z", "--priority", "-4", "--within", "2h")
+    assert done.returncode == 0, done.stderr
+    job = client.job(done.stdout.strip())
+    assert job.priority == -4
+    assert job.created_at is not None
+    assert job.deadline_at is not None
+    left = datetime.fromisoformat(job.deadline_at) - datetime.fromisoformat(job.created_at)
+    assert abs(left.total_seconds() - 7200) < 5
+    assert client.reschedule(job.id, {"priority": 2}).deadline_at is None
+    client.cancel(job.id)
+    late = submit("--deadline", "2020-01-01T00:00Z")
+    assert (late.returncode, late.stdout) == (2, "")
+    assert "/schedule/deadline has passed" in late.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
+from catalog.schedule import Schedule
 from jobs.artifacts import ArtifactFolder
 from jobs.claims import claim
 from jobs.clock import ledger_now
@@ -19,7 +20,7 @@ from jobs.database import reading, writing
 from jobs.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
 from jobs.results import layer_rows, list_artifacts
-from jobs.store import read_estimate, read_job, request_cancel, submit
+from jobs.store import read_estimate, read_job, request_cancel, reschedule, submit
 from jobs.tables import jobs, outbox
 from worker import lease_watch
 from worker import supervisor as supervisor_module
@@ -277,6 +278,20 @@ def test_the_deadline_ends_the_job(ledger: Any, submitted: Any, supervise: Any, 
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(1)))
     supervise(job_id, ["wait_for_sigterm"])
     assert job(job_id).state == "failed"
+    assert job(job_id).failure["code"] == "deadline_exceeded"
+
+
+def test_a_running_job_is_given_more_time_and_less(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any
+) -> None:
+    job_id = submitted(schedule={"within": "4s"})
+    _, thread = supervise(job_id, ["log", "begun"], ["wait_for_sigterm"], background=True)
+    eventually(lambda: events(job_id, "log"))
+    reschedule(ledger, LOCAL_TENANT, job_id, Schedule(within="1h"))
+    thread.join(5)
+    assert job(job_id).state == "running"
+    reschedule(ledger, LOCAL_TENANT, job_id, Schedule(within="1s"))
+    thread.join(20)
     assert job(job_id).failure["code"] == "deadline_exceeded"
 
 
