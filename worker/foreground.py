@@ -19,12 +19,15 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from catalog.control_groups import oom_kills
 from catalog.frames import Failed, Finished, Frame, LogLine, Stopped, encode
+from catalog.record import FieldError
+from catalog.schedule import Schedule
 from worker.artifact_check import ArtifactMismatch
 from worker.child import EXECUTION, STOP_GRACE_SECONDS, Child, MalformedFrame
 from worker.crash import Signature, Whereabouts, crash_failure, ending
@@ -158,9 +161,22 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "scratch": str(folder.scratch),
         "plan": folder.plan,
     }
+    seconds = _seconds_left(document, time.time())
+    if seconds is not None and seconds <= 0:
+        return _refuse(echo, "the deadline in `schedule` has passed; give a later one, or none", code="in_the_past")
+    overdue = threading.Event()
+
+    def end_at_deadline() -> None:
+        overdue.set()
+        stopper.stop()
+
+    timer = threading.Timer(seconds or 0, end_at_deadline)
+    timer.daemon = True
     whereabouts, kills = Whereabouts(), oom_kills()
     with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:
         stopper.guard(child)
+        if seconds is not None:
+            timer.start()
         try:
             last = _follow(child, folder, echo, whereabouts, Narrator(document))
         except (MalformedFrame, ArtifactMismatch, OSError) as error:
@@ -168,6 +184,9 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
             last = _trouble(error)
         code = child.wait()
     stopper.ended()
+    timer.cancel()
+    if overdue.is_set() and (last is None or isinstance(last, Stopped)):
+        last = _overdue()
     if last is None and stopper.asked.is_set():
         last = Stopped()
     if last is None:
@@ -204,6 +223,24 @@ def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
     if isinstance(last, Failed):
         return _EXIT_CODES[last.category]
     return 0 if isinstance(last, Finished) else EXIT_STOPPED
+
+
+def _seconds_left(document: Any, now: float) -> float | None:  # noqa: ANN401 - the child has not judged it yet
+    """Until the document's deadline, from ``now`` in seconds since 1970; None without one, or one that is refused."""
+    given = document.get("schedule") if isinstance(document, dict) else None
+    try:
+        schedule = Schedule(**(given or {}))
+        moment = schedule.deadline_at
+        return schedule.within_seconds if moment is None else moment.timestamp() - now
+    except (TypeError, AttributeError, FieldError):
+        return None  # the child says what is wrong with it
+
+
+def _overdue() -> Failed:
+    message = "the job was stopped at its deadline; run it again with a later one, or none"
+    return Failed(
+        category="usage", code="deadline_exceeded", message=message, pointer="/schedule", layer=None, detail=None
+    )
 
 
 def _trouble(error: Exception) -> Failed:

@@ -315,3 +315,29 @@ def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_
     assert not (output / ".waiting").exists()
     (tmp_path / "go").touch()
     assert isinstance(frames_of(process)[-1], Finished)
+
+
+def test_a_run_ends_at_its_deadline(foreground: Any, tmp_path: Any) -> None:
+    document = DOCUMENT | {"schedule": {"within": "1s"}}
+    request = json.dumps({"document": document, "threads": 1}).encode()
+    process = foreground(["layer", 0], ["wait_for_sigterm"], request=request)
+    last = frames_of(process)[-1]
+    assert process.wait(10) == 2
+    assert (last.category, last.code, last.pointer) == ("usage", "deadline_exceeded", "/schedule")
+    assert json_file(tmp_path / "out" / "job.json")["state"] == "failed"
+    assert [row["ordinal"] for row in json_file(tmp_path / "out" / "results.json")["layers"]] == [0]
+
+
+def test_a_run_whose_deadline_has_passed_does_not_begin(foreground: Any) -> None:
+    document = DOCUMENT | {"schedule": {"deadline": "2020-01-01T00:00Z"}}
+    process = foreground(["finish"], request=json.dumps({"document": document}).encode())
+    (refused,) = frames_of(process)
+    assert (process.wait(10), refused.code) == (2, "in_the_past")
+    assert "give a later one" in refused.message
+
+
+def test_a_run_that_is_done_in_time_is_done(foreground: Any) -> None:
+    document = DOCUMENT | {"schedule": {"priority": 3, "within": "1h"}}
+    process = foreground(["finish"], request=json.dumps({"document": document}).encode())
+    assert frames_of(process) == [Finished()]
+    assert process.wait(10) == 0  # and does not wait for its deadline
