@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,33 +275,39 @@ def running_stack(
     workers: int = 2,
     settings: Mapping[str, str] | None = None,
     preload: Sequence[Path] = (),
+    prepare: Callable[[Stack], object] = lambda _: None,
+    postgres: servers.PrivateServer | None = None,
 ) -> Iterator[Stack]:
-    """A stack with its own PostgreSQL and Redis.
+    """A stack with its own PostgreSQL, unless one is given, and its own Redis.
 
     Args:
         folder: Logs, artifacts and model store.
         workers: How many Celery workers.
         settings: KRONOSCOPE_* over the stack's own; ``SHORT_LEASES`` where recovery is to take seconds.
         preload: Folders put first on PYTHONPATH of API and workers, such as one with a ``sitecustomize.py``.
+        prepare: Called before API and workers are started.
+        postgres: A server where this stack is to have a database of its own, beside those of others.
     """
     chosen = {**(settings or {})}
     if preload:
         chosen["PYTHONPATH"] = os.pathsep.join([*map(str, preload), os.environ.get("PYTHONPATH", "")]).rstrip(
             os.pathsep
         )
-    with servers.private_postgres(**DURABLE) as postgres, servers.private_redis() as broker:
-        stack = Stack(folder, postgres, broker, workers, chosen)
-        try:
-            stack.start()
-            yield stack
-        finally:
-            stack.close()
+    with contextlib.ExitStack() as held:
+        database = postgres or held.enter_context(servers.private_postgres(**DURABLE))
+        broker = held.enter_context(servers.private_redis())
+        stack = Stack(folder, database, broker, workers, chosen)
+        held.callback(stack.close)
+        prepare(stack)
+        stack.start()
+        yield stack
 
 
 def _new_database(server: str) -> str:
+    name = f"kronoscope_{secrets.token_hex(6)}"
     with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute("CREATE DATABASE kronoscope TEMPLATE template0")
-    return make_url(server).set(database="kronoscope").render_as_string(hide_password=False)
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+    return make_url(server).set(database=name).render_as_string(hide_password=False)
 
 
 def _inherited() -> dict[str, str]:

@@ -1,0 +1,236 @@
+"""One campaign: a stack, clients, a nemesis, then healing, draining and the checker's verdict, in one report.
+
+report = run_campaign(seed=7, seconds=30, folder=folder)
+assert report.counts and not report.violations
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, make_url, text
+
+from tests.chaos import audit
+from tests.chaos.checker import check
+from tests.chaos.clients import Crowd
+from tests.chaos.documents import VARIANTS, Pace, Truth, document, undisturbed
+from tests.chaos.evidence import Evidence, gather
+from tests.chaos.files import Reader
+from tests.chaos.nemesis import Nemesis, Struck, shown
+from tests.chaos.proxy import LossyProxy
+from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
+
+RECLAIMS, REFUSED, UNKNOWN = 5, 1, 1
+"""What must have happened at least for a campaign to count."""
+CHECKPOINTS = {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.5"}
+PACE = Pace(batches=24, batch_seconds=0.25, row_seconds=0.35)
+_STALL_SECONDS = 60
+_LEFT = text("SELECT count(*) FILTER (WHERE state IN ('queued', 'running', 'cancelling')), sum(event_seq) FROM jobs")
+
+
+@dataclass
+class Report:
+    """What was done, what came of it, and what was broken."""
+
+    seed: int
+    settings: Mapping[str, str]
+    attacked_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    """From healing to the end of the last job."""
+    drained: bool = False
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    """How many ended in which state."""
+    claims: int = 0
+    reclaims: int = 0
+    refused: int = 0
+    """Attempts that were told that another has their job."""
+    unknown: int = 0
+    """Commits whose reply was lost."""
+    verified: int = 0
+    """How often a listed file was read and compared while all this went on."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    recovery_seconds: list[float] = field(default_factory=list)
+    """From a fault that hit a holder to the next claim of its job."""
+    violations: list[str] = field(default_factory=list)
+    struck: list[str] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
+    logs: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether enough has happened for the absence of violations to say anything."""
+        return self.reclaims >= RECLAIMS and self.refused >= REFUSED and self.unknown >= UNKNOWN
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"counts": self.counts}
+
+    def summary(self) -> str:
+        """A few lines for whoever runs it."""
+        recovered = ""
+        if self.recovery_seconds:
+            median, longest = statistics.median(self.recovery_seconds), max(self.recovery_seconds)
+            recovered = f"; taken again after {median:.1f} s (median), {longest:.1f} s at most"
+        return (
+            f"seed {self.seed}: {sum(self.faults.values())} faults in {self.attacked_seconds:.0f} s, jobs "
+            f"{dict(self.jobs)}, {self.claims} claims ({self.reclaims} again), {self.refused} refused, "
+            f"{self.unknown} replies to COMMIT lost, drained in {self.drain_seconds:.0f} s{recovered}"
+        )
+
+
+def run_campaign(
+    seed: int,
+    seconds: float,
+    folder: Path,
+    *,
+    settings: Mapping[str, str] = SHORT_LEASES | CHECKPOINTS,
+    lease_seconds: float = 3,
+    gap_seconds: float = 1.0,
+    pace: Pace = PACE,
+    workers: int = 3,
+    limit_seconds: float | None = None,
+    drain_seconds: float = 120,
+) -> Report:
+    """Attack a stack of its own and say what came of it.
+
+    Args:
+        seed: Of faults, clients and lost replies; processes keep their own time, so no two runs are the same.
+        seconds: How long the nemesis rages at least; it goes on where too little has happened to count.
+        folder: Logs, artifacts, and the undisturbed runs.
+        settings: Of API and workers; ``{}`` for the defaults.
+        lease_seconds: The lease under these settings.
+        gap_seconds: Between two faults, on average.
+        pace: Of the jobs, which must last at least ten gaps.
+        workers: How many there are.
+        limit_seconds: When the nemesis ends in any case; three times ``seconds`` and a minute by default.
+        drain_seconds: How long the jobs may take once all is healed.
+    """
+    assert pace.seconds >= 10 * gap_seconds, f"jobs of {pace.seconds:g} s are too short for gaps of {gap_seconds:g} s"
+    report = Report(seed, dict(settings), logs=str(folder))
+    limit = limit_seconds or 3 * seconds + 60
+    with attacked_stack(folder, workers, settings) as (stack, proxy), truths(folder, pace) as known:
+        nemesis = Nemesis(stack, proxy, seed, gap_seconds, lease_seconds)
+        crowd = Crowd(
+            stack.client,
+            lambda number, label: document(number % VARIANTS, pace, label),
+            seed=seed,
+            customers=2,
+            open_jobs=1,  # so that a worker is free to take what another was made to drop
+            cancel_share=0.15,
+            deadline=time.monotonic() + limit + drain_seconds,
+        )
+        crowd.start()
+        began = time.monotonic()
+        with Reader(stack.engine, stack.artifacts) as reader:
+            nemesis.rage(began + seconds, lambda: _happened(stack.engine, nemesis, proxy), limit=began + limit)
+            report.attacked_seconds = time.monotonic() - began
+            crowd.enough()
+            nemesis.heal()
+            report.drain_seconds, report.drained = drain(stack.engine, drain_seconds)
+        crowd.leave(60)
+        report.history = crowd.history.shown()
+        report.verified = reader.verified
+        evidence = gather(stack.engine, crowd.history, known(), stack.artifacts)
+        _judge(report, evidence, nemesis, proxy)
+        report.violations += sorted(map(str, reader.violations))
+    (folder / "report.json").write_text(json.dumps(report.as_json(), indent=1))
+    return report
+
+
+@contextlib.contextmanager
+def attacked_stack(folder: Path, workers: int, settings: Mapping[str, str]) -> Iterator[tuple[Stack, LossyProxy]]:
+    """A stack whose API and first worker reach their database through a proxy, with the audit in place."""
+    proxies: list[LossyProxy] = []
+
+    def prepare(stack: Stack) -> None:
+        audit.install(stack.engine)
+        proxies.append(put_proxy_before(stack, stack.api, stack.workers[0]))
+
+    with running_stack(folder, workers=workers, settings=settings, prepare=prepare) as stack:
+        try:
+            yield stack, proxies[0]
+        finally:
+            proxies[0].close()
+
+
+def put_proxy_before(stack: Stack, *parts: Any) -> LossyProxy:
+    """Have these parts, once they are started, reach the database through a proxy; all get a name that it knows."""
+    url = make_url(stack.database_url)
+    proxy = LossyProxy(str(url.host), int(url.port or 5432))
+    for part in stack.parts:
+        part.environment["PGAPPNAME"] = part.name
+    for part in parts:
+        through = url.set(host="127.0.0.1", port=proxy.port)
+        part.environment["KRONOSCOPE_DATABASE_URL"] = through.render_as_string(hide_password=False)
+    return proxy
+
+
+@contextlib.contextmanager
+def truths(folder: Path, pace: Pace) -> Iterator[Any]:
+    """Undisturbed runs, made beside whatever else goes on; call what this gives to wait for their digests."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        runs = {each: pool.submit(undisturbed, each, pace, folder / f"undisturbed{each}") for each in range(VARIANTS)}
+
+        def known() -> dict[int, Truth]:
+            return {variant: run.result() for variant, run in runs.items()}
+
+        yield known
+
+
+def drain(engine: Engine, seconds: float, stall_seconds: float = _STALL_SECONDS) -> tuple[float, bool]:
+    """Wait until all jobs have ended, or nothing moves any more; how long it took, and whether they have."""
+    began = moved = time.monotonic()
+    before = None
+    while True:
+        with engine.connect() as connection:
+            left, drawn = connection.execute(_LEFT).one()
+        now = time.monotonic()
+        if drawn != before:
+            before, moved = drawn, now
+        if left == 0 or now - began > seconds or now - moved > stall_seconds:
+            return now - began, left == 0
+        time.sleep(0.1)
+
+
+def _happened(engine: Engine, nemesis: Nemesis, proxy: LossyProxy) -> bool:
+    with engine.connect() as connection:
+        again = connection.execute(
+            text(
+                "SELECT count(*) - count(DISTINCT job_id) FROM chaos_moves "
+                "WHERE old_state = 'queued' AND new_state = 'running'"
+            )
+        ).scalar_one()
+    return again >= RECLAIMS and nemesis.refused() >= REFUSED and proxy.lost >= UNKNOWN
+
+
+def _judge(report: Report, evidence: Evidence, nemesis: Nemesis, proxy: LossyProxy) -> None:
+    report.violations = [str(each) for each in check(evidence)]
+    report.jobs = dict(Counter(str(job["state"]) for job in evidence.jobs.values()))
+    report.claims = len(evidence.claims)
+    report.reclaims = evidence.reclaims
+    report.refused = nemesis.refused()
+    report.unknown = proxy.lost
+    report.faults = dict(Counter(each.fault for each in nemesis.struck))
+    report.struck = shown(nemesis.struck)
+    report.recovery_seconds = [
+        round(found, 2) for each in nemesis.struck if (found := _recovery(evidence, each)) is not None
+    ]
+
+
+def _recovery(evidence: Evidence, struck: Struck) -> float | None:
+    """Seconds from a fault to the claim after it; None where its job needed none."""
+    if struck.job_id is None or struck.fence is None or struck.fault == "pause":
+        return None
+    claimed = [
+        event["at"].timestamp()
+        for event in evidence.events[struck.job_id]
+        if event["type"] == "state" and event["data"]["state"] == "running"
+    ]
+    later = claimed[struck.fence :]
+    return later[0] - struck.at if later else None

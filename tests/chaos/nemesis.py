@@ -1,0 +1,248 @@
+"""The nemesis: a seeded series of faults, each aimed at the process that holds a job at that moment.
+
+A fault that hits nobody proves nothing, so whoever is to suffer is read from the database. It spares
+what a job may not survive by its own rules: one that has failed nearly as often as it may, and a
+second crash of a child where the first would make it poison.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from redis.exceptions import RedisError
+from sqlalchemy import text
+
+from jobs.errors import LedgerUnavailable
+from tests.chaos.processes import Part, below, command_of
+from tests.chaos.proxy import LossyProxy
+from tests.chaos.stack import Stack
+
+_SPARED_FAILURES = 2
+"""Failures that a job keeps for what happens by itself."""
+_AIM_SECONDS = 15
+_HELD = text(
+    "SELECT id, lease_owner, fence FROM jobs WHERE state = 'running' AND lease_owner IS NOT NULL "
+    "AND failures < max_failures - :spared AND (NOT :crash OR NOT EXISTS ("
+    "SELECT 1 FROM job_events WHERE job_id = jobs.id AND type = 'crash')) ORDER BY id"
+)
+_OPEN = text("SELECT id FROM jobs WHERE state IN ('queued', 'running', 'cancelling') ORDER BY id")
+_TERMINATE = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :name")
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A job and the worker that holds it."""
+
+    job_id: str
+    fence: int
+    part: Part
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that was done."""
+
+    at: float
+    """Seconds since 1970, as the databases' own clock here."""
+    fault: str
+    part: str
+    job_id: str | None = None
+    fence: int | None = None
+
+
+@dataclass
+class Nemesis:
+    """Strikes one part after another; whatever it kills it starts again, as a supervisor of processes would."""
+
+    stack: Stack
+    proxy: LossyProxy
+    seed: int
+    gap_seconds: float
+    lease_seconds: float
+    struck: list[Struck] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.seed)
+        self._faults: Mapping[str, Callable[[], Struck | None]] = {
+            "kill worker": self._kill_worker,
+            "kill child": self._kill_child,
+            "kill guardian": self._kill_guardian,
+            "kill api": self._kill_api,
+            "stop beyond the lease": self._stop_beyond_lease,
+            "pause": self._pause,
+            "sigterm": self._sigterm,
+            "flushall": self._flushall,
+            "kill redis": self._kill_redis,
+            "restart postgres": self._restart_postgres,
+            "terminate backends": self._terminate_backends,
+            "double doorbells": self._double_doorbells,
+            "lose replies": self._lose_replies,
+        }
+
+    def rage(self, until: float, content: Callable[[], bool], limit: float) -> None:
+        """Every fault once, in an order of the seed's; then more of them until the time is over and there was enough.
+
+        Args:
+            until: When it may end, on the monotonic clock.
+            content: Whether enough has happened for the campaign to count.
+            limit: When it ends in any case.
+        """
+        plan = list(self._faults)
+        self._chance.shuffle(plan)
+        while time.monotonic() < limit:
+            if not plan:
+                if time.monotonic() >= until and content():
+                    return
+                plan.append(self._chance.choice(list(self._faults)))
+            time.sleep(self._chance.uniform(0.5, 1.5) * self.gap_seconds)
+            struck = self._faults[plan.pop(0)]()
+            if struck is not None:
+                self.struck.append(struck)
+
+    def heal(self) -> None:
+        """Undo everything, and wait until all parts answer."""
+        self.proxy.keep()
+        self.stack.revive()
+
+    def refused(self) -> int:
+        """How many attempts were told by the ledger that another has their job."""
+        lines = [line for worker in self.stack.workers for line in worker.lines()]
+        return sum("no longer held under fence" in line for line in lines)
+
+    def _aim(self, *, crash: bool = False) -> Aim | None:
+        """Some job that is held, once there is one."""
+        deadline = time.monotonic() + _AIM_SECONDS
+        while time.monotonic() < deadline:
+            with self.stack.engine.connect() as connection:
+                held = connection.execute(_HELD, {"spared": _SPARED_FAILURES, "crash": crash}).all()
+            aims = [(row, self.stack.part_of(int(row.lease_owner.rpartition(":")[2]))) for row in held]
+            alive = [Aim(row.id, row.fence, part) for row, part in aims if part is not None and part.alive]
+            if alive:
+                return self._chance.choice(alive)
+            time.sleep(0.1)
+        return None
+
+    def _kill_worker(self) -> Struck | None:
+        aim = self._aim()
+        if aim is None:
+            return None
+        aim.part.kill()
+        struck = _at(aim, "kill worker")
+        aim.part.start()
+        return struck
+
+    def _kill_child(self) -> Struck | None:
+        return self._kill_below("kill child", lambda command: "worker.guardian" not in command)
+
+    def _kill_guardian(self) -> Struck | None:
+        return self._kill_below("kill guardian", lambda command: "worker.guardian" in command)
+
+    def _kill_below(self, fault: str, meant: Callable[[str], bool]) -> Struck | None:
+        aim = self._aim(crash=True)
+        if aim is None:
+            return None
+        for pid in below(aim.part.pid):
+            if meant(command_of(pid)):
+                os.kill(pid, signal.SIGKILL)
+                return _at(aim, fault)
+        return None
+
+    def _kill_api(self) -> Struck:
+        self.stack.api.kill()
+        struck = Struck(time.time(), "kill api", "api")
+        self.stack.api.start()
+        return struck
+
+    def _stop_beyond_lease(self) -> Struck | None:
+        """Its child goes on meanwhile; it wakes once another has the job."""
+        aim = self._aim()
+        if aim is None:
+            return None
+        aim.part.pause()
+        struck = _at(aim, "stop beyond the lease")
+        deadline = time.monotonic() + 3 * self.lease_seconds
+        while time.monotonic() < deadline and self.stack.row(aim.job_id).fence == aim.fence:
+            time.sleep(0.05)
+        aim.part.resume()
+        return struck
+
+    def _pause(self) -> Struck | None:
+        aim = self._aim()
+        if aim is None:
+            return None
+        aim.part.pause()
+        time.sleep(self._chance.uniform(0.2, 0.5) * self.lease_seconds)
+        aim.part.resume()
+        return _at(aim, "pause")
+
+    def _sigterm(self) -> Struck | None:
+        aim = self._aim()
+        if aim is None:
+            return None
+        aim.part.terminate()
+        struck = _at(aim, "sigterm")
+        aim.part.ended(40)
+        aim.part.start()
+        return struck
+
+    def _flushall(self) -> Struck:
+        with self.stack.broker() as broker:
+            broker.flushall()
+        return Struck(time.time(), "flushall", "redis")
+
+    def _kill_redis(self) -> Struck:
+        self.stack.redis.kill()
+        struck = Struck(time.time(), "kill redis", "redis")
+        time.sleep(self._chance.uniform(0, 2))
+        self.stack.redis.restart()
+        return struck
+
+    def _restart_postgres(self) -> Struck:
+        self.stack.postgres.kill(signal.SIGQUIT)
+        struck = Struck(time.time(), "restart postgres", "postgres")
+        time.sleep(self._chance.uniform(0, 0.2) * self.lease_seconds)
+        self.stack.postgres.restart()
+        self.stack.engine.dispose()  # our own connections died with it
+        return struck
+
+    def _terminate_backends(self) -> Struck | None:
+        aim = self._aim()
+        if aim is None:
+            return None
+        with self.stack.engine.connect() as connection:
+            connection.execute(_TERMINATE, {"name": aim.part.environment["PGAPPNAME"]})
+        return _at(aim, "terminate backends")
+
+    def _double_doorbells(self) -> Struck:
+        with self.stack.engine.connect() as connection:
+            open_jobs = list(connection.execute(_OPEN).scalars())
+        for job_id in open_jobs[:5]:
+            try:
+                self.stack.ring(job_id, 5)
+            except (RedisError, LedgerUnavailable):
+                break
+        return Struck(time.time(), "double doorbells", "redis")
+
+    def _lose_replies(self) -> Struck:
+        """Half of what is committed while this lasts is never heard of by those behind the proxy."""
+        struck = Struck(time.time(), "lose replies", "postgres")
+        self.proxy.lose(0.5, seed=self._chance.randrange(2**32))
+        deadline, before = time.monotonic() + self.lease_seconds, self.proxy.lost
+        while time.monotonic() < deadline and self.proxy.lost < before + 5:
+            time.sleep(0.02)
+        self.proxy.keep()
+        return struck
+
+
+def _at(aim: Aim, fault: str) -> Struck:
+    return Struck(time.time(), fault, aim.part.name, aim.job_id, aim.fence)
+
+
+def shown(struck: list[Struck]) -> list[str]:
+    """Readable lines, the first fault at 0."""
+    told = ((each, [each.fault, each.part, each.job_id, each.fence]) for each in struck)
+    return [f"{each.at - struck[0].at:8.2f} {json.dumps(what)}" for each, what in told]

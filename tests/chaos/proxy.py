@@ -1,0 +1,116 @@
+"""A TCP proxy before PostgreSQL that loses replies to COMMIT: the work is done, and whoever asked for it never hears.
+
+The client sends ``COMMIT`` as one simple query; the proxy hands it on, waits until the server has
+answered, and then closes both ends without a word. To the client the outcome is unknown, and it is
+the one outcome that no retry may count on: done.
+"""
+
+import contextlib
+import random
+import select
+import socket
+import threading
+from dataclasses import dataclass, field
+
+_COMMIT = b"Q\x00\x00\x00\x0bCOMMIT\x00"
+_COMMITTED = b"COMMIT\x00"
+_BYTES = 65_536
+
+
+@dataclass
+class LossyProxy:
+    """Listens on a loopback port and hands everything on; between ``lose`` and ``keep`` some replies are lost."""
+
+    host: str
+    upstream_port: int
+    port: int = 0
+    lost: int = 0
+    """Commits whose reply was dropped."""
+    _share: float = 0.0
+    _chance: random.Random = field(default_factory=random.Random)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _open: set[socket.socket] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Listen; the port stays the same as long as this proxy lives."""
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def lose(self, share: float, seed: int) -> None:
+        """From now on lose this share of the replies to COMMIT."""
+        with self._lock:
+            self._share, self._chance = share, random.Random(seed)
+
+    def keep(self) -> None:
+        """Lose nothing any more."""
+        with self._lock:
+            self._share = 0.0
+
+    def close(self) -> None:
+        """Let go of every connection."""
+        self._listener.close()
+        with self._lock:
+            still = list(self._open)
+        for each in still:
+            _shut(each)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.ExitStack() as held:
+            held.callback(_shut, client)
+            try:
+                server = socket.create_connection((self.host, self.upstream_port), timeout=5)
+            except OSError:
+                return
+            server.settimeout(None)
+            held.callback(_shut, server)
+            with self._lock:
+                self._open |= {client, server}
+            with contextlib.suppress(OSError):
+                self._hand_on(client, server)
+            with self._lock:
+                self._open -= {client, server}
+
+    def _hand_on(self, client: socket.socket, server: socket.socket) -> None:
+        while True:
+            for ready in select.select([client, server], [], [])[0]:
+                data = ready.recv(_BYTES)
+                if not data:
+                    return
+                if ready is server:
+                    client.sendall(data)
+                    continue
+                server.sendall(data)
+                if data.endswith(_COMMIT) and self._is_to_be_lost():
+                    self._swallow(server)
+                    return
+
+    def _is_to_be_lost(self) -> bool:
+        with self._lock:
+            return self._share > 0 and self._chance.random() < self._share
+
+    def _swallow(self, server: socket.socket) -> None:
+        """Count it only where the server said that it has committed."""
+        reply = b""
+        server.settimeout(10)
+        while _COMMITTED not in reply:
+            data = server.recv(_BYTES)
+            if not data:
+                return
+            reply += data
+        with self._lock:
+            self.lost += 1
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()

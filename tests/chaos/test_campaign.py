@@ -1,0 +1,22 @@
+"""One seeded campaign with short leases: nothing is lost, doubled, stale or wrong, and enough was done to say so."""
+
+import os
+import sys
+from pathlib import Path
+
+from tests.chaos.campaign import run_campaign
+
+SEED = "KRONOSCOPE_CHAOS_SEED"
+DEFAULT_SEED = 20_261
+
+
+def test_a_campaign_breaks_no_promise(tmp_path: Path) -> None:
+    seed = int(os.environ.get(SEED) or DEFAULT_SEED)
+    sys.stdout.write(f"{SEED}={seed}; logs in {tmp_path}\n")
+    report = run_campaign(seed, 15, tmp_path)
+    sys.stdout.write(f"{report.summary()}\n")
+    told = "\n".join([report.summary(), *report.violations, "", *report.struck, "", *report.history, f"in {tmp_path}"])
+    assert not report.violations, told
+    assert report.drained, told
+    assert report.counts, f"it did not count:\n{told}"
+    assert report.verified, told
