@@ -20,15 +20,20 @@ class Group:
     folder: Path
     version: int
 
-    def free_bytes(self) -> int | None:
-        """Bytes that its processes may still take together; None where it limits nothing."""
+    def limit_bytes(self) -> int | None:
+        """Bytes that its processes may take together; None where it limits nothing."""
         limits = ("memory.max", "memory.high") if self.version == 2 else ("memory.limit_in_bytes",)
         known = [limit for name in limits if (limit := _number(self.folder / name)) is not None and limit < _NO_LIMIT]
+        return min(known, default=None)
+
+    def free_bytes(self) -> int | None:
+        """What of its limit may still be taken; None where it limits nothing."""
+        limit = self.limit_bytes()
         used = _number(self.folder / ("memory.current" if self.version == 2 else "memory.usage_in_bytes"))
-        if not known or used is None:
+        if limit is None or used is None:
             return None
         cache = _entry(self.folder / "memory.stat", "inactive_file" if self.version == 2 else "total_inactive_file")
-        return max(0, min(known) - used + (cache or 0))
+        return max(0, limit - used + (cache or 0))
 
     def oom_kills(self) -> int | None:
         """Processes that the kernel has killed in it for want of memory; None where it does not tell."""
@@ -56,6 +61,12 @@ def memory_groups(root: Path = Path("/")) -> tuple[Group, ...]:
 def free_group_bytes(root: Path = Path("/")) -> int | None:
     """The least that any group of this process leaves free; None where none limits memory."""
     return min((free for group in memory_groups(root) if (free := group.free_bytes()) is not None), default=None)
+
+
+def tightest_group(root: Path = Path("/")) -> Group | None:
+    """The group of this process that allows it the least; None where none limits memory."""
+    limited = [each for each in memory_groups(root) if each.limit_bytes() is not None]
+    return min(limited, key=lambda each: each.limit_bytes() or 0, default=None)
 
 
 def oom_kills(root: Path = Path("/")) -> int:

@@ -1,4 +1,6 @@
-"""The ledger's tables. Every one of them carries the tenant; writers are fenced (see ``jobs.fence``).
+"""The ledger's tables. Every one of a job's carries the tenant; writers are fenced (see ``jobs.fence``).
+
+Workers, devices and what is leased of them are the operator's: see ``jobs.devices``.
 
 JSON is kept as the text it was written as (`json`, not `jsonb`): jsonb rewrites numbers, so that
 1e16 comes back as an integer and -0.0 as 0.0, and a digest over the text would no longer hold.
@@ -7,6 +9,7 @@ JSON is kept as the text it was written as (`json`, not `jsonb`): jsonb rewrites
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     CheckConstraint,
     Column,
     ForeignKey,
@@ -85,6 +88,9 @@ jobs = Table(
     Column("priority", Integer, nullable=False, server_default=text("0")),
     Column("world_size", Integer, nullable=False, server_default=text("1")),
     Column("needs_bytes", BigInteger),
+    Column("device_class", String(8)),  # what its first plan was made on: the numbers are promised there alone
+    Column("model_factory", Text),  # what a worker must list to take it
+    Column("data_factory", Text),
     Column("attempt", Integer, nullable=False, server_default=text("0")),
     Column("failures", Integer, nullable=False, server_default=text("0")),
     Column("max_failures", Integer, nullable=False, server_default=text("5")),
@@ -176,4 +182,68 @@ artifacts = Table(
     Column("size_bytes", BigInteger, nullable=False),
     Column("media_type", String(200), nullable=False),
     Column("uri", Text, nullable=False),
+)
+
+workers = Table(
+    "workers",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("node", String(200), nullable=False),
+    Column("process_space", String(300), nullable=False),  # within it a process's number means the same process
+    Column("version", String(40), nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("factories", _json(), nullable=False),
+    Column("started_at", Moment(), nullable=False),
+    Column("seen_at", Moment(), nullable=False),
+    Column("expires_at", Moment(), nullable=False),  # silent for longer it is counted on no more
+)
+
+devices = Table(
+    "devices",
+    metadata,
+    Column("uuid", String(100), primary_key=True),
+    Column("node", String(200), nullable=False),
+    Column("kind", String(8), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("capacity_bytes", BigInteger, nullable=False),
+    Column("foreign_bytes", BigInteger, nullable=False, server_default=text("0")),  # held there by others than jobs
+    Column("lease_seq", BigInteger, nullable=False, server_default=text("0")),  # drawing it locks the device
+    Column("reserved_job_id", _Id),
+    Column("seen_at", Moment(), nullable=False),
+    CheckConstraint("kind IN ('cuda', 'fake', 'host')", name="kind"),
+)
+
+worker_devices = Table(
+    "worker_devices",
+    metadata,
+    Column("worker_id", _Id, ForeignKey("workers.id", ondelete="CASCADE"), primary_key=True),
+    Column("device_uuid", String(100), ForeignKey("devices.uuid", ondelete="CASCADE"), primary_key=True),
+    Index(None, "device_uuid"),
+)
+
+device_leases = Table(
+    "device_leases",
+    metadata,
+    # no foreign key: it stands until the processes are gone, whatever becomes of the job's row meanwhile
+    Column("job_id", _Id, primary_key=True),
+    Column("fence", BigInteger, primary_key=True, autoincrement=False),
+    _tenant(),
+    Column("device_uuid", String(100), ForeignKey("devices.uuid"), nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("whole", Boolean, nullable=False),  # nobody else is let onto the device
+    Column("worker_id", _Id, nullable=False),
+    Column("process_space", String(300), nullable=False),
+    Column("guardian_pid", Integer),
+    Column("guardian_started", BigInteger),
+    Column("leased_at", Moment(), nullable=False),
+    Column("draining_at", Moment()),  # since when nobody may write for the job, though its processes may live
+    Index(None, "device_uuid"),
+)
+
+Index(
+    "ix_device_leases_whole",
+    device_leases.c.device_uuid,
+    unique=True,
+    postgresql_where=text("whole"),
+    sqlite_where=text("whole"),
 )

@@ -21,6 +21,7 @@ from jobs.errors import LedgerUnavailable
 from jobs.records import Claim
 from worker.child import EXECUTION
 from worker.lifetime import DRAIN_SECONDS
+from worker.registration import Registration
 from worker.settings import WorkerSettings
 from worker.supervisor import Supervisor
 
@@ -36,6 +37,7 @@ class Agent:
         self._engine = engine
         self._settings = settings
         self._command = command
+        self._registration = Registration(engine, settings)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._slots = threading.Semaphore(settings.slots)
         self._supervisors: set[Supervisor] = set()
@@ -46,7 +48,8 @@ class Agent:
         self._log = structlog.get_logger("kronoscope.worker")
 
     def start(self) -> None:
-        """Begin to look for work."""
+        """Be known to the others, and begin to look for work."""
+        self._registration.start()
         self._poller.start()
 
     def wake(self) -> None:
@@ -88,6 +91,7 @@ class Agent:
                 self._slots.release()  # nobody takes it any more, and draining twice finds the same
         if self._poller.is_alive():  # its last look may be under way, and the caller is about to close the database
             self._poller.join(max(0.0, deadline - time.monotonic()))
+        self._registration.end()
         return all(free)
 
     def _nothing_to_do(self) -> bool:
@@ -98,6 +102,7 @@ class Agent:
 
     def _claim_next(self) -> Claim | None:
         """The first in turn that no other worker was quicker to take."""
+        self._registration.ensure()
         for job_id in next_claimable(self._engine):
             held = self._claim(job_id)
             if held is not None:

@@ -1,12 +1,14 @@
 """The worker's settings: read once from the environment, at the process's edge."""
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 
-from catalog.record import record
+from catalog.memory import amount_bytes
+from catalog.record import FieldError, record
 from jobs.errors import SettingsInvalid
 from jobs.settings import LedgerSettings, seconds, secret
 from worker.lifetime import Lifetime
@@ -40,6 +42,10 @@ class WorkerSettings:
     log_level: str = "INFO"
     lifetime: Lifetime = Lifetime()
     """When it ends by itself."""
+    node: str = field(default_factory=socket.gethostname)
+    """What its machine is called in the ledger."""
+    fake_gpus: tuple[int, ...] = ()
+    """Capacities in bytes of GPUs that it pretends to have; jobs on them compute on the CPU, held to that many."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
@@ -78,6 +84,8 @@ class WorkerSettings:
             store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
             log_level=environ.get("KRONOSCOPE_LOG_LEVEL") or "INFO",
             lifetime=Lifetime.from_environment(environ, time.time()),
+            node=environ.get("KRONOSCOPE_NODE") or socket.gethostname(),
+            fake_gpus=tuple(map(_size, _listed(environ, "KRONOSCOPE_FAKE_GPUS"))),
         )
 
     def computing_threads(self) -> int:
@@ -102,3 +110,10 @@ def _count(environ: Mapping[str, str], name: str) -> int | None:
 
 def _listed(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in environ.get(name, "").split(",") if part.strip())
+
+
+def _size(text: str) -> int:
+    try:
+        return amount_bytes("KRONOSCOPE_FAKE_GPUS", "" if text == "auto" else text, free_bytes=0)
+    except FieldError as error:
+        raise SettingsInvalid(f'KRONOSCOPE_FAKE_GPUS has {text[:40]!r}; write sizes such as "16GiB,80GiB"') from error

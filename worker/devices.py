@@ -1,0 +1,142 @@
+"""What this worker computes on: NVIDIA's GPUs, GPUs that are only a number of bytes, or the host itself.
+
+A provider reads its devices anew at each call. NVIDIA's are read through its management library, which makes no
+context on the GPU, so this process holds none of its memory; they are known by UUID, since their numbers differ
+from process to process. A *fake* GPU is a capacity in bytes and computes on the CPU, held to that capacity: what is
+leased, reserved and refused on a machine without a GPU is so by the same code. A host's memory is that of the
+machine, or of the control group that bounds it.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pynvml
+
+from catalog.control_groups import tightest_group
+from jobs.devices import Device
+
+Provider = Callable[[], tuple[Device, ...]]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> Provider:
+    """The provider for this machine: what the operator made up, or its GPUs, or where it has none itself."""
+    if fake_gpus:
+        made_up = tuple(fake_gpu(node, index, size) for index, size in enumerate(fake_gpus))
+        return lambda: made_up
+    if nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES")):
+        return lambda: nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+    return lambda: (host(node),)
+
+
+def fake_gpu(node: str, index: int, capacity_bytes: int) -> Device:
+    """One that exists in the ledger alone; of the same node and index it is the same one."""
+    digest = hashlib.sha256(f"{node} {index}".encode()).hexdigest()
+    return Device(uuid=f"FAKE-{digest[:32]}", kind="fake", name=f"fake GPU {index}", capacity_bytes=capacity_bytes)
+
+
+def host(node: str) -> Device:
+    """This machine's memory, or the part of it that a control group leaves to this worker and its neighbours."""
+    group = tightest_group()
+    memory = psutil.virtual_memory()
+    limit = None if group is None else group.limit_bytes()
+    free = None if group is None else group.free_bytes()
+    shared_by = [boot_id() or node]
+    capacity, left = memory.total, memory.available
+    if group is not None and limit is not None and limit < memory.total:
+        # whoever is in the same group shares its memory, however their containers are called
+        shared_by.append(str(group.folder.stat().st_ino))
+        capacity, left = limit, limit if free is None else min(free, memory.available)
+    digest = hashlib.sha256(" ".join(shared_by).encode()).hexdigest()
+    return Device(
+        uuid=f"HOST-{digest[:32]}",
+        kind="host",
+        name="host memory",
+        capacity_bytes=capacity,
+        used_bytes=max(0, capacity - left),
+    )
+
+
+def process_space(node: str) -> str:
+    """Where a process's number means the same process: this boot of the kernel and this namespace of it."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:
+        namespace = "?"
+    return f"{node} {boot_id() or '?'} {namespace}"
+
+
+def boot_id() -> str | None:
+    """The kernel's name for its present run; None where it has none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return None
+
+
+def nvidia_gpus(visible: str | None) -> tuple[Device, ...]:
+    """NVIDIA's GPUs, or where one is cut into MIG slices those; of them what CUDA_VISIBLE_DEVICES leaves."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()  # no driver, or none that answers
+    try:
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(_read(handle) for handle in _chosen(gpus, visible))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _chosen(gpus: list[object], visible: str | None) -> Iterator[object]:
+    if visible is None:
+        for gpu in gpus:
+            yield from _slices(gpu) or [gpu]
+        return
+    named = {_uuid(each): each for gpu in gpus for each in (gpu, *_slices(gpu))}
+    for word in visible.split(","):
+        name = word.strip()
+        if name.isdecimal():
+            found = [gpus[int(name)]] if int(name) < len(gpus) else []
+            found = [(_slices(each) or [each])[0] for each in found]
+        else:
+            found = [handle for uuid, handle in named.items() if name and uuid.startswith(name)]
+        if len(found) != 1:
+            return  # as CUDA does: what follows a name that fits none, or several, is not seen
+        yield found[0]
+
+
+def _slices(gpu: object) -> list[object]:
+    try:
+        if pynvml.nvmlDeviceGetMigMode(gpu)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return []
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
+    except pynvml.NVMLError:
+        return []  # one that cannot be cut
+    found = []
+    for index in range(count):
+        try:
+            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
+        except pynvml.NVMLError:
+            continue  # no slice of that number
+    return found
+
+
+def _read(handle: object) -> Device:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    return Device(
+        uuid=_uuid(handle),
+        kind="cuda",
+        name=str(pynvml.nvmlDeviceGetName(handle)),
+        capacity_bytes=memory.total - memory.reserved,
+        used_bytes=memory.used,
+    )
+
+
+def _uuid(handle: object) -> str:
+    return str(pynvml.nvmlDeviceGetUUID(handle))

@@ -1,0 +1,94 @@
+"""The worker's entry in the ledger: made when it begins, renewed while it lives, taken off when it ends.
+
+A worker that is not known takes no job: what it offers stands in its entry. One that was silent for so long that the
+entry is gone makes it again.
+"""
+
+import importlib.metadata
+import threading
+
+import structlog
+from sqlalchemy import Engine
+
+from jobs.devices import Worker, forget_silent, register, remove, renew
+from jobs.errors import LedgerUnavailable
+from jobs.identifiers import new_id
+from worker.devices import Provider, devices_of, process_space
+from worker.settings import WorkerSettings
+
+_FORGET_SECONDS = 300
+
+
+class Registration:
+    """One per worker process."""
+
+    def __init__(self, engine: Engine, settings: WorkerSettings, provider: Provider | None = None) -> None:
+        self._engine = engine
+        self._every = settings.ledger.heartbeat_seconds
+        self._expiry = settings.ledger.lease_seconds
+        self._provider = provider or devices_of(settings.node, settings.fake_gpus)
+        self._known = False
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
+        self._log = structlog.get_logger("kronoscope.worker")
+        self.worker = Worker(
+            id=new_id(),
+            node=settings.node,
+            process_space=process_space(settings.node),
+            version=importlib.metadata.version("kronoscope"),
+            slots=settings.slots,
+            factories=settings.factories,
+        )
+
+    def start(self) -> None:
+        """Be known from now on, as soon as the database answers."""
+        self._thread.start()
+
+    def ensure(self) -> None:
+        """Be known, at the latest now.
+
+        Raises:
+            LedgerUnavailable: If the database does not answer.
+        """
+        with self._lock:
+            if not self._known and not self._ended.is_set():
+                offered = self._provider()
+                register(self._engine, self.worker, offered, self._expiry)
+                self._known = True
+                for each in offered:
+                    self._log.info("device", uuid=each.uuid, name=each.name, bytes=each.capacity_bytes)
+
+    def end(self) -> None:
+        """Take the entry off; whoever cannot is known to be silent soon enough."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+        with self._lock:
+            if self._known:
+                self._known = False
+                try:
+                    remove(self._engine, self.worker.id)
+                except LedgerUnavailable:
+                    self._log.warning("the database does not answer; the worker's entry runs out by itself")
+
+    def _run(self) -> None:
+        rounds = 0
+        while not self._ended.is_set():
+            try:
+                self._keep()
+                if rounds % max(1, round(_FORGET_SECONDS / self._every)) == 0:
+                    forget_silent(self._engine)
+            except LedgerUnavailable:
+                self._log.warning("the database does not answer; the worker's entry is renewed later")
+            except Exception:  # noqa: BLE001 - the thread outlives whatever a driver or the database says
+                self._log.exception("renewing the worker's entry failed")
+            rounds += 1
+            self._ended.wait(self._every)
+
+    def _keep(self) -> None:
+        used = {device.uuid: device.used_bytes for device in self._provider()}
+        with self._lock:
+            if self._known:
+                self._known = renew(self._engine, self.worker.id, used, self._expiry)
+        self.ensure()
