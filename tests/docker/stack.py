@@ -62,10 +62,10 @@ class Stack:
         self.compose("up", "--detach", "--scale", "worker=2", timeout=300)
         self.await_healthy()
 
-    def await_healthy(self) -> None:
+    def await_healthy(self, workers: int = 2) -> None:
         def healthy() -> bool:
             states = [self.inspect(container)["State"] for container in self.containers(*SERVICES)]
-            return len(states) == len(SERVICES) + 1 and all(
+            return len(states) == len(SERVICES) - 1 + workers and all(
                 state.get("Health", {}).get("Status") == "healthy" for state in states
             )
 
