@@ -145,9 +145,18 @@ class Agent:
         for supervisor in running:
             supervisor.stop("drain")
 
+    def _beat(self) -> None:
+        """Show that jobs are being looked for; a broker that is gone, or a silent database, is no fault of this one."""
+        if self._settings.pulse_file is not None:
+            try:
+                self._settings.pulse_file.touch()
+            except OSError as error:
+                self._log.warning("the pulse file cannot be touched", why=str(error))
+
     def _poll(self) -> None:
         while not self._draining:
             self._nudge.clear()
+            self._beat()
             try:
                 while self.take():  # each is looked for anew: the one before has changed whose turn it is
                     pass

@@ -40,6 +40,8 @@ class WorkerSettings:
     store: Path
     """The model store."""
     log_level: str = "INFO"
+    pulse_file: Path | None = None
+    """Touched at each look into the queue, so that a container can be asked cheaply whether its worker lives."""
     lifetime: Lifetime = Lifetime()
     """When it ends by itself."""
     node: str = field(default_factory=socket.gethostname)
@@ -83,6 +85,7 @@ class WorkerSettings:
             paths=tuple(path for path in environ.get("KRONOSCOPE_FACTORY_PATH", "").split(os.pathsep) if path),
             store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
             log_level=environ.get("KRONOSCOPE_LOG_LEVEL") or "INFO",
+            pulse_file=Path(pulse) if (pulse := environ.get("KRONOSCOPE_PULSE_FILE")) else None,
             lifetime=Lifetime.from_environment(environ, time.time()),
             node=environ.get("KRONOSCOPE_NODE") or socket.gethostname(),
             fake_gpus=tuple(map(_size, _listed(environ, "KRONOSCOPE_FAKE_GPUS"))),

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from jobs.claims import claim, next_claimable
 from jobs.clock import ledger_now
 from jobs.codec import parse_document
 from jobs.database import writing
+from jobs.errors import LedgerUnavailable
 from jobs.outbox import relay
 from jobs.records import LOCAL_TENANT
 from jobs.store import read_job, request_cancel, submit
@@ -44,6 +46,24 @@ def test_a_job_is_found_without_any_doorbell(agent: Any, submitted: Any, job: An
     job_id = submitted()
     agent(["finish"])
     eventually(lambda: job(job_id).state == "succeeded")
+
+
+def test_its_pulse_goes_on_while_the_database_is_away_and_ends_with_it(
+    agent: Any, eventually: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    def away(*_: Any) -> Any:
+        raise LedgerUnavailable
+
+    pulse = tmp_path / "pulse"
+    monkeypatch.setattr(agent_module, "next_claimable", away)
+    beating = agent(pulse_file=pulse)
+    eventually(pulse.exists)
+    pulse.unlink()
+    eventually(pulse.exists)
+    assert beating.drain()
+    pulse.unlink()
+    time.sleep(0.3)
+    assert not pulse.exists()
 
 
 def test_a_slot_takes_a_job_and_without_one_the_next_stays(
