@@ -219,12 +219,10 @@ def test_of_three_workers_one_is_killed_in_mid_job_and_another_ends_it(stack: St
     killed_at = time.monotonic()
 
     def elsewhere() -> bool:
-        return bool(
-            stack.sql(f"SELECT 1 FROM jobs WHERE id = '{struck}' AND attempt = 2 AND lease_owner <> '{owner}'")
-        )
+        return bool(stack.sql(f"SELECT 1 FROM jobs WHERE id = '{struck}' AND attempt = 2 AND lease_owner <> '{owner}'"))
 
     until(elsewhere, 120, "another worker has the job")
-    print(f"recovered {time.monotonic() - killed_at:.1f} s after docker kill")
+    assert time.monotonic() - killed_at <= 60  # the lease's 45 s, a round of the reaper, a look into the queue
     for job_id in (undisturbed, struck):
         job = ended(client, job_id)
         assert job["state"] == "succeeded", job["failure"]
