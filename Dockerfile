@@ -63,7 +63,7 @@ USER 10001:10001
 WORKDIR /data
 ENV HOME=/tmp \
     HF_HUB_OFFLINE=1 \
-    KRONOSCOPE_PULSE_FILE=/tmp/kronoscope.pulse \
+    KRONOSCOPE_PULSE=/tmp/kronoscope.pulse \
     KRONOSCOPE_ARTIFACTS=/data/artifacts \
     KRONOSCOPE_MODEL_STORE=/data/models
 CMD ["celery", "--app", "worker.app", "worker", "--pool", "threads", "--loglevel", "info"]

@@ -85,7 +85,7 @@ class WorkerSettings:
             paths=tuple(path for path in environ.get("KRONOSCOPE_FACTORY_PATH", "").split(os.pathsep) if path),
             store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
             log_level=environ.get("KRONOSCOPE_LOG_LEVEL") or "INFO",
-            pulse_file=Path(pulse) if (pulse := environ.get("KRONOSCOPE_PULSE_FILE")) else None,
+            pulse_file=Path(pulse) if (pulse := environ.get("KRONOSCOPE_PULSE")) else None,
             lifetime=Lifetime.from_environment(environ, time.time()),
             node=environ.get("KRONOSCOPE_NODE") or socket.gethostname(),
             fake_gpus=tuple(map(_size, _listed(environ, "KRONOSCOPE_FAKE_GPUS"))),
