@@ -143,7 +143,10 @@ class Echo:
 
 def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, command: Sequence[str]) -> int:
     """Run one job into ``output``; return the exit code."""
-    document = request.get("document")
+    document, schedule = _apart(request.get("document"))
+    seconds = _seconds_left(schedule, time.time())
+    if seconds is not None and seconds <= 0:
+        return _refuse(echo, "the deadline in `schedule` has passed; give a later one, or none", code="in_the_past")
     try:
         folder = OutputFolder(output, document)
     except OutputRefused as error:
@@ -157,13 +160,11 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "factors_path": None,
         "checkpoint_seconds": _CHECKPOINT_SECONDS,
         **{name: request[name] for name in _PASSED_ON if name in request},
+        "document": document,
         "artifacts": str(folder.artifacts),
         "scratch": str(folder.scratch),
         "plan": folder.plan,
     }
-    seconds = _seconds_left(document, time.time())
-    if seconds is not None and seconds <= 0:
-        return _refuse(echo, "the deadline in `schedule` has passed; give a later one, or none", code="in_the_past")
     overdue = threading.Event()
 
     def end_at_deadline() -> None:
@@ -225,15 +226,21 @@ def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
     return 0 if isinstance(last, Finished) else EXIT_STOPPED
 
 
-def _seconds_left(document: Any, now: float) -> float | None:  # noqa: ANN401 - the child has not judged it yet
-    """Until the document's deadline, from ``now`` in seconds since 1970; None without one, or one that is refused."""
-    given = document.get("schedule") if isinstance(document, dict) else None
+def _apart(document: Any) -> tuple[Any, Schedule]:  # noqa: ANN401 - the child has not judged it yet
+    """The document as a service stores it, and its schedule; one that is refused stays for the child to refuse."""
+    if not isinstance(document, dict) or "schedule" not in document:
+        return document, Schedule()
     try:
-        schedule = Schedule(**(given or {}))
-        moment = schedule.deadline_at
-        return schedule.within_seconds if moment is None else moment.timestamp() - now
+        schedule = Schedule(**document["schedule"])
     except (TypeError, AttributeError, FieldError):
-        return None  # the child says what is wrong with it
+        return document, Schedule()
+    return {name: value for name, value in document.items() if name != "schedule"}, schedule
+
+
+def _seconds_left(schedule: Schedule, now: float) -> float | None:
+    """Until the deadline, from ``now`` in seconds since 1970; None without one."""
+    moment = schedule.deadline_at
+    return schedule.within_seconds if moment is None else moment.timestamp() - now
 
 
 def _overdue() -> Failed:

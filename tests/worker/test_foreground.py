@@ -324,16 +324,28 @@ def test_a_run_ends_at_its_deadline(foreground: Any, tmp_path: Any) -> None:
     last = frames_of(process)[-1]
     assert process.wait(10) == 2
     assert (last.category, last.code, last.pointer) == ("usage", "deadline_exceeded", "/schedule")
-    assert json_file(tmp_path / "out" / "job.json")["state"] == "failed"
+    job = json_file(tmp_path / "out" / "job.json")
+    assert (job["state"], job["document"]) == ("failed", DOCUMENT)
     assert [row["ordinal"] for row in json_file(tmp_path / "out" / "results.json")["layers"]] == [0]
 
 
-def test_a_run_whose_deadline_has_passed_does_not_begin(foreground: Any) -> None:
+def test_a_run_whose_deadline_has_passed_does_not_begin(foreground: Any, tmp_path: Any) -> None:
     document = DOCUMENT | {"schedule": {"deadline": "2020-01-01T00:00Z"}}
     process = foreground(["finish"], request=json.dumps({"document": document}).encode())
     (refused,) = frames_of(process)
     assert (process.wait(10), refused.code) == (2, "in_the_past")
     assert "give a later one" in refused.message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_schedule_is_no_part_of_what_a_run_computes(foreground: Any) -> None:
+    """Else a checkpoint would be thrown away because the next run has more time."""
+    for schedule, passed_on in (({"within": "1h"}, False), ({"within": "soon"}, True)):
+        document = DOCUMENT | {"schedule": schedule}
+        process = foreground(["echo_assignment"], ["finish"], request=json.dumps({"document": document}).encode())
+        told = json.loads(frames_of(process)[0].message)["document"]
+        assert told == (document if passed_on else DOCUMENT)
+        assert process.wait(10) == 0
 
 
 def test_a_run_that_is_done_in_time_is_done(foreground: Any) -> None:
