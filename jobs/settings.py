@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 
+from catalog.duration import duration_seconds
 from catalog.record import record
 from jobs.errors import SettingsInvalid
 
@@ -83,6 +84,21 @@ def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
         return float(text)
     except ValueError as error:
         raise SettingsInvalid(f"{name} is no number; write seconds, such as {default:g}") from error
+
+
+def duration(environ: Mapping[str, str], name: str) -> float | None:
+    """The seconds of a time written with its unit; None where it is not set.
+
+    Raises:
+        SettingsInvalid: If it is no duration.
+    """
+    text = environ.get(name)
+    if not text:
+        return None
+    found = duration_seconds(text)
+    if found is None:
+        raise SettingsInvalid(f"{name} is no duration; write a number with its unit (s, m, h or d), such as 10m")
+    return found
 
 
 def _bytes(environ: Mapping[str, str], name: str, default: int) -> int:

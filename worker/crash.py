@@ -6,9 +6,12 @@ same signature twice in a row means that a third try would end the same way.
 
 import signal
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from catalog.frames import Failed, Frame, LayerDone, Progress
+
+DEVICE_LOST = "device_lost"
+"""The code of a failure of the device: the process that met it is done for, a new one may find the device well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,7 @@ class Signature:
     """What two crashes must share to be the same crash."""
 
     signal: str
-    """`SIGKILL`, or `exit 1`, or `malformed frame`."""
+    """`SIGKILL`, or `exit 1`, or `malformed frame`, `no progress`, or `device_lost`."""
     stage: str | None
     layer: str | None
     """The last row that stands, of this attempt or an earlier one."""
@@ -57,20 +60,17 @@ def ending(code: int) -> str:
     return f"exit {code}"
 
 
-def crash_failure(
-    signature: Signature, category: Literal["transient", "fatal"], detail: str | None, *, exhausted: bool = False
-) -> Failed:
-    """What the job's owner is told; `transient` where it will be tried again.
+def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool = False) -> Failed:
+    """What the job's owner is told, as long as it will be tried again.
 
     ``exhausted``: the kernel has killed a process of this control group for want of memory meanwhile.
     """
-    where = f" during {signature.stage}" if signature.stage else " before it reported anything"
-    after = f", after layer {signature.layer}" if signature.layer else ""
+    place = _place(signature)
     if exhausted and signature.signal == "SIGKILL":
         return Failed(
-            category=category,
-            code="out_of_memory",
-            message=f"the kernel killed the computing process for want of memory{where}{after}; give `memory.host` a "
+            category="transient",
+            code="oom",
+            message=f"the kernel killed the computing process for want of memory{place}; give `memory.host` a "
             'size below what the machine has (such as "4GiB"), so that the job is planned to fit, or lower '
             "`collection.batch_size`",
             pointer="/memory/host",
@@ -83,10 +83,29 @@ def crash_failure(
         else "if it happens again, the operator's log of this job has the process's last lines"
     )
     return Failed(
-        category=category,
+        category="transient",
         code="crashed",
-        message=f"the computing process ended without a word ({signature.signal}){where}{after}; {remedy}",
+        message=f"the computing process ended without a word ({signature.signal}){place}; {remedy}",
         pointer=None,
         layer=None,
         detail=detail,
     )
+
+
+def silence_failure(signature: Signature, seconds: float, detail: str | None) -> Failed:
+    """The same of a child that was stopped because nothing came from it."""
+    return Failed(
+        category="transient",
+        code="no_progress",
+        message=f"nothing came from the computing process for {seconds:g} s{_place(signature)}, so it was stopped; a "
+        "second time at the same place ends the job. Where one step takes that long, the operator allows more "
+        "(KRONOSCOPE_NO_PROGRESS)",
+        pointer=None,
+        layer=None,
+        detail=detail,
+    )
+
+
+def _place(signature: Signature) -> str:
+    where = f" during {signature.stage}" if signature.stage else " before it reported anything"
+    return where + (f", after layer {signature.layer}" if signature.layer else "")

@@ -21,9 +21,11 @@ from engine.errors import EngineError
 from engine.memory.budget import free_host_bytes, resident_bytes
 from engine.memory.exhaustion import first_line, lost_device, ran_out_of_memory
 from engine.memory.plan import readable_bytes
+from worker.crash import DEVICE_LOST
 from worker.refusal import Refusal, writable
 
 _TRANSIENT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE})
+_DEVICE_LIBRARIES = ("cuDNN error", "cusolver error", "cuFFT error", "cuBLAS error", "CUBLAS_STATUS_", "NCCL error")
 _MAX_MESSAGE = 4_000
 
 
@@ -59,14 +61,19 @@ def _machine_failure(error: BaseException) -> Failed:
             "`memory.device`, or take a smaller `collection.batch_size` or a smaller model"
         )
         return _failed(error, "usage", "out_of_memory", message, pointer="/collection/batch_size")
-    if lost_device(error):
+    if lost_device(error) or _library_failed(error):
         message = f"the device failed ({first_line(error)}), and with it this process; the job is tried in a new one"
-        return _failed(error, "transient", "device_lost", message)
+        return _failed(error, "transient", DEVICE_LOST, message)
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         message = f"the machine refused a file operation ({error.strerror}); make room, and run the job again"
         return _failed(error, "transient", "machine", message)
     message = f"an unexpected {type(error).__name__} ended the job; the operator's log has the details"
     return _failed(error, "fatal", "unexpected", message)
+
+
+def _library_failed(error: BaseException) -> bool:
+    """Whether one of the device's libraries gave up: after that nothing of this process's context is to be trusted."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_LIBRARIES)
 
 
 def _refused(error: DocumentRefused) -> Failed:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         last = Stopped()
     if last is None:
         signature = Signature(signal=ending(code), stage=whereabouts.stage, layer=whereabouts.layer)
-        last = crash_failure(signature, category="fatal", detail=None, exhausted=oom_kills() > kills)
+        last = replace(crash_failure(signature, None, exhausted=oom_kills() > kills), category="fatal")
     return _end(folder, last, echo)
 
 

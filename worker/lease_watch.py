@@ -1,4 +1,4 @@
-"""The clock beside a running child: heartbeats, cancellation, deadline, and the grace of a stop.
+"""The clock beside a running child: heartbeats, cancellation, deadline, limits, and the grace of a stop.
 
 It runs in a thread of its own, so that neither a long write nor a child that hangs can starve a
 heartbeat. Why a child was stopped stands here; what becomes of the job then is the supervisor's.
@@ -22,7 +22,7 @@ from jobs.store import read_claimed
 from worker.child import STOP_GRACE_SECONDS, Child
 from worker.settings import WorkerSettings
 
-StopReason = Literal["cancel", "deadline", "drain"]
+StopReason = Literal["cancel", "deadline", "drain", "no_progress", "timeout"]
 
 
 class LeaseWatch:
@@ -38,6 +38,7 @@ class LeaseWatch:
         self._log = log
         self._child: Child | None = None
         self._kill_at = math.inf
+        self._silent_at = self._too_long_at = math.inf
         self._deadline_at = claim.deadline_at
         self._deadline = math.inf
         self._ended = threading.Event()
@@ -54,10 +55,16 @@ class LeaseWatch:
         """Name the child to stop; one that was to be stopped before it stood is stopped now."""
         with self._lock:
             self._child = child
+            self.progressed()
+            self._too_long_at = _from_now(self._settings.attempt_seconds)
             if self.lost.is_set():
                 child.kill()
             elif self.reason is not None:
                 self._terminate()
+
+    def progressed(self) -> None:
+        """The child has said something, or what it said has been written."""
+        self._silent_at = _from_now(self._settings.no_progress_seconds)
 
     def stop(self, reason: StopReason) -> None:
         """Have the child stop at its next checkpoint, and end it when it does not; the first reason counts."""
@@ -102,11 +109,17 @@ class LeaseWatch:
             if now >= self._deadline:
                 self._deadline = math.inf
                 self.stop("deadline")
+            if now >= self._too_long_at:
+                self._too_long_at = math.inf
+                self.stop("timeout")
+            if now >= self._silent_at:
+                self._silent_at = math.inf
+                self.stop("no_progress")
             if now >= self._kill_at and self._child is not None:
                 self._kill_at = math.inf
                 self._log.warning("killing", after_seconds=STOP_GRACE_SECONDS)
                 self._child.kill()
-            due = min(next_beat, next_look, self._deadline, self._kill_at)
+            due = min(next_beat, next_look, self._deadline, self._too_long_at, self._silent_at, self._kill_at)
             self._nudge.wait(max(0.0, due - time.monotonic()))
             self._nudge.clear()
 
@@ -150,3 +163,8 @@ class LeaseWatch:
             return math.inf  # the next attempt will ask again; the lease is what protects the queue
         left: float = (deadline_at - now).total_seconds()
         return time.monotonic() + left
+
+
+def _from_now(seconds: float) -> float:
+    """That much later on this process's clock; never, where it is 0."""
+    return time.monotonic() + seconds if seconds else math.inf

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from catalog.duration import duration_seconds
 from catalog.record import record
 from jobs.errors import SettingsInvalid
+from jobs.settings import duration
 from worker.child import STOP_GRACE_SECONDS
 
 DRAIN_SECONDS = STOP_GRACE_SECONDS + 7
@@ -70,7 +70,7 @@ class Ending:
 
 
 def _working_seconds(environ: Mapping[str, str], now: float) -> float | None:
-    before, wall = _duration(environ, "KRONOSCOPE_DRAIN_BEFORE"), _duration(environ, "KRONOSCOPE_WALL")
+    before, wall = duration(environ, "KRONOSCOPE_DRAIN_BEFORE"), duration(environ, "KRONOSCOPE_WALL")
     if before is None and wall is None:
         return None
     left = wall if wall is not None else _slurm_seconds(environ, now)
@@ -93,16 +93,6 @@ def _slurm_seconds(environ: Mapping[str, str], now: float) -> float:
     if not text.isascii() or not text.isdigit():
         raise SettingsInvalid("SLURM_JOB_END_TIME is no number of seconds since 1970; set KRONOSCOPE_WALL instead")
     return int(text) - now
-
-
-def _duration(environ: Mapping[str, str], name: str) -> float | None:
-    text = environ.get(name)
-    if not text:
-        return None
-    seconds = duration_seconds(text)
-    if seconds is None:
-        raise SettingsInvalid(f"{name} is no duration; write a number with its unit (s, m, h or d), such as 10m")
-    return seconds
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from catalog.memory import amount_bytes
 from catalog.record import FieldError, record
 from jobs.errors import SettingsInvalid
-from jobs.settings import LedgerSettings, seconds, secret
+from jobs.settings import LedgerSettings, duration, seconds, secret
 from worker.lifetime import Lifetime
 
 
@@ -31,6 +31,10 @@ class WorkerSettings:
     """Between two looks whether a running job is to be cancelled."""
     checkpoint_seconds: float = 60
     """Between two checkpoints of a collection under way; 0 makes none."""
+    no_progress_seconds: float = 7200
+    """A child that sends no frame for this long is stopped, and its job tried again; 0 waits for ever."""
+    attempt_seconds: float = 0
+    """An attempt that takes longer ends its job; 0 sets no limit."""
     factories: tuple[str, ...] = ()
     """`package.module:callable` that jobs may name; `*` allows all."""
     directories: tuple[str, ...] = ()
@@ -80,6 +84,8 @@ class WorkerSettings:
             poll_seconds=seconds(environ, "KRONOSCOPE_POLL_SECONDS", poll_seconds),
             cancel_seconds=seconds(environ, "KRONOSCOPE_CANCEL_SECONDS", 1),
             checkpoint_seconds=seconds(environ, "KRONOSCOPE_CHECKPOINT_SECONDS", 60),
+            no_progress_seconds=_limit(environ, "KRONOSCOPE_NO_PROGRESS", cls.no_progress_seconds),
+            attempt_seconds=_limit(environ, "KRONOSCOPE_ATTEMPT_LIMIT", cls.attempt_seconds),
             factories=_listed(environ, "KRONOSCOPE_ALLOW_FACTORIES"),
             directories=_listed(environ, "KRONOSCOPE_ALLOW_DIRECTORIES"),
             paths=tuple(path for path in environ.get("KRONOSCOPE_FACTORY_PATH", "").split(os.pathsep) if path),
@@ -109,6 +115,13 @@ def _count(environ: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError as error:
         raise SettingsInvalid(f"{name} is no whole number; write one, such as 1") from error
+
+
+def _limit(environ: Mapping[str, str], name: str, default: float) -> float:
+    if environ.get(name) == "0":
+        return 0
+    given = duration(environ, name)
+    return default if given is None else given
 
 
 def _listed(environ: Mapping[str, str], name: str) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ It starts the child, has its frames written (``worker.ledger_sink``) under the e
                  failed              -> failed, or queued again where transient
     stopped for  cancel              -> cancelled
                  drain               -> queued again, uncounted
-                 deadline            -> failed
-    no last word                     -> crash: queued again; the same crash twice in a row -> failed
+                 deadline, too long  -> failed
+    no last word, silent for too long,
+    a device that failed             -> crash: queued again; the same crash twice in a row -> failed
     lease lost                       -> nothing is written
 """
 
@@ -16,6 +17,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from sqlalchemy import Engine
@@ -34,7 +36,7 @@ from jobs.scratch import Scratch
 from worker.cache_folder import cache_of_tenant
 from worker.child import EXECUTION, Child, MalformedFrame, child_environment
 from worker.child_output import ChildOutput
-from worker.crash import Signature, Whereabouts, crash_failure, ending, row_name
+from worker.crash import DEVICE_LOST, Signature, Whereabouts, crash_failure, ending, row_name, silence_failure
 from worker.earlier_factors import FactorsUnavailable, lay_out_factors
 from worker.lease_watch import LeaseWatch, StopReason
 from worker.ledger_sink import LedgerSink
@@ -43,6 +45,10 @@ from worker.settings import WorkerSettings
 
 _OUTPUT_LINE_BYTES = 1_000
 _DEADLINE = "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
+_TOO_LONG = (
+    "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
+    "Ask for less in one job, or the operator for more time (KRONOSCOPE_ATTEMPT_LIMIT)"
+)
 _FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
 
@@ -121,8 +127,10 @@ class Supervisor:
         self._log.info("child ended", code=code, last=None if last is None else last.frame)
         if self._watch.lost.is_set():
             raise LeaseLost(self._claim.job_id, self._claim.fence)
-        if last is None and (fault is not None or self._watch.reason is None):
-            self._crash(fault or ending(code), tail, exhausted=oom_kills() > kills)
+        died = None if last is not None else fault or (ending(code) if self._watch.reason is None else None)
+        if died is not None:
+            signature = self._signature(died)
+            self._crash(signature, crash_failure(signature, tail, exhausted=oom_kills() > kills))
         else:
             self._end(last, tail)
 
@@ -169,16 +177,24 @@ class Supervisor:
                 last = frame
             else:
                 self._sink.take(frame)
+            self._watch.progressed()
         return last
 
     def _end(self, last: Frame | None, tail: str | None) -> None:
         reason = self._watch.reason
         if isinstance(last, Finished):
             state = self._sink.write(lambda: claims.finish(self._engine, self._claim))
+        elif isinstance(last, Failed) and last.code == DEVICE_LOST:
+            state = self._crash(self._signature(last.code), _with_detail(last, tail))
         elif isinstance(last, Failed):
             state = self._fail(last, tail)
+        elif reason == "no_progress":
+            signature = self._signature("no progress")
+            state = self._crash(signature, silence_failure(signature, self._settings.no_progress_seconds, tail))
         elif reason == "deadline":
             state = self._fail(_failure("usage", "deadline_exceeded", _DEADLINE), None)
+        elif reason == "timeout":
+            state = self._fail(_failure("usage", "timeout", _TOO_LONG.format(self._settings.attempt_seconds)), None)
         elif reason == "cancel":
             state = self._sink.write(lambda: claims.cancelled(self._engine, self._claim))
         elif reason == "drain":
@@ -193,20 +209,28 @@ class Supervisor:
         if state in TERMINAL:
             self._scratch.clear(self._claim.job_id)
 
-    def _crash(self, how: str, tail: str | None, *, exhausted: bool) -> None:
-        signature = Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
+    def _signature(self, how: str) -> Signature:
+        return Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
+
+    def _crash(self, signature: Signature, failure: Failed) -> State:
+        """End the attempt with ``failure``; what ended the attempt before in the same way and place is poison."""
         repeated = self._sink.write(lambda: record_crash(self._engine, self._claim, signature.as_json()))
-        failure = crash_failure(signature, "fatal" if repeated else "transient", tail, exhausted=exhausted)
+        if repeated:
+            failure = replace(failure, category="fatal")
         state = self._fail(failure, None)
         self._log.warning("child crashed", state=state, poison=repeated, **signature.as_json())
+        return state
 
     def _fail(self, failure: Failed, tail: str | None) -> State:
-        if tail is not None and failure.detail is None:
-            failure = Failed(**{**vars(failure), "detail": tail})
+        failure = _with_detail(failure, tail)
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
         state = self._sink.write(lambda: claims.fail(self._engine, self._claim, failure))
         self._clear(state)
         return state
+
+
+def _with_detail(failure: Failed, tail: str | None) -> Failed:
+    return failure if tail is None or failure.detail is not None else replace(failure, detail=tail)
 
 
 def _failure(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:

@@ -211,6 +211,8 @@ def test_whole_numbers_are_good_enough_for_real_ones() -> None:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), "usage", "out_of_memory"),
         (RuntimeError("CUDA error: CUSOLVER_STATUS_ALLOC_FAILED when calling"), "usage", "out_of_memory"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "transient", "device_lost"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "transient", "device_lost"),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling"), "transient", "device_lost"),
         (OutOfMemory("no", layer="fc"), "usage", "out_of_memory"),
         (OSError(28, "No space left on device"), "transient", "machine"),
         (SystemExit(3), "fatal", "unexpected"),

@@ -178,13 +178,61 @@ def test_a_kill_for_want_of_memory_is_called_that(
     submitted: Any, supervise: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = submitted()
-    for _ in range(2):
+    for state in ("queued", "failed"):
         # what the kernel counts before the child is started, and after it died
         monkeypatch.setattr(supervisor_module, "oom_kills", iter([3, 4]).__next__)
         supervise(job_id, ["kill_self"])
+        assert job(job_id).state == state
     failure = job(job_id).failure
-    assert (job(job_id).state, failure["code"], failure["pointer"]) == ("failed", "out_of_memory", "/memory/host")
+    assert (failure["category"], failure["code"], failure["pointer"]) == ("fatal", "oom", "/memory/host")
     assert "for want of memory" in failure["message"]
+
+
+def test_a_failed_device_is_tried_again_in_a_new_process_and_twice_at_one_place_is_poison(
+    submitted: Any, supervise: Any, job: Any
+) -> None:
+    job_id, begun = submitted(), ["progress", "capacity", 0, 5]
+    supervise(job_id, begun, ["layer", 0], ["fail", "transient", "device_lost"])
+    supervise(job_id, begun, ["layer", 1], ["fail", "transient", "device_lost"])
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 2)
+    supervise(job_id, begun, ["layer", 1], ["fail", "transient", "device_lost"])
+    failure = job(job_id).failure
+    assert (job(job_id).state, job(job_id).failures) == ("failed", 3)
+    assert (failure["category"], failure["code"]) == ("fatal", "device_lost")
+    assert failure["message"] == "the script says so"
+
+
+def test_a_child_that_makes_no_progress_is_stopped_and_tried_again(
+    submitted: Any, supervise: Any, job: Any, ended: Any, events: Any
+) -> None:
+    job_id, begun = submitted(), ["progress", "capacity", 0, 5]
+    supervise(job_id, begun, ["layer", 0], ["pids"], ["sleep", 600], no_progress_seconds=1.5)
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
+    assert ended(pids_in(events, job_id), 0)
+    supervise(job_id, begun, ["layer", 0], ["sleep", 600], no_progress_seconds=1.5)
+    failure = job(job_id).failure
+    assert (failure["category"], failure["code"]) == ("fatal", "no_progress")
+    assert "after layer capacity/0" in failure["message"]
+
+
+def test_whatever_a_child_says_is_progress(submitted: Any, supervise: Any, job: Any) -> None:
+    job_id = submitted()
+    talk = [step for number in range(6) for step in (["sleep", 0.6], ["log", f"still here {number}"])]
+    supervise(job_id, *talk, ["finish"], no_progress_seconds=3)
+    assert job(job_id).state == "succeeded"
+
+
+def test_an_attempt_has_its_limit_however_much_it_says(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(lease_watch, "STOP_GRACE_SECONDS", 0.5)
+    job_id = submitted()
+    talk = [step for number in range(200) for step in (["sleep", 0.1], ["log", f"still here {number}"])]
+    supervise(job_id, ["ignore_sigterm"], ["layer", 0], *talk, attempt_seconds=2, no_progress_seconds=5)
+    failure = job(job_id).failure
+    assert (job(job_id).state, failure["category"], failure["code"]) == ("failed", "usage", "timeout")
+    assert "KRONOSCOPE_ATTEMPT_LIMIT" in failure["message"]
+    assert len(layer_rows(ledger, LOCAL_TENANT, job_id).items) == 1
 
 
 def test_two_different_crashes_are_bad_luck(submitted: Any, supervise: Any, job: Any) -> None:
