@@ -76,12 +76,12 @@ async def download(
     part = None
     if byte_range is not None and if_range in (None, etag):
         part = _part(byte_range, artifact.size_bytes)
-    file = await run_in_threadpool(service.artifacts.open, artifact)
     first, last = part or (0, artifact.size_bytes - 1)
+    file = await run_in_threadpool(service.artifacts.open, artifact, first)
     headers["content-length"] = str(last - first + 1)
     if part is not None:
         headers["content-range"] = f"bytes {first}-{last}/{artifact.size_bytes}"
-    chunks = _chunks(file, first, last - first + 1, None if part else artifact.sha256)
+    chunks = _chunks(file, last - first + 1, None if part else artifact.sha256)
     # read before anything is sent: the damage of a file of one chunk can still be said in an answer
     begin = await anext(chunks, b"")
     return StreamingResponse(
@@ -140,7 +140,7 @@ async def _resumed(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[by
         yield chunk
 
 
-async def _chunks(file: BinaryIO, first: int, length: int, sha256: str | None) -> AsyncIterator[bytes]:
+async def _chunks(file: BinaryIO, length: int, sha256: str | None) -> AsyncIterator[bytes]:
     """The bytes; of a whole file the last chunk leaves only if the digest over all of them is right.
 
     Raises:
@@ -149,7 +149,6 @@ async def _chunks(file: BinaryIO, first: int, length: int, sha256: str | None) -
     digest = hashlib.sha256()
     left = length
     try:
-        await run_in_threadpool(file.seek, first)
         while left > 0:
             chunk = await run_in_threadpool(file.read, min(_CHUNK_BYTES, left))
             left -= len(chunk)

@@ -23,6 +23,7 @@ from catalog.job import JobDocument
 from catalog.needs import least_bytes
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES, State
+from jobs.object_sweep import forget
 from jobs.records import Job
 from jobs.store import delete_job, list_jobs, read_job, request_cancel, reschedule, submit, submitted_earlier
 
@@ -214,8 +215,9 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
 @router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=refusals(404, 409))
 def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Delete an ended job with its results and files."""
-    delete_job(service.engine, caller.tenant_id, job_id)
+    deleted = delete_job(service.engine, caller.tenant_id, job_id)
     service.artifacts.remove(job_id)
+    forget(service.engine, service.artifacts, deleted, service.settings.ledger.grace_seconds)
     return Response(status_code=204)
 
 

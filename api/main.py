@@ -19,7 +19,7 @@ from api.caretaker import Caretaker, Doorbell
 from api.guard import Guard
 from api.service import Service
 from api.settings import Settings
-from jobs.artifacts import ArtifactFolder
+from jobs.artifacts import open_artifacts
 from jobs.database import open_database, require_current_schema
 
 _DESCRIPTION = """\
@@ -83,7 +83,7 @@ def _open(settings: Settings) -> Service:
     return Service(
         settings=settings,
         engine=engine,
-        artifacts=ArtifactFolder(settings.ledger.artifact_root),
+        artifacts=open_artifacts(settings.ledger),
         caretaker=Caretaker(engine, settings.ledger, doorbell),
     )
 

@@ -1,68 +1,117 @@
-"""The files of jobs on disk: ``root/<job id>/<fence>/<name>``, listed only after they were verified.
+"""The files of jobs: written in a folder of the attempt, kept as objects under their digests.
+
+::
+
+    root/<job id>/<fence>/<name>             staged: what an attempt's child writes; gone with the attempt
+    objects/<tenant>/<aa>/<sha256>           kept: equal bytes once for each tenant
 
 Every attempt has a folder of its own, so a zombie can never write into what a later attempt
-published. Rows name files relative to the root, which may move.
+published. Rows name an object by its key, which is below the same root where the store is local,
+and in a bucket where it is not. Rows of earlier versions name ``<job id>/<fence>/<name>``; those
+files stay where they are until their job is deleted.
 """
 
-import hashlib
-import os
+import contextlib
 import re
 import shutil
-import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from jobs.errors import ArtifactDamaged
 from jobs.identifiers import is_id
+from jobs.local_objects import LocalObjects, require_digest
+from jobs.objects import ObjectStore, StoredObject
 from jobs.records import Artifact
+from jobs.settings import LedgerSettings
 
+OBJECTS = "objects/"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,127}){0,5}")
-_CHUNK_BYTES = 2**20
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,36}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ArtifactFolder:
-    """The root of all artifacts."""
+    """The root of what attempts write, and the store that keeps it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, store: ObjectStore | None = None) -> None:
+        """Stage below ``root`` and keep in ``store``, or in the same folder where none is given."""
         self.root = root.absolute()
+        self.store: ObjectStore = LocalObjects(self.root) if store is None else store
 
     def attempt_dir(self, job_id: str, fence: int) -> Path:
         """The folder that one attempt's child writes into, made where it is missing."""
         folder = self.root / self._job_part(job_id) / str(int(fence))
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        while True:
+            # whoever clears the attempt before may remove the job's empty folder in between
+            with contextlib.suppress(FileNotFoundError):
+                folder.mkdir(parents=True, exist_ok=True)
+                return folder
 
-    def publish(self, job_id: str, fence: int, name: str, *, sha256: str, size_bytes: int) -> str:
-        """Verify what an attempt says it has written; returns the uri to list it under.
+    def publish(self, tenant_id: str, job_id: str, fence: int, name: str, *, sha256: str, size_bytes: int) -> str:
+        """Verify what an attempt says it has written, and keep it; returns the uri to list it under.
 
         Raises:
             ArtifactDamaged: If the file is missing, no plain file, or other than declared.
+            StoreUnavailable: If the store does not answer.
+            OSError: If a disk is full or fails; nothing is kept then.
         """
         if not _NAME.fullmatch(name):
             raise ArtifactDamaged(f"an artifact's name {name[:80]!r} is not made of plain path segments")
-        uri = f"{self._job_part(job_id)}/{int(fence)}/{name}"
-        self._verify(uri, sha256, size_bytes)
-        return uri
+        staged = self.root.resolve() / self._job_part(job_id) / str(int(fence)) / name
+        # links and pipes were not written by the artifact port: a link could lead out of the root, a pipe would hang
+        if staged.resolve() != staged:
+            raise ArtifactDamaged(f"artifact {name} is reached through a link; only plain files are artifacts")
+        key = object_key(tenant_id, sha256)
+        self.store.put(key, staged, sha256=sha256, size_bytes=size_bytes)
+        return key
 
-    def open(self, artifact: Artifact) -> BinaryIO:
-        """The file's bytes, its size checked; `verify` reads all of it.
+    def open(self, artifact: Artifact, first: int = 0) -> BinaryIO:
+        """The file's bytes from the ``first`` on, its size checked; `verify` reads all of it.
 
         Raises:
             ArtifactDamaged: If it is missing, no plain file, or of another size than listed.
+            StoreUnavailable: If the store does not answer.
         """
-        return self._open(artifact.uri, artifact.size_bytes)
+        return self.store.open(artifact.uri, artifact.size_bytes, first)
 
     def verify(self, artifact: Artifact) -> None:
         """Read the whole file and compare its digest.
 
         Raises:
             ArtifactDamaged: If it is not what was listed.
+            StoreUnavailable: If the store does not answer.
         """
-        self._verify(artifact.uri, artifact.sha256, artifact.size_bytes)
+        with self.open(artifact) as file:
+            require_digest(file, artifact.sha256, called=artifact.uri)
+
+    def bring(self, artifact: Artifact, target: Path) -> None:
+        """Bring a verified file to ``target``, which stands there complete or not at all.
+
+        Raises:
+            ArtifactDamaged: If it is not what was listed.
+            StoreUnavailable: If the store does not answer.
+            OSError: If a disk is full or fails.
+        """
+        self.store.fetch(artifact.uri, target, sha256=artifact.sha256, size_bytes=artifact.size_bytes)
+
+    def objects(self) -> Iterator[StoredObject]:
+        """Everything that is kept, of all tenants."""
+        return self.store.listing(OBJECTS)
+
+    def clear_attempt(self, job_id: str, fence: int) -> None:
+        """Delete what an attempt staged, and the job's folder if that is empty now; what is gone is no error."""
+        folder = self.root / self._job_part(job_id)
+        shutil.rmtree(folder / str(int(fence)), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
     def remove(self, job_id: str) -> None:
-        """Delete all files of a job; files that are gone already are no error."""
-        folder = self.root / self._job_part(job_id)
+        """Delete what is a deleted job's alone: what it staged, and files that rows of earlier versions named."""
+        part = self._job_part(job_id)
+        for each in self.store.listing(f"{part}/"):
+            self.store.delete(each.key)
+        folder = self.root / part
         if folder.exists():
             shutil.rmtree(folder)
 
@@ -71,30 +120,18 @@ class ArtifactFolder:
             raise ArtifactDamaged("a folder was asked for under something that is no job id")
         return job_id
 
-    def _verify(self, uri: str, sha256: str, size_bytes: int) -> None:
-        digest = hashlib.sha256()
-        with self._open(uri, size_bytes) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        if digest.hexdigest() != sha256:
-            raise ArtifactDamaged(f"artifact {uri} has another SHA-256 than declared: its bytes have changed")
 
-    def _open(self, uri: str, size_bytes: int) -> BinaryIO:
-        root = self.root.resolve()
-        path = root / uri
-        # links and pipes were not written by the artifact port: a link could lead out of the root, a pipe would hang
-        if path.resolve() != path or not path.is_relative_to(root):
-            raise ArtifactDamaged(f"artifact {uri} is reached through a link; only plain files are artifacts")
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise ArtifactDamaged(
-                f"artifact {uri} cannot be opened ({error.strerror}); was the folder moved?"
-            ) from error
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
-            os.close(descriptor)
-            raise ArtifactDamaged(
-                f"artifact {uri} has {status.st_size:,} bytes, {size_bytes:,} were declared; it is cut off or replaced"
-            )
-        return os.fdopen(descriptor, "rb")
+def open_artifacts(settings: LedgerSettings) -> ArtifactFolder:
+    """The artifacts that the operator's settings name."""
+    return ArtifactFolder(settings.artifact_root)
+
+
+def object_key(tenant_id: str, sha256: str) -> str:
+    """Where the bytes of that digest stand for that tenant.
+
+    Raises:
+        ArtifactDamaged: If either is none.
+    """
+    if not _TENANT.fullmatch(tenant_id) or not _SHA256.fullmatch(sha256):
+        raise ArtifactDamaged("a file was declared with something that is no SHA-256")
+    return f"{OBJECTS}{tenant_id}/{sha256[:2]}/{sha256}"

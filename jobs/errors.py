@@ -13,6 +13,7 @@
     │   └── PageRefused          a sort key, limit or cursor that means nothing
     ├── TransientError       we, by trying again
     │   ├── LedgerUnavailable    the database does not answer
+    │   ├── StoreUnavailable     the store of artifacts does not answer
     │   └── LeaseLost            another attempt owns the job now: stop and write nothing
     └── FatalError           the operator
         ├── SettingsInvalid
@@ -97,6 +98,10 @@ class PageRefused(UsageError):
 
 class LedgerUnavailable(TransientError):
     """The database did not answer in time, or not at all."""
+
+
+class StoreUnavailable(TransientError):
+    """The store of artifacts did not answer, or refused."""
 
 
 class LeaseLost(TransientError):

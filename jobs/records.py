@@ -106,7 +106,7 @@ class Artifact:
     size_bytes: int
     media_type: str
     uri: str
-    """Path below the artifact root."""
+    """Key in the store of artifacts."""
 
 
 @record

@@ -28,12 +28,19 @@ class LedgerSettings:
     """Between two rounds of ringing doorbells."""
     unclaimed_seconds: float = 15
     """A doorbell that nobody answered for this long is rung again."""
+    sweep_seconds: float = 600
+    """Between two looks for objects and staged files that nothing names."""
+    grace_seconds: float = 3600
+    """How old they must be to be removed."""
     cache_bytes: int = 20 * 2**30
     """What the cached factors of one tenant may take below the artifacts; 0 keeps none."""
 
     def __post_init__(self) -> None:
         """Refuse times that would take running jobs away."""
-        for name in ("heartbeat_seconds", "lease_seconds", "reaper_seconds", "relay_seconds", "unclaimed_seconds"):
+        for name in (
+            *("heartbeat_seconds", "lease_seconds", "reaper_seconds", "relay_seconds", "unclaimed_seconds"),
+            *("sweep_seconds", "grace_seconds"),
+        ):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise SettingsInvalid(f"{name} is {value}; take a positive number of seconds")
@@ -67,6 +74,8 @@ class LedgerSettings:
             reaper_seconds=seconds(environ, "KRONOSCOPE_REAPER_SECONDS", 10),
             relay_seconds=seconds(environ, "KRONOSCOPE_RELAY_SECONDS", 5),
             unclaimed_seconds=seconds(environ, "KRONOSCOPE_UNCLAIMED_SECONDS", 15),
+            sweep_seconds=seconds(environ, "KRONOSCOPE_SWEEP_SECONDS", 600),
+            grace_seconds=seconds(environ, "KRONOSCOPE_GRACE_SECONDS", 3600),
             cache_bytes=_bytes(environ, "KRONOSCOPE_CACHE_BYTES", cls.cache_bytes),
         )
 

@@ -202,8 +202,8 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
 def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[Artifact, ...]:
     """Delete an ended job with all its rows, and say which files were its artifacts.
 
-    The caller then removes the files (`ArtifactFolder.remove`): a crash in between leaves files
-    that no row names, never a row without its file.
+    The caller then removes the files (`ArtifactFolder.remove`, `object_sweep.forget`): a crash in between leaves
+    files that no row names, for the sweeper, never a row without its file.
 
     Raises:
         JobNotFound: If this tenant has no such job.

@@ -182,6 +182,7 @@ artifacts = Table(
     Column("size_bytes", BigInteger, nullable=False),
     Column("media_type", String(200), nullable=False),
     Column("uri", Text, nullable=False),
+    Index(None, "tenant_id", "uri"),
 )
 
 workers = Table(

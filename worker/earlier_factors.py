@@ -1,11 +1,9 @@
 """Factors of an earlier job, laid out for the child of a later one.
 
-Attempts publish into folders of their own, so the files of one job may lie in several. They are
-linked into one folder inside the later attempt's; its links keep the bytes if the earlier job is
-deleted meanwhile.
+They are brought, each verified, from the store into one folder inside the later attempt's, so that
+they stay if the earlier job is deleted meanwhile.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,9 +56,7 @@ def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Pat
         raise FactorsUnavailable("names a job that kept no factors; run it again with `keep: [factors]`")
     place = folder.attempt_dir(claim.job_id, claim.fence) / "input"
     for each in files:
-        folder.verify(each)
         target = place / each.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
-        os.link(folder.root / each.uri, target)
+        folder.bring(each, target)
     return place / "factors"

@@ -105,8 +105,9 @@ class LedgerSink:
 
     @_keep.register
     def _artifact_written(self, frame: ArtifactWritten) -> None:
+        claim = self._claim
         uri = self._folder.publish(
-            self._claim.job_id, self._claim.fence, frame.name, sha256=frame.sha256, size_bytes=frame.size_bytes
+            claim.tenant_id, claim.job_id, claim.fence, frame.name, sha256=frame.sha256, size_bytes=frame.size_bytes
         )
         self.write(lambda: claims.write_artifact(self._engine, self._claim, frame, uri))
 

@@ -27,7 +27,7 @@ from catalog.estimate import ESTIMATE
 from catalog.frames import Failed, Finished, Frame, Stopped
 from catalog.record import plain
 from jobs import claims
-from jobs.artifacts import ArtifactFolder
+from jobs.artifacts import open_artifacts
 from jobs.crashes import record_crash
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable
 from jobs.lifecycle import TERMINAL, State
@@ -64,7 +64,7 @@ class Supervisor:
         self._command = command
         self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
         self._watch = LeaseWatch(engine, claim, settings, self._log)
-        self._folder = ArtifactFolder(settings.ledger.artifact_root)
+        self._folder = open_artifacts(settings.ledger)
         self._scratch = Scratch(settings.ledger.artifact_root)
         self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
         self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
@@ -87,6 +87,8 @@ class Supervisor:
             self._log.exception("the supervisor failed")
         finally:
             self._watch.end()
+            # listed files are in the store by now, and no other attempt has this folder
+            self._folder.clear_attempt(self._claim.job_id, self._claim.fence)
 
     def _attempt(self) -> None:
         if self._claim.cancel_requested_at is not None:

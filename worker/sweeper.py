@@ -1,5 +1,6 @@
 """The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters."""
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -7,7 +8,9 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import Engine
 
+from jobs.artifacts import open_artifacts
 from jobs.errors import LedgerUnavailable
+from jobs.object_sweep import sweep_attempts, sweep_objects
 from jobs.outbox import relay
 from jobs.reaper import end_overdue, reap_expired
 from jobs.scratch import Scratch, sweep_scratch
@@ -55,7 +58,11 @@ class Sweeper:
 
     def _run(self) -> None:
         next_reap = next_relay = next_clearing = time.monotonic()
+        # the workers of one night's restart need not all list the store at once
+        next_sweep = time.monotonic() + random.uniform(0, self._settings.sweep_seconds)  # noqa: S311 - no secret
         scratch = Scratch(self._settings.artifact_root)
+        folder = open_artifacts(self._settings)
+        grace = self._settings.grace_seconds
         while not self._ended.is_set():
             now = time.monotonic()
             if now >= next_reap:
@@ -69,7 +76,11 @@ class Sweeper:
                 next_clearing = now + _SCRATCH_SECONDS
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
                 self._round("uncached", lambda: sweep_tenants(self._settings.artifact_root, self._settings.cache_bytes))
-            self._ended.wait(max(0.0, min(next_reap, next_relay, next_clearing) - time.monotonic()))
+            if now >= next_sweep:
+                next_sweep = now + self._settings.sweep_seconds
+                self._round("objects removed", lambda: sweep_objects(self._engine, folder, grace))
+                self._round("attempts removed", lambda: sweep_attempts(self._engine, folder, grace))
+            self._ended.wait(max(0.0, min(next_reap, next_relay, next_clearing, next_sweep) - time.monotonic()))
 
     def _relay(self) -> int:
         if self._ring is None:
@@ -86,4 +97,4 @@ class Sweeper:
             self._log.warning("sweeping failed; tried again later", sweep=what, error=type(error).__name__)
         else:
             if count:
-                self._log.info(what, jobs=count)
+                self._log.info(what, number=count)

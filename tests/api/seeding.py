@@ -136,7 +136,7 @@ def artifact(engine: Engine, root: Path, claim: Claim, name: str, content: bytes
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    uri = folder.publish(claim.job_id, claim.fence, name, sha256=digest, size_bytes=len(content))
+    uri = folder.publish(claim.tenant_id, claim.job_id, claim.fence, name, sha256=digest, size_bytes=len(content))
     frame = ArtifactWritten(name=name, sha256=digest, size_bytes=len(content), media_type=media_type)
     claims.write_artifact(engine, claim, frame, uri)
 

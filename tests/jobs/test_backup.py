@@ -65,7 +65,7 @@ def finished_job(ledger: Engine, folder: ArtifactFolder, held: Callable[..., Cla
         path = folder.attempt_dir(attempt.job_id, attempt.fence) / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(raw)
-        uri = folder.publish(attempt.job_id, attempt.fence, name, sha256=digest, size_bytes=len(raw))
+        uri = folder.publish(attempt.tenant_id, attempt.job_id, attempt.fence, name, sha256=digest, size_bytes=len(raw))
         frame = ArtifactWritten(name=name, sha256=digest, size_bytes=len(raw), media_type="application/json")
         write_artifact(ledger, attempt, frame, uri)
         write_layer(ledger, attempt, layer_frame(ordinal, trace=0.5 + ordinal))
@@ -89,6 +89,7 @@ def test_a_restored_backup_holds_every_job_and_proves_every_file(
 
     dump = run(program("pg_dump"), "--format=custom", plain_url(ledger_url))
     copy = tmp_path / "copy"
+    folder.clear_attempt(done.job_id, done.fence)
     shutil.copytree(folder.root, copy)
 
     restored_url = databases.empty("postgresql")
@@ -111,14 +112,14 @@ def test_a_restored_backup_holds_every_job_and_proves_every_file(
     finally:
         restored.dispose()
 
-    damaged = next(path for path in sorted(copy.rglob("*.json")))
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
-    next(path for path in sorted(copy.rglob("*.json"), reverse=True)).unlink()
+    files = [copy / artifact.uri for artifact in list_artifacts(ledger, LOCAL_TENANT, done.job_id)]
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"!")
+    files[2].unlink()
     code, complaints = verified(restored_url, copy)
     assert code == 1
     assert complaints.count("FAILED") == 2
-    assert "spectra/0.json: FAILED\n" in complaints
-    assert "spectra/2.json: FAILED open or read\n" in complaints
+    assert f"{files[0].name}: FAILED\n" in complaints
+    assert f"{files[2].name}: FAILED open or read\n" in complaints
 
 
 def test_the_commands_tried_here_are_the_documented_ones() -> None:

@@ -47,6 +47,11 @@ class Script:
     def echo_environment(self) -> None:
         self.log(json.dumps(dict(os.environ)))
 
+    def echo_factors(self) -> None:
+        """The files that were laid out, each with its text."""
+        place = Path(self.assignment["factors_path"])
+        self.log(json.dumps({each.name: each.read_text() for each in sorted(place.iterdir())}))
+
     def log(self, message: Any, level: Any = "info") -> None:
         self.send(LogLine(level=level, message=message))
 

@@ -5,7 +5,6 @@ import os
 import secrets
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -408,10 +407,28 @@ def test_factors_of_an_earlier_job_are_laid_out(submitted: Any, supervise: Any, 
     supervise(earlier, ["artifact", "factors/factors.index.json", "{}"], ["finish"])
     assert job(earlier).state == "succeeded"
     later = submitted(model=None, data=None, task=None, factors={"job": earlier})
-    supervise(later, ["echo_assignment"], ["finish"])
+    supervise(later, ["echo_factors"], ["finish"])
     told = json.loads(events(later, "log")[0].data["message"])
-    place = told["factors_path"]
-    assert sorted(path.name for path in Path(place).iterdir()) == ["0.safetensors", "factors.index.json"]
+    assert told == {"0.safetensors": "tensor", "factors.index.json": "{}"}
+
+
+def test_damaged_factors_of_an_earlier_job_are_not_computed_with(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, settings: Any
+) -> None:
+    earlier = submitted(kind="factors")
+    supervise(earlier, ["artifact", "factors/factors.index.json", "{}"], ["finish"])
+    (artifact,) = list_artifacts(ledger, LOCAL_TENANT, earlier)
+    (settings().ledger.artifact_root / artifact.uri).write_text("[]")
+    later = submitted(model=None, data=None, task=None, factors={"job": earlier})
+    supervise(later, ["finish"])
+    assert (job(later).state, job(later).failure["code"]) == ("failed", "artifact_damaged")
+
+
+def test_what_an_attempt_staged_goes_with_it(submitted: Any, supervise: Any, settings: Any) -> None:
+    root = settings().ledger.artifact_root
+    for last in (["finish"], ["fail", "usage"], ["kill_self"]):
+        supervise(submitted(), ["artifact", "a.json", "{}"], last)
+        assert [each.name for each in root.iterdir() if not each.name.startswith(".")] == ["objects"]
 
 
 def test_factors_that_are_not_there_are_the_callers_to_mend(submitted: Any, supervise: Any, job: Any) -> None:
