@@ -11,6 +11,7 @@ import time
 from celery import Celery
 from sqlalchemy import Engine
 
+from jobs.counters import note_round
 from jobs.doorbells import LyingDoorbells
 from jobs.outbox import relay
 from jobs.reaper import end_overdue, reap_expired
@@ -101,11 +102,13 @@ class Caretaker:
         try:
             if name == "relay":
                 self._relay()
+                note_round(self._engine, "relay")
             else:
                 taken = reap_expired(self._engine)
                 if taken:
                     _log.warning("took %d job%s from silent workers", taken, "" if taken == 1 else "s")
                 overdue = end_overdue(self._engine)
+                note_round(self._engine, "reaper")
                 if overdue:
                     _log.warning("ended %d queued job%s at the deadline", overdue, "" if overdue == 1 else "s")
         except Exception as error:  # noqa: BLE001 - the thread must outlive whatever the broker's client raises

@@ -45,6 +45,11 @@ def probe_refusals() -> dict[int | str, dict[str, Any]]:
     return {status: _entry(status) for status in (500, 503)}
 
 
+def refusals_to_scraper() -> dict[int | str, dict[str, Any]]:
+    """The same for the route that asks for the operator's token."""
+    return {status: _entry(status) for status in (401, 500)}
+
+
 def _entry(status: int) -> dict[str, Any]:
     schema = {"$ref": _SCHEMAS + "ProblemDocument"}
     return {"description": _ERRORS[status], "content": {MEDIA_TYPE: {"schema": schema}}}

@@ -13,12 +13,14 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api import analyses, artifacts, contract, errors, estimates, health, jobs, page, results
+from api import analyses, artifacts, contract, errors, estimates, health, jobs, metrics, page, results
 from api.auth import Reader, authenticate
 from api.caretaker import Caretaker, Doorbell
 from api.guard import Guard
+from api.lookout import Lookout
 from api.service import Service
 from api.settings import Settings
+from api.traffic import Meter, Traffic
 from jobs.artifacts import open_artifacts
 from jobs.database import open_database, require_current_schema
 
@@ -36,7 +38,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = _open(settings)
+        service = _open(settings, traffic)
         try:
             await run_in_threadpool(require_current_schema, service.engine)
             app.state.service = service
@@ -46,6 +48,7 @@ def create_app(settings: Settings) -> FastAPI:
             finally:
                 await run_in_threadpool(service.caretaker.stop)
         finally:
+            service.lookout.close()
             service.engine.dispose()
 
     app = FastAPI(
@@ -61,9 +64,11 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.long_polls = set()
+    traffic = Traffic(lambda: len(app.state.long_polls))
     app.add_middleware(Guard, embedded=settings.embedded)
+    app.add_middleware(Meter, traffic=traffic)
     errors.install(app)
-    for room in (jobs, results, artifacts, estimates, analyses, health, page):
+    for room in (jobs, results, artifacts, estimates, analyses, health, metrics, page):
         app.include_router(room.router)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -74,7 +79,7 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _open(settings: Settings) -> Service:
+def _open(settings: Settings, traffic: Traffic) -> Service:
     engine = open_database(settings.ledger.database_url)
     # embedded mode has no broker: its worker looks into the database by itself
     rings = settings.redis_url and not settings.embedded
@@ -85,6 +90,8 @@ def _open(settings: Settings) -> Service:
         engine=engine,
         artifacts=open_artifacts(settings.ledger),
         caretaker=Caretaker(engine, settings.ledger, doorbell),
+        lookout=Lookout(settings),
+        traffic=traffic,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the routes stand on: settings, the ledger's engine, the artifact folder, the caretaker."""
+"""What the routes stand on: settings, the ledger's engine, the artifact folder, the caretaker, what is counted."""
 
 import asyncio
 import threading
@@ -9,7 +9,9 @@ from fastapi import Depends, Request
 from sqlalchemy import Engine
 
 from api.caretaker import Caretaker
+from api.lookout import Lookout
 from api.settings import Settings
+from api.traffic import Traffic
 from jobs.artifacts import ArtifactFolder
 
 
@@ -30,6 +32,8 @@ class Service:
     engine: Engine
     artifacts: ArtifactFolder
     caretaker: Caretaker
+    lookout: Lookout
+    traffic: Traffic
     probe: Probe = field(default_factory=Probe)
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set when the process is asked to end: long polls answer at once."""

@@ -1,6 +1,7 @@
 """What the operator decides about the service's front door: read once from the environment."""
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -9,6 +10,8 @@ from catalog.record import record
 from jobs.errors import SettingsInvalid
 from jobs.keys import check_secret
 from jobs.settings import LedgerSettings, seconds, secret
+
+_TOKEN = re.compile(r"[\x21-\x7e]{16,256}")
 
 
 @record
@@ -22,6 +25,10 @@ class Settings:
     port: int = 8000
     key_secret: str | None = field(default=None, repr=False)
     """Keys are stored as HMACs under it; needed unless embedded."""
+    metrics_token: str | None = field(default=None, repr=False)
+    """What Prometheus shows at `/metrics`; without it nobody reads them, but in embedded mode."""
+    metrics_seconds: float = 5
+    """How long one count of the ledger serves every scrape."""
     redis_url: str | None = field(default=None, repr=False)  # holds a password
     """Where the doorbell hangs; without it workers find jobs by looking."""
     allowed_factories: tuple[str, ...] = ()
@@ -54,6 +61,13 @@ class Settings:
             )
         if self.key_secret:
             check_secret(self.key_secret)
+        if self.metrics_token is not None and not _TOKEN.fullmatch(self.metrics_token):
+            raise SettingsInvalid(
+                "KRONOSCOPE_METRICS_TOKEN cannot be sent in a header: take 16 to 256 visible ASCII characters, "
+                "such as those of `openssl rand -hex 24`"
+            )
+        if not 0 <= self.metrics_seconds <= 60:
+            raise SettingsInvalid(f"KRONOSCOPE_METRICS_SECONDS is {self.metrics_seconds:g}; take 0 to 60 seconds")
         if not 1 <= self.port <= 65_535:
             raise SettingsInvalid(f"KRONOSCOPE_PORT is {self.port}; take 1 to 65535")
 
@@ -70,6 +84,8 @@ class Settings:
             host=environ.get("KRONOSCOPE_HOST") or "127.0.0.1",
             port=_whole(environ, "KRONOSCOPE_PORT", 8000),
             key_secret=secret(environ, "KRONOSCOPE_KEY_SECRET"),
+            metrics_token=secret(environ, "KRONOSCOPE_METRICS_TOKEN"),
+            metrics_seconds=seconds(environ, "KRONOSCOPE_METRICS_SECONDS", 5),
             redis_url=secret(environ, "KRONOSCOPE_REDIS_URL") or secret(environ, "REDIS_URL"),
             allowed_factories=_listed(environ, "KRONOSCOPE_ALLOW_FACTORIES"),
             allowed_directories=_listed(environ, "KRONOSCOPE_ALLOW_DIRECTORIES"),

@@ -18,8 +18,9 @@ from catalog.needs import planned_bytes
 from catalog.record import plain
 from jobs.clock import ledger_now
 from jobs.codec import sha256_of
+from jobs.counters import add, add_failure
 from jobs.database import reading, writing
-from jobs.fence import append_event, change, draw, fenced, move
+from jobs.fence import append_event, by_holder, change, draw, fenced, move
 from jobs.identifiers import is_id
 from jobs.lifecycle import HELD, State, ending
 from jobs.records import Claim
@@ -75,6 +76,7 @@ def claim(
         return None if row is None else _claim(connection, row)
 
 
+@by_holder
 def heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | None:
     """Renew the lease; returns when cancellation was asked for, or None."""
     with writing(engine) as connection:
@@ -84,6 +86,7 @@ def heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | 
         return asked_at
 
 
+@by_holder
 def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
     """Keep what computes this attempt as the job's manifest."""
     with writing(engine) as connection:
@@ -99,6 +102,7 @@ def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
         append_event(connection, drawn, "started", {"attempt": claim.attempt, "environment": plain(frame.environment)})
 
 
+@by_holder
 def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) -> None:
     """Show how far the attempt is: `stage, done, total, unit, layers_done, layers_total, percent`.
 
@@ -112,6 +116,7 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
             append_event(connection, drawn, "progress", shown)
 
 
+@by_holder
 def write_plan(engine: Engine, claim: Claim, frame: Planned) -> None:
     """Keep the memory plan; the first one stands, since digests are promised per plan.
 
@@ -130,6 +135,7 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> None:
         append_event(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)})
 
 
+@by_holder
 def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
     """Write one layer's row, once: another digest for the same layer is an event, never an overwrite."""
     outcome = plain(frame.outcome)
@@ -159,6 +165,7 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
         return _compare(connection, drawn, kept, told)
 
 
+@by_holder
 def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: str) -> Written:
     """List a file that `ArtifactFolder.publish` has verified and placed at ``uri``; once, as a layer's row."""
     key = {"job_id": claim.job_id, "name": frame.name}
@@ -186,6 +193,7 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
         return _compare(connection, drawn, kept, told)
 
 
+@by_holder
 def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
     """Keep one analysis's summary under its kind."""
     with writing(engine) as connection:
@@ -194,6 +202,7 @@ def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
         append_event(connection, drawn, "summary", {"kind": frame.kind})
 
 
+@by_holder
 def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
     """Add a line to the job's history."""
     with writing(engine) as connection:
@@ -201,6 +210,7 @@ def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
         append_event(connection, drawn, "log", {"level": frame.level, "message": frame.message})
 
 
+@by_holder
 def finish(engine: Engine, claim: Claim) -> State:
     """End the job as done; it ends `cancelled` where that was asked for meanwhile."""
     with writing(engine) as connection:
@@ -212,6 +222,7 @@ def finish(engine: Engine, claim: Claim) -> State:
         return state
 
 
+@by_holder
 def fail(engine: Engine, claim: Claim, failure: Failed) -> State:
     """End the attempt with a failure.
 
@@ -230,6 +241,7 @@ def cancelled(engine: Engine, claim: Claim) -> State:
     return hand_back(engine, claim)
 
 
+@by_holder
 def hand_back(engine: Engine, claim: Claim) -> State:
     """Return the attempt uncounted, as a drain does; a job being cancelled ends here instead."""
     with writing(engine) as connection:
@@ -237,6 +249,8 @@ def hand_back(engine: Engine, claim: Claim) -> State:
         state = ending(drawn.state, "queued")
         values = {"attempt": drawn.attempt - 1, "progress": None} if state == "queued" else {}
         move(connection, drawn, state, values, reason="handed back" if state == "queued" else None)
+        if state == "queued":
+            add(connection, "drains")
         return state
 
 
@@ -253,6 +267,8 @@ def record_failure(connection: Connection, drawn: Row[Any], failure: Mapping[str
     if state == "queued":
         values |= {"queued_at": ledger_now(), "progress": None}
     move(connection, drawn, state, values, reason=None if state == "cancelled" else str(failure["code"]))
+    if state != "cancelled":
+        add_failure(connection, failure["category"], failure["code"], ends_job=state == "failed")
     return state
 
 

@@ -10,11 +10,12 @@ from typing import Any
 from sqlalchemy import Engine, select
 
 from jobs.database import writing
-from jobs.fence import append_event, fenced
+from jobs.fence import append_event, by_holder, fenced
 from jobs.records import Claim
 from jobs.tables import job_events
 
 
+@by_holder
 def record_crash(engine: Engine, claim: Claim, signature: Mapping[str, Any]) -> bool:
     """Keep the signature as an event; returns whether the crash before this one had the same.
 

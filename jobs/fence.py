@@ -5,17 +5,22 @@ means the same on PostgreSQL and on SQLite (which silently drops FOR UPDATE and 
 attempt that lost its lease matches no row, so nothing of what follows in its transaction happens.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, delete, insert, update
+from sqlalchemy import ColumnElement, Connection, Engine, Row, delete, insert, update
 
 from jobs.clock import ledger_now
+from jobs.counters import add, note_refused
 from jobs.errors import LeaseLost
 from jobs.identifiers import new_id
 from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
 from jobs.records import Claim
 from jobs.tables import job_events, jobs, outbox
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
@@ -41,6 +46,22 @@ def fenced(connection: Connection, claim: Claim) -> Row[Any]:
     if row is None:
         raise LeaseLost(claim.job_id, claim.fence)
     return row
+
+
+def by_holder(
+    write: Callable[Concatenate[Engine, Claim, P], T],
+) -> Callable[Concatenate[Engine, Claim, P], T]:
+    """Count the refusal where a transaction of an attempt is refused: after it, since it leaves nothing behind."""
+
+    @functools.wraps(write)
+    def counted(engine: Engine, claim: Claim, /, *given: P.args, **named: P.kwargs) -> T:
+        try:
+            return write(engine, claim, *given, **named)
+        except LeaseLost:
+            note_refused(engine)
+            raise
+
+    return counted
 
 
 def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -> None:
@@ -82,6 +103,7 @@ def move(
     if state in TERMINAL:
         changes["finished_at"] = ledger_now()
     change(connection, drawn, changes)
+    add(connection, "moves", state)
     if state == "queued":
         post_doorbell(connection, drawn.id, drawn.tenant_id)
     elif drawn.state == "queued":

@@ -4,6 +4,7 @@ from sqlalchemy import Engine, literal, select
 
 from jobs.claims import record_failure
 from jobs.clock import ledger_now
+from jobs.counters import add
 from jobs.database import reading, writing
 from jobs.fence import draw, move
 from jobs.lifecycle import HELD
@@ -54,6 +55,7 @@ def reap_expired(engine: Engine) -> int:
             if drawn is not None:
                 overdue = drawn.deadline_at is not None and drawn.deadline_at <= drawn.now
                 record_failure(connection, drawn, _SILENT_AND_OVERDUE if overdue else _SILENT)
+                add(connection, "reaped")
                 taken += 1
     return taken
 
@@ -73,5 +75,6 @@ def end_overdue(engine: Engine) -> int:
             drawn = draw(connection, jobs.c.id == job_id, *overdue)
             if drawn is not None:
                 move(connection, drawn, "failed", {"failure": _OVERDUE}, reason=str(_OVERDUE["code"]))
+                add(connection, "job_failures", "usage")
                 ended += 1
     return ended

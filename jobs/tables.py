@@ -248,3 +248,13 @@ Index(
     postgresql_where=text("whole"),
     sqlite_where=text("whole"),
 )
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", String(40), primary_key=True),
+    Column("label", String(80), primary_key=True),
+    Column("shard", Integer, primary_key=True, autoincrement=False),
+    Column("value", BigInteger, nullable=False),
+    Column("changed_at", Moment(), nullable=False),
+)

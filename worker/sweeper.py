@@ -1,5 +1,6 @@
 """The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters."""
 
+import contextlib
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ import structlog
 from sqlalchemy import Engine
 
 from jobs.artifacts import open_artifacts
+from jobs.counters import Reconciler, note_round
 from jobs.errors import LedgerUnavailable
 from jobs.object_sweep import sweep_attempts, sweep_objects
 from jobs.outbox import relay
@@ -67,11 +69,13 @@ class Sweeper:
             now = time.monotonic()
             if now >= next_reap:
                 next_reap = now + self._settings.reaper_seconds
-                self._round("reaped", lambda: reap_expired(self._engine))
-                self._round("overdue", lambda: end_overdue(self._engine))
+                reaped = self._round("reaped", lambda: reap_expired(self._engine))
+                if self._round("overdue", lambda: end_overdue(self._engine)) and reaped:
+                    self._note("reaper")
             if now >= next_relay:
                 next_relay = now + self._settings.relay_seconds
-                self._round("rang", self._relay)
+                if self._round("rang", self._relay) and self._ring is not None:
+                    self._note("relay")
             if now >= next_clearing:
                 next_clearing = now + _SCRATCH_SECONDS
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
@@ -87,8 +91,12 @@ class Sweeper:
             return 0
         return relay(self._engine, self._ring, self._settings.unclaimed_seconds, self._lying)
 
-    def _round(self, what: str, sweep: Callable[[], int]) -> None:
-        """One round; neither a silent database nor a silent broker ends the thread."""
+    def _note(self, reconciler: Reconciler) -> None:
+        with contextlib.suppress(LedgerUnavailable):
+            note_round(self._engine, reconciler)
+
+    def _round(self, what: str, sweep: Callable[[], int]) -> bool:
+        """One round, and whether it ended well; neither a silent database nor a silent broker ends the thread."""
         try:
             count = sweep()
         except LedgerUnavailable:
@@ -98,3 +106,5 @@ class Sweeper:
         else:
             if count:
                 self._log.info(what, number=count)
+            return True
+        return False

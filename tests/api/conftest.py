@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 
 from jobs.database import open_database
 from jobs.keys import create_key
-from tests.api.server import KEY_SECRET, Server, serve
+from tests.api.server import KEY_SECRET, METRICS_TOKEN, Server, serve
 from tests.conftest import Databases
 
 
@@ -32,7 +32,13 @@ def keyed(
     """An API that asks for keys, on both databases."""
     folder = tmp_path_factory.mktemp("keyed")
     url = databases.migrated(request.param)
-    more = {"KRONOSCOPE_KEY_SECRET": KEY_SECRET, "KRONOSCOPE_BODY_SECONDS": "2", "KRONOSCOPE_ESTIMATE_SECONDS": "0.5"}
+    more = {
+        "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
+        "KRONOSCOPE_METRICS_TOKEN": METRICS_TOKEN,
+        "KRONOSCOPE_METRICS_SECONDS": "0",
+        "KRONOSCOPE_BODY_SECONDS": "2",
+        "KRONOSCOPE_ESTIMATE_SECONDS": "0.5",
+    }
     engine = open_database(url)
     try:
         with serve(url, folder, more) as server:

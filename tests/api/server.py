@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 KEY_SECRET = "a secret that only the tests know"
+METRICS_TOKEN = "a-token-that-only-the-tests-know"
 START_SECONDS = 60
 
 

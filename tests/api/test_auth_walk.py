@@ -1,5 +1,6 @@
 """Deny by default: every route of the application is walked, mounts too, and asks for a key."""
 
+import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,15 +10,17 @@ import pytest
 from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.routing import BaseRoute, Mount
 
-from api.auth import authenticate, is_open
+from api.auth import authenticate, is_open, is_scraped
 from api.main import create_app
 from api.settings import Settings
 from jobs.keys import create_key, revoke_key
 from jobs.settings import LedgerSettings
 from tests.api.conftest import Keyed
 from tests.api.expect import problem
-from tests.api.server import KEY_SECRET
+from tests.api.server import KEY_SECRET, METRICS_TOKEN
+from tests.conftest import Databases
 
+SCRAPED = {"/metrics"}
 OPEN = {"/livez", "/readyz", "/", "/dashboard/{name}"}
 
 
@@ -43,6 +46,7 @@ def test_only_the_listed_routes_are_open(tmp_path: Path) -> None:
     found = list(walk(application(tmp_path)))
     assert len(found) > 15
     assert {path for path, _, endpoint in found if is_open(endpoint)} == OPEN
+    assert {path for path, _, endpoint in found if is_scraped(endpoint)} == SCRAPED
 
 
 def test_every_other_route_answers_401_without_a_key(tmp_path: Path, keyed: Keyed) -> None:
@@ -55,6 +59,35 @@ def test_every_other_route_answers_401_without_a_key(tmp_path: Path, keyed: Keye
             else:
                 problem(answer, 401)
                 assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+def test_the_operator_s_token_opens_metrics_and_nothing_else(tmp_path: Path, keyed: Keyed) -> None:
+    with keyed.server.client(METRICS_TOKEN) as client:
+        for path, method, _ in walk(application(tmp_path)):
+            if path not in OPEN:
+                answer = client.request(method, re.sub(r"{[^}]*}", "0", path))
+                assert answer.status_code == (200 if path in SCRAPED else 401), path
+
+
+def test_no_key_opens_metrics(keyed: Keyed) -> None:
+    admin = create_key(keyed.engine, KEY_SECRET, "ours", ("read", "submit", "admin"))
+    for shown in (admin, METRICS_TOKEN[:-1], METRICS_TOKEN + "x", "\xff"):
+        with keyed.server.client() as client:
+            header = {"authorization": f"Bearer {shown}".encode("latin-1")}
+            problem(client.get("/metrics", headers=header), 401)
+
+
+def test_without_a_token_nobody_reads_metrics(databases: Databases, tmp_path: Path) -> None:
+    ledger = LedgerSettings(database_url=databases.migrated("sqlite"), artifact_root=tmp_path)
+    app = create_app(Settings(ledger=ledger, key_secret=KEY_SECRET))
+
+    async def ask(header: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as client:
+            return await client.get("http://api/metrics", headers={"authorization": header})
+
+    for header in ("", "Bearer ", "Bearer None"):
+        problem(asyncio.run(ask(header)), 401)
 
 
 def test_a_route_added_without_thinking_is_closed(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from jobs.claims import (
     write_summary,
 )
 from jobs.codec import sha256_of
+from jobs.counters import Counter, read_counters
 from jobs.crashes import record_crash
 from jobs.database import reading, writing
 from jobs.errors import LeaseLost
@@ -34,7 +35,7 @@ from jobs.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim, Job
 from jobs.results import events_after, layer_row, list_artifacts
 from jobs.store import read_job, request_cancel, submit
-from jobs.tables import job_events, jobs, metadata, outbox
+from jobs.tables import counters, job_events, jobs, metadata, outbox
 
 Held = Callable[..., Claim]
 ARTIFACT = ArtifactWritten(name="spectra/0.json", sha256="0" * 64, size_bytes=3, media_type="application/json")
@@ -49,8 +50,15 @@ def job_of(engine: Engine, held: Claim) -> Job:
 def everything(engine: Engine) -> dict[str, list[Any]]:
     with reading(engine) as connection:
         return {
-            table.name: sorted(map(repr, connection.execute(select(table)).all())) for table in metadata.sorted_tables
+            table.name: sorted(map(repr, connection.execute(select(table)).all()))
+            for table in metadata.sorted_tables
+            if table is not counters  # they count what is refused, too
         }
+
+
+def counted(engine: Engine) -> dict[Counter, dict[str, int]]:
+    with reading(engine) as connection:
+        return read_counters(connection)
 
 
 def test_twenty_workers_claim_one_job_and_one_gets_it(ledger: Engine, queued: Callable[..., str], at_once: Any) -> None:
@@ -148,6 +156,7 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     "artifact": lambda engine, mine: write_artifact(engine, mine, ARTIFACT, "u"),
     "summary": lambda engine, mine: write_summary(engine, mine, Summarised(kind="capacity", summary={})),
     "log": lambda engine, mine: write_log_line(engine, mine, LogLine(level="info", message="m")),
+    "crash": lambda engine, mine: record_crash(engine, mine, {"signal": 9}),
     "finish": finish,
     "fail": lambda engine, mine: fail(
         engine, mine, Failed(category="fatal", code="c", message="m", pointer=None, layer=None, detail=None)
@@ -175,6 +184,7 @@ def test_a_zombie_writes_nothing(ledger: Engine, held: Held, expire: Any, write:
     with pytest.raises(LeaseLost, match=f"fence {zombie.fence};"):
         WRITES[write](ledger, zombie)
     assert everything(ledger) == before
+    assert counted(ledger)["refused_writes"] == {"": 1}
 
 
 def test_without_the_fence_the_zombie_would_have_written(
