@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, BinaryIO
 from urllib.parse import quote
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -16,7 +16,7 @@ from api.contract import refusals
 from api.problems import Refusal, not_found
 from api.results import owned_job
 from api.schemas import ArtifactListView, artifact_view
-from api.service import ServiceOf
+from api.service import Service, ServiceOf
 from jobs.errors import ArtifactDamaged
 from jobs.records import Artifact
 from jobs.results import list_artifacts, read_artifact
@@ -52,6 +52,13 @@ def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListVie
             },
         },
         206: {"description": "The part that `Range` names"},
+        307: {
+            "description": "The file is to be fetched from the store itself, within minutes and without your key",
+            "headers": {
+                "Location": {"description": "Where, signed", "schema": {"type": "string"}},
+                "Digest": {"description": "SHA-256 in base64 (RFC 3230), to verify", "schema": {"type": "string"}},
+            },
+        },
         304: {"description": "Still the file of `If-None-Match`"},
         **refusals(404, 416),
     },
@@ -64,6 +71,7 @@ async def download(
     byte_range: Annotated[str | None, Header(alias="range", description="One range: `bytes=0-1023`.")] = None,
     if_range: Annotated[str | None, Header(description="Send the part only if the file still has this ETag.")] = None,
     if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None,
+    direct: Annotated[bool, Query(description="`false`: through the API, never from the store itself.")] = True,
 ) -> Response:
     """The bytes, as they were verified when the file was recorded."""
     artifact = await run_in_threadpool(read_artifact, service.engine, caller.tenant_id, job_id, name)
@@ -73,6 +81,11 @@ async def download(
     etag = headers["etag"]
     if if_none_match is not None and any(part.strip() in (etag, "*") for part in if_none_match.split(",")):
         return Response(status_code=304, headers=headers)
+    elsewhere = _signed(artifact, headers, service) if direct else None
+    if elsewhere is not None:
+        # the answer itself is as short-lived as the address in it
+        moved = {"location": elsewhere, "cache-control": "no-store"}
+        return Response(status_code=307, headers={**headers, **moved})
     part = None
     if byte_range is not None and if_range in (None, etag):
         part = _part(byte_range, artifact.size_bytes)
@@ -90,6 +103,14 @@ async def download(
         headers=headers,
         media_type=headers.pop("content-type"),
     )
+
+
+def _signed(artifact: Artifact, headers: dict[str, str], service: Service) -> str | None:
+    """Where the store itself sends the file, under the same name and type; None where it goes through here."""
+    if not service.settings.signed_seconds:
+        return None
+    answers = {name: headers[name] for name in ("content-disposition", "content-type")}
+    return service.artifacts.store.signed_url(artifact.uri, service.settings.signed_seconds, answers)
 
 
 def _headers(artifact: Artifact) -> dict[str, str]:

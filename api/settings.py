@@ -44,6 +44,8 @@ class Settings:
     """How long a request's body may take to arrive."""
     estimate_seconds: float = 10
     """How long `POST /v1/estimates` waits for the estimate before it answers where that will be."""
+    signed_seconds: int = 300
+    """How long the address that a bucket's file is fetched from is good for; 0 sends files through the API."""
     disk_floor_bytes: int = 256 * 2**20
     """Below this much free space for artifacts the service is not ready."""
 
@@ -68,6 +70,10 @@ class Settings:
             )
         if not 0 <= self.metrics_seconds <= 60:
             raise SettingsInvalid(f"KRONOSCOPE_METRICS_SECONDS is {self.metrics_seconds:g}; take 0 to 60 seconds")
+        if not 0 <= self.signed_seconds <= 604_800:
+            raise SettingsInvalid(
+                f"KRONOSCOPE_SIGNED_SECONDS is {self.signed_seconds}; take 0 (none) to 604800 seconds, a week"
+            )
         if not 1 <= self.port <= 65_535:
             raise SettingsInvalid(f"KRONOSCOPE_PORT is {self.port}; take 1 to 65535")
 
@@ -93,6 +99,7 @@ class Settings:
             hub_fetch=environ.get("KRONOSCOPE_HUB") == "fetch",
             body_seconds=seconds(environ, "KRONOSCOPE_BODY_SECONDS", 10),
             estimate_seconds=seconds(environ, "KRONOSCOPE_ESTIMATE_SECONDS", 10),
+            signed_seconds=_whole(environ, "KRONOSCOPE_SIGNED_SECONDS", 300),
             disk_floor_bytes=_whole(environ, "KRONOSCOPE_DISK_FLOOR_BYTES", 256 * 2**20),
         )
 

@@ -23,6 +23,7 @@ from jobs.identifiers import is_id
 from jobs.local_objects import LocalObjects, require_digest
 from jobs.objects import ObjectStore, StoredObject
 from jobs.records import Artifact
+from jobs.s3_objects import S3Objects
 from jobs.settings import LedgerSettings
 
 OBJECTS = "objects/"
@@ -123,7 +124,7 @@ class ArtifactFolder:
 
 def open_artifacts(settings: LedgerSettings) -> ArtifactFolder:
     """The artifacts that the operator's settings name."""
-    return ArtifactFolder(settings.artifact_root)
+    return ArtifactFolder(settings.artifact_root, None if settings.bucket is None else S3Objects(settings.bucket))
 
 
 def object_key(tenant_id: str, sha256: str) -> str:

@@ -75,3 +75,9 @@ class ObjectStore(Protocol):
             StoreUnavailable: If the store does not answer.
             OSError: If its disk fails.
         """
+
+    def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
+        """An address that answers GET for this object alone, for so many seconds; None where the store gives none.
+
+        ``answers`` are headers of its answer, such as ``content-disposition``.
+        """

@@ -8,7 +8,9 @@ from pathlib import Path
 from catalog.duration import duration_seconds
 from catalog.record import record
 from jobs.errors import SettingsInvalid
+from jobs.s3_settings import S3Settings
 
+_S3 = "s3://"
 _MAX_SECRET_BYTES = 65_536
 
 
@@ -18,6 +20,9 @@ class LedgerSettings:
 
     database_url: str = field(repr=False)  # holds a password
     artifact_root: Path
+    """The folder of the artifacts; with a bucket, where what becomes one is written first."""
+    bucket: S3Settings | None = None
+    """Where artifacts are kept in place of the folder."""
     heartbeat_seconds: float = 10
     """Between two renewals of a lease."""
     lease_seconds: float = 45
@@ -68,7 +73,8 @@ class LedgerSettings:
             )
         return cls(
             database_url=url,
-            artifact_root=Path(environ.get("KRONOSCOPE_ARTIFACTS") or ".kronoscope/artifacts").absolute(),
+            artifact_root=_artifact_root(environ),
+            bucket=_bucket(environ),
             heartbeat_seconds=seconds(environ, "KRONOSCOPE_HEARTBEAT_SECONDS", 10),
             lease_seconds=seconds(environ, "KRONOSCOPE_LEASE_SECONDS", 45),
             reaper_seconds=seconds(environ, "KRONOSCOPE_REAPER_SECONDS", 10),
@@ -78,6 +84,38 @@ class LedgerSettings:
             grace_seconds=seconds(environ, "KRONOSCOPE_GRACE_SECONDS", 3600),
             cache_bytes=_bytes(environ, "KRONOSCOPE_CACHE_BYTES", cls.cache_bytes),
         )
+
+
+def _artifact_root(environ: Mapping[str, str]) -> Path:
+    named = environ.get("KRONOSCOPE_ARTIFACTS") or ".kronoscope/artifacts"
+    if named.startswith(_S3):
+        return Path(environ.get("KRONOSCOPE_STAGING") or ".kronoscope/staging").absolute()
+    if "://" in named:
+        raise SettingsInvalid(
+            "KRONOSCOPE_ARTIFACTS is an address of no known kind; give a folder, or s3://bucket/prefix"
+        )
+    return Path(named).absolute()
+
+
+def _bucket(environ: Mapping[str, str]) -> S3Settings | None:
+    """The bucket that keeps the artifacts; None where a folder does."""
+    named = environ.get("KRONOSCOPE_ARTIFACTS") or ""
+    if not named.startswith(_S3):
+        return None
+    bucket, _, prefix = named.removeprefix(_S3).partition("/")
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    given = (environ.get(name) for name in ("KRONOSCOPE_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    endpoint = next((url for url in given if url), f"https://s3.{region}.amazonaws.com").rstrip("/")
+    return S3Settings(
+        bucket=bucket,
+        prefix=f"{prefix.strip('/')}/" if prefix.strip("/") else "",
+        region=region,
+        endpoint=endpoint,
+        public_endpoint=(environ.get("KRONOSCOPE_S3_PUBLIC_ENDPOINT") or endpoint).rstrip("/"),
+        access_key_id=secret(environ, "AWS_ACCESS_KEY_ID"),
+        secret_access_key=secret(environ, "AWS_SECRET_ACCESS_KEY"),
+        session_token=secret(environ, "AWS_SESSION_TOKEN"),
+    )
 
 
 def seconds(environ: Mapping[str, str], name: str, default: float) -> float:

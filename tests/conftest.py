@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from psycopg import sql
 from sqlalchemy import Engine, make_url
 
 from jobs.database import open_database, upgrade_schema
+from jobs.s3_settings import S3Settings
 from tests import servers
 
 Dialect = Literal["sqlite", "postgresql"]
@@ -30,6 +32,34 @@ def redis_url() -> Iterator[str]:
     """A Redis server; the one of REDIS_URL may hold other people's keys, so flush nothing."""
     with servers.redis() as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    """The address of an S3 store."""
+    with servers.s3_server() as server:
+        yield server.url
+
+
+@pytest.fixture
+def bucket(s3_url: str) -> S3Settings:
+    """A new bucket, and a prefix in it."""
+    return new_bucket(s3_url)
+
+
+def new_bucket(s3_url: str) -> S3Settings:
+    """A bucket that nothing is in, and a prefix."""
+    name = f"test-{secrets.token_hex(6)}"
+    with urllib.request.urlopen(urllib.request.Request(f"{s3_url}/{name}", method="PUT"), timeout=30):
+        return S3Settings(
+            bucket=name,
+            prefix="kronoscope/",
+            region="us-east-1",
+            endpoint=s3_url,
+            public_endpoint=s3_url,
+            access_key_id="key",
+            secret_access_key="secret",
+        )
 
 
 class Databases:

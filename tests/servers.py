@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -44,8 +45,11 @@ class PrivateServer:
         url: Callable[[int], str],
         answers: Callable[[str], bool],
         stop: signal.Signals,
+        *,
+        unprivileged: bool = True,
     ) -> None:
         self.name = name
+        self._unprivileged = unprivileged
         self.port = 0
         self.log = folder / "server.log"
         self._folder = folder
@@ -128,7 +132,7 @@ class PrivateServer:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                **_unprivileged(),
+                **(_unprivileged() if self._unprivileged else {}),
             )
 
     def _await(self) -> bool:
@@ -236,6 +240,30 @@ def private_redis() -> Iterator[PrivateServer]:
             url=lambda port: f"redis://default:{password}@127.0.0.1:{port}/0",
             answers=answers,
             stop=signal.SIGTERM,
+        )
+        with _running(server):
+            yield server
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[PrivateServer]:
+    """An S3 store that keeps everything in memory, without any bucket yet."""
+    with _folder("s3") as folder:
+
+        def answers(url: str) -> bool:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/moto-api/", timeout=5):
+                return True
+            return False
+
+        server = PrivateServer(
+            "S3",
+            folder,
+            command=lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            url=lambda port: f"http://127.0.0.1:{port}",
+            answers=answers,
+            stop=signal.SIGTERM,
+            # this interpreter, which another user need not be able to read
+            unprivileged=False,
         )
         with _running(server):
             yield server

@@ -1,7 +1,7 @@
 """What a child's frames become in the ledger: one fenced transaction each.
 
-A database that does not answer is asked again for as long as the lease holds (every write of the
-ledger may be repeated); once the lease is lost nothing more is written.
+A database, or a store of artifacts, that does not answer is asked again for as long as the lease
+holds (every write of both may be repeated); once the lease is lost nothing more is written.
 """
 
 import threading
@@ -16,7 +16,7 @@ from structlog.typing import FilteringBoundLogger
 from catalog.frames import ArtifactWritten, Frame, LayerDone, LogLine, Planned, Progress, Started, Summarised
 from jobs import claims
 from jobs.artifacts import ArtifactFolder
-from jobs.errors import LeaseLost, LedgerUnavailable
+from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.records import Claim
 from worker.log_lines import Narrator
 from worker.progress_view import ProgressView
@@ -73,8 +73,9 @@ class LedgerSink:
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
             try:
                 return write()
-            except LedgerUnavailable:
-                self._log.warning("the database does not answer; the write is repeated")
+            except (LedgerUnavailable, StoreUnavailable) as error:
+                what = "database" if isinstance(error, LedgerUnavailable) else "store of artifacts"
+                self._log.warning(f"the {what} does not answer; the write is repeated", why=str(error))
                 time.sleep(_RETRY_SECONDS)
 
     @singledispatchmethod
@@ -106,9 +107,8 @@ class LedgerSink:
     @_keep.register
     def _artifact_written(self, frame: ArtifactWritten) -> None:
         claim = self._claim
-        uri = self._folder.publish(
-            claim.tenant_id, claim.job_id, claim.fence, frame.name, sha256=frame.sha256, size_bytes=frame.size_bytes
-        )
+        place = (claim.tenant_id, claim.job_id, claim.fence, frame.name)
+        uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
         self.write(lambda: claims.write_artifact(self._engine, self._claim, frame, uri))
 
     @_keep.register

@@ -82,7 +82,7 @@ export function filesCard(job, base, results) {
   const all = h(
     "ul",
     { class: "files" },
-    artifacts.map((file) => fileLine(`${base}/artifacts/${file.name.split("/").map(encodeURIComponent).join("/")}`, file.name, bytes(file.size_bytes))),
+    artifacts.map((file) => fileLine(`${base}/artifacts/${file.name.split("/").map(encodeURIComponent).join("/")}?direct=false`, file.name, bytes(file.size_bytes))),
   );
   const total = artifacts.reduce((sum, file) => sum + file.size_bytes, 0);
   return h(

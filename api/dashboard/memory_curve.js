@@ -143,7 +143,7 @@ export async function showMemory(place, base, artifacts, signal) {
   if (!(artifacts ?? []).some((file) => file.name === FILE)) return;
   let curve;
   try {
-    curve = await get(`${base}/artifacts/${FILE}`, signal);
+    curve = await get(`${base}/artifacts/${FILE}?direct=false`, signal);
   } catch {
     return; // the file is listed below, where fetching it says what is wrong
   }

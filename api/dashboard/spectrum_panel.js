@@ -91,7 +91,7 @@ export class SpectrumPanel {
     replace(this.facts, facts(shown));
     if (bringIntoView) this.place.firstElementChild.scrollIntoView({ block: "nearest", behavior: "smooth" });
     try {
-      const spectrum = await get(`${this.base}/artifacts/spectra/${shown.ordinal}.json`, this.signal);
+      const spectrum = await get(`${this.base}/artifacts/spectra/${shown.ordinal}.json?direct=false`, this.signal);
       if (this.select.selectedIndex !== index) return;
       this.drawn = () => drawSpectrum(this.plot, spectrum, shown.record?.kappa_max);
       this.redraw(true);

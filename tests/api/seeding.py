@@ -100,7 +100,12 @@ def failed(engine: Engine, tenant_id: str) -> str:
 
 
 def finished(
-    engine: Engine, root: Path, tenant_id: str, document: dict[str, Any] = DOCUMENT, *, with_factors: bool = False
+    engine: Engine,
+    root: Path | ArtifactFolder,
+    tenant_id: str,
+    document: dict[str, Any] = DOCUMENT,
+    *,
+    with_factors: bool = False,
 ) -> str:
     """A job that is done, with everything that the page draws."""
     claim = claimed(engine, tenant_id, document)
@@ -118,7 +123,7 @@ def summarise(engine: Engine, claim: Claim) -> None:
         claims.write_summary(engine, claim, Summarised(kind=kind, summary=plain(summary(kind))))
 
 
-def write_rows(engine: Engine, root: Path, claim: Claim) -> None:
+def write_rows(engine: Engine, root: Path | ArtifactFolder, claim: Claim) -> None:
     for ordinal, (name, module, n, m, count) in enumerate(LAYERS):
         A = spectrum(n, 3.0 / (ordinal + 1), 1.35, dead=n // 9 if n > 20 else 0)
         G = spectrum(m, 0.02 * (ordinal + 1), 1.8)
@@ -130,10 +135,13 @@ def write_rows(engine: Engine, root: Path, claim: Claim) -> None:
         claims.write_layer(engine, claim, layer_frame(declared(kind, len(LAYERS))))
 
 
-def artifact(engine: Engine, root: Path, claim: Claim, name: str, content: bytes, media_type: str) -> None:
-    folder = ArtifactFolder(root)
+def artifact(
+    engine: Engine, root: Path | ArtifactFolder, claim: Claim, name: str, content: bytes, media_type: str
+) -> None:
+    folder = root if isinstance(root, ArtifactFolder) else ArtifactFolder(root)
     path = folder.attempt_dir(claim.job_id, claim.fence) / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
     path.write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     uri = folder.publish(claim.tenant_id, claim.job_id, claim.fence, name, sha256=digest, size_bytes=len(content))

@@ -1,0 +1,228 @@
+"""Objects in a bucket of any S3-compatible store.
+
+An upload takes its digest while it is read, and its last part is sent only once that is the one
+declared: what has another never appears in the store. The store checks a SHA-256 of every part
+in turn.
+
+S3 has no way to remove an object only if nobody has put it anew. So whoever removes an old one
+leaves a mark first, looks at its age *then*, and takes the mark away last; whoever puts an object
+looks for a mark *afterwards* and, where one stands, waits until it is gone and puts it again.
+One of both sees the other, in whatever order their requests arrive.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from jobs.errors import ArtifactDamaged, StoreUnavailable
+from jobs.local_objects import open_plain, require_digest
+from jobs.objects import PART, StoredObject
+from jobs.s3_settings import S3Settings
+from jobs.signed_urls import signed_url
+
+_PART_BYTES = 8 * 2**20
+_CHUNK_BYTES = 256 * 1024
+_DOOMED = "doomed/"
+_CLOCK = "clock"
+_MARK_SECONDS = 30.0
+"""After which a mark is of a process that is gone: removing takes two requests."""
+
+
+class S3Objects:
+    """The objects below one prefix of a bucket."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        keys: dict[str, Any] = {
+            "access_key_id": settings.access_key_id,
+            "secret_access_key": settings.secret_access_key,
+            "session_token": settings.session_token,
+        }
+        self._store = S3Store(
+            settings.bucket,
+            prefix=settings.prefix.rstrip("/") or None,
+            config=cast(
+                "Any",
+                {
+                    "endpoint": settings.endpoint,
+                    "region": settings.region,
+                    "checksum_algorithm": "SHA256",
+                    # without keys of their own, obstore finds the machine's role
+                    **{name: value for name, value in keys.items() if value is not None},
+                },
+            ),
+            client_options={
+                "allow_http": settings.endpoint.startswith("http:"),
+                "connect_timeout": timedelta(seconds=5),
+                "timeout": timedelta(seconds=300),
+            },
+            retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
+        )
+
+    def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
+        """Upload the file, then look whether anybody was about to remove what it replaced."""
+        self._upload(key, source, sha256, size_bytes)
+        deadline = time.monotonic() + _MARK_SECONDS
+        while self._stands(f"{_DOOMED}{key}"):
+            if time.monotonic() > deadline:
+                self.delete(f"{_DOOMED}{key}")
+            time.sleep(0.1)
+            if not self._stands(f"{_DOOMED}{key}"):
+                self._upload(key, source, sha256, size_bytes)
+
+    def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
+        """A stream of the object, begun before this returns."""
+        if first >= size_bytes > 0:
+            raise ValueError(f"an object of {size_bytes:,} bytes was opened at {first:,}")
+        with _translated(f"artifact {key}"):
+            options: Any = {"range": {"offset": first}} if first else {}
+            answer = obstore.get(self._store, key, options=options)
+            found = answer.meta["size"]
+            if found != size_bytes:
+                raise ArtifactDamaged(
+                    f"artifact {key} has {found:,} bytes, {size_bytes:,} were declared; it is cut off or replaced"
+                )
+            return io.BufferedReader(_Stream(iter(answer.stream(min_chunk_size=_CHUNK_BYTES)), key), _CHUNK_BYTES)
+
+    def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
+        """Download the object."""
+        part = target.with_name(f"{PART}{uuid.uuid4().hex}")
+        digest = hashlib.sha256()
+        try:
+            with self.open(key, size_bytes) as stream, part.open("wb") as file:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            if digest.hexdigest() != sha256:
+                raise ArtifactDamaged(f"artifact {key} has another SHA-256 than declared: its bytes have changed")
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def listing(self, prefix: str) -> Iterator[StoredObject]:
+        """Every object, page by page."""
+        with _translated(prefix):
+            for page in obstore.list(self._store, prefix.rstrip("/") or None):
+                for each in page:
+                    yield StoredObject(
+                        key=each["path"], size_bytes=each["size"], modified_at=each["last_modified"].timestamp()
+                    )
+
+    def delete(self, key: str, *, older_than: float | None = None) -> bool:
+        """Remove the object, under a mark where its age counts."""
+        if older_than is None:
+            return self._remove(key)
+        with _translated(key):
+            obstore.put(self._store, f"{_DOOMED}{key}", b"")
+        try:
+            with _translated(key):
+                found = obstore.head(self._store, key)
+            return found["last_modified"].timestamp() < older_than and self._remove(key)
+        except ArtifactDamaged:
+            return False
+        finally:
+            self._remove(f"{_DOOMED}{key}")
+
+    def now(self) -> float:
+        """The store's clock: when it says that something was put just now."""
+        with _translated(_CLOCK):
+            obstore.put(self._store, _CLOCK, b"")
+            return obstore.head(self._store, _CLOCK)["last_modified"].timestamp()
+
+    def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
+        """An address for that object alone; None where a role, not a key, opens the store."""
+        return signed_url(self._settings, key, seconds, answers=answers)
+
+    def _upload(self, key: str, source: Path, sha256: str, size_bytes: int) -> None:
+        with open_plain(source, size_bytes, called=source.name) as file, _translated(key):
+            if size_bytes <= _PART_BYTES:
+                # what is sent is what was verified, whoever writes into the file meanwhile
+                content = file.read(_PART_BYTES + 1)
+                require_digest(io.BytesIO(content), sha256, called=source.name)
+                obstore.put(self._store, key, content, use_multipart=False)
+            else:
+                parts = _verified_parts(file, sha256, called=source.name)
+                obstore.put(self._store, key, parts, use_multipart=True, chunk_size=_PART_BYTES)
+            found = obstore.head(self._store, key)["size"]
+        if found != size_bytes:
+            raise ArtifactDamaged(f"the store keeps {found:,} bytes of {source.name}, {size_bytes:,} were sent")
+
+    def _stands(self, key: str) -> bool:
+        try:
+            with _translated(key):
+                obstore.head(self._store, key)
+        except ArtifactDamaged:
+            return False
+        return True
+
+    def _remove(self, key: str) -> bool:
+        """S3 itself does not tell whether there was anything."""
+        try:
+            with _translated(key):
+                obstore.delete(self._store, key)
+        except ArtifactDamaged:
+            return False
+        return True
+
+
+class _Stream(io.RawIOBase):
+    """The rest of an object, chunk by chunk."""
+
+    def __init__(self, chunks: Iterator[bytes], key: str) -> None:
+        self._chunks = chunks
+        self._key = key
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - as declared above it
+        if not self._left:
+            with _translated(f"artifact {self._key}"):
+                self._left = bytes(next(self._chunks, b""))
+        taken = self._left[: len(buffer)]
+        buffer[: len(taken)] = taken
+        self._left = self._left[len(taken) :]
+        return len(taken)
+
+
+def _verified_parts(file: BinaryIO, sha256: str, *, called: str) -> Iterator[bytes]:
+    """A file's bytes; the last part follows only if the digest over all of them is right, else the upload ends."""
+    digest = hashlib.sha256()
+    held = b""
+    while part := file.read(_PART_BYTES):
+        digest.update(part)
+        if held:
+            yield held
+        held = part
+    if digest.hexdigest() != sha256:
+        raise ArtifactDamaged(f"artifact {called} has another SHA-256 than declared: its bytes have changed")
+    yield held
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """The store's own words name hosts and requests: they stay in the cause, for the operator's log."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error):
+            raise StoreUnavailable("the bucket of KRONOSCOPE_ARTIFACTS does not exist; make it") from error
+        raise ArtifactDamaged(f"{what} cannot be opened: the store has no such object") from error
+    except BaseError as error:
+        raise StoreUnavailable(
+            f"the store of artifacts does not answer as it should ({type(error).__name__})"
+        ) from error
