@@ -24,6 +24,9 @@ from worker.settings import WorkerSettings
 
 StopReason = Literal["cancel", "deadline", "drain", "no_progress", "timeout"]
 
+_FAILED_BEAT = 0.2
+"""Of the time between two heartbeats: how soon one that the database did not answer is tried again."""
+
 
 class LeaseWatch:
     """Watches over one claim while its child runs."""
@@ -41,6 +44,7 @@ class LeaseWatch:
         self._silent_at = self._too_long_at = math.inf
         self._deadline_at = claim.deadline_at
         self._deadline = math.inf
+        self._settling = False
         self._ended = threading.Event()
         self._nudge = threading.Event()
         self._lock = threading.Lock()
@@ -75,6 +79,11 @@ class LeaseWatch:
                 self._terminate()
         self._nudge.set()
 
+    def settle(self) -> None:
+        """Nothing is left to kill, and the job is about to leave this attempt: that it is gone then is no loss."""
+        with self._lock:
+            self._settling = True
+
     def end(self) -> None:
         """The attempt is over: the last heartbeat has been."""
         self._ended.set()
@@ -93,6 +102,13 @@ class LeaseWatch:
             if self._child is not None:
                 self._child.kill()
 
+    def _lose_unless_settling(self, why: str) -> None:
+        """The last write itself finds out whether the job is still ours; seen from here it looks lost either way."""
+        with self._lock:
+            settling = self._settling
+        if not settling:
+            self._lose(why)
+
     def _run(self) -> None:
         every = self._settings.ledger.heartbeat_seconds
         look_every = min(every, self._settings.cancel_seconds)
@@ -101,8 +117,9 @@ class LeaseWatch:
         while not self._ended.is_set() and not self.lost.is_set():
             now = time.monotonic()
             if now >= next_beat:
-                self._beat()
-                next_beat, next_look = now + every, now + look_every
+                # one that failed is tried again soon: the lease must not run out while the database is back already
+                pause = every if self._beat() else every * _FAILED_BEAT
+                next_beat, next_look = now + pause, now + look_every
             elif now >= next_look:
                 self._look()
                 next_look = now + look_every
@@ -123,21 +140,24 @@ class LeaseWatch:
             self._nudge.wait(max(0.0, due - time.monotonic()))
             self._nudge.clear()
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
+        """Renew the lease; whether the database answered."""
         asked = time.monotonic()  # the lease runs from before the question, not from after the answer
         try:
             cancel = heartbeat(self._engine, self._claim, self._settings.ledger.lease_seconds)
         except LeaseLost as error:
-            self._lose(str(error))
+            self._lose_unless_settling(str(error))
         except LedgerUnavailable:
             silent = time.monotonic() - self._held_at
             self._log.warning("heartbeat failed", silent_seconds=round(silent, 1))
             if silent > self._settings.ledger.lease_seconds:
                 self._lose("the database did not answer for the length of the lease")
+            return False
         else:
             self._held_at = asked
             if cancel is not None:
                 self.stop("cancel")
+        return True
 
     def _look(self) -> None:
         try:
@@ -145,7 +165,7 @@ class LeaseWatch:
         except LedgerUnavailable:
             return  # the heartbeat is what judges silence
         if job is None or job.fence != self._claim.fence or job.ended:
-            self._lose("the job is gone, or another attempt's")
+            self._lose_unless_settling("the job is gone, or another attempt's")
         elif job.cancel_requested_at is not None:
             self.stop("cancel")
         elif job.deadline_at != self._deadline_at:

@@ -4,8 +4,8 @@ A database, or a store of artifacts, that does not answer is asked again for as 
 holds (every write of both may be repeated); once the lease is lost nothing more is written.
 """
 
+import random
 import threading
-import time
 from collections.abc import Callable
 from functools import singledispatchmethod
 from typing import TypeVar
@@ -22,7 +22,8 @@ from worker.log_lines import Narrator
 from worker.progress_view import ProgressView
 
 T = TypeVar("T")
-_RETRY_SECONDS = 0.5
+_FIRST_RETRY_SECONDS = 0.2
+_LONGEST_RETRY_SECONDS = 5.0
 _MAX_LOG_LINES = 1_000
 
 
@@ -63,11 +64,12 @@ class LedgerSink:
                 self._keep(line)
 
     def write(self, write: Callable[[], T]) -> T:
-        """Write, patiently.
+        """Write, patiently: asked again after ever longer pauses, which workers do not take in step.
 
         Raises:
             LeaseLost: If the job is another's by now.
         """
+        pause = _FIRST_RETRY_SECONDS
         while True:
             if self._lost.is_set():
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
@@ -75,8 +77,13 @@ class LedgerSink:
                 return write()
             except (LedgerUnavailable, StoreUnavailable) as error:
                 what = "database" if isinstance(error, LedgerUnavailable) else "store of artifacts"
-                self._log.warning(f"the {what} does not answer; the write is repeated", why=str(error))
-                time.sleep(_RETRY_SECONDS)
+                self._log.warning(
+                    f"the {what} does not answer; the write is repeated",
+                    why=str(error),
+                    pause_seconds=round(pause, 1),
+                )
+                self._lost.wait(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads load, guards nothing
+                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
 
     @singledispatchmethod
     def _keep(self, frame: Frame) -> None:

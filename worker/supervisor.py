@@ -129,6 +129,7 @@ class Supervisor:
         self._log.info("child ended", code=code, last=None if last is None else last.frame)
         if self._watch.lost.is_set():
             raise LeaseLost(self._claim.job_id, self._claim.fence)
+        self._watch.settle()
         died = None if last is not None else fault or (ending(code) if self._watch.reason is None else None)
         if died is not None:
             signature = self._signature(died)
