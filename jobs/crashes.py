@@ -19,16 +19,22 @@ from jobs.tables import job_events
 def record_crash(engine: Engine, claim: Claim, signature: Mapping[str, Any]) -> bool:
     """Keep the signature as an event; returns whether the crash before this one had the same.
 
+    Repeated after a reply that was lost, it keeps one event: the attempt's own is not the crash before it.
+
     Raises:
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
-        before = connection.execute(
+        last_two = connection.execute(
             select(job_events.c.data)
             .where(job_events.c.job_id == claim.job_id, job_events.c.type == "crash")
             .order_by(job_events.c.seq.desc())
-            .limit(1)
-        ).scalar_one_or_none()
-        append_event(connection, drawn, "crash", {"attempt": claim.attempt, "signature": dict(signature)})
-        return before is not None and before.get("signature") == dict(signature)
+            .limit(2)
+        ).scalars()
+        earlier = list(last_two)
+        if earlier and earlier[0].get("attempt") == claim.attempt:
+            del earlier[0]
+        else:
+            append_event(connection, drawn, "crash", {"attempt": claim.attempt, "signature": dict(signature)})
+        return bool(earlier) and earlier[0].get("signature") == dict(signature)

@@ -390,3 +390,12 @@ def test_a_crash_is_told_apart_from_the_same_crash_again(ledger: Engine, held: H
     second = held(first.job_id)
     assert record_crash(ledger, second, at_layer_3)
     assert not record_crash(ledger, second, at_layer_4)
+
+
+def test_a_crash_told_again_after_a_lost_reply_is_not_poison(ledger: Engine, held: Held) -> None:
+    """The commit came through and its answer did not, so the same attempt asks once more."""
+    mine = held()
+    signature = {"signal": 9, "stage": "capacity", "layer": "features.3"}
+    assert [record_crash(ledger, mine, signature) for _ in range(3)] == [False] * 3
+    told = [event.type for event in events_after(ledger, LOCAL_TENANT, mine.job_id)]
+    assert told.count("crash") == 1
