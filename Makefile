@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench peers test-docker env clean
+.PHONY: help demo test check format bench soak peers test-docker env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -69,6 +69,10 @@ bench: $(STAMP) ## run benchmarks/*.py and the conformance table; each writes be
 		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -P -m "benchmarks.$$(basename "$$script" .py)"; \
 	done
 	@echo "==> benchmarks/conformance"; $(PY) -P -m benchmarks.conformance
+
+soak: $(STAMP) ## kill every part at every point with the default leases; writes benchmarks/results/soak.json (25 minutes)
+	@$(PY) -m tests.servers install
+	@OMP_NUM_THREADS=1 $(PY) -m tests.chaos.soak
 
 peers: $(STAMP) ## make .peers, the environment of the libraries that benchmarks compare with
 	@benchmarks/conformance/environment.sh .peers $(PYTHON)

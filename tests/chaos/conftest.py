@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.chaos.cells import MATRIX
 from tests.chaos.gated_jobs import document, outcomes
 from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
 
@@ -11,7 +12,7 @@ from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
 @pytest.fixture(scope="session")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack for every test of this room; ``stack`` hands it over whole."""
-    with running_stack(tmp_path_factory.mktemp("stack"), settings=SHORT_LEASES) as stack:
+    with running_stack(tmp_path_factory.mktemp("stack"), settings=SHORT_LEASES, **MATRIX) as stack:
         yield stack
 
 

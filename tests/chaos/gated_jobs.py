@@ -64,3 +64,12 @@ def document(**model: Any) -> dict[str, Any]:
 def outcomes(stack: Stack, job_id: str) -> list[tuple[Any, ...]]:
     """What must be the same however a job was disturbed: every row's place and digest."""
     return [(row.kind, row.ordinal, row.layer, row.sha256) for row in stack.layers(job_id)]
+
+
+def quick_document(*script: list[Any]) -> dict[str, Any]:
+    """A job for workers whose children only do what they are told (``quick_child.py``); two rows by default."""
+    given = {"script": list(script)} if script else {}
+    return document(**given) | {
+        "kind": "capacity",
+        "model": {"source": "factory", "factory": "kronoscope_quick:make", "kwargs": given},
+    }

@@ -11,6 +11,7 @@ Everything listens on free ports of loopback; only processes that were started h
 import contextlib
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from sqlalchemy import Engine, make_url, select
 
 from jobs.artifacts import ArtifactFolder
 from jobs.database import open_database, reading, upgrade_schema
+from jobs.errors import LedgerUnavailable
 from jobs.keys import create_key
 from jobs.lifecycle import TERMINAL
 from jobs.records import Artifact, Event
@@ -34,8 +36,9 @@ from tests import servers
 from tests.api.server import KEY_SECRET, free_port
 from tests.chaos.processes import Part, below, command_of, until
 
+ROOT = Path(__file__).resolve().parents[2]
 API = (sys.executable, "-P", "-m", "api")
-WORKER = (sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q", "celery")
+WORKER = (sys.executable, "-P", "-m", "celery", "-A", "tests.chaos.held_worker", "worker", "-P", "threads")
 SHORT_LEASES = {
     "KRONOSCOPE_HEARTBEAT_SECONDS": "0.5",
     "KRONOSCOPE_LEASE_SECONDS": "3",
@@ -61,7 +64,11 @@ class Stack:
         broker: servers.PrivateServer,
         workers: int,
         settings: Mapping[str, str],
+        own: Mapping[str, Mapping[str, str]],
+        preload: Sequence[Path] = (),
     ) -> None:
+        self._preload = preload
+        self._own = own
         self.folder = folder
         self.artifacts = folder / "artifacts"
         self.postgres = postgres
@@ -72,7 +79,8 @@ class Stack:
         self.key = create_key(self.engine, KEY_SECRET, "chaos")
         self.url = f"http://127.0.0.1:{free_port()}"
         self.environment = {**_inherited(), **self._settings(), **settings}
-        self.api = Part("api", API, self.environment, folder)
+        self.api = Part("api", API, {**self.environment, **own.get("api", {})}, folder)
+        (folder / "gates").mkdir(exist_ok=True)
         self.workers = [self._worker(f"worker{number}") for number in range(workers)]
 
     @property
@@ -80,7 +88,7 @@ class Stack:
         return [self.api, *self.workers]
 
     def start(self) -> None:
-        """Start API and workers and wait until all are ready."""
+        """Start API and workers and wait until all are ready; the workers are those of ``held_worker``."""
         for part in self.parts:
             part.start()
         self.await_ready(*self.parts)
@@ -131,6 +139,13 @@ class Stack:
         """The job as the database has it."""
         with reading(self.engine) as connection:
             return connection.execute(select(jobs).where(jobs.c.id == job_id)).one()
+
+    def row_or_none(self, job_id: str) -> Any | None:
+        """The same; None while the database does not answer."""
+        try:
+            return self.row(job_id)
+        except LedgerUnavailable:
+            return None
 
     def state(self, job_id: str) -> str:
         return str(self.row(job_id).state)
@@ -199,6 +214,11 @@ class Stack:
         found = [pid for pid in below(worker.pid) if "worker.execution" in command_of(pid)]
         return [pid for pid in found if "worker.guardian" not in command_of(pid)]
 
+    def kill_process(self, pid: int) -> None:
+        """kill -9 of one computing process."""
+        assert any(pid in below(worker.pid) for worker in self.workers if worker.alive), f"{pid} is none of ours"
+        os.kill(pid, signal.SIGKILL)
+
     def await_state(self, job_id: str, *states: str, seconds: float = 60) -> str:
         def reached() -> str | None:
             now = self.state(job_id)
@@ -251,7 +271,7 @@ class Stack:
         return self.state(job_id) in TERMINAL
 
     def _worker(self, name: str, **more: str) -> Part:
-        return Part(name, WORKER, {**self.environment, **more}, self.folder)
+        return Part(name, WORKER, {**self.environment, **self._own.get(name, {}), **more}, self.folder)
 
     def _settings(self) -> dict[str, str]:
         return {
@@ -264,6 +284,8 @@ class Stack:
             "KRONOSCOPE_ALLOW_FACTORIES": "*",
             "KRONOSCOPE_FACTORY_PATH": str(Path(__file__).parent / "factories"),
             "KRONOSCOPE_THREADS": "1",
+            "CHAOS_GATES": str(self.folder / "gates"),
+            "PYTHONPATH": os.pathsep.join(map(str, (*self._preload, ROOT))),
             "OMP_NUM_THREADS": "1",
         }
 
@@ -274,6 +296,7 @@ def running_stack(
     *,
     workers: int = 2,
     settings: Mapping[str, str] | None = None,
+    own: Mapping[str, Mapping[str, str]] | None = None,
     preload: Sequence[Path] = (),
     prepare: Callable[[Stack], object] = lambda _: None,
     postgres: servers.PrivateServer | None = None,
@@ -284,19 +307,15 @@ def running_stack(
         folder: Logs, artifacts and model store.
         workers: How many Celery workers.
         settings: KRONOSCOPE_* over the stack's own; ``SHORT_LEASES`` where recovery is to take seconds.
+        own: The same for one part alone, by its name: `api`, `worker0`, `worker1` ….
         preload: Folders put first on PYTHONPATH of API and workers, such as one with a ``sitecustomize.py``.
         prepare: Called before API and workers are started.
         postgres: A server where this stack is to have a database of its own, beside those of others.
     """
-    chosen = {**(settings or {})}
-    if preload:
-        chosen["PYTHONPATH"] = os.pathsep.join([*map(str, preload), os.environ.get("PYTHONPATH", "")]).rstrip(
-            os.pathsep
-        )
     with contextlib.ExitStack() as held:
         database = postgres or held.enter_context(servers.private_postgres(**DURABLE))
         broker = held.enter_context(servers.private_redis())
-        stack = Stack(folder, database, broker, workers, chosen)
+        stack = Stack(folder, database, broker, workers, settings or {}, own or {}, preload)
         held.callback(stack.close)
         prepare(stack)
         stack.start()

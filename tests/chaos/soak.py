@@ -1,0 +1,168 @@
+"""The whole kill matrix with the default leases, and a campaign: ``make soak``.
+
+    python -m tests.chaos.soak [--stacks N] [--only PART:POINT …] [--campaign-seconds S] [--seed N]
+
+Every cell kills one part at one point and waits for the job to end as if nothing had happened.
+Prints how long recovery took by part and by point, writes benchmarks/results/soak.json, and ends
+with exit code 1 where a cell failed or one took longer than a minute.
+"""
+
+import argparse
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results_file import claim, not_measured, write
+from tests import servers
+from tests.chaos.cells import ALL_CELLS, MATRIX, PARTS, POINTS, Recovery, run_cell
+from tests.chaos.gated_jobs import document, outcomes
+from tests.chaos.stack import running_stack
+
+MOST_SECONDS = 60
+"""From the kill to a living holder's first write: lease (45 s), reaper (10 s) and the next look into the queue."""
+CELL_SECONDS = 240
+DOWN_SECONDS = 5.0
+"""How long API, Redis and PostgreSQL stay away."""
+
+
+class Soak:
+    """Cells shared out among stacks that run side by side."""
+
+    def __init__(self, cells: Sequence[tuple[str, str]]) -> None:
+        self.recoveries: list[Recovery] = []
+        self.failed: list[dict[str, str]] = []
+        self._left: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        for cell in _longest_first(cells):
+            self._left.put(cell)
+
+    def run(self, stacks: int) -> None:
+        """Run every cell."""
+        threads = [threading.Thread(target=self._stack, args=(number,)) for number in range(stacks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        while not self._left.empty():
+            self._fail(*self._left.get(), "no stack was left to run it")
+
+    def _stack(self, number: int) -> None:
+        with tempfile.TemporaryDirectory(prefix=f"kronoscope-soak-{number}-") as folder:
+            try:
+                with running_stack(Path(folder), **MATRIX) as stack:
+                    job_id = stack.submit(document())
+                    stack.await_end(job_id)
+                    undisturbed = outcomes(stack, job_id)
+                    while True:
+                        try:
+                            part, point = self._left.get_nowait()
+                        except queue.Empty:
+                            return
+                        try:
+                            recovery = run_cell(
+                                stack, part, point, undisturbed, down=DOWN_SECONDS, seconds=CELL_SECONDS
+                            )
+                        except Exception:  # noqa: BLE001 - one cell's failure is a result, and the others run on
+                            self._fail(part, point, traceback.format_exc(limit=3))
+                        else:
+                            self.recoveries.append(recovery)
+                            _say(
+                                f"{part:9} {point:16} running again after {recovery.running_again:5.1f} s, "
+                                f"ended after {recovery.ended:5.1f} s, attempts {recovery.attempts}"
+                            )
+            except Exception:  # noqa: BLE001 - a stack that cannot go on leaves its cells to the others
+                _say(f"stack {number} ended early:\n{traceback.format_exc(limit=3)}")
+
+    def _fail(self, part: str, point: str, why: str) -> None:
+        self.failed.append({"part": part, "point": point, "why": why})
+        _say(f"{part:9} {point:16} FAILED\n{why}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run matrix and campaign, print, store, judge."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("--stacks", type=int, default=3, help="services side by side (3: a minute's waiting each)")
+    parser.add_argument("--only", nargs="*", metavar="PART:POINT", help="these cells alone; nothing is stored")
+    options = parser.parse_args(arguments)
+    cells = [tuple(text.split(":")) for text in options.only] if options.only else list(ALL_CELLS)
+    if unknown := [cell for cell in cells if cell not in ALL_CELLS]:
+        parser.error(f"{unknown} are no cells; parts are {', '.join(PARTS)}, points {', '.join(POINTS)}")
+    began = time.monotonic()
+    soak = Soak([(part, point) for part, point in cells])
+    soak.run(options.stacks)
+    claims = _claims(soak, len(cells))
+    _print_table(soak.recoveries)
+    figures = {
+        "settings": "defaults: heartbeat 10 s, lease 45 s, reaper 10 s, poll 3 s",
+        "stacks": options.stacks,
+        "seconds": round(time.monotonic() - began, 1),
+        "servers": {"postgresql": _version(servers.find_postgres()), "redis": _version(servers.find_redis())},
+        "cells": [asdict(each) for each in sorted(soak.recoveries, key=lambda each: (each.part, each.point))],
+        "failed": soak.failed,
+        "by_part": {part: _summary([e for e in soak.recoveries if e.part == part]) for part in PARTS},
+        "by_point": {point: _summary([e for e in soak.recoveries if e.point == point]) for point in POINTS},
+    }
+    if not options.only:
+        write("soak", claims, figures)
+    return 0 if all(each["holds"] for each in claims) else 1
+
+
+def _claims(soak: Soak, cells: int) -> list[dict[str, Any]]:
+    text = "seconds from a kill -9 to the job's running again, at most, with default leases"
+    slowest = max((each.running_again for each in soak.recoveries), default=None)
+    return [
+        claim(f"cells of {cells} in which a job did not end with its rows stored once", len(soak.failed), 0),
+        not_measured(text, MOST_SECONDS, "no cell ended") if slowest is None else claim(text, slowest, MOST_SECONDS),
+    ]
+
+
+def _longest_first(cells: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those that wait for a lease to run out come first, so that no stack ends long after the others."""
+    return sorted(cells, key=lambda cell: cell[0] != "worker")
+
+
+def _summary(recoveries: Sequence[Recovery]) -> dict[str, float] | None:
+    if not recoveries:
+        return None
+    again = [each.running_again for each in recoveries]
+    ended = [each.ended for each in recoveries]
+    return {
+        "cells": len(again),
+        "median_running_again": round(statistics.median(again), 2),
+        "max_running_again": round(max(again), 2),
+        "median_ended": round(statistics.median(ended), 2),
+        "max_ended": round(max(ended), 2),
+    }
+
+
+def _print_table(recoveries: Sequence[Recovery]) -> None:
+    _say(f"{'':16} {'cells':>5} {'median':>8} {'max':>8}   seconds from the kill to running again")
+    for name, of in [("part", PARTS), ("point", POINTS)]:
+        for value in of:
+            found = _summary([each for each in recoveries if getattr(each, name) == value])
+            if found is not None:
+                median, most = found["median_running_again"], found["max_running_again"]
+                _say(f"{value:16} {found['cells']:5} {median:8.1f} {most:8.1f}")
+
+
+def _version(binary: Path | None) -> str:
+    if binary is None:
+        return "unknown"
+    return subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The broker forgets, repeats itself, or is not there: every job ends, and each is done once."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.chaos.gated_jobs import quick_document
+from tests.chaos.processes import Part, until
+from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
+
+QUEUED = 100
+MAX_FAILURES = 5
+
+
+@pytest.fixture(scope="module")
+def quick_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two workers whose children compute nothing."""
+    settings = SHORT_LEASES | {"CHAOS_QUICK": "1", "KRONOSCOPE_SLOTS": "2"}
+    with running_stack(tmp_path_factory.mktemp("quick"), settings=settings) as stack:
+        yield stack
+
+
+@pytest.fixture
+def quick(quick_stack: Stack) -> Stack:
+    quick_stack.revive()
+    return quick_stack
+
+
+def each_was_done_once(stack: Stack, job_ids: list[str]) -> None:
+    assert stack.await_end(*job_ids, seconds=150) == ["succeeded"] * len(job_ids)
+    for job_id in job_ids:
+        row = stack.row(job_id)
+        assert (row.attempt, row.failures, row.fence) == (1, 0, 1), stack.describe(job_id)
+        assert len(stack.layers(job_id)) == len(stack.events(job_id, "layer")) == 2
+        assert [event.data["state"] for event in stack.events(job_id, "state")] == ["queued", "running", "succeeded"]
+
+
+def held_back(stack: Stack) -> Any:
+    """No worker claims anything until this file is gone."""
+    gate = stack.folder / "gates" / "claim.hold"
+    gate.touch()
+    return gate
+
+
+def test_flushall_with_a_hundred_queued_loses_none(quick: Stack) -> None:
+    gate = held_back(quick)
+    with quick.client() as client:
+        answers = [client.post("/v1/jobs", json=quick_document()) for _ in range(QUEUED)]
+    assert {answer.status_code for answer in answers} == {202}
+    for _ in range(3):  # between these, doorbells are sent again
+        quick.broker().flushall()
+        time.sleep(0.7)
+    assert quick.broker().llen("celery") >= 0
+    gate.unlink()
+    each_was_done_once(quick, [answer.json()["id"] for answer in answers])
+
+
+@pytest.mark.parametrize("times", [5, 50])
+def test_a_doorbell_delivered_many_times_is_one_job(quick: Stack, times: int) -> None:
+    gate = held_back(quick)
+    job_id = quick.submit(quick_document())
+    quick.ring(job_id, times)
+    gate.unlink()
+    quick.ring(job_id, times)
+    each_was_done_once(quick, [job_id])
+    quick.ring(job_id, times)  # of a job that has ended
+    until(lambda: quick.broker().llen("celery") == 0, 60, "every doorbell is answered")
+    each_was_done_once(quick, [job_id])
+
+
+def test_without_redis_from_start_to_end_every_job_ends_once(quick: Stack) -> None:
+    quick.redis.kill()
+    for part in quick.parts:
+        part.kill()
+    for part in quick.parts:
+        part.start()
+    quick.await_ready(*quick.parts)
+    each_was_done_once(quick, [quick.submit(quick_document()) for _ in range(10)])
+    assert all(part.alive for part in quick.parts)
+    quick.redis.restart()  # and workers that never saw it hear the doorbell now
+    job_id = quick.submit(quick_document())
+    each_was_done_once(quick, [job_id])
+
+
+def test_a_job_that_kills_its_worker_ends_after_its_failures_and_others_go_on(quick: Stack) -> None:
+    murderer = quick.submit(quick_document(["started"], ["murder"]))
+    others = []
+    deaths = 0
+
+    def restarted() -> bool:
+        """As whatever supervises the workers does."""
+        nonlocal deaths
+        for worker in quick.workers:
+            if not worker.alive:
+                deaths += 1
+                worker.start()
+                others.append(quick.submit(quick_document()))
+        return quick.state(murderer) == "failed"
+
+    until(restarted, 200, "the murderer ends")
+    row = quick.row(murderer)
+    assert (row.failures, row.attempt, deaths) == (MAX_FAILURES, MAX_FAILURES, MAX_FAILURES)
+    assert row.failure["code"] == "worker_lost"
+    assert quick.await_end(*others) == ["succeeded"] * len(others)
+    _no_worker_is_lost_any_more(quick.workers)
+
+
+def _no_worker_is_lost_any_more(workers: list[Part]) -> None:
+    assert all(worker.alive for worker in workers)
