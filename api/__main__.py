@@ -1,5 +1,6 @@
 """``python -P -m api``: serve the API and its page over HTTP."""
 
+import asyncio
 import logging
 import os
 import sys
@@ -7,9 +8,11 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.main import create_app
 from api.settings import Settings
+from api.streams import TRANSPORT
 from jobs.database import open_database, require_current_schema
 from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
 
@@ -17,8 +20,17 @@ _KEEP_ALIVE_SECONDS = 10
 _SHUTDOWN_SECONDS = 10
 
 
+class _Protocol(H11Protocol):
+    """Lets a stream cut its connection: to one that takes nothing no more can be said, not even that it is closed."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Hand the connection to every request on it."""
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, TRANSPORT: transport}
+
+
 class _Server(uvicorn.Server):
-    """Tells long polls to answer as soon as the process is asked to end."""
+    """Tells long polls to answer and streams to end as soon as the process is asked to end."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
@@ -60,7 +72,7 @@ def main() -> int:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         # a header that never ends is cut here; the body's limits are the routes'
-        http="h11",
+        http=_Protocol,
         h11_max_incomplete_event_size=32 * 1024,
         proxy_headers=False,
     )

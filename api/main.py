@@ -5,6 +5,7 @@ asks for it. Nothing here imports torch.
 """
 
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -13,21 +14,23 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api import analyses, artifacts, contract, errors, estimates, health, jobs, metrics, page, results
+from api import analyses, artifacts, contract, errors, estimates, events, health, jobs, metrics, page, results
 from api.auth import Reader, authenticate
 from api.caretaker import Caretaker, Doorbell
 from api.guard import Guard
 from api.lookout import Lookout
 from api.service import Service
 from api.settings import Settings
+from api.streams import Streams
 from api.traffic import Meter, Traffic
+from api.watching import Watch
 from jobs.artifacts import open_artifacts
 from jobs.database import open_database, require_current_schema
 
 _DESCRIPTION = """\
 Measure the curvature of trained neural networks, layer by layer.
 
-Submit a job document with `POST /v1/jobs`, follow it with `GET /v1/jobs/{job_id}?wait=30`, read
+Submit a job document with `POST /v1/jobs`, follow it with `GET /v1/jobs/{job_id}?wait=30` or `/events`, read
 `/results`, `/layers`, `/log` and `/artifacts`. `POST /v1/estimates` takes the same document, and tells what
 the job would take. Every error is `application/problem+json` (RFC 9457).
 """
@@ -44,7 +47,8 @@ def create_app(settings: Settings) -> FastAPI:
             app.state.service = service
             service.caretaker.start()
             try:
-                yield
+                async with service.watch.running():
+                    yield
             finally:
                 await run_in_threadpool(service.caretaker.stop)
         finally:
@@ -68,7 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Guard, embedded=settings.embedded)
     app.add_middleware(Meter, traffic=traffic)
     errors.install(app)
-    for room in (jobs, results, artifacts, estimates, analyses, health, metrics, page):
+    for room in (jobs, events, results, artifacts, estimates, analyses, health, metrics, page):
         app.include_router(room.router)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -85,6 +89,7 @@ def _open(settings: Settings, traffic: Traffic) -> Service:
     rings = settings.redis_url and not settings.embedded
     doorbell = Doorbell(settings.redis_url) if rings and settings.redis_url else None
     settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
+    stopping = threading.Event()
     return Service(
         settings=settings,
         engine=engine,
@@ -92,6 +97,9 @@ def _open(settings: Settings, traffic: Traffic) -> Service:
         caretaker=Caretaker(engine, settings.ledger, doorbell),
         lookout=Lookout(settings),
         traffic=traffic,
+        watch=Watch(engine, stopping),
+        streams=Streams(settings.streams, settings.streams_per_key),
+        stopping=stopping,
     )
 
 

@@ -79,6 +79,31 @@ class JobListView:
 
 
 @record
+class EventView:
+    """One line of a job's history."""
+
+    seq: int
+    """Grows with every event of the job, with gaps; give it as `after`, or as `Last-Event-ID`, to read on."""
+    at: datetime
+    type: str
+    """Such as `state`, `started`, `plan`, `progress`, `layer`, `artifact`, `summary`, `log`, `digest_differs`."""
+    data: Mapping[str, Any]
+
+
+@record
+class EventListView:
+    """A part of a job's history, in order."""
+
+    items: tuple[EventView, ...]
+    through: int
+    """Every event up to this number stands here or before; give it as `after` to read on, now or later."""
+    more: bool
+    """Whether there are further events already."""
+    ended: bool
+    """Whether nothing follows."""
+
+
+@record
 class ValidationView:
     """The document is sound and would be accepted; nothing was stored."""
 
@@ -229,6 +254,7 @@ def job_view(job: Job) -> JobView:
             "results": f"{here}/results",
             "layers": f"{here}/layers",
             "log": f"{here}/log",
+            "events": f"{here}/events",
             "artifacts": f"{here}/artifacts",
             "cancel": f"{here}:cancel",
         },

@@ -11,7 +11,9 @@ from sqlalchemy import Engine
 from api.caretaker import Caretaker
 from api.lookout import Lookout
 from api.settings import Settings
+from api.streams import Streams
 from api.traffic import Traffic
+from api.watching import Watch
 from jobs.artifacts import ArtifactFolder
 
 
@@ -34,9 +36,13 @@ class Service:
     caretaker: Caretaker
     lookout: Lookout
     traffic: Traffic
+    watch: Watch
+    """What long polls and streams of events wait at."""
+    streams: Streams
+    """Streams of events under way, counted against their caps."""
     probe: Probe = field(default_factory=Probe)
-    stopping: threading.Event = field(default_factory=threading.Event)
-    """Set when the process is asked to end: long polls answer at once."""
+    stopping: threading.Event
+    """Set when the process is asked to end: long polls answer and streams end at once."""
 
 
 def _service(request: Request) -> Service:

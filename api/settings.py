@@ -48,6 +48,18 @@ class Settings:
     """How long the address that a bucket's file is fetched from is good for; 0 sends files through the API."""
     disk_floor_bytes: int = 256 * 2**20
     """Below this much free space for artifacts the service is not ready."""
+    streams: int = 200
+    """Streams of events at a time, in this process."""
+    streams_per_key: int = 3
+    """Of these one key may have so many; without keys, in embedded mode, the cap above is the only one."""
+    stream_seconds: float = 600
+    """How long one stream lasts; its reader connects again and goes on where it was."""
+    stream_write_seconds: float = 10
+    """How long a stream waits for a reader that takes nothing before it cuts the connection."""
+    stream_idle_seconds: float = 15
+    """Between two signs of life in a stream without events; proxies cut what is silent for a minute."""
+    long_polls: int = 200
+    """Requests that wait at a time, in this process; beyond them `wait` is answered at once."""
 
     def __post_init__(self) -> None:
         """Refuse a service that would be open to strangers, or that could verify no key."""
@@ -74,6 +86,7 @@ class Settings:
             raise SettingsInvalid(
                 f"KRONOSCOPE_SIGNED_SECONDS is {self.signed_seconds}; take 0 (none) to 604800 seconds, a week"
             )
+        _check_streams(self)
         if not 1 <= self.port <= 65_535:
             raise SettingsInvalid(f"KRONOSCOPE_PORT is {self.port}; take 1 to 65535")
 
@@ -101,7 +114,22 @@ class Settings:
             estimate_seconds=seconds(environ, "KRONOSCOPE_ESTIMATE_SECONDS", 10),
             signed_seconds=_whole(environ, "KRONOSCOPE_SIGNED_SECONDS", 300),
             disk_floor_bytes=_whole(environ, "KRONOSCOPE_DISK_FLOOR_BYTES", 256 * 2**20),
+            streams=_whole(environ, "KRONOSCOPE_STREAMS", 200),
+            streams_per_key=_whole(environ, "KRONOSCOPE_STREAMS_PER_KEY", 3),
+            stream_seconds=seconds(environ, "KRONOSCOPE_STREAM_SECONDS", 600),
+            stream_write_seconds=seconds(environ, "KRONOSCOPE_STREAM_WRITE_SECONDS", 10),
+            stream_idle_seconds=seconds(environ, "KRONOSCOPE_STREAM_IDLE_SECONDS", 15),
+            long_polls=_whole(environ, "KRONOSCOPE_LONG_POLLS", 200),
         )
+
+
+def _check_streams(settings: Settings) -> None:
+    for name in ("streams", "streams_per_key", "long_polls"):
+        if getattr(settings, name) < 0:
+            raise SettingsInvalid(f"KRONOSCOPE_{name.upper()} is {getattr(settings, name)}; take 0 (none) or more")
+    for name in ("stream_seconds", "stream_write_seconds", "stream_idle_seconds"):
+        if not 0.05 <= getattr(settings, name) <= 86_400:
+            raise SettingsInvalid(f"KRONOSCOPE_{name.upper()} is {getattr(settings, name)}; take 0.05 to 86400 seconds")
 
 
 def is_loopback(host: str) -> bool:

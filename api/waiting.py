@@ -1,6 +1,5 @@
-"""Waiting for a row of the ledger to change: in turns, so that neither the event loop nor a connection is held."""
+"""Waiting for a job to change: at the watch, so that neither a thread nor a connection to the database is held."""
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -12,8 +11,8 @@ from api.service import Service
 from jobs.records import Job
 
 MAX_WAIT_SECONDS = 30
-_POLL_SECONDS = 0.4
-_LONG_POLLS = 200
+_ASIDE_SECONDS = 2.0
+"""Between two looks whether whoever waits is still there."""
 
 
 def check_wait(seconds: float) -> None:
@@ -41,22 +40,32 @@ async def awaited(
         Refusal: 404 where there is none.
     """
     until = time.monotonic() + seconds
+    job = await run_in_threadpool(read)
+    if job is None:
+        raise not_found(f"there is no such {what}")
+
+    def over(job: Job) -> bool:
+        return job.ended or news(job)
+
+    if seconds <= 0 or over(job):
+        return job
     polls: set[object] = request.app.state.long_polls
+    if len(polls) >= service.settings.long_polls:
+        return job  # answered at once, which every caller must expect anyway
     ticket = object()
-    # beyond the cap a poll is answered at once, which every caller must expect anyway
-    waits = seconds > 0 and len(polls) < _LONG_POLLS
-    if waits:
-        polls.add(ticket)
+    polls.add(ticket)
     try:
-        while True:
-            job = await run_in_threadpool(read)
-            if job is None:
-                raise not_found(f"there is no such {what}")
-            left = until - time.monotonic()
-            if job.ended or news(job) or not waits or left <= 0 or service.stopping.is_set():
-                return job
-            await asyncio.sleep(min(_POLL_SECONDS, left))
-            if await request.is_disconnected():
-                return job
+        with service.watch.waiting(job.id) as waiter:
+            while not (over(job) or service.stopping.is_set()):
+                if waiter.moved(job.event_seq):
+                    job = await waiter.read(read)
+                    if job is None:
+                        raise not_found(f"there is no such {what}")
+                    continue
+                left = until - time.monotonic()
+                if left <= 0 or await request.is_disconnected():
+                    break
+                await waiter.news(min(left, _ASIDE_SECONDS))
+        return job
     finally:
         polls.discard(ticket)

@@ -96,7 +96,7 @@ def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
     stored = "-" * 64 if row is None else row.hmac
     if not hmac.compare_digest(stored, _digest(secret, presented)) or row is None:
         return None
-    return Caller(tenant_id=row.tenant_id, scopes=frozenset(row.scopes.split(" ")))
+    return Caller(tenant_id=row.tenant_id, scopes=frozenset(row.scopes.split(" ")), key=match[1])
 
 
 def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:

@@ -147,6 +147,8 @@ class Caller:
 
     tenant_id: str
     scopes: frozenset[Scope]
+    key: str | None = None
+    """Prefix of the key; null in embedded mode, which asks for none."""
 
     def may(self, scope: Scope) -> bool:
         """Whether the key carries ``scope``; `admin` carries all of them."""

@@ -208,6 +208,7 @@ def test_another_tenants_job_is_like_a_random_id(keyed: Keyed, theirs: httpx.Cli
         ("GET", "/layers.jsonl"),
         ("GET", "/layers/head.0"),
         ("GET", "/log"),
+        ("GET", "/events"),
         ("GET", "/artifacts"),
         ("GET", "/artifacts/spectra/0.json"),
         ("POST", ":cancel"),
