@@ -12,6 +12,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,8 @@ from urllib.parse import quote
 import httpx
 
 from catalog.complaints import Complaint
-from kronoscope.views import Artifact, Estimate, Job, Layer, Results, estimate_of, job_of, layer_of, results_of
+from kronoscope.event_stream import follow_events
+from kronoscope.views import Artifact, Estimate, Event, Job, Layer, Results, estimate_of, job_of, layer_of, results_of
 
 MEMORY_CURVE = "memory_curve.json"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -133,6 +135,28 @@ class Client:
             yield job
             if job.ended:
                 return
+
+    def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60) -> Iterator[Event]:
+        """What happens to a job, as it happens, until it has ended; begins behind the event numbered ``after``.
+
+        Where the connection breaks, or the service is away for less than ``patience_seconds``, it goes on where it was.
+
+        Raises:
+            ClientError: If there is no such job, or the service does not come back in time.
+        """
+        address = f"{_path(job_id)}/events"
+
+        def connect(position: int) -> AbstractContextManager[httpx.Response]:
+            headers = {"accept": "text/event-stream", "last-event-id": str(position)}
+            # a stream without events gives signs of life four times a minute
+            return self._http.stream(
+                "GET", address, headers=headers, timeout=httpx.Timeout(60, connect=_CONNECT_SECONDS)
+            )
+
+        try:
+            yield from follow_events(connect, _refusal, after, patience_seconds)
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(self.url, type(error).__name__) from error
 
     def jobs(self, *, state: str | None = None, kind: str | None = None, label: str | None = None) -> Iterator[Job]:
         """Your jobs, newest first, page after page."""

@@ -65,6 +65,23 @@ class Job:
 
 
 @record
+class Event:
+    """One line of a job's history."""
+
+    seq: int
+    """Grows with every event of the job, with gaps."""
+    at: str
+    type: str
+    """Such as `state`, `started`, `plan`, `progress`, `layer`, `artifact`, `summary`, `log`."""
+    data: Mapping[str, Any]
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the job's last."""
+        return self.type == "state" and self.data.get("state") in ENDED
+
+
+@record
 class Estimate:
     """What a job would take, found without running it."""
 

@@ -56,9 +56,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(database_url: str, folder: Path, more: Mapping[str, str]) -> Iterator[Server]:
+def serve(database_url: str, folder: Path, more: Mapping[str, str], port: int | None = None) -> Iterator[Server]:
     """Start an API and wait until it answers; afterwards it must end at SIGTERM."""
-    port = free_port()
+    port = port or free_port()
     log = folder / f"api-{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
