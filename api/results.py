@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
+from api.archived import layer_count, layer_page
 from api.auth import Reader
 from api.contract import refusals
 from api.problems import not_found, parameter_refused
@@ -18,10 +19,12 @@ from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.record import canonical_json, plain, record
 from jobs.records import Job, LayerRow
-from jobs.results import SORT_KEYS, count_layers, layer_rows, list_artifacts
-from jobs.store import read_job
+from jobs.results import SORT_KEYS, list_artifacts
+from jobs.store import check_limit, read_job
 
 _PAGE = 100
+_ARCHIVED_PAGE = 1000
+"""For each of them the whole archive is read."""
 Format = Literal["application/json", "text/csv", "application/jsonl"]
 _JSON: Format = "application/json"
 _CSV: Format = "text/csv"
@@ -80,7 +83,7 @@ def results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
     """The closing figures of each analysis, with what they were computed, and where the rest is."""
     job = owned_job(service, caller.tenant_id, job_id)
     files = list_artifacts(service.engine, caller.tenant_id, job_id)
-    count = count_layers(service.engine, caller.tenant_id, job_id)
+    count = layer_count(service, job)
     return ResultsView(
         job=job_view(job),
         summary=job.summary or {},
@@ -117,9 +120,8 @@ def layers(
     wanted = _format(accept)
     if wanted != _JSON:
         return _stream(service, job, wanted, chosen)
-    page = layer_rows(
-        service.engine, caller.tenant_id, job_id, kind=chosen.kind, after=after, limit=limit, sort=chosen.sort
-    )
+    check_limit(limit)
+    page = layer_page(service, job, kind=chosen.kind, after=after, limit=limit, sort=chosen.sort)
     if page.next is not None:
         given = {"kind": chosen.kind, "sort": chosen.sort, "after": page.next, "limit": str(limit)}
         query = urlencode({name: value for name, value in given.items() if value is not None})
@@ -153,8 +155,8 @@ def layers_jsonl(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen
 @router.get("/layers/{name:path}", summary="One layer", responses=refusals(404, 422))
 def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> LayerListView:
     """The rows of one layer by its module name, one per analysis."""
-    owned_job(service, caller.tenant_id, job_id)
-    page = layer_rows(service.engine, caller.tenant_id, job_id, kind=chosen.kind, layer=name)
+    job = owned_job(service, caller.tenant_id, job_id)
+    page = layer_page(service, job, kind=chosen.kind, layer=name)
     if not page.items:
         raise not_found("the job has no row of a layer of this name (yet)")
     return LayerListView(items=tuple(layer_view(row) for row in page.items), next=page.next)
@@ -202,10 +204,9 @@ def _download(chunks: Iterator[str], media_type: str, name: str) -> StreamingRes
 
 def _pages(service: Service, job: Job, chosen: Selection) -> Iterator[tuple[LayerRow, ...]]:
     after = None
+    limit = _PAGE if job.archived_at is None else _ARCHIVED_PAGE
     while True:
-        page = layer_rows(
-            service.engine, job.tenant_id, job.id, kind=chosen.kind, after=after, limit=_PAGE, sort=chosen.sort
-        )
+        page = layer_page(service, job, kind=chosen.kind, after=after, limit=limit, sort=chosen.sort)
         yield page.items
         after = page.next
         if after is None:

@@ -65,6 +65,8 @@ class JobView:
     queued_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    archived_at: datetime | None
+    """When its rows and events left the ledger for its file `archive.jsonl.gz`; they are read from there."""
     cancel_requested_at: datetime | None
     links: Mapping[str, str]
 
@@ -248,6 +250,7 @@ def job_view(job: Job) -> JobView:
         queued_at=job.queued_at,
         started_at=job.started_at,
         finished_at=job.finished_at,
+        archived_at=job.archived_at,
         cancel_requested_at=job.cancel_requested_at,
         links={
             "self": here,

@@ -46,6 +46,8 @@ class Job:
     queued_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    archived_at: datetime | None
+    """When its rows left the ledger for its archive."""
 
     @property
     def ended(self) -> bool:

@@ -3,8 +3,10 @@
 import base64
 import binascii
 import dataclasses
+import heapq
 import json
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, get_args, get_type_hints
 
 from sqlalchemy import ColumnElement, Double, Engine, Row, Table, and_, func, literal, or_, select
@@ -65,8 +67,40 @@ def layer_rows(
     with reading(engine) as connection:
         rows = connection.execute(query).all()
     kept = rows[:limit]
-    following = _cursor(kept[-1], sort) if len(rows) > limit else None
+    last = kept[-1] if len(rows) > limit else None
+    following = None if last is None else _cursor(sort, last.sort_value, last.kind, last.ordinal)
     return LayerPage(items=tuple(_layer_row(row) for row in kept), next=following)
+
+
+def page_of(
+    rows: Iterable[LayerRow],
+    kind: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
+    sort: str | None = None,
+    layer: str | None = None,
+) -> LayerPage:
+    """The page that `layer_rows` gives, of rows that are not in the ledger; no more than a page is held.
+
+    Raises:
+        PageRefused: If the sort key or the cursor means nothing.
+    """
+    number = _number_of(sort)
+    beyond = None if after is None else _read_cursor(after, sort)
+    sign = -1 if sort is not None and sort.startswith("-") else 1
+
+    def place(row: LayerRow) -> tuple[float, str, int]:
+        return sign * number(row), row.kind, row.ordinal
+
+    wanted = (row for row in rows if kind in (None, row.kind) and layer in (None, row.layer))
+    if beyond is not None:
+        last = (sign * beyond[0], *beyond[1:])
+        wanted = (row for row in wanted if place(row) > last)
+    found = heapq.nsmallest(limit + 1, wanted, key=place)
+    kept = found[:limit]
+    more = len(found) > limit
+    following = _cursor(sort, number(kept[-1]), kept[-1].kind, kept[-1].ordinal) if more else None
+    return LayerPage(items=tuple(kept), next=following)
 
 
 def layer_row(engine: Engine, tenant_id: str, job_id: str, kind: str, ordinal: int) -> LayerRow | None:
@@ -86,6 +120,13 @@ def layer_row(engine: Engine, tenant_id: str, job_id: str, kind: str, ordinal: i
 def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
     """How many layer rows the job has so far."""
     query = select(func.count()).select_from(layer_results).where(*_owned(layer_results, tenant_id, job_id))
+    with reading(engine) as connection:
+        return connection.execute(query).scalar_one()
+
+
+def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
+    """How many lines the job's history has in the ledger."""
+    query = select(func.count()).select_from(job_events).where(*_owned(job_events, tenant_id, job_id))
     with reading(engine) as connection:
         return connection.execute(query).scalar_one()
 
@@ -126,11 +167,15 @@ def _sort_value(sort: str | None, *, descending: bool) -> ColumnElement[float]:
     """What rows are sorted by: a constant without a sort key, and beyond every number where it is null."""
     if sort is None:
         return sql_cast(literal(0.0), Double)
+    metric = layer_results.c.outcome["metrics", _sort_key(sort)].as_float()
+    return func.coalesce(metric, sql_cast(literal(-math.inf if descending else math.inf), Double))
+
+
+def _sort_key(sort: str) -> str:
     key = sort.removeprefix("-")
     if key not in SORT_KEYS:
         raise PageRefused("sort", f"is no metric; take one of {', '.join(sorted(SORT_KEYS))}, with - for descending")
-    metric = layer_results.c.outcome["metrics", key].as_float()
-    return func.coalesce(metric, sql_cast(literal(-math.inf if descending else math.inf), Double))
+    return key
 
 
 def _beyond(value: ColumnElement[float], cursor: tuple[float, str, int], *, descending: bool) -> ColumnElement[bool]:
@@ -143,8 +188,22 @@ def _beyond(value: ColumnElement[float], cursor: tuple[float, str, int], *, desc
     )
 
 
-def _cursor(row: Row[Any], sort: str | None) -> str:
-    text = json.dumps([sort, repr(float(row.sort_value)), row.kind, row.ordinal])
+def _number_of(sort: str | None) -> Callable[[LayerRow], float]:
+    """What rows are sorted by outside of SQL: as `_sort_value`."""
+    if sort is None:
+        return lambda _: 0.0
+    key = _sort_key(sort)
+    beyond = -math.inf if sort.startswith("-") else math.inf
+
+    def number(row: LayerRow) -> float:
+        value = (row.outcome.get("metrics") or {}).get(key)
+        return beyond if value is None else float(value)
+
+    return number
+
+
+def _cursor(sort: str | None, value: float, kind: str, ordinal: int) -> str:
+    text = json.dumps([sort, repr(float(value)), kind, ordinal])
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import Literal
 
 from catalog.duration import duration_seconds
 from catalog.record import record
@@ -12,6 +13,7 @@ from jobs.s3_settings import S3Settings
 
 _S3 = "s3://"
 _MAX_SECRET_BYTES = 65_536
+_MAX_DAYS = 36_500
 
 
 @record
@@ -37,6 +39,10 @@ class LedgerSettings:
     """Between two looks for objects and staged files that nothing names."""
     grace_seconds: float = 3600
     """How old they must be to be removed."""
+    retention_days: float | None = None
+    """An ended job's rows, events and files are archived after so many; null keeps them in the ledger."""
+    retention_files: Literal["keep", "drop"] = "keep"
+    """What becomes of an archived job's files."""
     cache_bytes: int = 20 * 2**30
     """What the cached factors of one tenant may take below the artifacts; 0 keeps none."""
 
@@ -51,6 +57,12 @@ class LedgerSettings:
                 raise SettingsInvalid(f"{name} is {value}; take a positive number of seconds")
         if self.cache_bytes < 0:
             raise SettingsInvalid(f"KRONOSCOPE_CACHE_BYTES is {self.cache_bytes}; take 0 (no cache) or more bytes")
+        if self.retention_days is not None and not 0 <= self.retention_days <= _MAX_DAYS:
+            raise SettingsInvalid(
+                f"KRONOSCOPE_RETENTION_DAYS is {self.retention_days:g}; take 0 to {_MAX_DAYS:,} days, or leave it out"
+            )
+        if self.retention_files not in ("keep", "drop"):
+            raise SettingsInvalid("KRONOSCOPE_RETENTION_FILES is neither keep nor drop; take one of them")
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise SettingsInvalid(
                 f"lease_seconds is {self.lease_seconds:g} and heartbeat_seconds {self.heartbeat_seconds:g}; "
@@ -82,6 +94,8 @@ class LedgerSettings:
             unclaimed_seconds=seconds(environ, "KRONOSCOPE_UNCLAIMED_SECONDS", 15),
             sweep_seconds=seconds(environ, "KRONOSCOPE_SWEEP_SECONDS", 600),
             grace_seconds=seconds(environ, "KRONOSCOPE_GRACE_SECONDS", 3600),
+            retention_days=_days(environ, "KRONOSCOPE_RETENTION_DAYS"),
+            retention_files=environ.get("KRONOSCOPE_RETENTION_FILES") or "keep",  # type: ignore[arg-type]  # checked above
             cache_bytes=_bytes(environ, "KRONOSCOPE_CACHE_BYTES", cls.cache_bytes),
         )
 
@@ -131,6 +145,16 @@ def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
         return float(text)
     except ValueError as error:
         raise SettingsInvalid(f"{name} is no number; write seconds, such as {default:g}") from error
+
+
+def _days(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise SettingsInvalid(f"{name} is no number; write days, such as 90, or leave it out") from error
 
 
 def duration(environ: Mapping[str, str], name: str) -> float | None:

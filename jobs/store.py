@@ -323,4 +323,5 @@ def _job(row: Row[Any]) -> Job:
         queued_at=row.queued_at,
         started_at=row.started_at,
         finished_at=row.finished_at,
+        archived_at=row.archived_at,
     )

@@ -110,6 +110,7 @@ jobs = Table(
     Column("queued_at", Moment(), nullable=False),
     Column("started_at", Moment()),
     Column("finished_at", Moment()),
+    Column("archived_at", Moment()),
     UniqueConstraint("tenant_id", "idempotency_key"),
     CheckConstraint(f"state IN ({', '.join(repr(state) for state in STATES)})", name="state"),
     Index(None, "tenant_id", "id"),
@@ -124,6 +125,13 @@ Index(
     jobs.c.id,
     postgresql_where=text("state = 'queued'"),
     sqlite_where=text("state = 'queued'"),
+)
+
+Index(
+    "ix_jobs_retained",
+    jobs.c.finished_at,
+    postgresql_where=text("finished_at IS NOT NULL AND archived_at IS NULL"),
+    sqlite_where=text("finished_at IS NOT NULL AND archived_at IS NULL"),
 )
 
 Index(

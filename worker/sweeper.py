@@ -9,12 +9,13 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import Engine
 
-from jobs.artifacts import open_artifacts
+from jobs.artifacts import ArtifactFolder, open_artifacts
 from jobs.counters import Reconciler, note_round
 from jobs.errors import LedgerUnavailable
 from jobs.object_sweep import sweep_attempts, sweep_objects
 from jobs.outbox import relay
 from jobs.reaper import end_overdue, reap_expired
+from jobs.retention import archive_ended
 from jobs.scratch import Scratch, sweep_scratch
 from jobs.settings import LedgerSettings
 from worker.cache_folder import sweep_tenants
@@ -79,12 +80,19 @@ class Sweeper:
             if now >= next_clearing:
                 next_clearing = now + _SCRATCH_SECONDS
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
+                self._round("archived", lambda: self._archive(folder))
                 self._round("uncached", lambda: sweep_tenants(self._settings.artifact_root, self._settings.cache_bytes))
             if now >= next_sweep:
                 next_sweep = now + self._settings.sweep_seconds
                 self._round("objects removed", lambda: sweep_objects(self._engine, folder, grace))
                 self._round("attempts removed", lambda: sweep_attempts(self._engine, folder, grace))
             self._ended.wait(max(0.0, min(next_reap, next_relay, next_clearing, next_sweep) - time.monotonic()))
+
+    def _archive(self, folder: ArtifactFolder) -> int:
+        days = self._settings.retention_days
+        if days is None:
+            return 0
+        return archive_ended(self._engine, folder, days, drop_files=self._settings.retention_files == "drop")
 
     def _relay(self) -> int:
         if self._ring is None:

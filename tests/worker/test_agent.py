@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +191,23 @@ def test_the_sweeper_rings_and_takes_jobs_from_the_silent(
         eventually(lambda: len(rung) > heard)
     finally:
         sweeper.stop()
+
+
+def test_the_sweeper_archives_what_has_ended_if_it_is_told_to(
+    ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
+) -> None:
+    job_id = submitted()
+    request_cancel(ledger, LOCAL_TENANT, job_id)
+    chosen = settings().ledger
+    for days, files in ((None, "keep"), (0, "drop")):
+        sweeper = Sweeper(ledger, replace(chosen, retention_days=days, retention_files=files), None)
+        sweeper.start()
+        try:
+            if days is not None:
+                eventually(lambda: job(job_id).archived_at is not None)
+        finally:
+            sweeper.stop()
+        assert (job(job_id).archived_at is None) == (days is None)
 
 
 def test_the_sweeper_ends_what_waits_past_its_deadline(
