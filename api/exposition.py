@@ -5,11 +5,13 @@ first event, `increase()` sees nothing.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jobs.census import Census
+from jobs.devices import DeviceKind, DeviceStatus
 from jobs.lifecycle import TERMINAL
 
 _CATEGORIES = ("fatal", "transient", "usage")
@@ -27,6 +29,8 @@ class LedgerMetrics(Collector):
         yield GaugeMetricFamily("kronoscope_database_up", "Whether the ledger's database answers.", float(up))
         if self._census is not None:
             yield from _queue(self._census)
+            yield from _workers(self._census)
+            yield from _devices(self._census.devices)
             yield from _totals(self._census)
 
 
@@ -59,6 +63,35 @@ def _queue(census: Census) -> Iterator[Metric]:
     for reconciler, seconds in census.seconds_since_round.items():
         rounds.add_metric([reconciler], seconds)
     yield rounds
+
+
+def _workers(census: Census) -> Iterator[Metric]:
+    yield GaugeMetricFamily("kronoscope_workers", "Workers that were seen lately.", census.workers)
+    slots = GaugeMetricFamily("kronoscope_worker_slots", "Jobs that they can do at once.", labels=["state"])
+    busy = min(census.slots, census.slots_busy)
+    slots.add_metric(["busy"], busy)
+    slots.add_metric(["idle"], census.slots - busy)
+    yield slots
+
+
+def _devices(devices: Iterable[DeviceStatus]) -> Iterator[Metric]:
+    """By kind: a device's UUID and name say which machine it is, and there may be many."""
+    known = GaugeMetricFamily("kronoscope_devices", "Devices that a worker offers.", labels=["kind"])
+    memory = GaugeMetricFamily(
+        "kronoscope_device_memory_bytes", "Their memory, by who has it.", labels=["kind", "state"]
+    )
+    draining = GaugeMetricFamily(
+        "kronoscope_device_leases_draining",
+        "Leases of devices whose attempt writes nothing any more, and whose processes are not known to be gone.",
+        labels=["kind"],
+    )
+    for kind in get_args(DeviceKind):
+        offered = [device for device in devices if device.kind == kind and not device.stale]
+        known.add_metric([kind], len(offered))
+        draining.add_metric([kind], sum(device.draining for device in devices if device.kind == kind))
+        for state in ("free", "leased", "foreign"):
+            memory.add_metric([kind, state], sum(getattr(device, f"{state}_bytes") for device in offered))
+    yield from (known, memory, draining)
 
 
 def _totals(census: Census) -> Iterator[Metric]:

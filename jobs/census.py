@@ -11,8 +11,9 @@ from catalog.record import record
 from jobs.clock import ledger_now
 from jobs.counters import Counter, Reconciler, read_counters, seconds_since_round
 from jobs.database import reading
+from jobs.devices import DeviceStatus, read_devices
 from jobs.lifecycle import HELD, State
-from jobs.tables import jobs, outbox
+from jobs.tables import jobs, outbox, workers
 
 _STATEMENT_SECONDS = 2
 
@@ -27,6 +28,13 @@ class Census:
     """How long the job that has waited longest has been in the queue; 0 where it is empty."""
     leases_expired: int
     """Jobs whose holder is silent, and that no reaper has taken yet."""
+    workers: int
+    """Seen lately."""
+    slots: int
+    """How many jobs they can do at once."""
+    slots_busy: int
+    """Of them, those that hold a job."""
+    devices: tuple[DeviceStatus, ...]
     doorbells_unsent: int
     doorbells_oldest_unsent_seconds: float
     counters: Mapping[Counter, Mapping[str, int]]
@@ -45,7 +53,12 @@ def take_census(engine: Engine) -> Census:
             connection.execute(text(f"SET LOCAL statement_timeout = '{_STATEMENT_SECONDS}s'"))
         waiting, waiting_seconds = _waiting(connection)
         unsent, unsent_seconds = _unsent(connection)
+        workers_seen, slots = _workers(connection)
         return Census(
+            workers=workers_seen,
+            slots=slots,
+            slots_busy=_busy(connection),
+            devices=read_devices(connection),
             active_jobs={**_held(connection), "queued": waiting},
             queue_oldest_seconds=waiting_seconds,
             leases_expired=connection.execute(
@@ -72,6 +85,17 @@ def _held(connection: Connection) -> dict[State, int]:
         select(jobs.c.state, func.count().label("number")).where(jobs.c.state.in_(HELD)).group_by(jobs.c.state)
     )
     return dict.fromkeys(sorted(HELD), 0) | {row.state: row.number for row in found}
+
+
+def _workers(connection: Connection) -> tuple[int, int]:
+    seen = select(func.count(), func.coalesce(func.sum(workers.c.slots), 0)).where(workers.c.expires_at >= ledger_now())
+    number, slots = connection.execute(seen).one()
+    return number, int(slots)
+
+
+def _busy(connection: Connection) -> int:
+    held = select(func.count()).where(jobs.c.state.in_(HELD), jobs.c.lease_expires_at >= ledger_now())
+    return int(connection.execute(held).scalar_one())
 
 
 def _unsent(connection: Connection) -> tuple[int, float]:

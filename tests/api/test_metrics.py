@@ -19,8 +19,22 @@ from tests.api.conftest import Embedded, Keyed
 from tests.api.server import METRICS_TOKEN
 from tests.conftest import Databases
 
-LABELS = {"state", "reconciler", "category", "code", "route", "method", "status", "le"}
-UNITS = ("_seconds", "_bytes", "_total", "_fds", "_up", "_jobs", "_expired", "_unsent", "_polls")
+LABELS = {"state", "reconciler", "category", "code", "kind", "route", "method", "status", "le"}
+UNITS = (
+    "_seconds",
+    "_bytes",
+    "_total",
+    "_fds",
+    "_up",
+    "_jobs",
+    "_expired",
+    "_unsent",
+    "_polls",
+    "_workers",
+    "_slots",
+    "_devices",
+    "_draining",
+)
 DOCUMENT = {
     "kind": "capacity",
     "model": {"source": "builtin", "name": "digits_mlp"},
@@ -155,7 +169,7 @@ def test_a_census_costs_no_more_with_many_jobs(databases: Databases) -> None:
     plans: list[str] = []
 
     def explain(connection: Connection, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
-        if statement.startswith("SELECT") and "jobs" in statement:
+        if statement.startswith("SELECT") and re.search(r"\bFROM jobs\b", statement):
             raw = connection.connection.dbapi_connection
             assert raw is not None
             cursor = raw.cursor()
@@ -166,5 +180,5 @@ def test_a_census_costs_no_more_with_many_jobs(databases: Databases) -> None:
     census = take_census(engine)
     engine.dispose()
     assert census.active_jobs["queued"] == 2_000
-    assert len(plans) == 3
+    assert len(plans) == 4
     assert [plan for plan in plans if "Seq Scan" in plan] == []

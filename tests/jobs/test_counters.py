@@ -13,6 +13,7 @@ from jobs.claims import fail, finish, hand_back
 from jobs.clock import ledger_now
 from jobs.counters import SHARDS, add, add_failure, note_refused, note_round, read_counters, seconds_since_round
 from jobs.database import migration_config, open_database, reading, upgrade_schema, writing
+from jobs.devices import Device, Worker, register
 from jobs.outbox import relay
 from jobs.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim
@@ -123,7 +124,14 @@ def test_the_census_of_a_ledger(ledger: Engine, held: Held, queued: Any, expire:
     expire(silent.job_id)
     request_cancel(ledger, LOCAL_TENANT, cancelling.job_id)
     finish(ledger, held())
+    host = Device(uuid="host-1", kind="host", name="host", capacity_bytes=100, used_bytes=30)
+    for name, seconds in (("a", 60), ("b", 60), ("gone", -1)):
+        here = Worker(id=name, node="n", process_space="p", version="1", slots=2, factories=())
+        register(ledger, here, [host] if name == "a" else [], seconds)
     seen = take_census(ledger)
+    # the silent job's slot is free, or its worker is gone
+    assert (seen.workers, seen.slots, seen.slots_busy) == (2, 4, 1)
+    assert [(each.uuid, each.free_bytes) for each in seen.devices] == [("host-1", 70)]
     assert seen.active_jobs == {"queued": 3, "running": 1, "cancelling": 1}
     assert 500 <= seen.queue_oldest_seconds < 560
     assert (seen.leases_expired, seen.doorbells_unsent) == (1, 3)
