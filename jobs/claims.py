@@ -223,17 +223,18 @@ def finish(engine: Engine, claim: Claim) -> State:
 
 
 @by_holder
-def fail(engine: Engine, claim: Claim, failure: Failed) -> State:
+def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0) -> State:
     """End the attempt with a failure.
 
-    A `transient` one puts the job back into the queue until it has failed `max_failures` times; the
-    others end it. Returns where the job went: `queued`, `failed`, or `cancelled` where asked for.
+    A `transient` one puts the job back into the queue until it has failed `max_failures` times, where nobody
+    claims it within ``pause_seconds``; the others end it. Returns where the job went: `queued`, `failed`, or
+    `cancelled` where asked for.
     """
     said = plain(failure)
     del said["frame"]
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
-        return record_failure(connection, drawn, said)
+        return record_failure(connection, drawn, said, pause_seconds)
 
 
 def cancelled(engine: Engine, claim: Claim) -> State:
@@ -254,7 +255,9 @@ def hand_back(engine: Engine, claim: Claim) -> State:
         return state
 
 
-def record_failure(connection: Connection, drawn: Row[Any], failure: Mapping[str, Any]) -> State:
+def record_failure(
+    connection: Connection, drawn: Row[Any], failure: Mapping[str, Any], pause_seconds: float = 0
+) -> State:
     """Count a failure of the locked job and move it on accordingly (also for the reaper)."""
     failures = drawn.failures + 1
     again = failure["category"] == "transient" and failures < drawn.max_failures
@@ -266,6 +269,7 @@ def record_failure(connection: Connection, drawn: Row[Any], failure: Mapping[str
         values["failure"] = dict(failure)
     if state == "queued":
         values |= {"queued_at": ledger_now(), "progress": None}
+        values["not_before"] = ledger_now(pause_seconds) if pause_seconds else None
     move(connection, drawn, state, values, reason=None if state == "cancelled" else str(failure["code"]))
     if state != "cancelled":
         add_failure(connection, failure["category"], failure["code"], ends_job=state == "failed")
@@ -273,7 +277,10 @@ def record_failure(connection: Connection, drawn: Row[Any], failure: Mapping[str
 
 
 def _claimable(free_bytes: int | None) -> ColumnElement[bool]:
-    in_time = or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now())
+    in_time = and_(
+        or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now()),
+        or_(jobs.c.not_before.is_(None), jobs.c.not_before <= ledger_now()),
+    )
     if free_bytes is None:
         return in_time
     return and_(in_time, or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes))

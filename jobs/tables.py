@@ -108,6 +108,7 @@ jobs = Table(
     Column("summary", _json()),
     Column("created_at", Moment(), nullable=False),
     Column("queued_at", Moment(), nullable=False),
+    Column("not_before", Moment()),  # what failed for want of something waits for it, not in the way of others
     Column("started_at", Moment()),
     Column("finished_at", Moment()),
     Column("archived_at", Moment()),

@@ -20,6 +20,7 @@ from jobs.claims import claim, next_claimable
 from jobs.errors import LedgerUnavailable
 from jobs.records import Claim
 from worker.child import EXECUTION
+from worker.disk_room import free_bytes
 from worker.lifetime import DRAIN_SECONDS
 from worker.registration import Registration
 from worker.settings import WorkerSettings
@@ -43,6 +44,7 @@ class Agent:
         self._supervisors: set[Supervisor] = set()
         self._lock = threading.Lock()
         self._draining = False
+        self._room = True
         self._nudge = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
         self._log = structlog.get_logger("kronoscope.worker")
@@ -62,7 +64,7 @@ class Agent:
         Raises:
             LedgerUnavailable: If the database does not answer; nothing is held then.
         """
-        if self._draining or not self._slots.acquire(blocking=False):
+        if self._draining or not self._has_room() or not self._slots.acquire(blocking=False):
             return False
         taken = False
         try:
@@ -74,6 +76,19 @@ class Agent:
             if not taken:
                 self._slots.release()
         return taken
+
+    def _has_room(self) -> bool:
+        """Whether the disk is above its floor: below it the next job would only fail, and be counted."""
+        free = free_bytes(self._settings.ledger.artifact_root)
+        room = free >= self._settings.disk_floor_bytes
+        if room != self._room:
+            self._room = room
+            if room:
+                self._log.info("there is room on the disk again; jobs are taken", free_bytes=free)
+            else:
+                floor = self._settings.disk_floor_bytes
+                self._log.warning("the disk is too full to take jobs", free_bytes=free, floor_bytes=floor)
+        return room
 
     def begin_drain(self) -> None:
         """Take no more jobs and have the running ones stop; safe inside a signal handler (it takes no lock)."""

@@ -140,9 +140,12 @@ class ArtifactFiles:
                 os.fsync(file.fileno())
             Path(temporary).chmod(0o644)
             Path(temporary).replace(path)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
                 Path(temporary).unlink()
+            if isinstance(error, OSError) and error.filename is None:
+                # a write knows no name; whoever makes room needs to know where
+                error.filename = str(path.parent)
             raise
         # the rename itself is on disk only when its folder is
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -7,7 +7,8 @@
     DocumentRefused     usage      the document's first complaint, and how many more there are
     out of memory       usage      the job does not fit this machine, or its budget
     a lost device       transient  a new process may find it well
-    OSError ENOSPC …    transient  the disk, not the job
+    OSError ENOSPC …    transient  the disk, not the job (``worker.disk_room``)
+    OSError EIO …       transient  the machine, not the job
     anything else       fatal      ours to mend
 """
 
@@ -22,9 +23,10 @@ from engine.memory.budget import free_host_bytes, resident_bytes
 from engine.memory.exhaustion import first_line, lost_device, ran_out_of_memory
 from engine.memory.plan import readable_bytes
 from worker.crash import DEVICE_LOST
+from worker.disk_room import DISK_FULL, told_full
 from worker.refusal import Refusal, writable
 
-_TRANSIENT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE})
+_TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE})
 _DEVICE_LIBRARIES = ("cuDNN error", "cusolver error", "cuFFT error", "cuBLAS error", "CUBLAS_STATUS_", "NCCL error")
 _MAX_MESSAGE = 4_000
 
@@ -64,6 +66,9 @@ def _machine_failure(error: BaseException) -> Failed:
     if lost_device(error) or _library_failed(error):
         message = f"the device failed ({first_line(error)}), and with it this process; the job is tried in a new one"
         return _failed(error, "transient", DEVICE_LOST, message)
+    full = told_full(error) if isinstance(error, OSError) else None
+    if full is not None:
+        return _failed(error, "transient", DISK_FULL, full)
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         message = f"the machine refused a file operation ({error.strerror}); make room, and run the job again"
         return _failed(error, "transient", "machine", message)

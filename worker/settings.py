@@ -29,6 +29,10 @@ class WorkerSettings:
     """Between two looks into the queue, for doorbells that never rang."""
     cancel_seconds: float = 1
     """Between two looks whether a running job is to be cancelled."""
+    disk_floor_bytes: int = 256 * 2**20
+    """With less than this free where jobs write, none is taken."""
+    disk_pause_seconds: float = 60
+    """How long a job whose disk was full is left alone; twice as long after each further failure, at most 900."""
     checkpoint_seconds: float = 60
     """Between two checkpoints of a collection under way; 0 makes none."""
     no_progress_seconds: float = 7200
@@ -62,6 +66,12 @@ class WorkerSettings:
         for name in ("poll_seconds", "cancel_seconds"):
             if not 0.01 <= getattr(self, name) <= 3600:
                 raise SettingsInvalid(f"{name} is {getattr(self, name)}; take 0.01 to 3600 seconds")
+        if self.disk_floor_bytes < 0:
+            raise SettingsInvalid(f"KRONOSCOPE_DISK_FLOOR_BYTES is {self.disk_floor_bytes}; take 0 or more bytes")
+        if not 0 <= self.disk_pause_seconds <= 900:
+            raise SettingsInvalid(
+                f"KRONOSCOPE_DISK_PAUSE_SECONDS is {self.disk_pause_seconds:g}; take 0 to 900 seconds"
+            )
         if not 0 <= self.checkpoint_seconds <= 86_400:
             raise SettingsInvalid(
                 f"KRONOSCOPE_CHECKPOINT_SECONDS is {self.checkpoint_seconds:g}; take 0 (none) to 86400 seconds"
@@ -76,6 +86,7 @@ class WorkerSettings:
         Raises:
             SettingsInvalid: If one is missing or makes no sense.
         """
+        floor = _count(environ, "KRONOSCOPE_DISK_FLOOR_BYTES")
         return cls(
             ledger=LedgerSettings.from_environment(environ),
             redis_url=redis_url(environ),
@@ -83,6 +94,8 @@ class WorkerSettings:
             threads=_count(environ, "KRONOSCOPE_THREADS"),
             poll_seconds=seconds(environ, "KRONOSCOPE_POLL_SECONDS", poll_seconds),
             cancel_seconds=seconds(environ, "KRONOSCOPE_CANCEL_SECONDS", 1),
+            disk_floor_bytes=256 * 2**20 if floor is None else floor,
+            disk_pause_seconds=seconds(environ, "KRONOSCOPE_DISK_PAUSE_SECONDS", 60),
             checkpoint_seconds=seconds(environ, "KRONOSCOPE_CHECKPOINT_SECONDS", 60),
             no_progress_seconds=_limit(environ, "KRONOSCOPE_NO_PROGRESS", cls.no_progress_seconds),
             attempt_seconds=_limit(environ, "KRONOSCOPE_ATTEMPT_LIMIT", cls.attempt_seconds),

@@ -37,6 +37,7 @@ from worker.cache_folder import cache_of_tenant
 from worker.child import EXECUTION, Child, MalformedFrame, child_environment
 from worker.child_output import ChildOutput
 from worker.crash import DEVICE_LOST, Signature, Whereabouts, crash_failure, ending, row_name, silence_failure
+from worker.disk_room import DISK_FULL, told_full
 from worker.earlier_factors import FactorsUnavailable, lay_out_factors
 from worker.lease_watch import LeaseWatch, StopReason
 from worker.ledger_sink import LedgerSink
@@ -44,6 +45,7 @@ from worker.logging_setup import job_logger
 from worker.settings import WorkerSettings
 
 _OUTPUT_LINE_BYTES = 1_000
+_MAX_PAUSE_SECONDS = 900.0
 _DEADLINE = "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
 _TOO_LONG = (
     "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
@@ -96,18 +98,9 @@ class Supervisor:
         last: Frame | None = None
         fault: str | None = None
         kills = oom_kills()
-        try:
-            assignment = self._sink.write(self._assignment)
-            child = Child.start(assignment, subprocess.PIPE, child_environment(os.environ), self._command)
-        except FactorsUnavailable as error:
-            self._fail(error.failure, None)
-            return
-        except ArtifactDamaged as error:
-            self._fail(_failure("fatal", "artifact_damaged", f"{error}"), None)
-            return
-        except OSError as error:
-            message = f"the computing process could not be started: {error.strerror or error}; it is tried again"
-            self._fail(_failure("transient", "not_started", message), None)
+        child = self._start()
+        if isinstance(child, Failed):
+            self._fail(child, None)
             return
         with contextlib.closing(child):
             self._watch.guard(child)
@@ -121,8 +114,11 @@ class Supervisor:
                 last = _failure("transient", "artifact_damaged", f"{error}; it is computed again")
                 child.kill()
             except Exception as error:  # noqa: BLE001 - whatever the child sent, this job's fault ends with this job
+                last = _disk_full(error)
                 self._log.warning("the child sent what cannot be written", exc_info=True)
-                fault = "malformed frame" if isinstance(error, MalformedFrame) else f"unwritable {type(error).__name__}"
+                if last is None:
+                    malformed = isinstance(error, MalformedFrame)
+                    fault = "malformed frame" if malformed else f"unwritable {type(error).__name__}"
                 child.kill()
             code = child.wait()
             tail = output.tail()
@@ -136,6 +132,19 @@ class Supervisor:
             self._crash(signature, crash_failure(signature, tail, exhausted=oom_kills() > kills))
         else:
             self._end(last, tail)
+
+    def _start(self) -> Child | Failed:
+        """The child, or why there is none."""
+        try:
+            assignment = self._sink.write(self._assignment)
+            return Child.start(assignment, subprocess.PIPE, child_environment(os.environ), self._command)
+        except FactorsUnavailable as error:
+            return error.failure
+        except ArtifactDamaged as error:
+            return _failure("fatal", "artifact_damaged", f"{error}")
+        except OSError as error:
+            message = f"the computing process could not be started: {error.strerror or error}; it is tried again"
+            return _disk_full(error) or _failure("transient", "not_started", message)
 
     def _assignment(self) -> dict[str, Any]:
         artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
@@ -227,13 +236,23 @@ class Supervisor:
     def _fail(self, failure: Failed, tail: str | None) -> State:
         failure = _with_detail(failure, tail)
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
-        state = self._sink.write(lambda: claims.fail(self._engine, self._claim, failure))
+        # whatever fills the disk is not gone within seconds, and failures are counted
+        pause = self._settings.disk_pause_seconds * 2**self._claim.failures if failure.code == DISK_FULL else 0
+        state = self._sink.write(
+            lambda: claims.fail(self._engine, self._claim, failure, min(pause, _MAX_PAUSE_SECONDS))
+        )
         self._clear(state)
         return state
 
 
 def _with_detail(failure: Failed, tail: str | None) -> Failed:
     return failure if tail is None or failure.detail is not None else replace(failure, detail=tail)
+
+
+def _disk_full(error: Exception) -> Failed | None:
+    """The failure where it is a disk that is full."""
+    full = told_full(error) if isinstance(error, OSError) else None
+    return None if full is None else _failure("transient", DISK_FULL, full)
 
 
 def _failure(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:
