@@ -21,8 +21,10 @@ from jobs.errors import LedgerUnavailable, SchemaOutdated, SettingsInvalid
 _READING = "kronoscope_reading"
 _BUSY_SECONDS = 15
 _POSTGRES_OPTIONS = (
-    "-c statement_timeout=30s -c lock_timeout=5s -c idle_in_transaction_session_timeout=60s -c timezone=UTC"
+    "-c statement_timeout=30s -c lock_timeout=5s -c idle_in_transaction_session_timeout=10s -c timezone=UTC"
 )
+"""Whoever is silent for 10 s within a transaction is frozen or gone, and a job's row must not stay locked for longer
+than its lease: nobody else could take it."""
 _UPGRADE_LOCK = 0x6B726F6E
 """Advisory lock of PostgreSQL under which one process at a time migrates."""
 

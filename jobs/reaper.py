@@ -43,11 +43,15 @@ def reap_expired(engine: Engine) -> int:
 
     It runs in every API and worker process at once: each job is taken in a transaction of its own
     whose first statement checks the lease again, so that a second reaper, or a heartbeat that came
-    first, leaves it nothing to do.
+    first, leaves it nothing to do. A job whose row is locked is left for the next round: a holder
+    that froze in the middle of a write keeps its lock until the database ends its session, and must
+    not hold up the others.
     """
     expired = (jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
     with reading(engine) as connection:
-        candidates = connection.execute(select(jobs.c.id, jobs.c.fence).where(*expired).limit(_AT_ONCE)).all()
+        candidates = connection.execute(
+            select(jobs.c.id, jobs.c.fence).where(*expired).limit(_AT_ONCE).with_for_update(skip_locked=True)
+        ).all()
     taken = 0
     for job_id, fence in candidates:
         with writing(engine) as connection:

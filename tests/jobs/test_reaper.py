@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select, update
+from sqlalchemy import Engine, select, text, update
 
 from jobs.claims import (
     claim,
@@ -14,10 +14,11 @@ from jobs.claims import (
     next_claimable,
 )
 from jobs.clock import ledger_now
-from jobs.database import reading, writing
+from jobs.database import open_database, reading, writing
 from jobs.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim, Job
 from jobs.results import events_after
+from jobs.settings import LedgerSettings
 from jobs.store import read_job, request_cancel
 from jobs.tables import jobs, outbox
 
@@ -40,6 +41,30 @@ def test_the_reaper_takes_what_fell_silent_and_nothing_else(ledger: Engine, held
     assert job_of(ledger, alive).state == "running"
     with reading(ledger) as connection:
         assert [row.job_id for row in connection.execute(select(outbox))] == [silent.job_id]
+
+
+@pytest.mark.parametrize("dialect", ["postgresql"])  # SQLite has one lock, and one machine: all of it freezes
+def test_a_holder_frozen_in_a_write_holds_up_no_other_job(
+    dialect: str, ledger: Engine, ledger_url: str, held: Held, expire: Any
+) -> None:
+    """Its row stays locked for as long as its session lives, which is shorter than a lease."""
+    frozen, silent = held(), held()
+    expire(frozen.job_id)
+    expire(silent.job_id)
+    elsewhere = open_database(ledger_url)
+    with elsewhere.connect() as connection, connection.begin():
+        connection.execute(update(jobs).where(jobs.c.id == frozen.job_id).values(event_seq=jobs.c.event_seq + 1))
+        began = time.monotonic()
+        assert reap_expired(ledger) == 1
+        assert time.monotonic() - began < 4  # a lock is waited for for 5 s
+        assert job_of(ledger, silent).state == "queued"
+        allowed = connection.execute(text("SHOW idle_in_transaction_session_timeout")).scalar_one()
+        connection.rollback()
+    assert reap_expired(ledger) == 1
+    assert job_of(ledger, frozen).state == "queued"
+    seconds = float(allowed.removesuffix("s"))
+    assert 0 < seconds + LedgerSettings.reaper_seconds < LedgerSettings.lease_seconds
+    elsewhere.dispose()
 
 
 def test_a_job_that_kills_every_worker_ends_after_max_failures(ledger: Engine, held: Held, expire: Any) -> None:
