@@ -15,6 +15,7 @@ FACTORIES = Path(__file__).parent / "factories"
 LABEL = "chaos"
 """The label by which a job tells which intention of which client it is."""
 VARIANTS = 2
+GATED = -1
 MEASURED = frozenset({"memory_curve.json"})
 """Artifacts that hold what was observed: no two runs have the same bytes."""
 _KRONOSCOPE = (sys.executable, "-P", "-c", "from kronoscope.cli import main; main()")
@@ -60,8 +61,8 @@ def document(variant: int, pace: Pace, label: str | None = None) -> dict[str, An
 
 
 def variant_of(stored: Mapping[str, Any]) -> int:
-    """Which of them a stored document is."""
-    return int(stored["model"]["kwargs"]["seed"])
+    """Which of them a stored document is; ``GATED`` for the jobs of `gated_jobs`."""
+    return int(stored["model"]["kwargs"].get("seed", GATED))
 
 
 def undisturbed(variant: int, pace: Pace, folder: Path) -> Truth:

@@ -21,6 +21,7 @@ from tests.chaos.documents import MEASURED
 from tests.chaos.evidence import Evidence
 from tests.chaos.violation import Violation
 
+_LOCK = ".objects.lock"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -58,10 +59,10 @@ def final_files(root: Path) -> list[Path]:
 
 
 def unlisted(engine: Engine, root: Path) -> list[Path]:
-    """Files under a final name that no row names; there may be some until a sweeper comes."""
+    """Files that no row names, whatever their names; there may be some until a sweeper comes."""
     with engine.connect() as connection:
         listed = {root / uri for uri in connection.execute(text("SELECT uri FROM artifacts")).scalars()}
-    return [path for path in final_files(root) if path not in listed]
+    return [path for path in root.rglob("*") if path.is_file() and path not in listed and path.name != _LOCK]
 
 
 class Reader:
@@ -93,12 +94,13 @@ class Reader:
                         self.violations.add(Violation("artifact", row.job_id, f"{row.name} {fault}"))
 
 
-def await_sweep(engine: Engine, root: Path, seconds: float) -> list[Path]:
-    """What is still unlisted once the sweepers had their time."""
+def await_sweep(engine: Engine, root: Path, seconds: float) -> Iterator[Violation]:
+    """What is nobody's even once the sweepers had their time."""
     deadline = time.monotonic() + seconds
     while (left := unlisted(engine, root)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return left
+    for path in left:
+        yield Violation("artifact", None, f"{path.relative_to(root)} is nobody's, and was not swept away")
 
 
 def _fault(path: Path, sha256: str, size_bytes: int) -> str | None:

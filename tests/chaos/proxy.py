@@ -27,6 +27,7 @@ class LossyProxy:
     lost: int = 0
     """Commits whose reply was dropped."""
     _share: float = 0.0
+    _statement: bytes | None = None
     _chance: random.Random = field(default_factory=random.Random)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _open: set[socket.socket] = field(default_factory=set)
@@ -42,10 +43,15 @@ class LossyProxy:
         with self._lock:
             self._share, self._chance = share, random.Random(seed)
 
+    def lose_after(self, statement: bytes) -> None:
+        """Lose the reply to the one next COMMIT of a transaction in which this text was sent."""
+        with self._lock:
+            self._statement = statement
+
     def keep(self) -> None:
         """Lose nothing any more."""
         with self._lock:
-            self._share = 0.0
+            self._share, self._statement = 0.0, None
 
     def close(self) -> None:
         """Let go of every connection."""
@@ -80,6 +86,7 @@ class LossyProxy:
                 self._open -= {client, server}
 
     def _hand_on(self, client: socket.socket, server: socket.socket) -> None:
+        transaction = b""
         while True:
             for ready in select.select([client, server], [], [])[0]:
                 data = ready.recv(_BYTES)
@@ -89,12 +96,18 @@ class LossyProxy:
                     client.sendall(data)
                     continue
                 server.sendall(data)
-                if data.endswith(_COMMIT) and self._is_to_be_lost():
-                    self._swallow(server)
-                    return
+                transaction += data
+                if data.endswith(_COMMIT):
+                    if self._is_to_be_lost(transaction):
+                        self._swallow(server)
+                        return
+                    transaction = b""
 
-    def _is_to_be_lost(self) -> bool:
+    def _is_to_be_lost(self, transaction: bytes) -> bool:
         with self._lock:
+            if self._statement is not None and self._statement in transaction:
+                self._statement = None
+                return True
             return self._share > 0 and self._chance.random() < self._share
 
     def _swallow(self, server: socket.socket) -> None:

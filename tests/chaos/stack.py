@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,9 @@ START_SECONDS = 90
 DURABLE = {"synchronous_commit": "on", "log_min_messages": "fatal"}
 """What was answered must survive a kill -9 of PostgreSQL; it need not survive the machine's power."""
 
+_TEMPLATES: dict[str, str] = {}
+_MIGRATING = threading.Lock()
+
 
 class Stack:
     """A running stack; ``running_stack`` makes one."""
@@ -73,8 +77,7 @@ class Stack:
         self.artifacts = folder / "artifacts"
         self.postgres = postgres
         self.redis = broker
-        self.database_url = _new_database(postgres.url)
-        upgrade_schema(self.database_url)
+        self.database_url = _migrated_database(postgres.url)
         self.engine: Engine = open_database(self.database_url)
         self.key = create_key(self.engine, KEY_SECRET, "chaos")
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -322,10 +325,20 @@ def running_stack(
         yield stack
 
 
-def _new_database(server: str) -> str:
+def _migrated_database(server: str) -> str:
+    """A new database; what was migrated once on this server is copied from then on."""
+    with _MIGRATING:  # Alembic keeps its state in the module
+        if server not in _TEMPLATES:
+            template = _new_database(server, "template0")
+            upgrade_schema(template)
+            _TEMPLATES[server] = str(make_url(template).database)
+        return _new_database(server, _TEMPLATES[server])
+
+
+def _new_database(server: str, template: str) -> str:
     name = f"kronoscope_{secrets.token_hex(6)}"
     with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
     return make_url(server).set(database=name).render_as_string(hide_password=False)
 
 
