@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api import analyses, artifacts, contract, errors, estimates, events, health, jobs, metrics, page, results
+from api import analyses, artifacts, contract, devices, errors, estimates, events, health, jobs, metrics, page, results
 from api.auth import Reader, authenticate
 from api.caretaker import Caretaker, Doorbell
 from api.guard import Guard
@@ -72,7 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Guard, embedded=settings.embedded)
     app.add_middleware(Meter, traffic=traffic)
     errors.install(app)
-    for room in (jobs, events, results, artifacts, estimates, analyses, health, metrics, page):
+    for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, page):
         app.include_router(room.router)
 
     @app.get("/openapi.json", include_in_schema=False)

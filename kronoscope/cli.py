@@ -20,6 +20,7 @@ from rich.table import Table
 from catalog import ANALYSES
 from catalog.record import plain
 from kronoscope.client import Client, ClientError, ServiceUnreachable
+from kronoscope.device_command import devices
 from kronoscope.documents import DocumentUnreadable, read_document
 from kronoscope.key_commands import CODES, keys
 from kronoscope.plan_tables import show_plan
@@ -264,6 +265,7 @@ def serve(
 
 
 app.command(epilog=CODES)(worker)
+app.command(epilog=CODES)(devices)
 
 
 @app.command("version", epilog=CODES)

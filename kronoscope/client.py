@@ -22,7 +22,20 @@ import httpx
 
 from catalog.complaints import Complaint
 from kronoscope.event_stream import follow_events
-from kronoscope.views import Artifact, Estimate, Event, Job, Layer, Results, estimate_of, job_of, layer_of, results_of
+from kronoscope.views import (
+    Artifact,
+    Device,
+    Estimate,
+    Event,
+    Job,
+    Layer,
+    Results,
+    build,
+    estimate_of,
+    job_of,
+    layer_of,
+    results_of,
+)
 
 MEMORY_CURVE = "memory_curve.json"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -235,6 +248,10 @@ class Client:
         """Every analysis with the JSON schemas of its options, metrics and summary."""
         answer: Mapping[str, Any] = self._call("GET", "/v1/analyses")
         return answer
+
+    def devices(self) -> Iterator[Device]:
+        """What the service's workers compute on, page after page."""
+        yield from (build(Device, item) for item in self._pages("/v1/devices", {"limit": "100"}, cursor="after"))
 
     def ready(self) -> bool:
         """Whether the service can take jobs now."""

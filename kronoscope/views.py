@@ -140,6 +140,25 @@ class Artifact:
 
 
 @record
+class Device:
+    """What the service's workers compute on."""
+
+    uuid: str
+    kind: str
+    name: str
+    node: str
+    state: str
+    """`free`, `leased`, `draining` or `stale`."""
+    capacity_bytes: int
+    free_bytes: int
+    leased_bytes: int = 0
+    foreign_bytes: int = 0
+    jobs: int = 0
+    reserved: bool = False
+    seen_at: str | None = None
+
+
+@record
 class Results:
     """What came of a job."""
 

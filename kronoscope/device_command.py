@@ -1,0 +1,56 @@
+"""The command ``kronoscope devices``: what the service's workers compute on, and what is free there."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from catalog.record import plain
+from kronoscope.client import Client
+from kronoscope.views import Device
+
+_STYLES = {"free": "green", "leased": "cyan", "draining": "yellow", "stale": "red"}
+
+
+def devices(
+    url: Annotated[
+        str | None, typer.Option("--url", help="The service; default KRONOSCOPE_URL or http://127.0.0.1:8000.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """List the devices that the service's workers compute on."""
+    with Client(url) as client:
+        found = list(client.devices())
+    if as_json:
+        sys.stdout.write(json.dumps([plain(each) for each in found], indent=2, ensure_ascii=False) + "\n")
+        return
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=100)
+    if found:
+        console.print(device_table(found))
+    else:
+        console.print("no worker has offered a device yet; `kronoscope worker` starts one")
+
+
+def device_table(found: Sequence[Device]) -> Table:
+    """One row per device: its size, what is free for the next job, what jobs and others hold."""
+    table = Table(pad_edge=False, show_edge=False)
+    for name in ("node", "device", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("size", "free", "jobs", "others"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("uuid", overflow="ellipsis", no_wrap=True)
+    for each in found:
+        state = Text(f"{each.state}, reserved" if each.reserved else each.state, style=_STYLES.get(each.state, ""))
+        sizes = (each.capacity_bytes, each.free_bytes, each.leased_bytes, each.foreign_bytes)
+        table.add_row(Text(each.node), Text(each.name), state, *(_gib(size) for size in sizes), Text(each.uuid))
+    return table
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes else "–"
