@@ -29,7 +29,7 @@ _ERRORS = {
     415: "The body is not JSON, or is compressed",
     416: "The range lies outside the file",
     422: "A field or parameter is not accepted; `errors` names each",
-    429: "This key has as many under way as it may; see Retry-After",
+    429: "This key has as many under way, or its tenant as many bytes, as it may; see Retry-After",
     500: "The service failed; its operator finds the request by `instance`",
     503: "The database does not answer; see Retry-After",
 }

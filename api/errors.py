@@ -32,6 +32,7 @@ from jobs.errors import (
     LedgerError,
     LedgerUnavailable,
     PageRefused,
+    QuotaExceeded,
     TransientError,
 )
 
@@ -44,6 +45,7 @@ _HTTP = {
     413: ("body-too-large", "Body too large", "the body is larger than this address takes"),
 }
 _RETRY_SECONDS = 5
+_QUOTA_SECONDS = 300
 
 
 def _document(error: DocumentRefused) -> Refusal:
@@ -70,6 +72,12 @@ def _unavailable(error: Exception) -> Refusal:
     )
 
 
+def _over_quota(error: QuotaExceeded) -> Refusal:
+    # deleting jobs frees bytes at once, but that is the caller's to do
+    headers = {"retry-after": str(_QUOTA_SECONDS)}
+    return Refusal(429, "quota-exceeded", "No bytes are left", str(error), headers=headers)
+
+
 def _damaged(_: ArtifactDamaged) -> Refusal:
     return Refusal(
         500, "artifact-damaged", "The file is damaged", "the stored file is not what was recorded, so it is not served"
@@ -84,6 +92,7 @@ _LEDGER: tuple[tuple[type[LedgerError], Callable[[Any], Refusal]], ...] = (
     (JobEnded, lambda error: Refusal(409, "job-ended", "The job has ended", str(error))),
     (JobStillActive, lambda error: Refusal(409, "job-still-active", "The job has not ended", str(error))),
     (PageRefused, lambda error: parameter_refused(error.parameter, str(error))),
+    (QuotaExceeded, _over_quota),
     (TransientError, _unavailable),
     (ArtifactDamaged, _damaged),
 )

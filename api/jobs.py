@@ -24,6 +24,7 @@ from catalog.needs import least_bytes
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES, State
 from jobs.object_sweep import forget
+from jobs.quotas import require_room
 from jobs.records import Job
 from jobs.store import delete_job, list_jobs, read_job, request_cancel, reschedule, submit, submitted_earlier
 
@@ -48,7 +49,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
                 "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
             },
         },
-        **refusals(408, 413, 415, 422),
+        **refusals(408, 413, 415, 422, 429),
     },
     openapi_extra=document_body(),
 )
@@ -74,6 +75,7 @@ async def create(
         )
     if submitted is None:
         await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
+        await run_in_threadpool(require_room, service.engine, caller.tenant_id)
         if validate_only:
             return _validated(document)
         submitted = await run_in_threadpool(

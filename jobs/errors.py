@@ -10,7 +10,8 @@
     │   ├── JobEnded             a schedule for a job that needs none any more
     │   ├── JobNotFound          absent, or another tenant's: the same answer
     │   ├── JobStillActive       delete before cancel
-    │   └── PageRefused          a sort key, limit or cursor that means nothing
+    │   ├── PageRefused          a sort key, limit or cursor that means nothing
+    │   └── QuotaExceeded        the tenant's files take all that they may
     ├── TransientError       we, by trying again
     │   ├── LedgerUnavailable    the database does not answer
     │   ├── StoreUnavailable     the store of artifacts does not answer
@@ -94,6 +95,19 @@ class PageRefused(UsageError):
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class QuotaExceeded(UsageError):
+    """The tenant's files take, or with one more would take, more than they may."""
+
+    def __init__(self, used_bytes: int, quota_bytes: int, more_bytes: int) -> None:
+        wanted = f" and {more_bytes:,} more do not fit" if more_bytes else ""
+        super().__init__(
+            f"your files take {used_bytes:,} of the {quota_bytes:,} bytes that they may{wanted}; "
+            "delete jobs that you no longer need, or ask the operator of this service for more"
+        )
+        self.used_bytes = used_bytes
+        self.quota_bytes = quota_bytes
 
 
 class LedgerUnavailable(TransientError):

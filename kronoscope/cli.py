@@ -30,6 +30,7 @@ from kronoscope.schedule_options import Deadline, Priority, Within, scheduled
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
 from kronoscope.showing import curve_in, show_results
 from kronoscope.tables import job_table
+from kronoscope.tenant_commands import tenants
 from kronoscope.views import Job, Results, layer_of, summary_of
 from kronoscope.worker_command import worker
 
@@ -49,6 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(keys, name="keys")
+app.add_typer(tenants, name="tenants")
 
 Document = Annotated[Path, typer.Argument(metavar="JOB", help="Job document: YAML, or JSON where it ends in .json.")]
 Settings = Annotated[

@@ -17,6 +17,7 @@ from catalog.frames import ArtifactWritten, Frame, LayerDone, LogLine, Planned, 
 from jobs import claims
 from jobs.artifacts import ArtifactFolder
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
+from jobs.quotas import require_room_for
 from jobs.records import Claim
 from worker.log_lines import Narrator
 from worker.progress_view import ProgressView
@@ -55,6 +56,7 @@ class LedgerSink:
         Raises:
             LeaseLost: If the job is another's by now.
             ArtifactDamaged: If an announced artifact is not what stands on the disk.
+            QuotaExceeded: If it is more than its tenant's files may take.
         """
         self._keep(frame)
         layer = {"layer": frame.layer} if isinstance(frame, LayerDone) else {}
@@ -114,6 +116,8 @@ class LedgerSink:
     @_keep.register
     def _artifact_written(self, frame: ArtifactWritten) -> None:
         claim = self._claim
+        kept = (claim.tenant_id, frame.sha256, frame.size_bytes)
+        self.write(lambda: require_room_for(self._engine, *kept))
         place = (claim.tenant_id, claim.job_id, claim.fence, frame.name)
         uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
         self.write(lambda: claims.write_artifact(self._engine, self._claim, frame, uri))

@@ -29,7 +29,7 @@ from catalog.record import plain
 from jobs import claims
 from jobs.artifacts import open_artifacts
 from jobs.crashes import record_crash
-from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable
+from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
 from jobs.lifecycle import TERMINAL, State
 from jobs.records import Claim
 from jobs.scratch import Scratch
@@ -112,6 +112,9 @@ class Supervisor:
                 raise
             except ArtifactDamaged as error:
                 last = _failure("transient", "artifact_damaged", f"{error}; it is computed again")
+                child.kill()
+            except QuotaExceeded as error:
+                last = _failure("usage", "disk_quota", f"{error}; what was done stays")
                 child.kill()
             except Exception as error:  # noqa: BLE001 - whatever the child sent, this job's fault ends with this job
                 last = _disk_full(error)

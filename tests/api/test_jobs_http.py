@@ -10,6 +10,7 @@ import httpx
 from jobs import claims
 from jobs.identifiers import new_id
 from jobs.keys import verify_key
+from jobs.quotas import set_quota
 from tests.api import seeding
 from tests.api.conftest import Keyed
 from tests.api.expect import problem
@@ -183,6 +184,25 @@ def test_cancel_and_delete(keyed: Keyed, ours: httpx.Client) -> None:
     assert not (keyed.artifacts / finished).exists()
     problem(ours.get(f"/v1/jobs/{finished}"), 404)
     problem(ours.delete(f"/v1/jobs/{finished}"), 404)
+
+
+def test_without_bytes_left_no_job_is_taken(keyed: Keyed, ours: httpx.Client, theirs: httpx.Client) -> None:
+    seeding.finished(keyed.engine, keyed.artifacts, tenant(keyed))
+    keyed_post: Any = {"json": DOCUMENT, "headers": {"idempotency-key": "before-the-quota"}}
+    kept = ours.post("/v1/jobs", **keyed_post).json()
+    assert set_quota(keyed.engine, "ours", 1)
+    try:
+        answer = ours.post("/v1/jobs", json=DOCUMENT)
+        told = problem(answer, 429)
+        assert told["type"].endswith("quota-exceeded")
+        assert "of the 1 bytes that they may" in told["detail"]
+        assert int(answer.headers["retry-after"]) > 0
+        # a replay is an answer, not a job
+        assert ours.post("/v1/jobs", **keyed_post).json()["id"] == kept["id"]
+        submit(theirs)
+    finally:
+        set_quota(keyed.engine, "ours", None)
+    submit(ours)
 
 
 def test_a_failure_is_told_without_its_detail(keyed: Keyed, ours: httpx.Client) -> None:

@@ -16,6 +16,7 @@ from jobs.claims import claim
 from jobs.clock import ledger_now
 from jobs.codec import parse_document
 from jobs.database import reading, writing
+from jobs.quotas import set_quota
 from jobs.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
 from jobs.results import layer_rows, list_artifacts
@@ -422,6 +423,25 @@ def test_damaged_factors_of_an_earlier_job_are_not_computed_with(
     later = submitted(model=None, data=None, task=None, factors={"job": earlier})
     supervise(later, ["finish"])
     assert (job(later).state, job(later).failure["code"]) == ("failed", "artifact_damaged")
+
+
+def test_a_file_beyond_the_quota_ends_the_job_and_what_was_done_stays(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, settings: Any
+) -> None:
+    assert set_quota(ledger, "local", 10)
+    job_id = submitted()
+    supervise(job_id, ["layer", 0], ["artifact", "a.json", "12345678"], ["artifact", "b.json", "123"], ["finish"])
+    ended = job(job_id)
+    assert (ended.state, ended.failure["category"], ended.failure["code"]) == ("failed", "usage", "disk_quota")
+    assert "8 of the 10 bytes that they may and 3 more do not fit" in ended.failure["message"]
+    assert [each.ordinal for each in layer_rows(ledger, LOCAL_TENANT, job_id).items] == [0]
+    assert [each.name for each in list_artifacts(ledger, LOCAL_TENANT, job_id)] == ["a.json"]
+    folder = ArtifactFolder(settings().ledger.artifact_root)
+    assert [each.size_bytes for each in folder.objects()] == [8]
+    # the same bytes again take no more room
+    again = submitted()
+    supervise(again, ["artifact", "c.json", "12345678"], ["finish"])
+    assert job(again).state == "succeeded"
 
 
 def test_what_an_attempt_staged_goes_with_it(submitted: Any, supervise: Any, settings: Any) -> None:
