@@ -8,6 +8,7 @@ with exit code 1 where a cell failed or one took longer than a minute.
 """
 
 import argparse
+import concurrent.futures
 import queue
 import statistics
 import subprocess
@@ -23,13 +24,17 @@ from typing import Any
 
 from benchmarks.results_file import claim, not_measured, write
 from tests import servers
+from tests.chaos.campaign import Report, run_campaign
 from tests.chaos.cells import ALL_CELLS, MATRIX, PARTS, POINTS, Recovery, run_cell
+from tests.chaos.documents import Pace
 from tests.chaos.gated_jobs import document, outcomes
 from tests.chaos.stack import running_stack
 
 MOST_SECONDS = 60
 """From the kill to a living holder's first write: lease (45 s), reaper (10 s) and the next look into the queue."""
 CELL_SECONDS = 240
+GAP_SECONDS = 6.0
+"""Between two faults of the campaign, on average."""
 DOWN_SECONDS = 5.0
 """How long API, Redis and PostgreSQL stay away."""
 
@@ -91,15 +96,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--stacks", type=int, default=3, help="services side by side (3: a minute's waiting each)")
     parser.add_argument("--only", nargs="*", metavar="PART:POINT", help="these cells alone; nothing is stored")
+    parser.add_argument("--seed", type=int, default=1, help="of the campaign (1)")
+    parser.add_argument("--campaign-seconds", type=float, default=420, help="how long its nemesis rages (420)")
     options = parser.parse_args(arguments)
     cells = [tuple(text.split(":")) for text in options.only] if options.only else list(ALL_CELLS)
     if unknown := [cell for cell in cells if cell not in ALL_CELLS]:
         parser.error(f"{unknown} are no cells; parts are {', '.join(PARTS)}, points {', '.join(POINTS)}")
     began = time.monotonic()
     soak = Soak([(part, point) for part, point in cells])
-    soak.run(options.stacks)
-    claims = _claims(soak, len(cells))
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        raging = None if options.only else beside.submit(_campaign, options.seed, options.campaign_seconds)
+        soak.run(options.stacks)
+        campaign = None if raging is None else raging.result()
+    claims = _claims(soak, len(cells)) + ([] if campaign is None else _claims_of(campaign))
     _print_table(soak.recoveries)
+    if campaign is not None:
+        _say(campaign.summary())
     figures = {
         "settings": "defaults: heartbeat 10 s, lease 45 s, reaper 10 s, poll 3 s",
         "stacks": options.stacks,
@@ -108,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cells": [asdict(each) for each in sorted(soak.recoveries, key=lambda each: (each.part, each.point))],
         "failed": soak.failed,
         "by_part": {part: _summary([e for e in soak.recoveries if e.part == part]) for part in PARTS},
+        "campaign": None if campaign is None else campaign.as_json(),
         "by_point": {point: _summary([e for e in soak.recoveries if e.point == point]) for point in POINTS},
     }
     if not options.only:
@@ -121,6 +134,30 @@ def _claims(soak: Soak, cells: int) -> list[dict[str, Any]]:
     return [
         claim(f"cells of {cells} in which a job did not end with its rows stored once", len(soak.failed), 0),
         not_measured(text, MOST_SECONDS, "no cell ended") if slowest is None else claim(text, slowest, MOST_SECONDS),
+    ]
+
+
+def _campaign(seed: int, seconds: float) -> Report:
+    """A campaign with the default leases, beside the cells; its jobs last more than ten of its gaps."""
+    with tempfile.TemporaryDirectory(prefix="kronoscope-soak-campaign-") as folder:
+        return run_campaign(
+            seed,
+            seconds,
+            Path(folder),
+            settings={},
+            lease_seconds=45,
+            gap_seconds=GAP_SECONDS,
+            pace=Pace(batches=60, batch_seconds=1.0, row_seconds=1.0),
+            drain_seconds=400,
+        )
+
+
+def _claims_of(campaign: Report) -> list[dict[str, Any]]:
+    enough = claim("campaigns that did not count (too few re-claims, refusals or lost replies)", not campaign.counts, 0)
+    return [
+        claim("violations that the campaign's checker found", len(campaign.violations), 0),
+        claim("jobs of the campaign that were left when the drain's time was up", not campaign.drained, 0),
+        enough,
     ]
 
 
