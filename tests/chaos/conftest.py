@@ -8,11 +8,14 @@ from tests.chaos.cells import MATRIX
 from tests.chaos.gated_jobs import document, outcomes
 from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
 
+CHECKPOINTS = {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.001"}
+"""As many as the engine makes at most."""
+
 
 @pytest.fixture(scope="session")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack for every test of this room; ``stack`` hands it over whole."""
-    with running_stack(tmp_path_factory.mktemp("stack"), settings=SHORT_LEASES, **MATRIX) as stack:
+    with running_stack(tmp_path_factory.mktemp("stack"), settings=SHORT_LEASES | CHECKPOINTS, **MATRIX) as stack:
         yield stack
 
 
@@ -29,3 +32,17 @@ def undisturbed(shared_stack: Stack) -> list[object]:
     job_id = shared_stack.submit(document())
     assert shared_stack.await_end(job_id) == ["succeeded"]
     return list(outcomes(shared_stack, job_id))
+
+
+@pytest.fixture(scope="session")
+def quick_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two workers whose children compute nothing."""
+    settings = SHORT_LEASES | {"CHAOS_QUICK": "1", "KRONOSCOPE_SLOTS": "2"}
+    with running_stack(tmp_path_factory.mktemp("quick"), settings=settings) as stack:
+        yield stack
+
+
+@pytest.fixture
+def quick(quick_stack: Stack) -> Stack:
+    quick_stack.revive()
+    return quick_stack

@@ -36,11 +36,19 @@ class GatedJob:
         """Have it kill -9 its worker there, in every attempt."""
         self._file(point, "murder").touch()
 
-    def await_at(self, point: str, seconds: float = 60) -> None:
+    def await_at(self, point: str, seconds: float = 120) -> None:
         def there() -> bool:
             return self._file(point, "seen").exists()
 
         until(there, seconds, f"{self.name} comes to {point}; {self.stack.describe(self.id)}")
+
+    def seen_again(self, point: str) -> None:
+        """Wait next for somebody else who comes there."""
+        self._file(point, "seen").unlink()
+
+    def forward_passes(self) -> int:
+        """How often the model ran, in all attempts."""
+        return (self.gates / f"{self.name}.passes").stat().st_size
 
     def release(self, point: str) -> None:
         for kind in ("hold", "seen"):

@@ -10,6 +10,7 @@ with exit code 1 where a cell failed or one took longer than a minute.
 import argparse
 import concurrent.futures
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,8 @@ class Soak:
     def __init__(self, cells: Sequence[tuple[str, str]]) -> None:
         self.recoveries: list[Recovery] = []
         self.failed: list[dict[str, str]] = []
+        self.given_up = threading.Event()
+        """Set where nobody waits any more: every stack ends its own processes after the cell under way."""
         self._left: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         for cell in _longest_first(cells):
             self._left.put(cell)
@@ -66,7 +69,7 @@ class Soak:
                     job_id = stack.submit(document())
                     stack.await_end(job_id)
                     undisturbed = outcomes(stack, job_id)
-                    while True:
+                    while not self.given_up.is_set():
                         try:
                             part, point = self._left.get_nowait()
                         except queue.Empty:
@@ -106,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     soak = Soak([(part, point) for part, point in cells])
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
         raging = None if options.only else beside.submit(_campaign, options.seed, options.campaign_seconds)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: soak.given_up.set())
         soak.run(options.stacks)
         campaign = None if raging is None else raging.result()
     claims = _claims(soak, len(cells)) + ([] if campaign is None else _claims_of(campaign))

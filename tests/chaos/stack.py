@@ -194,7 +194,11 @@ class Stack:
                     (job_events, job_events.c.job_id, (job_events.c.seq,)),
                 )
             ]
-        listed = [(each.uri, (self.artifacts / each.uri).read_bytes()) for each in self.listed(job_id)]
+        folder = ArtifactFolder(self.artifacts)
+        listed = []
+        for each in self.listed(job_id):
+            with folder.open(each) as file:
+                listed.append((each.name, file.read()))
         return repr(tables), listed
 
     def holder(self, job_id: str) -> Part | None:

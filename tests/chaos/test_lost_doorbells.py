@@ -1,31 +1,15 @@
 """The broker forgets, repeats itself, or is not there: every job ends, and each is done once."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.chaos.gated_jobs import quick_document
-from tests.chaos.processes import Part, until
-from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
+from tests.chaos.processes import until
+from tests.chaos.stack import Stack
 
 QUEUED = 100
-MAX_FAILURES = 5
-
-
-@pytest.fixture(scope="module")
-def quick_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two workers whose children compute nothing."""
-    settings = SHORT_LEASES | {"CHAOS_QUICK": "1", "KRONOSCOPE_SLOTS": "2"}
-    with running_stack(tmp_path_factory.mktemp("quick"), settings=settings) as stack:
-        yield stack
-
-
-@pytest.fixture
-def quick(quick_stack: Stack) -> Stack:
-    quick_stack.revive()
-    return quick_stack
 
 
 def each_was_done_once(stack: Stack, job_ids: list[str]) -> None:
@@ -82,30 +66,3 @@ def test_without_redis_from_start_to_end_every_job_ends_once(quick: Stack) -> No
     quick.redis.restart()  # and workers that never saw it hear the doorbell now
     job_id = quick.submit(quick_document())
     each_was_done_once(quick, [job_id])
-
-
-def test_a_job_that_kills_its_worker_ends_after_its_failures_and_others_go_on(quick: Stack) -> None:
-    murderer = quick.submit(quick_document(["started"], ["murder"]))
-    others = []
-    deaths = 0
-
-    def restarted() -> bool:
-        """As whatever supervises the workers does."""
-        nonlocal deaths
-        for worker in quick.workers:
-            if not worker.alive:
-                deaths += 1
-                worker.start()
-                others.append(quick.submit(quick_document()))
-        return quick.state(murderer) == "failed"
-
-    until(restarted, 200, "the murderer ends")
-    row = quick.row(murderer)
-    assert (row.failures, row.attempt, deaths) == (MAX_FAILURES, MAX_FAILURES, MAX_FAILURES)
-    assert row.failure["code"] == "worker_lost"
-    assert quick.await_end(*others) == ["succeeded"] * len(others)
-    _no_worker_is_lost_any_more(quick.workers)
-
-
-def _no_worker_is_lost_any_more(workers: list[Part]) -> None:
-    assert all(worker.alive for worker in workers)

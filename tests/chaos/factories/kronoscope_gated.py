@@ -37,6 +37,11 @@ class Gates:
             while self._file(point, "hold").exists():
                 time.sleep(0.01)
 
+    def passed(self) -> None:
+        """Leave a byte for every forward pass."""
+        with (self._folder / f"{self._name}.passes").open("ab") as file:
+            file.write(b".")
+
     def _file(self, point: str, kind: str) -> Path:
         return self._folder / f"{self._name}.{point}.{kind}"
 
@@ -53,6 +58,7 @@ class Gated(nn.Module):
         time.sleep(self._seconds)
         if self._gates is not None:
             self._gates.at(f"batch{self._calls}")
+            self._gates.passed()
         return self.head(relu(self.second(relu(self.first(x)))))
 
 

@@ -1,0 +1,152 @@
+"""Workers that are frozen, told to go, or given jobs that kill: nothing is written twice and nothing begins anew."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.gated_jobs import BATCHES, GatedJob, outcomes, quick_document
+from tests.chaos.processes import gone, until
+from tests.chaos.stack import Stack
+
+DRY_RUNS = 2
+"""Forward passes before the first batch."""
+MAX_FAILURES = 5
+HANDED_BACK_SECONDS = 10
+SKEWS = {"worker0": 7200, "worker1": -7200}
+SHIFT = Path(__file__).parent / "shifted_clock"
+
+
+def test_two_zombies_write_nothing(stack: Stack, undisturbed: list[Any]) -> None:
+    """Each is frozen with a job half done; its child computes on and fills the pipe; a third worker finishes."""
+    third = stack.add_worker("zombie-hunter")
+    job = GatedJob(stack, "zombie")
+    job.hold("batch12")
+    job_id = job.submit()
+    zombies = []
+    for _ in range(2):
+        job.await_at("batch12")
+        zombie = stack.holder(job_id)
+        assert zombie is not None
+        zombie.pause()
+        zombies.append((zombie, stack.computing(zombie)))
+        job.seen_again("batch12")
+    job.await_at("batch12")
+    finisher = stack.holder(job_id)
+    assert finisher not in [zombie for zombie, _ in zombies]
+    job.release("batch12")
+    assert stack.await_end(job_id) == ["succeeded"]
+    before = stack.fingerprint(job_id)
+    for zombie, _ in zombies:
+        zombie.resume()
+    for zombie, computing in zombies:
+        until(lambda zombie=zombie: zombie.said("nothing more is written"), 90, f"{zombie.name} sees that it lost")
+        assert gone(computing, 60)
+    assert stack.fingerprint(job_id) == before
+    assert outcomes(stack, job_id) == undisturbed
+    row = stack.row(job_id)
+    assert (row.attempt, row.failures, row.fence) == (3, 2, 3)
+    third.close()
+    stack.workers.remove(third)
+
+
+def test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoint(
+    stack: Stack, undisturbed: list[Any]
+) -> None:
+    job = GatedJob(stack, "drained", seconds=0.15)
+    job.hold("batch12")
+    job_id = job.submit()
+    job.await_at("batch12")
+    worker = stack.holder(job_id)
+    assert worker is not None
+    others = [each for each in stack.workers if each is not worker]
+    for each in others:
+        each.pause()  # or one of them would take the job before it is looked at
+    worker.terminate()
+    told_at = time.monotonic()
+    job.release("batch12")
+    stack.await_state(job_id, "queued", seconds=HANDED_BACK_SECONDS)
+    assert time.monotonic() - told_at <= HANDED_BACK_SECONDS
+    handed = stack.row(job_id)
+    assert (handed.attempt, handed.failures, handed.lease_owner) == (0, 0, None)
+    assert worker.ended(60) == 0
+    kept = checkpointed_batches(stack.artifacts / job_id)
+    passed = job.forward_passes() - DRY_RUNS
+    assert 0 < kept <= passed
+    for each in others:
+        each.resume()
+    assert stack.await_end(job_id) == ["succeeded"]
+    # repeated are passed - kept batches: those since the checkpoint, which no clock makes more than a few
+    (line,) = [event.data["message"] for event in stack.events(job_id, "log") if "resumed" in event.data["message"]]
+    assert f"batch {kept} of {BATCHES}" in line
+    assert outcomes(stack, job_id) == undisturbed
+    assert (stack.row(job_id).attempt, stack.row(job_id).failures) == (1, 0)
+
+
+def test_a_poison_job_ends_and_others_go_on(quick: Stack) -> None:
+    poison = [["started"], ["progress", "capacity", 0, 2], ["layer", 0], ["kill_self"]]
+    poisoned = quick.submit(quick_document(*poison))
+    others = [quick.submit(quick_document()) for _ in range(5)]
+    assert quick.await_end(poisoned, *others) == ["failed", *["succeeded"] * len(others)]
+    row = quick.row(poisoned)
+    assert (row.attempt, row.failures, row.failure["category"], row.failure["code"]) == (2, 2, "fatal", "crashed")
+    assert len(quick.layers(poisoned)) == 1
+    assert [quick.row(other).attempt for other in others] == [1] * len(others)
+
+
+def test_a_job_that_kills_its_worker_ends_after_its_failures_and_others_go_on(quick: Stack) -> None:
+    murderer = quick.submit(quick_document(["started"], ["murder"]))
+    others = []
+    deaths = 0
+
+    def restarted() -> bool:
+        """As whatever supervises the workers does."""
+        nonlocal deaths
+        for worker in quick.workers:
+            if not worker.alive:
+                deaths += 1
+                worker.start()
+                others.append(quick.submit(quick_document()))
+        return quick.state(murderer) == "failed"
+
+    until(restarted, 200, "the murderer ends")
+    row = quick.row(murderer)
+    assert (row.failures, row.attempt, deaths) == (MAX_FAILURES, MAX_FAILURES, MAX_FAILURES)
+    assert row.failure["code"] == "worker_lost"
+    assert quick.await_end(*others) == ["succeeded"] * len(others)
+    assert all(worker.alive for worker in quick.workers)
+
+
+def test_clocks_two_hours_off_steal_nothing(quick: Stack, tmp_path: Path) -> None:
+    """One worker lives in the future and one in the past; between them they hold four jobs beyond their leases."""
+    paths = {worker.name: worker.environment["PYTHONPATH"] for worker in quick.workers}
+    for worker in quick.workers:
+        folder = tmp_path / worker.name
+        shutil.copytree(SHIFT, folder)
+        (folder / "seconds").write_text(str(SKEWS[worker.name]))
+        worker.restart(PYTHONPATH=f"{folder}:{paths[worker.name]}")
+    quick.await_ready(*quick.workers)
+    now = time.time()
+    for worker in quick.workers:
+        told = json.loads(next(line for line in worker.lines()[::-1] if "worker starts" in line))["timestamp"]
+        shown = time.mktime(time.strptime(told[:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone
+        assert abs(shown - now - SKEWS[worker.name]) < 600, "the clock of this worker is not shifted"
+    gate = tmp_path / "gate"
+    held = [quick.submit(quick_document(["started"], ["wait_for", str(gate)], ["finish"])) for _ in range(4)]
+    for job_id in held:
+        quick.await_state(job_id, "running", seconds=120)
+    time.sleep(7)  # twice the lease, and a dozen rounds of each reaper
+    assert [(row.state, row.fence) for row in map(quick.row, held)] == [("running", 1)] * 4
+    gate.touch()
+    assert quick.await_end(*held) == ["succeeded"] * 4
+    assert [(row.attempt, row.failures) for row in map(quick.row, held)] == [(1, 0)] * 4
+    for worker in quick.workers:
+        worker.restart(PYTHONPATH=paths[worker.name])
+
+
+def checkpointed_batches(folder: Path) -> int:
+    """How many batches the checkpoint holds that the handed-back attempt has left."""
+    (manifest,) = folder.rglob("checkpoint.json")
+    batches: int = json.loads(manifest.read_text())["body"]["cursor"]["batches"]
+    return batches
