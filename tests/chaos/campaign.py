@@ -123,7 +123,7 @@ def run_campaign(
             seed=seed,
             customers=2,
             open_jobs=1,  # so that a worker is free to take what another was made to drop
-            cancel_share=0.15,
+            cancel_every=3,
             deadline=time.monotonic() + limit + drain_seconds,
         )
         crowd.start()

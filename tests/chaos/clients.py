@@ -149,16 +149,19 @@ class Crowd:
         seed: int,
         customers: int,
         open_jobs: int,
-        cancel_share: float,
+        cancel_every: int,
         deadline: float,
     ) -> None:
-        """``document(number, label)`` makes the job of one intention; each customer keeps ``open_jobs`` open."""
+        """``document(number, label)`` makes the job of one intention; each customer keeps ``open_jobs`` open.
+
+        Of the jobs of each, one in ``cancel_every`` is cancelled a while later.
+        """
         self.history = History()
         self.began = time.monotonic()
         self._client = client
         self._document = document
         self._open_jobs = open_jobs
-        self._cancel_share = cancel_share
+        self._cancel_every = cancel_every
         self._deadline = deadline
         self._enough = threading.Event()
         self._gone = threading.Event()
@@ -203,12 +206,13 @@ class Crowd:
         while not self._gone.is_set():
             while len(open_jobs) < self._open_jobs and not self._enough.is_set():
                 key = f"c{number}-{count}"
+                regretted = (count + number) % self._cancel_every == self._cancel_every - 1
                 # now and then the same request twice, as a client does that lost track
                 job_id = customer.submit(key, self._document(count, key), times=2 if chance.random() < 0.2 else 1)
                 count += 1
                 if job_id is not None:
                     open_jobs[key] = job_id
-                    if chance.random() < self._cancel_share:
+                    if regretted:
                         self._gone.wait(chance.uniform(0, 6))
                         customer.cancel(key, job_id)
             for key, job_id in list(open_jobs.items()):

@@ -27,7 +27,7 @@ from tests.chaos.violation import Violation
 
 _CHANGES = "changes"
 _STALL_SECONDS = 12
-_DRAIN_SECONDS = 120
+_DRAIN_SECONDS = 200
 _SETTINGS = SHORT_LEASES | {"KRONOSCOPE_CANCEL_SECONDS": SHORT_LEASES["KRONOSCOPE_HEARTBEAT_SECONDS"]}
 """Looking for a cancellation as often as beating, the holder learns of its loss by the fence alone."""
 
@@ -130,18 +130,18 @@ def _zombie(scene: Scene) -> None:
     job = scene.job("zombie")
     job.hold("row2")
     job_id = scene.submit(job)
-    job.await_at("row2")
+    job.await_at("row2", 150)
     holder = scene.stack.await_holder(job_id)
     child = scene.stack.computing(holder)
     fence = scene.stack.row(job_id).fence
     job.hold("start")
     holder.pause()
     job.release("row2")
-    until(lambda: scene.stack.row(job_id).fence > fence, 60, "another worker takes the job")
+    until(lambda: scene.stack.row(job_id).fence > fence, 150, "another worker takes the job")
     assert gone(child, 30)
     holder.resume()
     ends = ("nothing more is written", "attempt ended", "the supervisor failed")
-    until(lambda: any(map(holder.said, ends)), 60, f"the zombie is done:\n{holder.tail()}")
+    until(lambda: any(map(holder.said, ends)), 150, f"the zombie is done:\n{holder.tail()}")
     job.release("start")
 
 
@@ -151,7 +151,7 @@ def _lost_doorbells(scene: Scene) -> None:
         scene.submit(scene.job(f"unheard{number}"))
     with scene.stack.broker() as broker:
         # each is marked as rung before it rings
-        until(lambda: broker.llen("celery") >= 2, 60, "both doorbells ring")
+        until(lambda: broker.llen("celery") >= 2, 150, "both doorbells ring")
         broker.flushall()
     scene.stack.await_ready(scene.stack.add_worker("late"))
 
@@ -161,7 +161,7 @@ def _killed_holder(scene: Scene) -> None:
     job = scene.job("orphan")
     job.hold("row2")
     job_id = scene.submit(job)
-    job.await_at("row2")
+    job.await_at("row2", 150)
     holder = scene.stack.await_holder(job_id)
     child = scene.stack.computing(holder)
     holder.kill()
@@ -181,11 +181,11 @@ def _lost_reply(scene: Scene) -> None:
 
 def _torn_object(scene: Scene) -> None:
     """A worker dies while it writes an object that an earlier job has listed; its own job is cancelled then."""
-    scene.stack.await_end(scene.submit(scene.job("reader")))
+    scene.stack.await_end(scene.submit(scene.job("reader")), seconds=200)
     (scene.stack.folder / _CHANGES / removals.DIE).touch()
     writer = scene.job("writer")
     job_id = scene.submit(writer)
-    scene.stack.await_holder(job_id).ended(60)
+    scene.stack.await_holder(job_id).ended(150)
     scene.customer.cancel(writer.name, job_id)
 
 
