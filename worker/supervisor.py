@@ -16,7 +16,7 @@ It starts the child, has its frames written (``worker.ledger_sink``) under the e
 import contextlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from jobs.crashes import record_crash
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
 from jobs.lifecycle import TERMINAL, State
 from jobs.records import Claim
-from jobs.scratch import Scratch
+from jobs.scratch import open_scratch
 from worker.cache_folder import cache_of_tenant
 from worker.child import EXECUTION, Child, MalformedFrame, child_environment
 from worker.child_output import ChildOutput
@@ -42,6 +42,7 @@ from worker.earlier_factors import FactorsUnavailable, lay_out_factors
 from worker.lease_watch import LeaseWatch, StopReason
 from worker.ledger_sink import LedgerSink
 from worker.logging_setup import job_logger
+from worker.scratch_mirror import ScratchMirror
 from worker.settings import WorkerSettings
 
 _OUTPUT_LINE_BYTES = 1_000
@@ -67,7 +68,7 @@ class Supervisor:
         self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
         self._watch = LeaseWatch(engine, claim, settings, self._log)
         self._folder = open_artifacts(settings.ledger)
-        self._scratch = Scratch(settings.ledger.artifact_root)
+        self._scratch = open_scratch(settings.ledger)
         self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
         self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
         self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch.lost, self._log)
@@ -102,7 +103,7 @@ class Supervisor:
         if isinstance(child, Failed):
             self._fail(child, None)
             return
-        with contextlib.closing(child):
+        with contextlib.closing(child), self._mirroring():
             self._watch.guard(child)
             output = ChildOutput(child.output(_OUTPUT_LINE_BYTES), self._log)
             try:
@@ -152,6 +153,7 @@ class Supervisor:
     def _assignment(self) -> dict[str, Any]:
         artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
+        self._bring_scratch()
         return {
             "document": plain(self._claim.document),
             "artifacts": str(artifacts),
@@ -172,6 +174,23 @@ class Supervisor:
             "earlier": [str(each) for each in self._scratch.before(self._claim.job_id, self._claim.fence)],
             "checkpoint_seconds": self._settings.checkpoint_seconds,
         }
+
+    def _bring_scratch(self) -> None:
+        """From the machine of an earlier attempt; what is damaged is collected again."""
+        try:
+            self._scratch.bring(self._claim.job_id, self._claim.fence)
+        except ArtifactDamaged as error:
+            self._log.warning("the checkpoint of an earlier attempt is not used", why=str(error))
+
+    @contextlib.contextmanager
+    def _mirroring(self) -> Iterator[None]:
+        """Have the child's checkpoints copied to the bucket, where there is one."""
+        if self._scratch.copies is None:
+            yield
+            return
+        folder = self._scratch.of_attempt(self._claim.job_id, self._claim.fence)
+        with ScratchMirror(self._scratch.copies, self._claim, folder, self._log):
+            yield
 
     def _cache(self) -> dict[str, Any]:
         """The tenant's own: what another tenant has collected is neither found nor felt."""

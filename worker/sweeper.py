@@ -16,7 +16,7 @@ from jobs.object_sweep import sweep_attempts, sweep_objects
 from jobs.outbox import relay
 from jobs.reaper import end_overdue, reap_expired
 from jobs.retention import archive_ended
-from jobs.scratch import Scratch, sweep_scratch
+from jobs.scratch import open_scratch, sweep_scratch
 from jobs.settings import LedgerSettings
 from worker.cache_folder import sweep_tenants
 
@@ -63,7 +63,7 @@ class Sweeper:
         next_reap = next_relay = next_clearing = time.monotonic()
         # the workers of one night's restart need not all list the store at once
         next_sweep = time.monotonic() + random.uniform(0, self._settings.sweep_seconds)  # noqa: S311 - no secret
-        scratch = Scratch(self._settings.artifact_root)
+        scratch = open_scratch(self._settings)
         folder = open_artifacts(self._settings)
         grace = self._settings.grace_seconds
         while not self._ended.is_set():

@@ -1,6 +1,7 @@
 """What attempts leave for the next one: kept while there may be one, gone with the job."""
 
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,18 @@ import pytest
 from sqlalchemy import Engine
 
 from engine.curvature.checkpoints import MANIFEST
+from jobs.artifacts import ArtifactFolder
 from jobs.claims import claim
 from jobs.records import LOCAL_TENANT, Job
-from jobs.results import layer_rows
+from jobs.results import layer_rows, list_artifacts
+from jobs.s3_objects import S3Objects
+from jobs.s3_settings import S3Settings
 from jobs.scratch import Scratch, sweep_scratch
+from jobs.settings import LedgerSettings
 from jobs.store import request_cancel
 from worker.child import EXECUTION
 from worker.scratch_folder import take_over
+from worker.settings import WorkerSettings
 from worker.supervisor import Supervisor
 from worker.sweeper import Sweeper
 
@@ -95,6 +101,49 @@ def test_a_crashed_job_goes_on_in_its_next_attempt(
     assert any("collection resumed at batch" in line and "of 25" in line for line in said)
     first, second = (layer_rows(ledger, LOCAL_TENANT, each).items for each in (undisturbed, killed))
     assert [row.outcome["record"]["digest_G"] for row in first] == [row.outcome["record"]["digest_G"] for row in second]
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+def test_a_job_goes_on_from_its_checkpoint_on_a_machine_that_shares_no_folder(
+    ledger: Engine, submitted: Any, settings: Any, bucket: S3Settings, job: Callable[[str], Job], events: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "kronoscope_test_mortal.py").write_text(MODEL)
+    job_id = submitted(
+        kind="factors",
+        keep=["factors"],
+        model={
+            "source": "factory", "factory": "kronoscope_test_mortal:Mortal", "kwargs": {"grave": str(tmp_path / "g")},
+        },
+        data={"source": "synthetic", "shape": [12], "examples": 100, "classes": 3},
+        collection={"batch_size": 4},
+    )  # fmt: skip
+
+    def machine(name: str) -> None:
+        chosen = settings(factories=("*",), paths=(str(tmp_path),), checkpoint_seconds=0.001)
+        ledger_settings = LedgerSettings(
+            **{**vars(chosen.ledger), "artifact_root": tmp_path / name, "bucket": bucket, "cache_bytes": 0}
+        )
+        held = claim(ledger, job_id, name, secrets.token_hex(8), 60)
+        assert held is not None
+        Supervisor(ledger, held, WorkerSettings(**{**vars(chosen), "ledger": ledger_settings}), EXECUTION).run()
+
+    machine("first")
+    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
+    shutil.rmtree(tmp_path / "first")  # lost with its disk
+    machine("second")
+    assert job(job_id).state == "succeeded"
+    said = [line.data["message"] for line in events(job_id, "log")]
+    assert any("collection resumed at batch" in line and "of 25" in line for line in said)
+    store = S3Objects(bucket)
+    assert list(store.listing("scratch/")) == []
+    folder = ArtifactFolder(tmp_path / "anywhere", store)
+    kept = list_artifacts(ledger, LOCAL_TENANT, job_id)
+    assert "factors/factors.index.json" in [each.name for each in kept]
+    for artifact in kept:
+        folder.verify(artifact)
+    assert {each.key for each in folder.objects()} == {each.uri for each in kept}
+    assert [path for path in (tmp_path / "second").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize(
