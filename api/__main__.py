@@ -1,7 +1,6 @@
 """``python -P -m api``: serve the API and its page over HTTP."""
 
 import asyncio
-import logging
 import os
 import sys
 from types import FrameType
@@ -15,6 +14,7 @@ from api.settings import Settings
 from api.streams import TRANSPORT
 from jobs.database import open_database, require_current_schema
 from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
+from jobs.service_log import configure_logging, log_last_words
 
 _KEEP_ALIVE_SECONDS = 10
 _SHUTDOWN_SECONDS = 10
@@ -46,8 +46,8 @@ class _Server(uvicorn.Server):
 
 def main() -> int:
     """Serve until a signal ends it; returns the exit code (3 transient, 4 the operator must act)."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # the readiness probe asks it every second
+    configure_logging()
+    log_last_words()
     try:
         settings = Settings.from_environment(os.environ)
         engine = open_database(settings.ledger.database_url)

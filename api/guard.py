@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
 
 from api.problems import Refusal, internal, problem_response
 from api.settings import is_loopback
@@ -72,13 +73,14 @@ class Guard:
         if refusal is not None:
             await problem_response(refusal, identity)(scope, receive, dressed)
             return
-        try:
-            await self.app(scope, receive, dressed)
-        except Exception:
-            if begun:
-                raise  # too late for another answer: the server ends the connection
-            _log.exception("request %s failed", identity)
-            await problem_response(internal(), identity)(scope, receive, dressed)
+        with bound_contextvars(request=identity):  # in every line that is logged for it
+            try:
+                await self.app(scope, receive, dressed)
+            except Exception:
+                if begun:
+                    raise  # too late for another answer: the server ends the connection
+                _log.exception("request %s failed", identity)
+                await problem_response(internal(), identity)(scope, receive, dressed)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:

@@ -1,5 +1,7 @@
 """The reaper takes jobs away from holders that fell silent, and ends those that nobody holds at their deadline."""
 
+import logging
+
 from sqlalchemy import Engine, literal, select
 
 from jobs.claims import record_failure
@@ -9,6 +11,8 @@ from jobs.database import reading, writing
 from jobs.fence import draw, move
 from jobs.lifecycle import HELD
 from jobs.tables import jobs
+
+_log = logging.getLogger("kronoscope.jobs")
 
 _AT_ONCE = 100
 
@@ -61,6 +65,9 @@ def reap_expired(engine: Engine) -> int:
                 record_failure(connection, drawn, _SILENT_AND_OVERDUE if overdue else _SILENT)
                 add(connection, "reaped")
                 taken += 1
+        if drawn is not None:
+            told = {"job": job_id, "attempt": drawn.attempt, "fence": fence, "owner": drawn.lease_owner}
+            _log.warning("lease reaped", extra=told)
     return taken
 
 

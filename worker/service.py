@@ -5,10 +5,10 @@ from collections.abc import Callable
 import structlog
 
 from jobs.database import open_database, require_current_schema
+from jobs.service_log import configure_logging, log_last_words
 from worker.agent import Agent
 from worker.device import describe_device
 from worker.lifetime import Ending
-from worker.logging_setup import configure_logging
 from worker.settings import WorkerSettings
 from worker.sweeper import Sweeper
 
@@ -34,6 +34,7 @@ class Service:
             SchemaOutdated: If the database has to be migrated first.
         """
         configure_logging(settings.log_level)
+        log_last_words()
         log = structlog.get_logger("kronoscope.worker")
         log.info("worker starts", device=describe_device(), slots=settings.slots, doorbell=ring is not None)
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)

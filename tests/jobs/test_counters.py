@@ -1,6 +1,8 @@
 """Counters say how often something happened, whatever becomes of the rows and of who counted."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,16 @@ from sqlalchemy.exc import SQLAlchemyError
 from jobs.census import take_census
 from jobs.claims import fail, finish, hand_back
 from jobs.clock import ledger_now
-from jobs.counters import SHARDS, add, add_failure, note_refused, note_round, read_counters, seconds_since_round
+from jobs.counters import (
+    OPERATOR_CODES,
+    SHARDS,
+    add,
+    add_failure,
+    note_refused,
+    note_round,
+    read_counters,
+    seconds_since_round,
+)
 from jobs.database import migration_config, open_database, reading, upgrade_schema, writing
 from jobs.devices import Device, Worker, register
 from jobs.outbox import relay
@@ -91,6 +102,16 @@ def test_codes_are_a_closed_set(ledger: Engine) -> None:
         for code in ("crashed", "sent\nby a model", "x" * 4_000):
             add_failure(connection, "fatal", code, ends_job=False)
     assert counted(ledger) == {"attempt_failures": {"fatal crashed": 1, "fatal other": 2}}
+
+
+def test_what_ends_an_attempt_from_outside_is_counted_by_name() -> None:
+    """The codes that supervisor, crash and reaper write, as their sources have them."""
+    here = Path(__file__).resolve().parents[2]
+    sources = [(here / name).read_text() for name in ("worker/supervisor.py", "worker/crash.py", "jobs/reaper.py")]
+    code = re.compile(r'(?:code=|"code": |_failure\("\w+", )"(\w+)"')
+    written = {found for source in sources for found in code.findall(source)}
+    assert {"worker_lost", "oom", "not_started"} <= written
+    assert written <= OPERATOR_CODES
 
 
 def test_a_refusal_that_cannot_be_counted_is_no_other_error(tmp_path: Any) -> None:

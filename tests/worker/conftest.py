@@ -18,9 +18,9 @@ from sqlalchemy import Engine
 from jobs.codec import parse_document
 from jobs.records import LOCAL_TENANT, Event, Job
 from jobs.results import events_after
+from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
 from jobs.store import read_job, submit
-from worker.logging_setup import configure_logging
 from worker.settings import WorkerSettings
 
 SCRIPTED_CHILD = Path(__file__).parent / "scripted_child.py"
