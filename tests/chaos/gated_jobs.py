@@ -36,9 +36,12 @@ class GatedJob:
         """Have it kill -9 its worker there, in every attempt."""
         self._file(point, "murder").touch()
 
-    def await_at(self, point: str, seconds: float = 120) -> None:
+    def await_at(self, point: str, seconds: float = 120, *, writers: int = 1) -> None:
+        """Wait until so many attempts wait there."""
+
         def there() -> bool:
-            return self._file(point, "seen").exists()
+            path = self._file(point, "seen")
+            return path.exists() and path.stat().st_size >= writers
 
         until(there, seconds, f"{self.name} comes to {point}; {self.stack.describe(self.id)}")
 

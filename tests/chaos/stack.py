@@ -182,13 +182,16 @@ class Stack:
             found += page
         return [event for event in found if kind in (None, event.type)]
 
-    def fingerprint(self, job_id: str) -> tuple[Any, ...]:
-        """Everything that the ledger and the disk hold of a job, to be compared with later."""
+    def fingerprint(self, job_id: str, *, running: bool = False) -> tuple[Any, ...]:
+        """Everything that the ledger and the store hold of a job, to be compared with later.
+
+        Of a ``running`` one without the job's own row, which every heartbeat of its holder changes.
+        """
         with reading(self.engine) as connection:
             tables = [
                 [tuple(row) for row in connection.execute(select(table).where(column == job_id).order_by(*order))]
                 for table, column, order in (
-                    (jobs, jobs.c.id, ()),
+                    *(() if running else ((jobs, jobs.c.id, ()),)),
                     (layer_results, layer_results.c.job_id, (layer_results.c.kind, layer_results.c.ordinal)),
                     (artifacts, artifacts.c.job_id, (artifacts.c.name,)),
                     (job_events, job_events.c.job_id, (job_events.c.seq,)),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.gated_jobs import BATCHES, GatedJob, outcomes, quick_document
-from tests.chaos.processes import gone, until
+from tests.chaos.processes import Part, gone, until
 from tests.chaos.stack import Stack
 
 DRY_RUNS = 2
@@ -19,7 +19,8 @@ SHIFT = Path(__file__).parent / "shifted_clock"
 
 
 def test_two_zombies_write_nothing(stack: Stack, undisturbed: list[Any]) -> None:
-    """Each is frozen with a job half done; its child computes on and fills the pipe; a third worker finishes."""
+    """Frozen with a job half done, while their children compute on and fill the pipes; one wakes beside its successor
+    that is in the midst of the job, the other after the end."""
     third = stack.add_worker("zombie-hunter")
     job = GatedJob(stack, "zombie")
     job.hold("batch12")
@@ -35,20 +36,31 @@ def test_two_zombies_write_nothing(stack: Stack, undisturbed: list[Any]) -> None
     job.await_at("batch12")
     finisher = stack.holder(job_id)
     assert finisher not in [zombie for zombie, _ in zombies]
+    job.hold("row3")
     job.release("batch12")
+    until(lambda: len(stack.layers(job_id)) == 3, 60, "the successor's rows are stored")
+    job.await_at("row3", writers=3)
+    during = stack.fingerprint(job_id, running=True)
+    wakes(*zombies[0])
+    assert stack.fingerprint(job_id, running=True) == during
+    assert stack.row(job_id).fence == 3
+    job.release("row3")
     assert stack.await_end(job_id) == ["succeeded"]
-    before = stack.fingerprint(job_id)
-    for zombie, _ in zombies:
-        zombie.resume()
-    for zombie, computing in zombies:
-        until(lambda zombie=zombie: zombie.said("nothing more is written"), 90, f"{zombie.name} sees that it lost")
-        assert gone(computing, 60)
-    assert stack.fingerprint(job_id) == before
+    after = stack.fingerprint(job_id)
+    wakes(*zombies[1])
+    assert stack.fingerprint(job_id) == after
     assert outcomes(stack, job_id) == undisturbed
     row = stack.row(job_id)
     assert (row.attempt, row.failures, row.fence) == (3, 2, 3)
     third.close()
     stack.workers.remove(third)
+
+
+def wakes(zombie: Part, computing: list[int]) -> None:
+    """It goes on where it was frozen, tries to write, and lets go."""
+    zombie.resume()
+    until(lambda: zombie.said("nothing more is written"), 90, f"{zombie.name} sees that it lost")
+    assert gone(computing, 60)
 
 
 def test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoint(
