@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from catalog.inputs import BuiltinModel, SyntheticData
+from catalog.inputs import BuiltinModel, DataFactory, ModelFactory, SyntheticData
 from catalog.job import JobDocument
+from catalog.memory import Memory, amount_bytes
 
 BUILTIN_PARAMETERS = {"digits_cnn": 10_026, "digits_mlp": 8_970, "tiny_gpt": 236_928}
 """Numbers that the weights of each builtin model hold."""
@@ -29,10 +30,31 @@ def least_bytes(document: JobDocument) -> int | None:
     return sum(known) if known else None
 
 
-def planned_bytes(plan: Mapping[str, Any]) -> int | None:
-    """The peak that a plan foresees on the device, or on the host where there is none; None if it names neither."""
-    peaks = (plan.get("device_peak_bytes"), plan.get("host_peak_bytes"))
-    return next((peak for peak in peaks if isinstance(peak, int) and 0 < peak < 2**63), None)
+def planned_bytes(plan: Mapping[str, Any], memory: Memory) -> int | None:
+    """What a device must have free for a plan, or the host where there is none; None if the plan names no peak.
+
+    A budget that is a part of what is free leaves the rest of it free beside the peak.
+    """
+    for place in ("device", "host"):
+        peak = plan.get(f"{place}_peak_bytes")
+        if isinstance(peak, int) and 0 < peak < 2**62:
+            named = getattr(memory, place)
+            whole = named != "auto" and isinstance(named, str)
+            return peak if whole else min(math.ceil(peak * 2**40 / amount_bytes(place, named, 2**40)), 2**62)
+    return None
+
+
+def memory_of(document: Mapping[str, Any]) -> Memory:
+    """The budgets of a stored document."""
+    given = document.get("memory") or {}
+    return Memory(**{name: given[name] for name in ("device", "host") if name in given})
+
+
+def factories_of(document: JobDocument) -> tuple[str | None, str | None]:
+    """The factories of model and data that a worker must be allowed to call."""
+    model = document.model.factory if isinstance(document.model, ModelFactory) else None
+    data = document.data.factory if isinstance(document.data, DataFactory) else None
+    return model, data
 
 
 def _slice_bytes(document: JobDocument, data: SyntheticData, number_bytes: int) -> int:

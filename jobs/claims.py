@@ -5,6 +5,7 @@ where the job has another holder by now, or none: then the attempt's child must 
 nothing more be written.
 """
 
+import contextlib
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
 from catalog.frames import ArtifactWritten, Failed, LayerDone, LogLine, Planned, Started, Summarised
-from catalog.needs import planned_bytes
+from catalog.needs import memory_of, planned_bytes
 from catalog.record import plain
 from jobs.clock import ledger_now
 from jobs.codec import sha256_of
@@ -22,10 +23,16 @@ from jobs.counters import add, add_failure
 from jobs.database import reading, writing
 from jobs.fence import append_event, by_holder, change, draw, fenced, move
 from jobs.identifiers import is_id
+from jobs.leases import Place, correct, device_class, lease, lease_of
 from jobs.lifecycle import HELD, State, ending
 from jobs.records import Claim
 from jobs.tables import artifacts, jobs, layer_results
-from jobs.turns import in_turn
+from jobs.turns import due, in_turn
+
+
+class _PlaceTaken(Exception):
+    """Nothing of the claim stays: the job is somebody else's to take, on another device."""
+
 
 Written = Literal["written", "repeated", "differs"]
 """`repeated`: the same digest stood there already; `differs`: another did, and stays."""
@@ -48,15 +55,18 @@ def claim(
     claim_token: str,
     lease_seconds: float,
     free_bytes: int | None = None,
+    place: Place | None = None,
 ) -> Claim | None:
-    """Take a queued job; None where it is not queued (any more), overdue, or does not fit into ``free_bytes``.
+    """Take a queued job, with the device of ``place``: both or neither.
+
+    None where it is not queued (any more), overdue, does not fit into ``free_bytes``, or its place has been taken.
 
     ``claim_token`` is random and new for each intention to claim: a claim whose reply was lost is
     tried again with the same token and recognises its own.
     """
     if not is_id(job_id):
         return None
-    with writing(engine) as connection:
+    with contextlib.suppress(_PlaceTaken), writing(engine) as connection:
         drawn = draw(connection, jobs.c.id == job_id, jobs.c.state == "queued", _claimable(free_bytes))
         if drawn is not None:
             values = {
@@ -70,10 +80,13 @@ def claim(
             if drawn.started_at is None:
                 values["started_at"] = ledger_now()
             move(connection, drawn, "running", values)
+            if place is not None and not lease(connection, drawn, place, drawn.fence + 1):
+                raise _PlaceTaken
         row = connection.execute(
             select(jobs).where(jobs.c.id == job_id, jobs.c.claim_token == claim_token, jobs.c.state.in_(HELD))
         ).one_or_none()
         return None if row is None else _claim(connection, row)
+    return None
 
 
 @by_holder
@@ -117,22 +130,33 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
 
 
 @by_holder
-def write_plan(engine: Engine, claim: Claim, frame: Planned) -> None:
-    """Keep the memory plan; the first one stands, since digests are promised per plan.
+def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
+    """Keep the memory plan; the first one stands, since digests are promised per plan. Whether the job stays here.
 
     One that memory has proved wrong is replaced by what was done in its place, which later attempts must repeat.
-    With it comes what the job needs where it computes, in place of what its document alone could tell.
+    With it comes what the job needs where it computes, in place of what its document alone could tell. Where that is
+    more than was leased, and another device could hold it, the attempt is to be handed back; and a plan that did not
+    fit is kept by nobody.
     """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
+        stays = True
         if drawn.plan is None or frame.plan.get("planning_errors"):
-            changes = {"plan": plain(frame.plan)}
-            needs = planned_bytes(frame.plan)
+            changes: dict[str, Any] = {"plan": plain(frame.plan)}
+            needs = planned_bytes(frame.plan, memory_of(claim.document))
             # an estimate needs nothing of what it foresees
             if needs is not None and drawn.kind != ESTIMATE:
                 changes["needs_bytes"] = needs
+                # what a first plan found too much no row has been computed by yet
+                stays = correct(connection, drawn, needs) or drawn.plan is not None
+            bound = None if claim.lease is None else claim.lease.bound_bytes
+            if not stays and bound is not None and (needs or 0) > bound:
+                del changes["plan"]
+            elif claim.lease is not None and drawn.device_class is None:
+                changes["device_class"] = device_class(claim.lease.kind)
             change(connection, drawn, changes)
         append_event(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)})
+        return stays
 
 
 @by_holder
@@ -243,13 +267,13 @@ def cancelled(engine: Engine, claim: Claim) -> State:
 
 
 @by_holder
-def hand_back(engine: Engine, claim: Claim) -> State:
+def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> State:
     """Return the attempt uncounted, as a drain does; a job being cancelled ends here instead."""
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         state = ending(drawn.state, "queued")
         values = {"attempt": drawn.attempt - 1, "progress": None} if state == "queued" else {}
-        move(connection, drawn, state, values, reason="handed back" if state == "queued" else None)
+        move(connection, drawn, state, values, reason=reason if state == "queued" else None)
         if state == "queued":
             add(connection, "drains")
         return state
@@ -277,13 +301,9 @@ def record_failure(
 
 
 def _claimable(free_bytes: int | None) -> ColumnElement[bool]:
-    in_time = and_(
-        or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now()),
-        or_(jobs.c.not_before.is_(None), jobs.c.not_before <= ledger_now()),
-    )
     if free_bytes is None:
-        return in_time
-    return and_(in_time, or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes))
+        return due()
+    return and_(due(), or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes))
 
 
 def _claim(connection: Connection, row: Row[Any]) -> Claim:
@@ -306,6 +326,7 @@ def _claim(connection: Connection, row: Row[Any]) -> Claim:
         completed=tuple((kind, ordinal) for kind, ordinal in done),
         cancel_requested_at=row.cancel_requested_at,
         deadline_at=row.deadline_at,
+        lease=lease_of(connection, row),
     )
 
 

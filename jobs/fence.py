@@ -15,6 +15,7 @@ from jobs.clock import ledger_now
 from jobs.counters import add, note_refused
 from jobs.errors import LeaseLost
 from jobs.identifiers import new_id
+from jobs.leases import drain
 from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
 from jobs.records import Claim
 from jobs.tables import job_events, jobs, outbox
@@ -104,6 +105,8 @@ def move(
         changes["finished_at"] = ledger_now()
     change(connection, drawn, changes)
     add(connection, "moves", state)
+    if drawn.state in HELD and state not in HELD:
+        drain(connection, drawn)
     if state == "queued":
         post_doorbell(connection, drawn.id, drawn.tenant_id)
     elif drawn.state == "queued":

@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from catalog.record import record
+from jobs.leases import DeviceLease
 from jobs.lifecycle import TERMINAL, State
 
 LOCAL_TENANT = "local"
@@ -141,6 +142,8 @@ class Claim:
     """`(kind, ordinal)` of the layers that have rows already."""
     cancel_requested_at: datetime | None
     deadline_at: datetime | None
+    lease: DeviceLease | None = None
+    """What it computes on; None where no device was asked for."""
 
 
 @record

@@ -12,6 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
 from catalog.job import JobDocument
+from catalog.needs import factories_of
 from catalog.schedule import Schedule
 from jobs.clock import ledger_now
 from jobs.codec import document_json, sha256_of
@@ -63,6 +64,7 @@ def submit(
     digest = sha256_of(body)
     schedule = Schedule() if estimate else document.schedule
     asked = asked_for(schedule)
+    model_factory, data_factory = factories_of(document)
     with writing(engine) as connection:
         job_id = _insert_job(
             connection,
@@ -78,6 +80,8 @@ def submit(
                 "priority": AHEAD if estimate else schedule.priority,
                 "deadline_at": deadline_of(schedule),
                 "needs_bytes": needs_bytes,
+                "model_factory": model_factory,
+                "data_factory": data_factory,
                 "created_at": ledger_now(),
                 "queued_at": ledger_now(),
             },

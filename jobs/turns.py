@@ -1,7 +1,8 @@
 """Whose turn it is: the order in which queued jobs are claimed, fair between tenants whatever priority they give."""
 
-from sqlalchemy import ColumnElement, Select, Subquery, func, literal, select, true
+from sqlalchemy import ColumnElement, Select, Subquery, and_, func, literal, or_, select, true
 
+from jobs.clock import ledger_now
 from jobs.lifecycle import HELD
 from jobs.tables import jobs, tenants
 
@@ -34,6 +35,14 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Select[
         .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
         .order_by(ahead.desc(), position + func.coalesce(running.c.number, 0), first.c.queued_at, first.c.id)
         .limit(limit)
+    )
+
+
+def due() -> ColumnElement[bool]:
+    """Whether a queued job may be claimed by now, and still."""
+    return and_(
+        or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now()),
+        or_(jobs.c.not_before.is_(None), jobs.c.not_before <= ledger_now()),
     )
 
 

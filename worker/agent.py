@@ -16,17 +16,22 @@ from collections.abc import Sequence
 import structlog
 from sqlalchemy import Engine
 
-from jobs.claims import claim, next_claimable
+from jobs.claims import claim
 from jobs.errors import LedgerUnavailable
+from jobs.leases import Place, free_drained
+from jobs.placement import may_come, next_places, reserve
 from jobs.records import Claim
 from worker.child import EXECUTION
 from worker.disk_room import free_bytes
 from worker.lifetime import DRAIN_SECONDS
+from worker.process_group import group_lives
 from worker.registration import Registration
 from worker.settings import WorkerSettings
 from worker.supervisor import Supervisor
 
 _CLAIM_TRIES = 3
+_GRACE_POLLS = 2
+"""A job is left so long to a smaller device: its worker has looked into the queue by then."""
 
 
 class Agent:
@@ -113,23 +118,25 @@ class Agent:
         """Asked by the thread that takes jobs. What runs here is looked at first: as it ends it may join the queue."""
         with self._lock:
             running = bool(self._supervisors)
-        return not running and not next_claimable(self._engine, 1)
+        return not running and not may_come(self._engine, self._registration.worker.id)
 
     def _claim_next(self) -> Claim | None:
         """The first in turn that no other worker was quicker to take."""
         self._registration.ensure()
-        for job_id in next_claimable(self._engine):
-            held = self._claim(job_id)
+        grace = _GRACE_POLLS * self._settings.poll_seconds
+        for place in next_places(self._engine, self._registration.worker.id, grace):
+            held = self._claim(place)
             if held is not None:
                 return held
         return None
 
-    def _claim(self, job_id: str) -> Claim | None:
+    def _claim(self, place: Place) -> Claim | None:
         """Claim; one token for all tries, so that a claim whose reply was lost is recognised."""
         token = secrets.token_hex(16)
         for tries_left in reversed(range(_CLAIM_TRIES)):
             try:
-                return claim(self._engine, job_id, self._owner, token, self._settings.ledger.lease_seconds)
+                lease_seconds = self._settings.ledger.lease_seconds
+                return claim(self._engine, place.job_id, self._owner, token, lease_seconds, place=place)
             except LedgerUnavailable:
                 if not tries_left:
                     raise
@@ -154,6 +161,17 @@ class Agent:
             self._slots.release()
             self._nudge.set()
 
+    def _look_after_devices(self) -> None:
+        """Free what nothing runs on any more, and keep room for jobs that wait long for it."""
+        self._registration.ensure()
+        worker = self._registration.worker
+        with self._lock:
+            running = {each.held for each in self._supervisors}
+        freed = free_drained(self._engine, worker.id, worker.process_space, running, group_lives)
+        if freed:
+            self._log.info("devices are free again", leases=freed)
+        reserve(self._engine, worker.id, self._settings.reserve_seconds)
+
     def _stop_all(self) -> None:
         with self._lock:
             running = list(self._supervisors)
@@ -173,6 +191,7 @@ class Agent:
             self._nudge.clear()
             self._beat()
             try:
+                self._look_after_devices()
                 while self.take():  # each is looked for anew: the one before has changed whose turn it is
                     pass
                 if self._settings.lifetime.until_idle and self._nothing_to_do():

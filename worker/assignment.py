@@ -1,10 +1,11 @@
 """What a child is told to do: one JSON object on its standard input."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
 
 _MAX_BYTES = 16 * 2**20
@@ -44,6 +45,8 @@ class Assignment:
     """Between two checkpoints; 0 makes none."""
     estimate: bool
     """Plan the job, and do nothing of it."""
+    bounds: MemoryBudget
+    """What was leased for it: more may be free, and is others'."""
 
 
 def read_assignment(raw: bytes) -> Assignment:
@@ -79,6 +82,7 @@ def read_assignment(raw: bytes) -> Assignment:
             earlier=tuple(Path(path) for path in value.get("earlier") or ()),
             checkpoint_seconds=float(value.get("checkpoint_seconds") or 0),
             estimate=bool(value.get("estimate", False)),
+            bounds=replace(MemoryBudget.unlimited(), **(value.get("bounds") or {})),
         )
     except (KeyError, TypeError, AttributeError) as error:
         message = f"not an assignment: {error!r}"

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from catalog.frames import MAX_FRAME_BYTES, Frame, decode
 from worker.pipe_lines import lines
-from worker.process_group import kill_descendants, wait_until_gone
+from worker.process_group import began, group_lives, kill_descendants, wait_until_gone
 
 EXECUTION = (sys.executable, "-P", "-m", "worker.execution")
 STOP_GRACE_SECONDS = 8.0
@@ -69,6 +69,8 @@ class Child:
     def __init__(self, process: subprocess.Popen[bytes], frames: IO[bytes], lifeline: int) -> None:
         self._process = process
         self._frames = frames
+        self.began = began(process.pid)
+        """When the guardian began, in the kernel's count; it is not reaped before the reaper below runs."""
         self._lifeline = lifeline
         self._lock = threading.Lock()
         self._reaped = False
@@ -119,6 +121,10 @@ class Child:
     def pid(self) -> int:
         """Of the guardian, which is also the group's id."""
         return self._process.pid
+
+    def left_something(self) -> bool:
+        """Whether anything of the group lives on although it was killed, stuck in the kernel as it may be."""
+        return group_lives(self.pid, self.began)
 
     def output(self, limit: int) -> Iterator[bytes]:
         """Lines of standard output and error, where ``start`` was given ``subprocess.PIPE``; long ones in pieces."""

@@ -146,7 +146,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
         raise DocumentRefused((refused,))
     _seed(document.collection.seed)
     # before the model is there: the plan counts its weights
-    memory = MemoryBudget.measure(document.memory, device)
+    memory = MemoryBudget.measure(document.memory, device, assignment.bounds)
     hold_device(memory, device)
     take_over(assignment.scratch, assignment.earlier)
     # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests

@@ -22,7 +22,7 @@ from jobs.store import read_claimed
 from worker.child import STOP_GRACE_SECONDS, Child
 from worker.settings import WorkerSettings
 
-StopReason = Literal["cancel", "deadline", "drain", "no_progress", "timeout"]
+StopReason = Literal["cancel", "misplaced", "deadline", "drain", "no_progress", "timeout"]
 
 _FAILED_BEAT = 0.2
 """Of the time between two heartbeats: how soon one that the database did not answer is tried again."""

@@ -28,6 +28,10 @@ _LONGEST_RETRY_SECONDS = 5.0
 _MAX_LOG_LINES = 1_000
 
 
+class Misplaced(Exception):
+    """The job needs more than was leased for it, and another device could hold it."""
+
+
 class LedgerSink:
     """Writes one attempt's frames."""
 
@@ -54,6 +58,7 @@ class LedgerSink:
         """Write one frame and say what is to be said of it.
 
         Raises:
+            Misplaced: If the frame was a plan that belongs on another device.
             LeaseLost: If the job is another's by now.
             ArtifactDamaged: If an announced artifact is not what stands on the disk.
             QuotaExceeded: If it is more than its tenant's files may take.
@@ -105,7 +110,8 @@ class LedgerSink:
     def _planned(self, frame: Planned) -> None:
         # threads stand in the plan: both decide the digests, and later attempts follow both
         planned = Planned(plan={**frame.plan, "threads": self._threads})
-        self.write(lambda: claims.write_plan(self._engine, self._claim, planned))
+        if not self.write(lambda: claims.write_plan(self._engine, self._claim, planned)):
+            raise Misplaced
 
     @_keep.register
     def _layer_done(self, frame: LayerDone) -> None:

@@ -25,6 +25,21 @@ def wait_until_gone(group: int, seconds: float) -> bool:
     return True
 
 
+def began(pid: int) -> int | None:
+    """When a process began, in the kernel's count, which tells it from a later one of the same number."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return None
+
+
+def group_lives(leader: int, leader_began: int | None) -> bool:
+    """Whether anything runs of the group that a process led which began then, in this process's namespace."""
+    now = began(leader)
+    if now is not None and leader_began is not None and now != leader_began:
+        return False  # another process has the number, so no member of the group was left
+    return _runs(leader)
+
+
 def kill_descendants(root: int) -> None:
     """Kill everything below ``root``, also what left its process group; ``root`` itself goes on.
 

@@ -27,6 +27,8 @@ class WorkerSettings:
     """Computing threads of a job's first attempt; null shares the machine's cores among the slots."""
     poll_seconds: float = 3
     """Between two looks into the queue, for doorbells that never rang."""
+    reserve_seconds: float = 60
+    """A job that waits longer than this for more than is free on a device has one kept for it."""
     cancel_seconds: float = 1
     """Between two looks whether a running job is to be cancelled."""
     disk_floor_bytes: int = 256 * 2**20
@@ -72,6 +74,8 @@ class WorkerSettings:
             raise SettingsInvalid(
                 f"KRONOSCOPE_DISK_PAUSE_SECONDS is {self.disk_pause_seconds:g}; take 0 to 900 seconds"
             )
+        if not 0 <= self.reserve_seconds <= 86_400:
+            raise SettingsInvalid(f"KRONOSCOPE_RESERVE_SECONDS is {self.reserve_seconds:g}; take 0 to 86400 seconds")
         if not 0 <= self.checkpoint_seconds <= 86_400:
             raise SettingsInvalid(
                 f"KRONOSCOPE_CHECKPOINT_SECONDS is {self.checkpoint_seconds:g}; take 0 (none) to 86400 seconds"
@@ -93,6 +97,7 @@ class WorkerSettings:
             slots=_count(environ, "KRONOSCOPE_SLOTS") or 1,
             threads=_count(environ, "KRONOSCOPE_THREADS"),
             poll_seconds=seconds(environ, "KRONOSCOPE_POLL_SECONDS", poll_seconds),
+            reserve_seconds=seconds(environ, "KRONOSCOPE_RESERVE_SECONDS", 60),
             cancel_seconds=seconds(environ, "KRONOSCOPE_CANCEL_SECONDS", 1),
             disk_floor_bytes=256 * 2**20 if floor is None else floor,
             disk_pause_seconds=seconds(environ, "KRONOSCOPE_DISK_PAUSE_SECONDS", 60),

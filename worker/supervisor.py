@@ -10,6 +10,7 @@ It starts the child, has its frames written (``worker.ledger_sink``) under the e
                  deadline, too long  -> failed
     no last word, silent for too long,
     a device that failed             -> crash: queued again; the same crash twice in a row -> failed
+    misplaced by its plan            -> queued again, uncounted, for a device that holds it
     lease lost                       -> nothing is written
 """
 
@@ -30,6 +31,7 @@ from jobs import claims
 from jobs.artifacts import open_artifacts
 from jobs.crashes import record_crash
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
+from jobs.leases import note_guardian, release
 from jobs.lifecycle import TERMINAL, State
 from jobs.records import Claim
 from jobs.scratch import open_scratch
@@ -40,7 +42,7 @@ from worker.crash import DEVICE_LOST, Signature, Whereabouts, crash_failure, end
 from worker.disk_room import DISK_FULL, told_full
 from worker.earlier_factors import FactorsUnavailable, lay_out_factors
 from worker.lease_watch import LeaseWatch, StopReason
-from worker.ledger_sink import LedgerSink
+from worker.ledger_sink import LedgerSink, Misplaced
 from worker.logging_setup import job_logger
 from worker.scratch_mirror import ScratchMirror
 from worker.settings import WorkerSettings
@@ -52,6 +54,7 @@ _TOO_LONG = (
     "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
     "Ask for less in one job, or the operator for more time (KRONOSCOPE_ATTEMPT_LIMIT)"
 )
+_MISPLACED = "needs more than was leased for it; another device holds it"
 _FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
 
@@ -71,7 +74,13 @@ class Supervisor:
         self._scratch = open_scratch(settings.ledger)
         self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
         self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
+        self._child: Child | None = None
         self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch.lost, self._log)
+
+    @property
+    def held(self) -> tuple[str, int]:
+        """Job and fence."""
+        return self._claim.job_id, self._claim.fence
 
     def stop(self, reason: StopReason) -> None:
         """End the attempt early: `drain` hands the job back."""
@@ -90,8 +99,18 @@ class Supervisor:
             self._log.exception("the supervisor failed")
         finally:
             self._watch.end()
+            self._release()
             # listed files are in the store by now, and no other attempt has this folder
             self._folder.clear_attempt(self._claim.job_id, self._claim.fence)
+
+    def _release(self) -> None:
+        """Give the device back, now that nothing of the attempt runs; what cannot be told now the Agent frees later."""
+        if self._claim.lease is None or (self._child is not None and self._child.left_something()):
+            return
+        try:
+            release(self._engine, self._claim.job_id, self._claim.fence)
+        except LedgerUnavailable:
+            self._log.warning("the database does not answer; the device is given back later")
 
     def _attempt(self) -> None:
         if self._claim.cancel_requested_at is not None:
@@ -141,7 +160,7 @@ class Supervisor:
         """The child, or why there is none."""
         try:
             assignment = self._sink.write(self._assignment)
-            return Child.start(assignment, subprocess.PIPE, child_environment(os.environ), self._command)
+            self._child = Child.start(assignment, subprocess.PIPE, self._environment(), self._command)
         except FactorsUnavailable as error:
             return error.failure
         except ArtifactDamaged as error:
@@ -149,6 +168,27 @@ class Supervisor:
         except OSError as error:
             message = f"the computing process could not be started: {error.strerror or error}; it is tried again"
             return _disk_full(error) or _failure("transient", "not_started", message)
+        return self._child
+
+    def _note(self, child: Child) -> None:
+        """Before anything is computed: whoever finds the device leased must be able to see who is on it."""
+        if self._claim.lease is not None:
+            job_id, fence = self._claim.job_id, self._claim.fence
+            self._sink.write(lambda: note_guardian(self._engine, job_id, fence, child.pid, child.began))
+
+    def _environment(self) -> dict[str, str]:
+        """The child's, in which no GPU can be seen but the one that was leased."""
+        environment = child_environment(os.environ)
+        leased = self._claim.lease
+        if leased is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = leased.device_uuid if leased.kind == "cuda" else ""
+        return environment
+
+    def _bounds(self) -> dict[str, int]:
+        leased = self._claim.lease
+        if leased is None or leased.bound_bytes is None:
+            return {}
+        return {"device_bytes" if leased.kind == "cuda" else "host_bytes": leased.bound_bytes}
 
     def _assignment(self) -> dict[str, Any]:
         artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
@@ -173,6 +213,7 @@ class Supervisor:
             "scratch": str(self._scratch.of_attempt(self._claim.job_id, self._claim.fence)),
             "earlier": [str(each) for each in self._scratch.before(self._claim.job_id, self._claim.fence)],
             "checkpoint_seconds": self._settings.checkpoint_seconds,
+            "bounds": self._bounds(),
         }
 
     def _bring_scratch(self) -> None:
@@ -203,6 +244,7 @@ class Supervisor:
     def _follow(self, child: Child) -> Frame | None:
         """Write every frame; return the last one, if the child came to say it."""
         last: Frame | None = None
+        self._note(child)
         for frame in child.frames():
             if self._watch.lost.is_set():
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
@@ -210,7 +252,12 @@ class Supervisor:
             if isinstance(frame, (Finished, Failed, Stopped)):
                 last = frame
             else:
-                self._sink.take(frame)
+                try:
+                    self._sink.take(frame)
+                except Misplaced:
+                    self._watch.stop("misplaced")
+                    child.kill()  # nothing was computed yet, and what it would say next is of no interest
+                    return None
             self._watch.progressed()
         return last
 
@@ -231,6 +278,8 @@ class Supervisor:
             state = self._fail(_failure("usage", "timeout", _TOO_LONG.format(self._settings.attempt_seconds)), None)
         elif reason == "cancel":
             state = self._sink.write(lambda: claims.cancelled(self._engine, self._claim))
+        elif reason == "misplaced":
+            state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim, _MISPLACED))
         elif reason == "drain":
             state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim))
         else:

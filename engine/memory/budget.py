@@ -30,18 +30,21 @@ class MemoryBudget:
         return cls(device_bytes=_UNLIMITED, host_bytes=_UNLIMITED)
 
     @classmethod
-    def measure(cls, memory: Memory, device: torch.device) -> "MemoryBudget":
-        """Turn the document's budgets into bytes on this machine, now.
+    def measure(cls, memory: Memory, device: torch.device, bounds: "MemoryBudget | None" = None) -> "MemoryBudget":
+        """Turn the document's budgets into bytes on this machine, now, of which no more than ``bounds`` are the job's.
 
         Raises:
             FieldError: If an amount cannot be read.
         """
         # what this process holds already is part of its own peak, so it is part of what it may hold
-        host = amount_bytes("host", memory.host, free_host_bytes() + resident_bytes())
+        bounds = bounds or cls.unlimited()
+        free_host = min(free_host_bytes() + resident_bytes(), bounds.host_bytes)
+        host = min(amount_bytes("host", memory.host, free_host), bounds.host_bytes)
         if device.type != "cuda":
             return cls(device_bytes=_UNLIMITED, host_bytes=host)
         free, _ = torch.cuda.mem_get_info(device)
-        return cls(device_bytes=amount_bytes("device", memory.device, free), host_bytes=host)
+        on_device = amount_bytes("device", memory.device, min(free, bounds.device_bytes))
+        return cls(device_bytes=min(on_device, bounds.device_bytes), host_bytes=host)
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -7,7 +7,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from catalog import DOCUMENT, JobDocument
-from catalog.needs import BUILTIN_PARAMETERS, least_bytes, planned_bytes
+from catalog.memory import Memory
+from catalog.needs import BUILTIN_PARAMETERS, least_bytes, memory_of, planned_bytes
 from worker.model_loading.builtin_models import ARCHITECTURES
 
 DOCUMENTED: dict[str, Any] = {
@@ -50,11 +51,21 @@ def test_a_document_gives_a_bound_from_below_or_nothing(changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
-        ({"device_peak_bytes": 7, "host_peak_bytes": 9}, 7),
-        ({"device_peak_bytes": 0, "host_peak_bytes": 9}, 9),
+        ({"device_peak_bytes": 9, "host_peak_bytes": 90}, 11),
+        ({"device_peak_bytes": 0, "host_peak_bytes": 90}, 101),
+        ({"device_peak_bytes": 0, "host_peak_bytes": 91}, 102),
         ({"threads": 2}, None),
         ({"device_peak_bytes": 2**63, "host_peak_bytes": "9"}, None),
     ],
 )
-def test_a_plan_gives_the_peak_where_the_job_computes(plan: dict[str, Any], expected: int | None) -> None:
-    assert planned_bytes(plan) == expected
+def test_a_plan_gives_the_peak_and_what_is_to_be_left_free_beside_it(plan: Any, expected: int | None) -> None:
+    assert planned_bytes(plan, Memory()) == expected
+
+
+def test_a_named_budget_is_taken_whole_and_a_fraction_in_part() -> None:
+    plan = {"device_peak_bytes": 8, "host_peak_bytes": 90}
+    assert planned_bytes(plan, Memory(device="20GiB")) == 8
+    assert planned_bytes(plan, Memory(device=0.5)) == 16
+    assert planned_bytes(plan, Memory(host=0.5)) == 9
+    assert memory_of({"memory": {"device": "1GiB", "micro_batch": 3}}) == Memory(device="1GiB")
+    assert memory_of({}) == Memory()

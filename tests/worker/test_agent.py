@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, update
 
-from jobs.claims import claim, next_claimable
+from jobs.claims import claim
 from jobs.clock import ledger_now
 from jobs.codec import parse_document
 from jobs.database import writing
 from jobs.errors import LedgerUnavailable
 from jobs.outbox import relay
+from jobs.placement import next_places
 from jobs.records import LOCAL_TENANT
 from jobs.store import read_job, request_cancel, submit
 from jobs.tables import jobs, tenants
@@ -56,7 +57,7 @@ def test_its_pulse_goes_on_while_the_database_is_away_and_ends_with_it(
         raise LedgerUnavailable
 
     pulse = tmp_path / "pulse"
-    monkeypatch.setattr(agent_module, "next_claimable", away)
+    monkeypatch.setattr(agent_module, "next_places", away)
     beating = agent(pulse_file=pulse)
     eventually(pulse.exists)
     pulse.unlink()
@@ -87,7 +88,7 @@ def test_a_doorbell_for_nothing_costs_a_look(
 ) -> None:
     """And one for a job takes whatever is next: the id in it decides nothing."""
     looks = []
-    monkeypatch.setattr(agent_module, "next_claimable", lambda engine: looks.append(1) or next_claimable(engine))
+    monkeypatch.setattr(agent_module, "next_places", lambda *given: looks.append(1) or next_places(*given))
     chosen = agent(["finish"], poll_seconds=3600)
     eventually(lambda: looks)
     bell = SimpleNamespace(app=SimpleNamespace(agent=chosen))

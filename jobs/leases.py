@@ -1,0 +1,240 @@
+"""A job's hold on a device: taken with the claim, corrected by the plan, over when its processes are gone.
+
+Who locks both a job and a device locks the job first. A lease outlives the right to write: once its attempt has ended
+or was taken away it *drains*, and it is freed by whoever can see that no process of it lives; where that cannot be
+seen, from another machine or container, after the worker has been silent for so long that its guardian has killed them.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, exists, func, insert, or_, select, update
+
+from catalog.record import record
+from jobs.clock import ledger_now
+from jobs.database import reading, writing
+from jobs.devices import DeviceKind
+from jobs.tables import device_leases, devices, jobs, worker_devices, workers
+
+_GUARDIAN_GRACE_SECONDS = 3.0
+"""From the end of a lease until the guardian of a silent worker has killed what it guards."""
+
+
+@record
+class Place:
+    """A device that a queued job fits on, as it was looked up."""
+
+    job_id: str
+    worker_id: str
+    device_uuid: str
+
+
+@record
+class DeviceLease:
+    """What an attempt may use."""
+
+    device_uuid: str
+    kind: DeviceKind
+    bytes: int
+    bound_bytes: int | None
+    """What the attempt must plan within; None where it has the host to itself and takes what is free."""
+
+
+def lease(connection: Connection, drawn: Row[Any], place: Place, fence: int) -> bool:
+    """Lease the device of ``place`` for the job that ``drawn`` has locked; whether it has room for it."""
+    device = _lock(connection, place.device_uuid, {"reserved_job_id": _unless(drawn.id)})
+    worker = connection.execute(select(workers).where(workers.c.id == place.worker_id)).one_or_none()
+    if device is None or worker is None or not suits(drawn, device.kind, worker.factories):
+        return False
+    held = _leased(connection, place.device_uuid)
+    free = device.capacity_bytes - device.foreign_bytes - held.bytes
+    needs = drawn.needs_bytes or 0
+    whole = device.kind != "host"
+    if (whole and held.number) or (needs > free and drawn.needs_bytes is not None) or (whole and free <= 0):
+        return False
+    connection.execute(
+        insert(device_leases).values(
+            job_id=drawn.id,
+            fence=fence,
+            tenant_id=drawn.tenant_id,
+            device_uuid=place.device_uuid,
+            bytes=free if whole else max(needs, _share(connection, device, free, planned=drawn.plan is not None)),
+            whole=whole,
+            worker_id=worker.id,
+            process_space=worker.process_space,
+            leased_at=ledger_now(),
+        )
+    )
+    return True
+
+
+def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
+    """What the holder of a job has leased."""
+    row = connection.execute(
+        select(device_leases, devices.c.kind)
+        .join(devices, devices.c.uuid == device_leases.c.device_uuid)
+        .where(device_leases.c.job_id == job.id, device_leases.c.fence == job.fence)
+    ).one_or_none()
+    if row is None:
+        return None
+    bounded = row.whole or row.bytes > (job.needs_bytes or 0)
+    bound = row.bytes if bounded else None
+    return DeviceLease(device_uuid=row.device_uuid, kind=row.kind, bytes=row.bytes, bound_bytes=bound)
+
+
+def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
+    """Lease what the plan says instead of what was guessed; False where the job belongs on another device.
+
+    It stays where no device that is offered could hold it: then its own plan says whether it can be done here.
+    """
+    mine = and_(device_leases.c.job_id == drawn.id, device_leases.c.fence == drawn.fence)
+    row = connection.execute(select(device_leases).where(mine)).one_or_none()
+    if row is None:
+        return True
+    if row.whole:
+        return needs <= row.bytes or not _held_elsewhere(connection, drawn, needs, row.device_uuid)
+    device = _lock(connection, row.device_uuid, {})
+    if device is None:
+        return True
+    held = _leased(connection, row.device_uuid, ~mine)
+    alone = held.number == 0
+    room = device.capacity_bytes if alone else device.capacity_bytes - device.foreign_bytes - held.bytes
+    if needs > room:
+        elsewhere = _held_elsewhere(connection, drawn, needs, row.device_uuid)
+        if elsewhere or (not alone and needs <= device.capacity_bytes):
+            return False
+    # where it goes on although it is more than there is, nobody is let in beside it
+    connection.execute(update(device_leases).where(mine).values(bytes=min(needs, max(room, 0))))
+    return True
+
+
+def drain(connection: Connection, drawn: Row[Any]) -> None:
+    """The attempt that held the locked job may write no more; its processes may live yet."""
+    silent_since = drawn.lease_expires_at if drawn.lease_expires_at and drawn.lease_expires_at < drawn.now else None
+    connection.execute(
+        update(device_leases)
+        .where(device_leases.c.job_id == drawn.id, device_leases.c.fence == drawn.fence)
+        .values(draining_at=silent_since or ledger_now())
+    )
+
+
+def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: int | None) -> None:
+    """Say which process leads the group that computes, and when it began, by its machine's own count."""
+    with writing(engine) as connection:
+        connection.execute(
+            update(device_leases)
+            .where(device_leases.c.job_id == job_id, device_leases.c.fence == fence)
+            .values(guardian_pid=pid, guardian_started=started)
+        )
+
+
+def release(engine: Engine, job_id: str, fence: int) -> None:
+    """End the lease of an attempt of which nothing runs any more."""
+    with writing(engine) as connection:
+        connection.execute(
+            delete(device_leases).where(device_leases.c.job_id == job_id, device_leases.c.fence == fence)
+        )
+
+
+def free_drained(
+    engine: Engine,
+    worker_id: str,
+    process_space: str,
+    running: Collection[tuple[str, int]],
+    lives: Callable[[int, int | None], bool],
+) -> int:
+    """End the draining leases of which nothing runs any more; returns how many.
+
+    Args:
+        engine: The ledger.
+        worker_id: Who asks.
+        process_space: Where the asker can tell whether a process lives.
+        running: (job, fence) of what the asker itself still looks after.
+        lives: Whether anything lives of the group that a guardian of that number and beginning leads.
+    """
+    seen = exists().where(workers.c.id == device_leases.c.worker_id, workers.c.expires_at >= ledger_now())
+    query = select(
+        device_leases,
+        and_(device_leases.c.draining_at < ledger_now(-_GUARDIAN_GRACE_SECONDS), ~seen).label("over"),
+    ).where(device_leases.c.draining_at.is_not(None))
+    with reading(engine) as connection:
+        draining = connection.execute(query).all()
+    gone = []
+    for row in draining:
+        if (row.job_id, row.fence) in running:
+            continue
+        if row.process_space == process_space and row.guardian_pid is not None:
+            ended = not lives(row.guardian_pid, row.guardian_started)
+        else:
+            ended = row.worker_id == worker_id or bool(row.over)
+        if ended:
+            gone.append((row.job_id, row.fence))
+    for job_id, fence in gone:
+        release(engine, job_id, fence)
+    return len(gone)
+
+
+def suits(job: Any, kind: str, factories: Collection[str]) -> bool:  # noqa: ANN401 - a row of `jobs`
+    """Whether a device of that kind under a worker with that list may compute the job, whatever it needs."""
+    named = {name for name in (job.model_factory, job.data_factory) if name is not None}
+    return job.device_class in (None, device_class(kind)) and ("*" in factories or named <= set(factories))
+
+
+def device_class(kind: str) -> str:
+    """What decides the numbers: a fake GPU computes on the CPU."""
+    return "cuda" if kind == "cuda" else "cpu"
+
+
+def _lock(connection: Connection, uuid: str, values: dict[str, Any]) -> Row[Any] | None:
+    """Lock a device: on both databases nobody leases of it before this transaction ends."""
+    return connection.execute(
+        update(devices)
+        .where(devices.c.uuid == uuid)
+        .values({"lease_seq": devices.c.lease_seq + 1} | values)
+        .returning(*devices.c)
+    ).one_or_none()
+
+
+def _unless(job_id: str) -> ColumnElement[str | None]:
+    return func.nullif(devices.c.reserved_job_id, job_id)
+
+
+def _leased(connection: Connection, uuid: str, *conditions: ColumnElement[bool]) -> Row[Any]:
+    return connection.execute(
+        select(func.count().label("number"), func.coalesce(func.sum(device_leases.c.bytes), 0).label("bytes")).where(
+            device_leases.c.device_uuid == uuid, *conditions
+        )
+    ).one()
+
+
+def _share(connection: Connection, device: Row[Any], free: int, *, planned: bool) -> int:
+    """What a job on a shared host may plan within: an equal part for each slot; 0 where it is alone or knows better."""
+    slots = connection.execute(
+        select(func.coalesce(func.sum(workers.c.slots), 0))
+        .join(worker_devices, worker_devices.c.worker_id == workers.c.id)
+        .where(worker_devices.c.device_uuid == device.uuid, workers.c.expires_at >= ledger_now())
+    ).scalar_one()
+    share = int(device.capacity_bytes // max(1, slots))
+    return 0 if planned or slots <= 1 or share > free else share
+
+
+def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: str) -> bool:
+    """Whether another device that is offered now could hold the job."""
+    found = connection.execute(
+        select(devices.c.kind, workers.c.factories)
+        .join(worker_devices, worker_devices.c.device_uuid == devices.c.uuid)
+        .join(workers, workers.c.id == worker_devices.c.worker_id)
+        .where(workers.c.expires_at >= ledger_now(), devices.c.capacity_bytes >= needs, devices.c.uuid != here)
+    ).all()
+    return any(suits(drawn, row.kind, row.factories) for row in found)
+
+
+def suited(kind: str, factories: Collection[str]) -> ColumnElement[bool]:
+    """`suits` as a condition on `jobs`."""
+    conditions: list[ColumnElement[bool]] = [
+        or_(jobs.c.device_class.is_(None), jobs.c.device_class == device_class(kind))
+    ]
+    if "*" not in factories:
+        listed = sorted(factories)
+        conditions += [or_(each.is_(None), each.in_(listed)) for each in (jobs.c.model_factory, jobs.c.data_factory)]
+    return and_(*conditions)

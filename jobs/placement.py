@@ -1,0 +1,355 @@
+"""Which queued job goes on which device: the smallest free one that holds it, and room kept for who waits long.
+
+A device is *smaller* than another by its capacity, and every GPU is smaller than a host, which computes more slowly.
+A worker leaves a job for a short grace to a smaller free device of another worker that was seen lately. A job that
+waits long for more than is free on a device reserves one: nothing younger is put there until it is (`reserve`).
+What is decided here may be overtaken; that a device is never leased beyond what it has is `jobs.leases`'s to see to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, case, func, literal, or_, select, update
+
+from catalog.record import record
+from jobs.clock import ledger_now
+from jobs.database import reading, writing
+from jobs.leases import Place, device_class, suited, suits
+from jobs.records import Job
+from jobs.tables import device_leases, devices, jobs, worker_devices, workers
+from jobs.turns import AHEAD, due, in_turn
+
+_NEEDS = func.coalesce(jobs.c.needs_bytes, 0)
+_CANDIDATES = 20
+
+
+@record
+class Placement:
+    """Where a job computes or will, in words for whoever waits for it."""
+
+    status: Literal["placed", "reserved", "waiting", "no_device", "no_worker"]
+    message: str
+    device: str | None
+    """The device that it computes on, or that is kept for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offer:
+    """A device as one worker offers it."""
+
+    worker_id: str
+    factories: tuple[str, ...]
+    free_slots: int
+    live: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Device:
+    """A device, with what is free there now."""
+
+    uuid: str
+    kind: str
+    capacity_bytes: int
+    free_bytes: int
+    """-1 where nothing may be put there, however little it needs."""
+    offers: list[_Offer] = field(default_factory=list)
+    reserver: Row[Any] | None = None
+    """The job that it is kept for."""
+
+    @property
+    def rank(self) -> tuple[bool, int, str]:
+        """The order from small to large."""
+        return self.kind == "host", self.capacity_bytes, self.uuid
+
+    def offered_by(self, worker_id: str) -> bool:
+        return any(each.worker_id == worker_id for each in self.offers)
+
+    def takes_now(self, job: Row[Any]) -> bool:
+        """Whether some worker could begin the job here at once."""
+        return (job.needs_bytes or 0) <= self.free_bytes and any(
+            each.live and each.free_slots > 0 and suits(job, self.kind, each.factories) for each in self.offers
+        )
+
+    def could_hold(self, job: Row[Any], *, live: bool) -> bool:
+        """Whether it has what the job needs, when nothing else is there."""
+        return (job.needs_bytes or 0) <= self.capacity_bytes and any(
+            (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
+        )
+
+
+def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int = 20) -> list[Place]:
+    """What a worker is to claim, in this order, and on which device of its own each; nothing where it is not known."""
+    with reading(engine) as connection:
+        fleet = _fleet(connection)
+        own = _own(fleet, worker_id)
+        free = [(each, offer) for each, offer in own if each.free_bytes >= 0]
+        if not free:
+            return []
+        seats = [(_seat(fleet, each, offer, grace_seconds), each.uuid) for each, offer in free]
+        claimable = and_(due(), or_(*(condition for condition, _ in seats)))
+        ids = connection.execute(in_turn(connection.dialect.name, limit, claimable)).scalars().all()
+        chosen = case(*((condition, literal(uuid)) for condition, uuid in seats))
+        found = connection.execute(select(jobs.c.id, chosen.label("uuid")).where(jobs.c.id.in_(ids))).all()
+    places = {row.id: row.uuid for row in found if row.uuid is not None}
+    return [Place(job_id=each, worker_id=worker_id, device_uuid=places[each]) for each in ids if each in places]
+
+
+def may_come(engine: Engine, worker_id: str) -> bool:
+    """Whether anything is queued that the worker could take if all of its devices were free."""
+    with reading(engine) as connection:
+        own = _own(_fleet(connection), worker_id)
+        if not own:
+            return True
+        holds = or_(*(and_(each.capacity_bytes >= _NEEDS, suited(each.kind, offer.factories)) for each, offer in own))
+        return bool(
+            connection.execute(
+                select(jobs.c.id).where(jobs.c.state == literal("queued", literal_execute=True), due(), holds).limit(1)
+            ).all()
+        )
+
+
+def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
+    """Keep each of the worker's devices for the job that has waited there longest for more than is free.
+
+    A job is kept one device for, the smallest that could hold it. What fits on every device of its kind is never
+    passed over for its size, so it reserves none: between tenants the turns decide, not who has waited.
+    """
+    with reading(engine) as connection:
+        fleet = _fleet(connection)
+        wanted = {
+            each.uuid: _reserver(connection, fleet, each, offer, after_seconds)
+            for each, offer in _own(fleet, worker_id)
+            if each.reserver is None
+        }
+        stale = {each.uuid for each, _ in _own(fleet, worker_id) if each.reserver is not None and _placed(fleet, each)}
+    changes = {uuid: job for uuid, job in wanted.items() if job is not None} | dict.fromkeys(stale)
+    if changes:
+        with writing(engine) as connection:
+            for uuid in sorted(changes):
+                connection.execute(update(devices).where(devices.c.uuid == uuid).values(reserved_job_id=changes[uuid]))
+
+
+def placement_of(engine: Engine, job: Job) -> Placement | None:
+    """Where the job stands with regard to devices; None once it has ended."""
+    if job.ended:
+        return None
+    with reading(engine) as connection:
+        row = connection.execute(select(jobs).where(jobs.c.id == job.id)).one_or_none()
+        if row is None:
+            return None
+        if row.state != "queued":
+            return _placement_of_running(connection, row)
+        fleet = _fleet(connection)
+    return _placement_of_queued(fleet, row)
+
+
+def _placement_of_running(connection: Connection, row: Row[Any]) -> Placement | None:
+    found = connection.execute(
+        select(device_leases.c.device_uuid, devices.c.name, devices.c.node)
+        .join(devices, devices.c.uuid == device_leases.c.device_uuid)
+        .where(device_leases.c.job_id == row.id, device_leases.c.fence == row.fence)
+    ).one_or_none()
+    if found is None:
+        return None
+    return Placement(status="placed", message=f"computes on {found.name} of {found.node}", device=found.device_uuid)
+
+
+def _placement_of_queued(fleet: Sequence[_Device], row: Row[Any]) -> Placement:
+    kept = next((each for each in fleet if each.reserver is not None and each.reserver.id == row.id), None)
+    needs = "" if row.needs_bytes is None else f"needs {readable(row.needs_bytes)}; "
+    if kept is not None:
+        message = f"{needs}the device {kept.uuid} with {readable(kept.capacity_bytes)} is kept for it"
+        return Placement(status="reserved", message=message, device=kept.uuid)
+    if any(each.could_hold(row, live=True) for each in fleet):
+        return Placement(status="waiting", message=f"{needs}waits for its turn and a free device", device=None)
+    if any(each.could_hold(row, live=False) for each in fleet):
+        message = f"{needs}the devices that could hold it belong to workers that have not been seen lately"
+        return Placement(status="no_worker", message=message, device=None)
+    if not any(each.offers for each in fleet):
+        largest = max((each.capacity_bytes for each in fleet), default=None)
+        if largest is None or (row.needs_bytes or 0) <= largest:
+            message = f"{needs}no worker is known; it begins when one starts"
+            return Placement(status="no_worker", message=message, device=None)
+    return _nowhere(fleet, row)
+
+
+def _nowhere(fleet: Sequence[_Device], row: Row[Any]) -> Placement:
+    """Say what it is that no known device or worker has."""
+    named = [name for name in (row.model_factory, row.data_factory) if name is not None]
+    able = [each for each in fleet if any(suits(row, each.kind, offer.factories) for offer in each.offers)]
+    if not able and any(each.offers for each in fleet):
+        if named and not any(
+            "*" in offer.factories or set(named) <= set(offer.factories) for each in fleet for offer in each.offers
+        ):
+            message = f"no known worker lists {' and '.join(f'`{name}`' for name in named)}"
+        else:
+            message = f"its first attempt computed on a device of class `{row.device_class}`, and no worker offers one"
+        return Placement(status="no_worker", message=message, device=None)
+    largest = max(able or fleet, key=lambda each: each.capacity_bytes)
+    message = (
+        f"needs {readable(row.needs_bytes or 0)}; the largest known device is {largest.uuid} "
+        f"with {readable(largest.capacity_bytes)}"
+    )
+    return Placement(status="no_device", message=message, device=None)
+
+
+def readable(size_bytes: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes} B"
+
+
+def _fleet(connection: Connection) -> list[_Device]:
+    """Every known device, from small to large, with who offers it and what is free there."""
+    leases = (
+        select(
+            device_leases.c.device_uuid,
+            func.sum(device_leases.c.bytes).label("bytes"),
+            func.count().label("number"),
+        )
+        .group_by(device_leases.c.device_uuid)
+        .subquery()
+    )
+    rows = connection.execute(
+        select(devices, leases.c.bytes, leases.c.number).outerjoin(leases, leases.c.device_uuid == devices.c.uuid)
+    ).all()
+    reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
+    waiting = {}
+    if reserved:
+        found = connection.execute(select(jobs).where(jobs.c.id.in_(reserved), jobs.c.state == "queued")).all()
+        waiting = {row.id: row for row in found}
+    offers = _offers(connection)
+    fleet = []
+    for row in rows:
+        free = max(0, row.capacity_bytes - row.foreign_bytes - int(row.bytes or 0))
+        if row.kind != "host" and (row.number or free == 0):
+            free = -1
+        fleet.append(
+            _Device(
+                uuid=row.uuid,
+                kind=row.kind,
+                capacity_bytes=row.capacity_bytes,
+                free_bytes=free,
+                offers=offers.get(row.uuid, []),
+                # a device whose workers are gone keeps room for nobody: the job may reserve another
+                reserver=waiting.get(row.reserved_job_id) if any(o.live for o in offers.get(row.uuid, [])) else None,
+            )
+        )
+    return sorted(fleet, key=lambda each: each.rank)
+
+
+def _offers(connection: Connection) -> dict[str, list[_Offer]]:
+    busy = (
+        select(device_leases.c.worker_id, func.count().label("number"))
+        .where(device_leases.c.draining_at.is_(None))
+        .group_by(device_leases.c.worker_id)
+        .subquery()
+    )
+    rows = connection.execute(
+        select(
+            worker_devices.c.device_uuid,
+            workers.c.id,
+            workers.c.factories,
+            workers.c.slots,
+            busy.c.number,
+            (workers.c.expires_at >= ledger_now()).label("live"),
+        )
+        .join(workers, workers.c.id == worker_devices.c.worker_id)
+        .outerjoin(busy, busy.c.worker_id == workers.c.id)
+    ).all()
+    offers: dict[str, list[_Offer]] = {}
+    for row in rows:
+        offers.setdefault(row.device_uuid, []).append(
+            _Offer(
+                worker_id=row.id,
+                factories=tuple(row.factories),
+                free_slots=row.slots - (row.number or 0),
+                live=bool(row.live),
+            )
+        )
+    return offers
+
+
+def _own(fleet: Sequence[_Device], worker_id: str) -> list[tuple[_Device, _Offer]]:
+    return [(each, offer) for each in fleet for offer in each.offers if offer.worker_id == worker_id]
+
+
+def _seat(fleet: Sequence[_Device], device: _Device, offer: _Offer, grace_seconds: float) -> ColumnElement[bool]:
+    """Which queued jobs may be put on this device by this worker now."""
+    conditions = [device.free_bytes >= _NEEDS, suited(device.kind, offer.factories)]
+    kept = device.reserver
+    if kept is not None:
+        conditions.append(
+            or_(
+                jobs.c.priority >= AHEAD,
+                and_(jobs.c.tenant_id == kept.tenant_id, jobs.c.priority > kept.priority),
+                jobs.c.id == kept.id,  # named, as what SQLite keeps of a moment is finer than what comes back of it
+                jobs.c.queued_at < kept.queued_at,
+            )
+        )
+    smaller = [
+        each
+        for each in fleet
+        if each.rank < device.rank
+        and each.free_bytes >= 0
+        and each.reserver is None
+        and not each.offered_by(offer.worker_id)
+        and any(other.live and other.free_slots > 0 for other in each.offers)
+    ]
+    for kind in sorted({device_class(each.kind) for each in smaller}):
+        most = max(each.free_bytes for each in smaller if device_class(each.kind) == kind)
+        conditions.append(
+            or_(
+                most < _NEEDS,
+                jobs.c.device_class != kind,  # not of one that no plan has tied to a class yet
+                jobs.c.queued_at <= ledger_now(-grace_seconds),
+            )
+        )
+    return and_(*conditions)
+
+
+def _reserver(
+    connection: Connection, fleet: Sequence[_Device], device: _Device, offer: _Offer, after_seconds: float
+) -> str | None:
+    """The job that this device is to be kept for from now on."""
+    whole = [each.capacity_bytes for each in fleet if each.kind != "host" and any(o.live for o in each.offers)]
+    more_than = max(device.free_bytes, 0) if device.kind == "host" else min(whole, default=0)
+    if device.kind != "host" and device.free_bytes >= 0:
+        return None  # free for whoever comes next
+    rows = connection.execute(
+        select(jobs)
+        .where(
+            jobs.c.state == literal("queued", literal_execute=True),
+            jobs.c.needs_bytes > more_than,
+            jobs.c.needs_bytes <= device.capacity_bytes,
+            jobs.c.queued_at <= ledger_now(-after_seconds),
+            suited(device.kind, offer.factories),
+            due(),
+        )
+        .order_by(jobs.c.queued_at, jobs.c.id)
+        .limit(_CANDIDATES)
+    ).all()
+    kept = {each.reserver.id for each in fleet if each.reserver is not None}
+    for job in rows:
+        if job.id in kept or any(each.takes_now(job) for each in fleet):
+            continue
+        smaller = [
+            each
+            for each in fleet
+            if each.rank < device.rank and each.reserver is None and each.could_hold(job, live=True)
+        ]
+        if not smaller:
+            found: str = job.id
+            return found
+    return None
+
+
+def _placed(fleet: Sequence[_Device], device: _Device) -> bool:
+    """Whether what this device is kept for could begin on another one, or no longer fits here."""
+    job = device.reserver
+    if job is None or (job.needs_bytes or 0) > device.capacity_bytes:
+        return True
+    return any(each.takes_now(job) for each in fleet if each.uuid != device.uuid and each.reserver is None)

@@ -1,0 +1,79 @@
+"""Real workers on made-up GPUs: each job has one to itself, plans within it, and goes to a larger one if it must."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jobs.devices import list_devices
+from jobs.records import Event
+from worker.devices import fake_gpu
+
+MIB = 2**20
+ROOMY, TIGHT = 4096 * MIB, 300 * MIB
+
+
+@pytest.fixture
+def dialect() -> str:
+    """PostgreSQL; the ledger's own tests run on both."""
+    return "postgresql"
+
+
+@pytest.fixture
+def started(ledger_url: str, tmp_path: Any) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """``started("node-1", 2**30)``: a worker process whose machine has one GPU of that size."""
+    running = []
+
+    def start(node: str, *sizes: int, **more: str) -> subprocess.Popen[bytes]:
+        given = {
+            "KRONOSCOPE_DATABASE_URL": ledger_url,
+            "KRONOSCOPE_ARTIFACTS": str(tmp_path / "artifacts"),
+            "KRONOSCOPE_MODEL_STORE": str(tmp_path / "store"),
+            "KRONOSCOPE_FAKE_GPUS": ",".join(f"{size // MIB}MiB" for size in sizes),
+            "KRONOSCOPE_NODE": node,
+            "KRONOSCOPE_SLOTS": str(len(sizes)),
+            "KRONOSCOPE_POLL_SECONDS": "0.2",
+            "KRONOSCOPE_HEARTBEAT_SECONDS": "1",
+            "KRONOSCOPE_LEASE_SECONDS": "4",
+            "KRONOSCOPE_REAPER_SECONDS": "0.5",
+            "KRONOSCOPE_THREADS": "1",
+        } | more
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "worker.embedded"], env={**os.environ, **given}, stderr=subprocess.DEVNULL
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    for process in running:
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def placed(events: Callable[..., list[Event]], job_id: str) -> list[Any]:
+    return [each.data.get("reason") for each in events(job_id, "state") if each.data["state"] == "queued"]
+
+
+def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
+    ledger: Any, started: Any, submitted: Any, job: Any, events: Any, eventually: Any
+) -> None:
+    job_id = submitted()
+    started("tight", TIGHT)
+    started("roomy", ROOMY)
+    eventually(lambda: job(job_id).ended, 120)
+    done = job(job_id)
+    assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0)
+    assert done.needs_bytes <= ROOMY
+    assert done.plan["host_peak_bytes"] <= 0.9 * ROOMY
+    free = {each.uuid: each.free_bytes for each in list_devices(ledger)}
+    eventually(lambda: {each.jobs for each in list_devices(ledger)} == {0})
+    assert set(free) == {fake_gpu("tight", 0, 1).uuid, fake_gpu("roomy", 0, 1).uuid}
