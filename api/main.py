@@ -88,7 +88,8 @@ def _open(settings: Settings, traffic: Traffic) -> Service:
     # embedded mode has no broker: its worker looks into the database by itself
     rings = settings.redis_url and not settings.embedded
     doorbell = Doorbell(settings.redis_url) if rings and settings.redis_url else None
-    settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
+    if settings.ledger.bucket is None:
+        settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
     return Service(
         settings=settings,

@@ -103,7 +103,7 @@ def stored(databases: Databases, s3_url: str, tmp_path_factory: pytest.TempPathF
     more = {
         "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
         "KRONOSCOPE_ARTIFACTS": f"s3://{bucket.bucket}/{bucket.prefix}",
-        "KRONOSCOPE_STAGING": str(folder / "staging"),
+        "KRONOSCOPE_STAGING": "/proc/not-to-be-made",  # an API stages nothing
         "KRONOSCOPE_S3_ENDPOINT": s3_url,
         "KRONOSCOPE_S3_PUBLIC_ENDPOINT": f"http://127.0.0.1:{watched.server_port}",
         "AWS_ACCESS_KEY_ID": "key",
@@ -194,6 +194,11 @@ def test_a_flipped_byte_reaches_nobody_as_if_it_were_good(stored: Stored, ours: 
             stored.replace(CONTENT)
         assert list(tmp_path.rglob("*.*")) == []
         client.download(stored.job, listed(stored), tmp_path)
+
+
+def test_an_api_over_a_bucket_needs_no_folder(ours: httpx.Client) -> None:
+    answer = ours.get("/readyz")
+    assert (answer.status_code, answer.json()["checks"]["disk"]) == (200, "ok")
 
 
 def test_a_client_goes_nowhere_but_to_an_address(stored: Stored, tmp_path: Path) -> None:
