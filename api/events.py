@@ -17,10 +17,10 @@ from api.wire import MEDIA_TYPE
 from jobs.history import MAX_NUMBER, History, read_history
 
 _PAGE: TypeAdapter[EventListView] = TypeAdapter(EventListView)
-_STATE = {"seq": 1, "at": "2030-01-01T12:00:00+00:00", "type": "state", "data": {"state": "queued", "attempt": 0}}
+_STATE = {"seq": 1, "at": "2030-01-01T12:00:00Z", "type": "state", "data": {"state": "queued", "attempt": 0}}
 _LAYER = {
     "seq": 9,
-    "at": "2030-01-01T12:00:07.250000+00:00",
+    "at": "2030-01-01T12:00:07.250000Z",
     "type": "layer",
     "data": {"kind": "capacity", "ordinal": 0, "layer": "features.0", "sha256": "9f86d081…"},
 }
@@ -28,13 +28,13 @@ _STREAM_EXAMPLE = """\
 retry: 2000
 
 event: state
-data: {"seq": 1, "at": "2030-01-01T12:00:00+00:00", "type": "state", "data": {"state": "queued", "attempt": 0}}
+data: {"seq": 1, "at": "2030-01-01T12:00:00Z", "type": "state", "data": {"state": "queued", "attempt": 0}}
 id: 1
 
 : ping
 
 event: layer
-data: {"seq": 9, "at": "2030-01-01T12:00:07.250000+00:00", "type": "layer", "data": {"kind": "capacity", "ordinal": 0}}
+data: {"seq": 9, "at": "2030-01-01T12:00:07.250000Z", "type": "layer", "data": {"kind": "capacity", "ordinal": 0}}
 id: 9
 
 """

@@ -14,7 +14,7 @@ SIGN_OF_LIFE = KEEPALIVE_COMMENT
 
 def shown(event: Event) -> Mapping[str, Any]:
     """The event as its readers see it."""
-    return {"seq": event.seq, "at": event.at.isoformat(), "type": event.type, "data": event.data}
+    return {"seq": event.seq, "at": event.at.isoformat().replace("+00:00", "Z"), "type": event.type, "data": event.data}
 
 
 def encode(event: Event) -> bytes:

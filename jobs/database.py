@@ -25,6 +25,14 @@ _POSTGRES_OPTIONS = (
 )
 """Whoever is silent for 10 s within a transaction is frozen or gone, and a job's row must not stay locked for longer
 than its lease: nobody else could take it."""
+_POSTGRES_PATIENCE = {
+    "connect_timeout": 3,
+    # a machine that is gone closes nothing: what was sent is acknowledged within this time, or the connection is over
+    "tcp_user_timeout": 10_000,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
 _UPGRADE_LOCK = 0x6B726F6E
 """Advisory lock of PostgreSQL under which one process at a time migrates."""
 
@@ -46,9 +54,9 @@ def open_database(url: str) -> Engine:
         json_serializer=canonical_json,
         pool_size=5,
         max_overflow=5,
-        pool_timeout=10,
-        pool_pre_ping=True,
-        connect_args={"options": _POSTGRES_OPTIONS, "connect_timeout": 5},
+        pool_timeout=5,
+        pool_pre_ping=True,  # a connection that a restart has ended is noticed before it is used
+        connect_args={"options": _POSTGRES_OPTIONS, **_POSTGRES_PATIENCE},
     )
 
 
@@ -111,7 +119,10 @@ def _translated() -> Iterator[None]:
     """The driver's message names hosts and statements: it stays in the cause, for the operator's log."""
     try:
         yield
-    except (exc.OperationalError, exc.InterfaceError, exc.TimeoutError) as error:
+    except (exc.DBAPIError, exc.TimeoutError) as error:
+        lost = isinstance(error, exc.DBAPIError) and error.connection_invalidated
+        if not lost and not isinstance(error, (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)):
+            raise
         # SQLite reports a faulty statement in the same class as a locked or unreadable file
         if (
             getattr(error.orig if isinstance(error, exc.DBAPIError) else None, "sqlite_errorcode", None)
