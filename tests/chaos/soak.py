@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cells": [asdict(each) for each in sorted(soak.recoveries, key=lambda each: (each.part, each.point))],
         "failed": soak.failed,
         "by_part": {part: _summary([e for e in soak.recoveries if e.part == part]) for part in PARTS},
-        "campaign": None if campaign is None else campaign.as_json(),
+        "campaign": None if campaign is None else campaign.as_json() | {"logs": None},
         "by_point": {point: _summary([e for e in soak.recoveries if e.point == point]) for point in POINTS},
     }
     if not options.only:
@@ -158,10 +158,12 @@ def _campaign(seed: int, seconds: float) -> Report:
 
 
 def _claims_of(campaign: Report) -> list[dict[str, Any]]:
-    enough = claim("campaigns that did not count (too few re-claims, refusals or lost replies)", not campaign.counts, 0)
+    enough = claim(
+        "campaigns that did not count (too few re-claims, refusals or lost replies)", float(not campaign.counts), 0
+    )
     return [
         claim("violations that the campaign's checker found", len(campaign.violations), 0),
-        claim("jobs of the campaign that were left when the drain's time was up", not campaign.drained, 0),
+        claim("jobs of the campaign that were left when the drain's time was up", float(not campaign.drained), 0),
         enough,
     ]
 
