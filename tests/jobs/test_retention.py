@@ -24,7 +24,7 @@ from jobs.errors import ArtifactDamaged
 from jobs.records import LOCAL_TENANT, Artifact, Job, LayerRow
 from jobs.results import count_events, count_layers, events_after, layer_rows, list_artifacts, page_of, read_artifact
 from jobs.retention import archive_ended
-from jobs.store import delete_job, read_job, submit
+from jobs.store import delete_job, read_job, request_cancel, submit
 from jobs.tables import job_events
 from tests.api import seeding
 
@@ -150,6 +150,26 @@ def test_many_archive_one_job_once(ledger: Engine, folder: ArtifactFolder, finis
     assert {each.key for each in folder.objects()} == {
         file.uri for file in list_artifacts(ledger, LOCAL_TENANT, job_id)
     }
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_whoever_is_overtaken_while_reading_back_changes_nothing(
+    ledger: Engine, folder: ArtifactFolder, finished: Any, queued: Any, *, rows: bool
+) -> None:
+    job_id = finished() if rows else queued()
+    if not rows:  # cancelled in the queue it has no row to count
+        request_cancel(ledger, LOCAL_TENANT, job_id)
+
+    class Overtaken(ArtifactFolder):
+        """While it reads back, another process archives the job."""
+
+        def verify(self, artifact: Artifact) -> None:
+            super().verify(artifact)
+            assert archive_ended(ledger, folder, 0, drop_files=False) == 1
+
+    assert archive_ended(ledger, Overtaken(folder.root), 0, drop_files=True) == 0
+    assert len(list(read_layers(folder, archive_of(ledger, job_id)))) == LAYERS * rows
+    assert len(list_artifacts(ledger, LOCAL_TENANT, job_id)) == (9 if rows else 1)
 
 
 KILLED = """
