@@ -15,8 +15,8 @@ from api.auth import Reader, Submitter
 from api.body import read_document_body
 from api.contract import document_body, refusals, schedule_body
 from api.problems import parameter_refused
-from api.schemas import JobListView, JobView, ValidationView, job_view
-from api.service import ServiceOf
+from api.schemas import JobListView, JobView, ValidationView, job_view, placement_view
+from api.service import Service, ServiceOf
 from api.waiting import awaited, check_wait
 from catalog import ANALYSES
 from catalog.job import JobDocument
@@ -24,6 +24,7 @@ from catalog.needs import least_bytes
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES, State
 from jobs.object_sweep import forget
+from jobs.placement import placement_before, placement_of
 from jobs.quotas import require_room
 from jobs.records import Job
 from jobs.store import delete_job, list_jobs, read_job, request_cancel, reschedule, submit, submitted_earlier
@@ -77,7 +78,7 @@ async def create(
         await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
         await run_in_threadpool(require_room, service.engine, caller.tenant_id)
         if validate_only:
-            return _validated(document)
+            return await run_in_threadpool(_validated, service, document)
         submitted = await run_in_threadpool(
             submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
         )
@@ -85,12 +86,13 @@ async def create(
         service.caretaker.wake()
     job = submitted.job
     headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
-    return _answer(job, status=202, headers=headers)
+    return await run_in_threadpool(_placed, service, job, 202, headers)
 
 
-def _validated(document: JobDocument) -> Response:
+def _validated(service: Service, document: JobDocument) -> Response:
     body = document_json(document)
-    view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body))
+    placement = placement_view(placement_before(service.engine, document, least_bytes(document)))
+    view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body), placement=placement)
     return Response(TypeAdapter(ValidationView).dump_json(view), media_type="application/json")
 
 
@@ -154,7 +156,14 @@ def _label(text: str | None) -> tuple[str, str] | None:
     response_model=JobView,
     summary="Read a job",
     responses={
-        200: {"headers": {"ETag": {"description": "Names this version of the job", "schema": {"type": "string"}}}},
+        200: {
+            "headers": {
+                "ETag": {
+                    "description": "Names this version of the job, its placement apart",
+                    "schema": {"type": "string"},
+                }
+            }
+        },
         304: {"description": "Still the version of `If-None-Match`"},
         **refusals(404, 422),
     },
@@ -181,7 +190,7 @@ async def read(
 
     stored = partial(read_job, service.engine, caller.tenant_id, job_id)
     job = await awaited(request, service, stored, wait, news=changed)
-    answer = _answer(job)
+    answer = await run_in_threadpool(_placed, service, job)
     if if_none_match is not None and _matches(if_none_match, answer.headers["etag"]):
         return Response(status_code=304, headers={"etag": answer.headers["etag"]})
     return answer
@@ -196,7 +205,7 @@ async def read(
 )
 def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Cancel a queued job, or ask a running one to stop within a layer; an ended job stays as it is."""
-    return _answer(request_cancel(service.engine, caller.tenant_id, job_id), status=202)
+    return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id), 202)
 
 
 @router.put(
@@ -211,7 +220,8 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     schedule = await run_in_threadpool(parse_schedule, raw)
-    return _answer(await run_in_threadpool(reschedule, service.engine, caller.tenant_id, job_id, schedule))
+    job = await run_in_threadpool(reschedule, service.engine, caller.tenant_id, job_id, schedule)
+    return await run_in_threadpool(_placed, service, job)
 
 
 @router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=refusals(404, 409))
@@ -235,8 +245,11 @@ def _matches(header: str, etag: str) -> bool:
     return any(part.strip().removeprefix("W/") in (etag, "*") for part in header.split(","))
 
 
-def _answer(job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = _json(job)
-    return Response(
-        body, status_code=status, media_type="application/json", headers={"etag": _etag(body), **(headers or {})}
-    )
+def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """The job with where it stands with regard to devices.
+
+    That is no part of its ETag: it may change while the job does not, and who waits for the job is not woken for it.
+    """
+    body = _VIEW.dump_json(job_view(job, placement_of(service.engine, job)))
+    named = {"etag": _etag(_json(job)), **(headers or {})}
+    return Response(body, status_code=status, media_type="application/json", headers=named)

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from catalog.record import record
 from jobs.lifecycle import State
+from jobs.placement import Placement
 from jobs.records import Artifact, Job, LayerRow
 
 
@@ -40,6 +41,18 @@ class FailureView:
 
 
 @record
+class PlacementView:
+    """Where a job computes, or why it does not yet."""
+
+    status: Literal["placed", "reserved", "waiting", "no_device", "no_worker"]
+    """`placed`: it computes; `reserved`: a device is kept for it; `waiting`: for its turn and a free device;
+    `no_device`: no known device could ever hold it; `no_worker`: no worker that is there could take it."""
+    message: str
+    device: str | None
+    """UUID of the device that it computes on, or that is kept for it."""
+
+
+@record
 class JobView:
     """One job."""
 
@@ -54,6 +67,8 @@ class JobView:
     """-10 to 10: which of your own waiting jobs goes first."""
     deadline_at: datetime | None
     """It ends as failed then, if it has not ended before."""
+    placement: PlacementView | None
+    """Of a job that is asked for by itself and has not ended; no part of its ETag."""
     progress: ProgressView | None
     failure: FailureView | None
     attempt: int
@@ -112,6 +127,8 @@ class ValidationView:
     valid: Literal[True]
     document: Mapping[str, Any]
     document_sha256: str
+    placement: PlacementView
+    """Where the job would stand now."""
 
 
 @record
@@ -227,7 +244,12 @@ class EstimateView:
     links: Mapping[str, str]
 
 
-def job_view(job: Job) -> JobView:
+def placement_view(placement: Placement) -> PlacementView:
+    """A placement as its caller sees it."""
+    return PlacementView(status=placement.status, message=placement.message, device=placement.device)
+
+
+def job_view(job: Job, placement: Placement | None = None) -> JobView:
     """A job as its caller sees it."""
     here = f"/v1/jobs/{job.id}"
     labels = job.document.get("labels") or {}
@@ -240,6 +262,7 @@ def job_view(job: Job) -> JobView:
         labels=labels,
         priority=job.priority,
         deadline_at=job.deadline_at,
+        placement=None if placement is None else placement_view(placement),
         progress=None if job.progress is None else _progress(job.progress),
         failure=None if job.failure is None else _failure(job.failure),
         attempt=job.attempt,

@@ -8,10 +8,13 @@ What is decided here may be overtaken; that a device is never leased beyond what
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, case, func, literal, or_, select, update
 
+from catalog.job import JobDocument
+from catalog.needs import factories_of
 from catalog.record import record
 from jobs.clock import ledger_now
 from jobs.database import reading, writing
@@ -142,6 +145,17 @@ def placement_of(engine: Engine, job: Job) -> Placement | None:
             return _placement_of_running(connection, row)
         fleet = _fleet(connection)
     return _placement_of_queued(fleet, row)
+
+
+def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> Placement:
+    """Where a job of the document would stand if it were submitted now."""
+    with reading(engine) as connection:
+        fleet = _fleet(connection)
+    model, data = factories_of(document)
+    asked: Any = SimpleNamespace(
+        id=None, needs_bytes=needs_bytes, model_factory=model, data_factory=data, device_class=None
+    )
+    return _placement_of_queued(fleet, asked)
 
 
 def _placement_of_running(connection: Connection, row: Row[Any]) -> Placement | None:

@@ -24,11 +24,11 @@ from kronoscope.device_command import devices
 from kronoscope.documents import DocumentUnreadable, read_document
 from kronoscope.key_commands import CODES, keys
 from kronoscope.plan_tables import show_plan
-from kronoscope.progress import Display, display_for
+from kronoscope.progress import display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
 from kronoscope.schedule_options import Deadline, Priority, Within, scheduled
 from kronoscope.serving import ServiceFailed, exec_module, serve_embedded
-from kronoscope.showing import curve_in, show_results
+from kronoscope.showing import curve_in, show_progress, show_results, unplaced
 from kronoscope.tables import job_table
 from kronoscope.tenant_commands import tenants
 from kronoscope.views import Job, Results, layer_of, summary_of
@@ -163,6 +163,8 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
             _print_json(checked) if as_json else _out().print("the document is sound; nothing was submitted")
             return
         job = client.submit(wanted, idempotency_key=idempotency_key)
+        if (note := unplaced(job)) is not None:
+            _err().print(note, soft_wrap=True, markup=False)
         if wait:
             if not as_json:
                 _err().print(f"job {job.id}", soft_wrap=True)
@@ -320,7 +322,7 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     try:
         with display_for(_err(), silent=as_json) as display:
             for job in client.follow(job_id):
-                _show_progress(job, display)
+                show_progress(job, display)
     except KeyboardInterrupt:
         _fail(STOPPED, [f"no longer watching; the job goes on: `kronoscope watch {job_id}` shows it again"])
     if job is None:
@@ -335,16 +337,6 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     if not as_json:
         found = client.results(job_id)
         show_results(_out(), list(client.layers(job_id)), dict(found.summary), job.kinds, client.memory_curve(found))
-
-
-def _show_progress(job: Job, display: Display) -> None:
-    progress = job.progress
-    if progress is not None and progress.stage is not None and not job.ended:
-        display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "")
-    elif not job.ended:
-        display.update(job.state, 0, None, "")
-    elif job.state == "succeeded" and progress is not None and progress.stage is not None and progress.total:
-        display.update(progress.stage, progress.total, progress.total, progress.unit or "")
 
 
 def _require_success(outcome: Outcome) -> None:

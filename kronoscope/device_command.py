@@ -12,9 +12,10 @@ from rich.text import Text
 
 from catalog.record import plain
 from kronoscope.client import Client
+from kronoscope.tables import shortened
 from kronoscope.views import Device
 
-_STYLES = {"free": "green", "leased": "cyan", "draining": "yellow", "stale": "red"}
+_STYLES = {"free": "green", "leased": "cyan", "reserved": "cyan", "draining": "yellow", "stale": "red"}
 
 
 def devices(
@@ -39,18 +40,21 @@ def devices(
 
 def device_table(found: Sequence[Device]) -> Table:
     """One row per device: its size, what is free for the next job, what jobs and others hold."""
-    table = Table(pad_edge=False, show_edge=False)
+    table = Table(pad_edge=False, show_edge=False, caption="sizes in GiB", caption_justify="left")
     for name in ("node", "device", "state"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=True)
     for name in ("size", "free", "jobs", "others"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("uuid", overflow="ellipsis", no_wrap=True)
+    table.add_column("uuid", no_wrap=True)
     for each in found:
-        state = Text(f"{each.state}, reserved" if each.reserved else each.state, style=_STYLES.get(each.state, ""))
+        # a device with a job is shown with that, though another may wait for it already
+        state = "reserved" if each.reserved and each.state == "free" else each.state
         sizes = (each.capacity_bytes, each.free_bytes, each.leased_bytes, each.foreign_bytes)
-        table.add_row(Text(each.node), Text(each.name), state, *(_gib(size) for size in sizes), Text(each.uuid))
+        names = (shortened(each.node, 16), shortened(each.name, 20))
+        table.add_row(
+            *map(Text, names),
+            Text(state, style=_STYLES.get(state, "")),
+            *(f"{size / 2**30:,.1f}" if size else "–" for size in sizes),
+            Text(shortened(each.uuid, 16)),
+        )
     return table
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes else "–"

@@ -9,8 +9,11 @@ from rich.console import Console
 
 from kronoscope.client import MEMORY_CURVE
 from kronoscope.plan_tables import taken_table
+from kronoscope.progress import Display
 from kronoscope.tables import declared_lines, layer_table, reuse_lines, summary_line
-from kronoscope.views import Layer
+from kronoscope.views import Job, Layer
+
+_UNPLACED = {"no_device": "no device can hold the job", "no_worker": "no worker can take the job up"}
 
 
 def show_results(
@@ -44,3 +47,24 @@ def curve_in(folder: Path) -> Mapping[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found
+
+
+def show_progress(job: Job, display: Display) -> None:
+    """How far the job is; one that waits says for what, where it is more than its turn."""
+    progress = job.progress
+    if progress is not None and progress.stage is not None and not job.ended:
+        display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "")
+    elif not job.ended:
+        display.update(job.state, 0, None, "")
+        note = unplaced(job)
+        if note is not None:
+            display.line(note)
+    elif job.state == "succeeded" and progress is not None and progress.stage is not None and progress.total:
+        display.update(progress.stage, progress.total, progress.total, progress.unit or "")
+
+
+def unplaced(job: Job) -> str | None:
+    """Why no worker takes the job up, where none that is there can."""
+    if job.state != "queued" or job.placement is None or job.placement.status not in _UNPLACED:
+        return None
+    return f"{_UNPLACED[job.placement.status]}: {job.placement.message}"

@@ -42,6 +42,16 @@ class Failure:
 
 
 @record
+class Placement:
+    """Where a job computes, or why it does not yet."""
+
+    status: str
+    """`placed`, `reserved`, `waiting`, `no_device` or `no_worker`."""
+    message: str
+    device: str | None = None
+
+
+@record
 class Job:
     """One job of the service."""
 
@@ -54,6 +64,8 @@ class Job:
     attempt: int = 0
     priority: int = 0
     deadline_at: str | None = None
+    placement: Placement | None = None
+    """Of a job that was asked for by itself and has not ended."""
     created_at: str | None = None
     started_at: str | None = None
     finished_at: str | None = None
@@ -176,6 +188,7 @@ def job_of(value: Mapping[str, Any]) -> Job:
         found,
         progress=build(Progress, value["progress"]) if value.get("progress") else None,
         failure=build(Failure, value["failure"]) if value.get("failure") else None,
+        placement=build(Placement, value["placement"]) if value.get("placement") else None,
     )
 
 

@@ -3,7 +3,7 @@
 import { allPages, cancel, get, watchJob } from "./api.js";
 import { coverageCard } from "./coverage.js";
 import { h, replace } from "./dom.js";
-import { failureCard, filesCard, heading } from "./job_parts.js";
+import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
 import { seconds } from "./format.js";
 import { LayerTable } from "./layers.js";
@@ -75,7 +75,7 @@ export async function showJob(main, id, signal) {
 
   function draw(job) {
     replace(top, heading(job, stop));
-    replace(live, ENDED.has(job.state) ? null : progressCard(job), job.failure ? failureCard(job) : null);
+    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null);
   }
 
   /** The rows so far; a burst of changes is answered at most every second and a half, the last one always. */

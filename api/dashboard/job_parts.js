@@ -39,6 +39,26 @@ export function heading(job, stop) {
   );
 }
 
+const UNPLACED = {
+  no_device: "No device can hold this job",
+  no_worker: "No worker can take this job up",
+  reserved: "A device is kept for this job",
+};
+
+/** Why a job that waits is not begun, where it is more than its turn. */
+export function placementCard(job) {
+  const { placement } = job;
+  if (job.state !== "queued" || !placement || !UNPLACED[placement.status]) return null;
+  const blocked = placement.status !== "reserved";
+  return h(
+    "section",
+    { class: blocked ? "notice warn" : "notice", role: "status", "aria-label": "Placement" },
+    h("strong", {}, UNPLACED[placement.status]),
+    h("p", {}, `${placement.message.charAt(0).toUpperCase()}${placement.message.slice(1)}.`),
+    blocked ? h("p", { class: "small" }, "It stays in the queue, and begins when a worker comes that can.") : null,
+  );
+}
+
 export function failureCard(job) {
   const { failure } = job;
   const where = [failure.layer ? ["Layer", failure.layer] : null, failure.pointer ? ["Field", failure.pointer] : null].filter(Boolean);

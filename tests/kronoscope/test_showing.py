@@ -8,10 +8,12 @@ from rich.console import Console
 from catalog.capacity_metrics import CapacityMetrics
 from catalog.nested import NestedCapacity
 from catalog.reconstruction import ReconstructedSide
+from kronoscope.device_command import device_table
 from kronoscope.plan_tables import taken_table
 from kronoscope.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
+from kronoscope.showing import show_progress
 from kronoscope.tables import declared_lines, job_table, layer_table, number, shortened, summary_line
-from kronoscope.views import job_of, layer_of
+from kronoscope.views import Device, job_of, layer_of
 
 ROW = {
     "kind": "capacity", "ordinal": 0, "layer": "encoder.layer.11.attention.self.query", "module": "Linear",
@@ -258,3 +260,35 @@ def test_a_table_shows_what_was_asked_for() -> None:
     assert "participation_ratio" in text
     assert "8.25" in text
     assert "approximate" not in text
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "said"),
+    [
+        ("queued", "no_device", "no device can hold the job: needs 40 GB"),
+        ("queued", "no_worker", "no worker can take the job up: needs 40 GB"),
+        ("queued", "waiting", None),
+        ("running", "placed", None),
+        ("running", "no_device", None),
+    ],
+)
+def test_a_job_that_nobody_can_take_says_why(state: str, status: str, said: str | None) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    placement = {"status": status, "message": "needs 40 GB", "device": None}
+    value = {"id": "x", "state": state, "kinds": ["capacity"], "document": {}, "placement": placement}
+    show_progress(job_of(value), LineDisplay(console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.splitlines()[1:] == ([] if said is None else [said])
+
+
+def test_devices_fit_a_hundred_columns() -> None:
+    uuid = "GPU-5c1f7a3e-0d62-4a77-9a54-1f0f3c8d2b10"
+    sizes = {"capacity_bytes": 150_754_820_096, "free_bytes": 0, "leased_bytes": 3 * 2**30}
+    found = [
+        Device(uuid=uuid, kind="cuda", name="NVIDIA H200", node="node-1", state="free", reserved=True, **sizes),
+        Device(uuid="x", kind="host", name="[b]host[/b]", node="n" * 60, state="stale", **sizes),
+    ]
+    text = printed(device_table(found))
+    assert max(map(len, text.splitlines())) <= 100
+    for part in ("140.4", "3.0", "reserved", "stale", "[b]host[/b]", "NVIDIA H200"):
+        assert part in " ".join(text.split())
