@@ -13,8 +13,12 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from catalog.frames import layer_frame
 from jobs import claims
+from jobs.codec import parse_document
+from jobs.devices import Device, Worker, register
+from jobs.devices import remove as forget
+from jobs.identifiers import new_id
 from jobs.records import LOCAL_TENANT
-from jobs.store import read_job
+from jobs.store import read_job, submit
 from tests.api import seeding
 from tests.api.conftest import Embedded, Keyed
 
@@ -272,3 +276,16 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, keyed: Keyed) 
     expect(tab.get_by_text("No jobs yet")).to_be_visible()
     assert tab.evaluate("localStorage.length") == 0
     context.close()
+
+
+def test_a_job_that_no_device_can_hold_says_so(page: Page, embedded: Embedded) -> None:
+    worker = Worker(id=new_id(), node="node-1", process_space="s", version="0", slots=1, factories=())
+    device = Device(uuid="FAKE-a", kind="fake", name="fake GPU", capacity_bytes=1_000)
+    document = parse_document(seeding.raw())
+    job = submit(embedded.engine, LOCAL_TENANT, document, needs_bytes=40 * 10**9).job
+    register(embedded.engine, worker, [device], 600)
+    page.goto(f"/#/jobs/{job.id}")
+    said = page.get_by_role("status", name="Placement")
+    expect(said).to_contain_text("No device can hold this job")
+    expect(said).to_contain_text("Needs 40 GB; the largest known device is FAKE-a with 1 kB.")
+    forget(embedded.engine, worker.id)
