@@ -54,12 +54,14 @@ class LossyProxy:
             self._share, self._statement = 0.0, None
 
     def close(self) -> None:
-        """Let go of every connection."""
+        """End every connection; each is closed by the thread that serves it, which may be looking at it right now."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake who waits for a connection
         self._listener.close()
         with self._lock:
-            still = list(self._open)
-        for each in still:
-            _shut(each)
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while True:
@@ -87,8 +89,13 @@ class LossyProxy:
 
     def _hand_on(self, client: socket.socket, server: socket.socket) -> None:
         transaction = b""
+        ends = {each.fileno(): each for each in (client, server)}
+        waiting = select.poll()  # select itself takes no descriptor above 1023
+        for number in ends:
+            waiting.register(number, select.POLLIN)
         while True:
-            for ready in select.select([client, server], [], [])[0]:
+            for number, _ in waiting.poll():
+                ready = ends[number]
                 data = ready.recv(_BYTES)
                 if not data:
                     return
