@@ -61,9 +61,14 @@ class _Device:
     """The job that it is kept for."""
 
     @property
+    def size(self) -> tuple[bool, int]:
+        """What makes it smaller or larger than another."""
+        return self.kind == "host", self.capacity_bytes
+
+    @property
     def rank(self) -> tuple[bool, int, str]:
-        """The order from small to large."""
-        return self.kind == "host", self.capacity_bytes, self.uuid
+        """The order from small to large, the same for everybody who looks."""
+        return *self.size, self.uuid
 
     def offered_by(self, worker_id: str) -> bool:
         return any(each.worker_id == worker_id for each in self.offers)
@@ -89,8 +94,13 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
         free = [(each, offer) for each, offer in own if each.free_bytes >= 0]
         if not free:
             return []
-        seats = [(_seat(fleet, each, offer, grace_seconds), each.uuid) for each, offer in free]
-        claimable = and_(due(), or_(*(condition for condition, _ in seats)))
+        # what is the same of two devices is asked once, and what fits on none is passed over by one comparison
+        alike = {
+            (each.size, each.free_bytes, each.reserver and each.reserver.id): (each, offer) for each, offer in free
+        }
+        seats = [(_seat(fleet, each, offer, grace_seconds), each.uuid) for each, offer in alike.values()]
+        most = max(each.free_bytes for each, _ in free)
+        claimable = and_(most >= _NEEDS, due(), or_(*(condition for condition, _ in seats)))
         ids = connection.execute(in_turn(connection.dialect.name, limit, claimable)).scalars().all()
         chosen = case(*((condition, literal(uuid)) for condition, uuid in seats))
         found = connection.execute(select(jobs.c.id, chosen.label("uuid")).where(jobs.c.id.in_(ids))).all()
@@ -307,7 +317,7 @@ def _seat(fleet: Sequence[_Device], device: _Device, offer: _Offer, grace_second
     smaller = [
         each
         for each in fleet
-        if each.rank < device.rank
+        if each.size < device.size
         and each.free_bytes >= 0
         and each.reserver is None
         and not each.offered_by(offer.worker_id)
