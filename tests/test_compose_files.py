@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST, NODE, JOIN = (ROOT / f"docker-compose{part}.yml" for part in ("", ".node", ".join"))
+FIRST, NODE, JOIN, METRICS = (ROOT / f"docker-compose{part}.yml" for part in ("", ".node", ".join", ".metrics"))
 WHAT_CONFIGURES = (
     *sorted(ROOT.glob("docker-compose*.yml")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -64,6 +64,23 @@ def test_the_first_machine_opens_its_servers_on_a_named_address_only() -> None:
     ports = {name: service["ports"] for name, service in read(JOIN)["services"].items() if "ports" in service}
     assert set(ports) == {"postgres", "redis"}
     assert all(re.match(r"\$\{PRIVATE_ADDRESS(:\?[^}]*)?\}:\d+:\d+$", port) for (port,) in ports.values())
+
+
+def test_prometheus_is_confined_and_gets_the_token_where_it_looks_for_it() -> None:
+    first, laid_over = read(FIRST), read(METRICS)
+    service = laid_over["services"]["prometheus"]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["networks"] == ["backend"]
+    assert first["networks"]["backend"]["internal"]
+    assert service.keys().isdisjoint({"ports", "privileged", "cap_add", "network_mode", "pid", "ipc"})
+    (secret,) = service["secrets"]
+    assert laid_over["secrets"][secret] == {"environment": "KRONOSCOPE_METRICS_TOKEN"}
+    (scraped,) = read(ROOT / "ops/prometheus.yml")["scrape_configs"]
+    assert scraped["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
+    assert scraped["static_configs"] == [{"targets": ["api:8000"]}]
+    assert "api" in first["services"]
 
 
 @pytest.mark.parametrize("path", WHAT_CONFIGURES, ids=lambda path: path.name)

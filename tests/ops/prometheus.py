@@ -1,0 +1,119 @@
+"""A real Prometheus of the tests' own: it scrapes one API each second and evaluates rules as often."""
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+from ruamel.yaml import YAML
+
+from tests.api.server import free_port
+from tests.servers import prometheus_binary
+
+START_SECONDS = 60
+STOP_SECONDS = 15
+RULES = Path(__file__).resolve().parents[2] / "ops/alerts.yml"
+
+
+class Prometheus:
+    """One that runs."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        self._url = url
+        self._log = log
+
+    def query(self, expression: str) -> list[dict[str, str]]:
+        """The labels of what the expression finds now."""
+        answer = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}, trust_env=False, timeout=10)
+        assert answer.status_code == 200, answer.text
+        return [dict(each["metric"]) for each in answer.json()["data"]["result"]]
+
+    def firing(self) -> set[str]:
+        """The names of the alerts that fire now."""
+        return {each["alertname"] for each in self.query('ALERTS{alertstate="firing"}')}
+
+    def ever_fired(self) -> set[str]:
+        """The names of those that fired since the start."""
+        return {each["alertname"] for each in self.query('last_over_time(ALERTS{alertstate="firing"}[1h])')}
+
+    def await_firing(self, *names: str, seconds: float = 90) -> None:
+        """Wait until all of them fire at once."""
+        deadline = time.monotonic() + seconds
+        while not set(names) <= (found := self.firing()):
+            assert time.monotonic() < deadline, f"{set(names) - found} do not fire, {found or 'none'} do"
+            time.sleep(0.2)
+
+    def await_silence(self, *names: str, seconds: float = 90) -> None:
+        """Wait until none of them fires."""
+        deadline = time.monotonic() + seconds
+        while found := set(names) & self.firing():
+            assert time.monotonic() < deadline, f"{found} still fire"
+            time.sleep(0.2)
+
+    def scrapes(self) -> bool:
+        """Whether it has read the API's metrics."""
+        return bool(self.query("kronoscope_database_up"))
+
+
+def hurried(pending: str) -> str:
+    """The rules as they are, their expressions untouched, but pending for this long before they fire."""
+    document = YAML(typ="safe", pure=True).load(RULES.read_text())
+    for group in document["groups"]:
+        for rule in group["rules"]:
+            if "for" in rule:
+                rule["for"] = pending
+    return json.dumps(document)
+
+
+@contextlib.contextmanager
+def running_prometheus(folder: Path, target: str, token: str, pending: str, every: str = "1s") -> Iterator[Prometheus]:
+    """Start one that scrapes ``target`` (host:port) with the token; it is ended by the id it was started with."""
+    folder.mkdir()
+    (folder / "token").write_text(token)
+    (folder / "alerts.yml").write_text(hurried(pending))
+    configuration = {
+        "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
+        "rule_files": ["alerts.yml"],
+        "scrape_configs": [
+            {
+                "job_name": "kronoscope",
+                "authorization": {"credentials_file": "token"},
+                "static_configs": [{"targets": [target]}],
+            }
+        ],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(configuration))
+    port = free_port()
+    log = folder / "prometheus.log"
+    command = [
+        str(prometheus_binary("prometheus")),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    server = Prometheus(f"http://127.0.0.1:{port}", log)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _ready(server):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _ready(server: Prometheus) -> bool:
+    with contextlib.suppress(httpx.TransportError, AssertionError):
+        return server.scrapes()
+    return False
