@@ -206,7 +206,7 @@ class Crowd:
         while not self._gone.is_set():
             while len(open_jobs) < self._open_jobs and not self._enough.is_set():
                 key = f"c{number}-{count}"
-                regretted = (count + number) % self._cancel_every == self._cancel_every - 1
+                regretted = (count + number) % self._cancel_every == 1  # the second customer's first is one
                 # now and then the same request twice, as a client does that lost track
                 job_id = customer.submit(key, self._document(count, key), times=2 if chance.random() < 0.2 else 1)
                 count += 1

@@ -206,7 +206,6 @@ class Nemesis:
         struck = Struck(time.time(), "restart postgres", "postgres")
         time.sleep(self._chance.uniform(0, 0.2) * self.lease_seconds)
         self.stack.postgres.restart()
-        self.stack.engine.dispose()  # our own connections died with it
         return struck
 
     def _terminate_backends(self) -> Struck | None:
