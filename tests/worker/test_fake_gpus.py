@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from jobs.devices import list_devices
-from jobs.records import Event
 from worker.devices import fake_gpu
 
 MIB = 2**20
@@ -59,12 +58,8 @@ def started(ledger_url: str, tmp_path: Any) -> Iterator[Callable[..., subprocess
             process.wait()
 
 
-def placed(events: Callable[..., list[Event]], job_id: str) -> list[Any]:
-    return [each.data.get("reason") for each in events(job_id, "state") if each.data["state"] == "queued"]
-
-
 def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
-    ledger: Any, started: Any, submitted: Any, job: Any, events: Any, eventually: Any
+    ledger: Any, started: Any, submitted: Any, job: Any, eventually: Any
 ) -> None:
     job_id = submitted()
     started("tight", TIGHT)
@@ -77,3 +72,18 @@ def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
     free = {each.uuid: each.free_bytes for each in list_devices(ledger)}
     eventually(lambda: {each.jobs for each in list_devices(ledger)} == {0})
     assert set(free) == {fake_gpu("tight", 0, 1).uuid, fake_gpu("roomy", 0, 1).uuid}
+
+
+def test_after_a_kill_the_job_goes_on_on_the_same_gpu_under_another_worker(
+    ledger: Any, started: Any, submitted: Any, job: Any, eventually: Any
+) -> None:
+    """The killed worker's guardian ends what computes there; only then is the GPU leased again."""
+    job_id = submitted()
+    first = started("node", ROOMY)
+    eventually(lambda: job(job_id).state == "running", 60)
+    assert [each.jobs for each in list_devices(ledger)] == [1]
+    first.kill()
+    started("node", ROOMY)
+    eventually(lambda: job(job_id).attempt == 2, 90)
+    assert job(job_id).failures == 1
+    assert [(each.jobs, each.draining) for each in list_devices(ledger)] == [(1, 0)]
