@@ -24,13 +24,16 @@ async def metrics(service: ServiceOf) -> Response:
     """For Prometheus, in its text format 0.0.4; it needs the operator's token, no key."""
     seen = await service.lookout.look()
     return Response(
-        _text(service.settings, seen) + generate_latest(service.traffic.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4
+        _text(service.settings, seen, service.streams.under_way) + generate_latest(service.traffic.registry),
+        media_type=CONTENT_TYPE_PLAIN_0_0_4,
     )
 
 
-def _text(settings: Settings, seen: Sight) -> bytes:
+def _text(settings: Settings, seen: Sight, streams_under_way: int) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(LedgerMetrics(seen.census))
+    streams = Gauge("kronoscope_http_event_streams", "Streams of events to readers now.", registry=registry)
+    streams.set(streams_under_way)
     floor = Gauge("kronoscope_disk_floor_bytes", "Below this the service is not ready.", registry=registry)
     floor.set(settings.disk_floor_bytes)
     if seen.disk_free_bytes is not None:

@@ -40,6 +40,11 @@ class Streams:
         self._most_per_key = most_per_key
         self._under_way: Counter[str | None] = Counter()
 
+    @property
+    def under_way(self) -> int:
+        """How many there are now."""
+        return self._under_way.total()
+
     @contextlib.contextmanager
     def place(self, key: str | None) -> Iterator[None]:
         """A place for one stream while the context lasts.

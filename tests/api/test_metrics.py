@@ -30,6 +30,7 @@ UNITS = (
     "_expired",
     "_unsent",
     "_polls",
+    "_streams",
     "_workers",
     "_slots",
     "_devices",
@@ -142,6 +143,21 @@ def test_a_poll_that_waits_is_seen(keyed: Keyed, scraper: httpx.Client, ours: ht
         assert polled.result() == 200
     assert 1 in seen
     assert value(families(scraper), "kronoscope_http_long_polls") == 0
+
+
+def test_a_stream_that_is_read_is_seen(scraper: httpx.Client, ours: httpx.Client) -> None:
+    job_id = ours.post("/v1/jobs", json=DOCUMENT).json()["id"]
+    assert value(families(scraper), "kronoscope_http_event_streams") == 0
+    with ours.stream("GET", f"/v1/jobs/{job_id}/events", headers={"accept": "text/event-stream"}) as answer:
+        assert answer.status_code == 200
+        assert value(families(scraper), "kronoscope_http_event_streams") == 1
+    assert value(
+        families(scraper),
+        "kronoscope_http_requests_total",
+        route="/v1/jobs/{job_id}/events",
+        method="GET",
+        status="200",
+    )
 
 
 FILL = """
