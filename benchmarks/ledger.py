@@ -34,14 +34,17 @@ from jobs import claims
 from jobs.clock import ledger_now
 from jobs.codec import document_json, parse_document, sha256_of
 from jobs.database import open_database, reading, upgrade_schema, writing
+from jobs.devices import Device, Worker, register
 from jobs.history import read_history
 from jobs.identifiers import new_id
 from jobs.keys import create_key, verify_key
+from jobs.placement import next_places
 from jobs.records import Claim
 from jobs.tables import jobs, outbox
 from tests import servers
 
 TENANTS = 8
+WORKER = "benchmark"
 SECRET = "a secret of the benchmark alone"  # noqa: S105 - opens nothing that outlives the run
 DOCUMENT = {
     "kind": "capacity",
@@ -102,7 +105,7 @@ def fill(engine: Engine, count: int) -> list[str]:
     rows, bells = [], []
     for number in range(count):
         tenant = tenants[0 if number % 2 else 1 + number // 2 % (TENANTS - 1)]
-        rows.append({**kept, "id": new_id(), "tenant_id": tenant, "event_seq": 1})
+        rows.append({**kept, "id": new_id(), "tenant_id": tenant, "needs_bytes": 2**28, "event_seq": 1})
     with writing(engine) as connection:
         now = connection.execute(select(ledger_now())).scalar_one()
         for row in rows:
@@ -181,10 +184,17 @@ def measure_list(address: str, keys: Sequence[str], times: int) -> list[float]:
     return found[1:]  # the first one connects
 
 
+def register_worker(engine: Engine) -> None:
+    """Make a worker known on whose device everything fits: the conditions of placement are looked at all the same."""
+    worker = Worker(id=WORKER, node="bench", process_space="bench", version="0", slots=10_000, factories=("*",))
+    device = Device(uuid="host-bench", kind="host", name="host", capacity_bytes=2**45)
+    register(engine, worker, [device], 3600)
+
+
 def take(engine: Engine) -> Claim:
-    """Look whose turn it is, and claim it, as an Agent does."""
-    for job_id in claims.next_claimable(engine):
-        held = claims.claim(engine, job_id, "benchmark", secrets.token_hex(16), 3600)
+    """Look whose turn it is and on which device, and claim it, as an Agent does."""
+    for place in next_places(engine, WORKER, 9):
+        held = claims.claim(engine, place.job_id, WORKER, secrets.token_hex(16), 3600, place=place)
         if held is not None:
             return held
     raise RuntimeError("nothing to claim")
@@ -300,6 +310,7 @@ def measure(kind: str, chosen: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, database(kind, Path(name)) as url:
         engine = open_database(url)
         keys = fill(engine, chosen.jobs)
+        register_worker(engine)
         by_tenant = {}
         for key in keys:
             caller = verify_key(engine, SECRET, key)
