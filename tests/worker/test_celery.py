@@ -23,7 +23,7 @@ CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-
 KRONOSCOPE = [sys.executable, "-P", "-c", "from kronoscope.cli import main; main()"]
 EMBEDDED = [sys.executable, "-P", "-m", "worker.embedded"]
 SLURM = Path(__file__).resolve().parents[2] / "examples/slurm/worker.sbatch"
-USAGE = {"model": {"source": "factory", "factory": "not.listed:here"}}
+USAGE = {"model": {"source": "directory", "path": "/not/listed/here"}}
 
 
 class Process:
