@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, and_, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, and_, null, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
@@ -23,7 +23,7 @@ from jobs.counters import add, add_failure
 from jobs.database import reading, writing
 from jobs.fence import append_event, by_holder, change, draw, fenced, move
 from jobs.identifiers import is_id
-from jobs.leases import Place, correct, device_class, lease, lease_of
+from jobs.leases import DeviceLease, Place, correct, device_class, lease, lease_of
 from jobs.lifecycle import HELD, State, ending
 from jobs.records import Claim
 from jobs.tables import artifacts, jobs, layer_results
@@ -45,7 +45,9 @@ def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = Non
     first, and then the longest waiting. So a tenant with a backlog takes what others leave and never their turn.
     """
     with reading(engine) as connection:
-        return list(connection.execute(in_turn(connection.dialect.name, limit, _claimable(free_bytes))).scalars())
+        return list(
+            connection.execute(in_turn(connection.dialect.name, limit, _claimable(free_bytes), null())).scalars()
+        )
 
 
 def claim(
@@ -80,12 +82,16 @@ def claim(
             if drawn.started_at is None:
                 values["started_at"] = ledger_now()
             move(connection, drawn, "running", values)
-            if place is not None and not lease(connection, drawn, place, drawn.fence + 1):
-                raise _PlaceTaken
+            leased = None
+            if place is not None:
+                leased = lease(connection, drawn, place, drawn.fence + 1)
+                if leased is None:
+                    raise _PlaceTaken
+            return _claim(connection, drawn, drawn.fence + 1, drawn.attempt + 1, leased)
         row = connection.execute(
             select(jobs).where(jobs.c.id == job_id, jobs.c.claim_token == claim_token, jobs.c.state.in_(HELD))
         ).one_or_none()
-        return None if row is None else _claim(connection, row)
+        return None if row is None else _claim(connection, row, row.fence, row.attempt, lease_of(connection, row))
     return None
 
 
@@ -306,27 +312,30 @@ def _claimable(free_bytes: int | None) -> ColumnElement[bool]:
     return and_(due(), or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes))
 
 
-def _claim(connection: Connection, row: Row[Any]) -> Claim:
-    done = connection.execute(
-        select(layer_results.c.kind, layer_results.c.ordinal)
-        .where(layer_results.c.job_id == row.id)
-        .order_by(layer_results.c.kind, layer_results.c.ordinal)
-    ).all()
+def _claim(connection: Connection, row: Row[Any], fence: int, attempt: int, leased: DeviceLease | None) -> Claim:
+    done: list[tuple[str, int]] = []
+    if fence > 1:  # nobody has written before the first holder
+        query = (
+            select(layer_results.c.kind, layer_results.c.ordinal)
+            .where(layer_results.c.job_id == row.id)
+            .order_by(layer_results.c.kind, layer_results.c.ordinal)
+        )
+        done = [(kind, ordinal) for kind, ordinal in connection.execute(query)]
     return Claim(
         job_id=row.id,
         tenant_id=row.tenant_id,
         kinds=tuple(row.kind.split(",")),
         document=row.document,
         document_sha256=row.document_sha256,
-        fence=row.fence,
-        attempt=row.attempt,
+        fence=fence,
+        attempt=attempt,
         failures=row.failures,
         plan=row.plan,
         manifest=row.manifest,
-        completed=tuple((kind, ordinal) for kind, ordinal in done),
+        completed=tuple(done),
         cancel_requested_at=row.cancel_requested_at,
         deadline_at=row.deadline_at,
-        lease=lease_of(connection, row),
+        lease=leased,
     )
 
 

@@ -6,11 +6,12 @@ committed with it: nothing is counted twice by a process that is killed and does
 """
 
 import contextlib
+import functools
 import secrets
 from collections.abc import Mapping
 from typing import Literal
 
-from sqlalchemy import Connection, Engine, func, select
+from sqlalchemy import Connection, Engine, Executable, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs.clock import ledger_now
@@ -53,15 +54,8 @@ OPERATOR_CODES = frozenset(
 
 def add(connection: Connection, counter: Counter, label: str = "") -> None:
     """Count one, in the caller's transaction."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    shard = secrets.randbelow(SHARDS)
-    new = dialect.insert(counters).values(name=counter, label=label, shard=shard, value=1, changed_at=ledger_now())
-    connection.execute(
-        new.on_conflict_do_update(
-            index_elements=[counters.c.name, counters.c.label, counters.c.shard],
-            set_={"value": counters.c.value + 1, "changed_at": new.excluded.changed_at},
-        )
-    )
+    given = {"name": counter, "label": label, "shard": secrets.randbelow(SHARDS)}
+    connection.execute(_one_more(connection.dialect.name), given)
 
 
 def add_failure(connection: Connection, category: str, code: str, *, ends_job: bool) -> None:
@@ -105,3 +99,14 @@ def seconds_since_round(connection: Connection) -> Mapping[Reconciler, float]:
         .group_by(counters.c.label)
     )
     return {label: (now - at).total_seconds() for label, at, now in connection.execute(last)}
+
+
+@functools.cache
+def _one_more(dialect: str) -> Executable:
+    """The statement that counts; built once, since every move of a job counts."""
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    new = insert(counters).values(value=1, changed_at=ledger_now())
+    return new.on_conflict_do_update(
+        index_elements=[counters.c.name, counters.c.label, counters.c.shard],
+        set_={"value": counters.c.value + 1, "changed_at": new.excluded.changed_at},
+    )

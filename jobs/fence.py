@@ -24,17 +24,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+# built once: building a statement takes longer than the database takes to do it
+_DRAW = update(jobs).values(event_seq=jobs.c.event_seq + 1).returning(*jobs.c, ledger_now().label("now"))
+_EVENT = insert(job_events).values(at=ledger_now())
+
+
 def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
     """Lock the one job that fits ``conditions`` and draw its next event number; None where none fits.
 
     The row holds the job as it stands, with `event_seq` drawn and the database's `now`.
     """
-    return connection.execute(
-        update(jobs)
-        .values(event_seq=jobs.c.event_seq + 1)
-        .where(*conditions)
-        .returning(*jobs.c, ledger_now().label("now"))
-    ).one_or_none()
+    return connection.execute(_DRAW.where(*conditions)).one_or_none()
 
 
 def fenced(connection: Connection, claim: Claim) -> Row[Any]:
@@ -73,14 +73,14 @@ def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -
 def append_event(connection: Connection, drawn: Row[Any], event_type: str, data: Mapping[str, Any]) -> None:
     """Write the event under the number drawn; one draw, one event."""
     connection.execute(
-        insert(job_events).values(
-            job_id=drawn.id,
-            tenant_id=drawn.tenant_id,
-            seq=drawn.event_seq,
-            at=ledger_now(),
-            type=event_type,
-            data=dict(data),
-        )
+        _EVENT,
+        {
+            "job_id": drawn.id,
+            "tenant_id": drawn.tenant_id,
+            "seq": drawn.event_seq,
+            "type": event_type,
+            "data": dict(data),
+        },
     )
 
 

@@ -8,7 +8,21 @@ seen, from another machine or container, after the worker has been silent for so
 from collections.abc import Callable, Collection
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, exists, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Row,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from catalog.record import record
 from jobs.clock import ledger_now
@@ -18,6 +32,23 @@ from jobs.tables import device_leases, devices, jobs, worker_devices, workers
 
 _GUARDIAN_GRACE_SECONDS = 3.0
 """From the end of a lease until the guardian of a silent worker has killed what it guards."""
+
+_others = workers.alias("others")
+# built once, and what is asked of a device in one statement: a claim waits for each
+_LEASES_THERE = device_leases.c.device_uuid == bindparam("device")
+_THERE = select(
+    workers.c.id,
+    workers.c.process_space,
+    workers.c.factories,
+    select(func.count()).select_from(device_leases).where(_LEASES_THERE).scalar_subquery().label("number"),
+    select(func.coalesce(func.sum(device_leases.c.bytes), 0)).where(_LEASES_THERE).scalar_subquery().label("bytes"),
+    select(func.coalesce(func.sum(_others.c.slots), 0))
+    .join(worker_devices, worker_devices.c.worker_id == _others.c.id)
+    .where(worker_devices.c.device_uuid == bindparam("device"), _others.c.expires_at >= ledger_now())
+    .scalar_subquery()
+    .label("all_slots"),
+).where(workers.c.id == bindparam("worker"))
+_LEASE = insert(device_leases).values(leased_at=ledger_now())
 
 
 @record
@@ -40,32 +71,33 @@ class DeviceLease:
     """What the attempt must plan within; None where it has the host to itself and takes what is free."""
 
 
-def lease(connection: Connection, drawn: Row[Any], place: Place, fence: int) -> bool:
-    """Lease the device of ``place`` for the job that ``drawn`` has locked; whether it has room for it."""
+def lease(connection: Connection, drawn: Row[Any], place: Place, fence: int) -> DeviceLease | None:
+    """Lease the device of ``place`` for the job that ``drawn`` has locked; None where it has no room for it."""
     device = _lock(connection, place.device_uuid, {"reserved_job_id": _unless(drawn.id)})
-    worker = connection.execute(select(workers).where(workers.c.id == place.worker_id)).one_or_none()
-    if device is None or worker is None or not suits(drawn, device.kind, worker.factories):
-        return False
-    held = _leased(connection, place.device_uuid)
-    free = device.capacity_bytes - device.foreign_bytes - held.bytes
+    found = connection.execute(_THERE, {"worker": place.worker_id, "device": place.device_uuid}).one_or_none()
+    if device is None or found is None or not suits(drawn, device.kind, found.factories):
+        return None
+    free = device.capacity_bytes - device.foreign_bytes - int(found.bytes)
     needs = drawn.needs_bytes or 0
     whole = device.kind != "host"
-    if (whole and held.number) or (needs > free and drawn.needs_bytes is not None) or (whole and free <= 0):
-        return False
+    if (whole and found.number) or (needs > free and drawn.needs_bytes is not None) or (whole and free <= 0):
+        return None
+    share = _share(device, free, int(found.all_slots), planned=drawn.plan is not None)
+    leased = free if whole else max(needs, share)
     connection.execute(
-        insert(device_leases).values(
-            job_id=drawn.id,
-            fence=fence,
-            tenant_id=drawn.tenant_id,
-            device_uuid=place.device_uuid,
-            bytes=free if whole else max(needs, _share(connection, device, free, planned=drawn.plan is not None)),
-            whole=whole,
-            worker_id=worker.id,
-            process_space=worker.process_space,
-            leased_at=ledger_now(),
-        )
+        _LEASE,
+        {
+            "job_id": drawn.id,
+            "fence": fence,
+            "tenant_id": drawn.tenant_id,
+            "device_uuid": place.device_uuid,
+            "bytes": leased,
+            "whole": whole,
+            "worker_id": found.id,
+            "process_space": found.process_space,
+        },
     )
-    return True
+    return _device_lease(place.device_uuid, device.kind, leased, whole=whole, needs=needs)
 
 
 def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
@@ -77,9 +109,7 @@ def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
     ).one_or_none()
     if row is None:
         return None
-    bounded = row.whole or row.bytes > (job.needs_bytes or 0)
-    bound = row.bytes if bounded else None
-    return DeviceLease(device_uuid=row.device_uuid, kind=row.kind, bytes=row.bytes, bound_bytes=bound)
+    return _device_lease(row.device_uuid, row.kind, row.bytes, whole=row.whole, needs=job.needs_bytes or 0)
 
 
 def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
@@ -207,13 +237,14 @@ def _leased(connection: Connection, uuid: str, *conditions: ColumnElement[bool])
     ).one()
 
 
-def _share(connection: Connection, device: Row[Any], free: int, *, planned: bool) -> int:
+def _device_lease(uuid: str, kind: DeviceKind, leased: int, *, whole: bool, needs: int) -> DeviceLease:
+    return DeviceLease(
+        device_uuid=uuid, kind=kind, bytes=leased, bound_bytes=leased if whole or leased > needs else None
+    )
+
+
+def _share(device: Row[Any], free: int, slots: int, *, planned: bool) -> int:
     """What a job on a shared host may plan within: an equal part for each slot; 0 where it is alone or knows better."""
-    slots = connection.execute(
-        select(func.coalesce(func.sum(workers.c.slots), 0))
-        .join(worker_devices, worker_devices.c.worker_id == workers.c.id)
-        .where(worker_devices.c.device_uuid == device.uuid, workers.c.expires_at >= ledger_now())
-    ).scalar_one()
     share = int(device.capacity_bytes // max(1, slots))
     return 0 if planned or slots <= 1 or share > free else share
 

@@ -26,6 +26,38 @@ from jobs.turns import AHEAD, due, in_turn
 _NEEDS = func.coalesce(jobs.c.needs_bytes, 0)
 _CANDIDATES = 20
 
+# built once: building a statement takes longer than the database takes to answer it
+_leased = (
+    select(
+        device_leases.c.device_uuid,
+        func.sum(device_leases.c.bytes).label("bytes"),
+        func.count().label("number"),
+    )
+    .group_by(device_leases.c.device_uuid)
+    .subquery()
+)
+_DEVICES = select(devices, _leased.c.bytes, _leased.c.number).outerjoin(
+    _leased, _leased.c.device_uuid == devices.c.uuid
+)
+_busy = (
+    select(device_leases.c.worker_id, func.count().label("number"))
+    .where(device_leases.c.draining_at.is_(None))
+    .group_by(device_leases.c.worker_id)
+    .subquery()
+)
+_OFFERS = (
+    select(
+        worker_devices.c.device_uuid,
+        workers.c.id,
+        workers.c.factories,
+        workers.c.slots,
+        _busy.c.number,
+        (workers.c.expires_at >= ledger_now()).label("live"),
+    )
+    .join(workers, workers.c.id == worker_devices.c.worker_id)
+    .outerjoin(_busy, _busy.c.worker_id == workers.c.id)
+)
+
 
 @record
 class Placement:
@@ -101,11 +133,9 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
         seats = [(_seat(fleet, each, offer, grace_seconds), each.uuid) for each, offer in alike.values()]
         most = max(each.free_bytes for each, _ in free)
         claimable = and_(most >= _NEEDS, due(), or_(*(condition for condition, _ in seats)))
-        ids = connection.execute(in_turn(connection.dialect.name, limit, claimable)).scalars().all()
         chosen = case(*((condition, literal(uuid)) for condition, uuid in seats))
-        found = connection.execute(select(jobs.c.id, chosen.label("uuid")).where(jobs.c.id.in_(ids))).all()
-    places = {row.id: row.uuid for row in found if row.uuid is not None}
-    return [Place(job_id=each, worker_id=worker_id, device_uuid=places[each]) for each in ids if each in places]
+        found = connection.execute(in_turn(connection.dialect.name, limit, claimable, chosen)).all()
+    return [Place(job_id=row.id, worker_id=worker_id, device_uuid=row.told) for row in found if row.told is not None]
 
 
 def may_come(engine: Engine, worker_id: str) -> bool:
@@ -228,18 +258,7 @@ def readable(size_bytes: int) -> str:
 
 def _fleet(connection: Connection) -> list[_Device]:
     """Every known device, from small to large, with who offers it and what is free there."""
-    leases = (
-        select(
-            device_leases.c.device_uuid,
-            func.sum(device_leases.c.bytes).label("bytes"),
-            func.count().label("number"),
-        )
-        .group_by(device_leases.c.device_uuid)
-        .subquery()
-    )
-    rows = connection.execute(
-        select(devices, leases.c.bytes, leases.c.number).outerjoin(leases, leases.c.device_uuid == devices.c.uuid)
-    ).all()
+    rows = connection.execute(_DEVICES).all()
     reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
     waiting = {}
     if reserved:
@@ -266,24 +285,7 @@ def _fleet(connection: Connection) -> list[_Device]:
 
 
 def _offers(connection: Connection) -> dict[str, list[_Offer]]:
-    busy = (
-        select(device_leases.c.worker_id, func.count().label("number"))
-        .where(device_leases.c.draining_at.is_(None))
-        .group_by(device_leases.c.worker_id)
-        .subquery()
-    )
-    rows = connection.execute(
-        select(
-            worker_devices.c.device_uuid,
-            workers.c.id,
-            workers.c.factories,
-            workers.c.slots,
-            busy.c.number,
-            (workers.c.expires_at >= ledger_now()).label("live"),
-        )
-        .join(workers, workers.c.id == worker_devices.c.worker_id)
-        .outerjoin(busy, busy.c.worker_id == workers.c.id)
-    ).all()
+    rows = connection.execute(_OFFERS).all()
     offers: dict[str, list[_Offer]] = {}
     for row in rows:
         offers.setdefault(row.device_uuid, []).append(

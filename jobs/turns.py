@@ -1,6 +1,9 @@
 """Whose turn it is: the order in which queued jobs are claimed, fair between tenants whatever priority they give."""
 
+from typing import Any
+
 from sqlalchemy import ColumnElement, Select, Subquery, and_, func, literal, or_, select, true
+from sqlalchemy.sql.util import ClauseAdapter
 
 from jobs.clock import ledger_now
 from jobs.lifecycle import HELD
@@ -10,8 +13,8 @@ AHEAD = 100
 """A priority that no document can ask for: before everybody's jobs, for what takes seconds and is waited for."""
 
 
-def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Select[str]:
-    """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds.
+def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
+    """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds, and ``told`` of each.
 
     A priority orders a tenant's own jobs. Were it to count between tenants, one who asked for the highest would hold up
     all the others.
@@ -19,7 +22,7 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Select[
     No more than ``limit`` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
     grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
     """
-    first = _first_of_each(dialect, limit, claimable)
+    first = _first_of_each(dialect, limit, claimable, told)
     running = (
         select(jobs.c.tenant_id, func.count().label("number"))
         .where(jobs.c.state.in_(HELD))
@@ -31,7 +34,7 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Select[
         partition_by=(first.c.tenant_id, ahead), order_by=(first.c.priority.desc(), first.c.queued_at, first.c.id)
     )
     return (
-        select(first.c.id)
+        select(first.c.id, first.c.told)
         .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
         .order_by(ahead.desc(), position + func.coalesce(running.c.number, 0), first.c.queued_at, first.c.id)
         .limit(limit)
@@ -46,10 +49,10 @@ def due() -> ColumnElement[bool]:
     )
 
 
-def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool]) -> Subquery:
+def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Subquery:
     """The first ``limit`` queued jobs of each tenant. SQLite knows no LATERAL, and PostgreSQL no index into an IN."""
     waiting = (
-        select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority, jobs.c.queued_at)
+        select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority, jobs.c.queued_at, told.label("told"))
         # in the statement's text: neither database takes an index of part of a table for a value it is yet to be told
         .where(jobs.c.tenant_id == tenants.c.id, jobs.c.state == literal("queued", literal_execute=True), claimable)
         .order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
@@ -61,7 +64,13 @@ def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool]) -> 
         return select(each).select_from(tenants.join(each, true())).subquery("first")
     listed = jobs.alias("listed")
     return (
-        select(listed.c.id, listed.c.tenant_id, listed.c.priority, listed.c.queued_at)
+        select(
+            listed.c.id,
+            listed.c.tenant_id,
+            listed.c.priority,
+            listed.c.queued_at,
+            ClauseAdapter(listed).traverse(told).label("told"),
+        )
         .select_from(tenants.join(listed, listed.c.id.in_(waiting.with_only_columns(jobs.c.id))))
         .subquery("first")
     )
