@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, and_, null, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, and_, bindparam, null, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
@@ -26,13 +26,15 @@ from jobs.identifiers import is_id
 from jobs.leases import DeviceLease, Place, correct, device_class, lease, lease_of
 from jobs.lifecycle import HELD, State, ending
 from jobs.records import Claim
-from jobs.tables import artifacts, jobs, layer_results
+from jobs.tables import artifacts, jobs, layer_results, tenants
 from jobs.turns import due, in_turn
 
 
 class _PlaceTaken(Exception):
     """Nothing of the claim stays: the job is somebody else's to take, on another device."""
 
+
+_SERVED = update(tenants).values(served_at=ledger_now()).where(tenants.c.id == bindparam("served"))
 
 Written = Literal["written", "repeated", "differs"]
 """`repeated`: the same digest stood there already; `differs`: another did, and stays."""
@@ -42,7 +44,8 @@ def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = Non
     """Ids of queued jobs that fit and are not overdue: the tenants in turn, each with its most urgent job first.
 
     A tenant's first job counts as one more than it has running, its second as two more, and so on; the least comes
-    first, and then the longest waiting. So a tenant with a backlog takes what others leave and never their turn.
+    first, then whose last job was claimed longest ago, and then the longest waiting. So a tenant with a backlog takes
+    what others leave and never their turn.
     """
     with reading(engine) as connection:
         return list(
@@ -87,6 +90,7 @@ def claim(
                 leased = lease(connection, drawn, place, drawn.fence + 1)
                 if leased is None:
                     raise _PlaceTaken
+            connection.execute(_SERVED, {"served": drawn.tenant_id})
             return _claim(connection, drawn, drawn.fence + 1, drawn.attempt + 1, leased)
         row = connection.execute(
             select(jobs).where(jobs.c.id == job_id, jobs.c.claim_token == claim_token, jobs.c.state.in_(HELD))

@@ -59,6 +59,7 @@ tenants = Table(
     Column("name", String(100), nullable=False, unique=True),
     Column("quotas", _json()),
     Column("created_at", Moment(), nullable=False),
+    Column("served_at", Moment()),  # when a job of theirs was last claimed
 )
 
 api_keys = Table(

@@ -16,6 +16,8 @@ AHEAD = 100
 def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
     """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds, and ``told`` of each.
 
+    The tenant with the fewest jobs running comes first, among equals the one that was served longest ago.
+
     A priority orders a tenant's own jobs. Were it to count between tenants, one who asked for the highest would hold up
     all the others.
 
@@ -36,7 +38,14 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: Colu
     return (
         select(first.c.id, first.c.told)
         .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
-        .order_by(ahead.desc(), position + func.coalesce(running.c.number, 0), first.c.queued_at, first.c.id)
+        .order_by(
+            ahead.desc(),
+            position + func.coalesce(running.c.number, 0),
+            # with one worker nothing runs when it looks: without this the longer backlog would go first, whole
+            first.c.served_at.asc().nulls_first(),
+            first.c.queued_at,
+            first.c.id,
+        )
         .limit(limit)
     )
 
@@ -61,7 +70,7 @@ def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool], tol
     )
     if dialect == "postgresql":
         each = waiting.lateral("each")
-        return select(each).select_from(tenants.join(each, true())).subquery("first")
+        return select(each, tenants.c.served_at).select_from(tenants.join(each, true())).subquery("first")
     listed = jobs.alias("listed")
     return (
         select(
@@ -69,6 +78,7 @@ def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool], tol
             listed.c.tenant_id,
             listed.c.priority,
             listed.c.queued_at,
+            tenants.c.served_at,
             ClauseAdapter(listed).traverse(told).label("told"),
         )
         .select_from(tenants.join(listed, listed.c.id.in_(waiting.with_only_columns(jobs.c.id))))

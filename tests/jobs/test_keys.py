@@ -38,7 +38,11 @@ def test_the_tenant_local_is_there_from_the_first_migration(ledger: Engine) -> N
 def test_two_keys_of_a_tenant_live_side_by_side_until_one_is_revoked(ledger: Engine) -> None:
     old, new = (create_key(ledger, SECRET, "acme") for _ in range(2))
     assert old != new
-    assert verify_key(ledger, SECRET, old) == verify_key(ledger, SECRET, new)
+    first, second = (verify_key(ledger, SECRET, each) for each in (old, new))
+    assert first is not None
+    assert second is not None
+    assert (first.tenant_id, first.scopes) == (second.tenant_id, second.scopes)
+    assert first.key != second.key
     assert revoke_key(ledger, old)
     assert not revoke_key(ledger, old)
     assert verify_key(ledger, SECRET, old) is None
@@ -110,7 +114,9 @@ def test_a_key_that_makes_no_sense_is_not_made(ledger: Engine, wrong: dict[str, 
 def test_a_tenant_made_by_many_at_once_is_one(ledger: Engine, at_once: Any) -> None:
     keys = at_once(8, lambda _: create_key(ledger, SECRET, "acme"))
     assert all(isinstance(key, str) for key in keys), keys
-    assert len({verify_key(ledger, SECRET, key) for key in keys}) == 1
+    callers = [verify_key(ledger, SECRET, key) for key in keys]
+    assert len({caller.tenant_id for caller in callers if caller is not None}) == 1
+    assert len({caller.key for caller in callers if caller is not None}) == 8
 
 
 def test_the_command_makes_and_ends_keys(ledger: Engine, ledger_url: str, monkeypatch: Any, capfd: Any) -> None:

@@ -59,6 +59,21 @@ def test_a_tenant_who_comes_late_gets_the_next_slot(ledger: Engine, tenant: Any,
     assert [take(ledger).tenant_id for _ in range(3)] == [late, late, backlog]
 
 
+def test_one_worker_that_does_one_job_at_a_time_serves_the_tenants_in_turn(
+    ledger: Engine, tenant: Any, queued_by: Any
+) -> None:
+    backlog, late = tenant("backlog"), tenant("late")
+    queued_by(backlog, 20)
+    served = []
+    for number in range(6):
+        if number == 2:
+            queued_by(late, 2)
+        held = take(ledger)
+        served.append(held.tenant_id)
+        finish(ledger, held)  # so that nothing runs at the next look
+    assert served == [backlog, backlog, late, backlog, late, backlog]
+
+
 def test_one_look_is_in_turn_as_well_for_those_who_lose_the_race_for_its_first(
     ledger: Engine, tenant: Any, queued_by: Any
 ) -> None:
@@ -97,7 +112,7 @@ def test_an_estimate_goes_before_everybodys_jobs(ledger: Engine, tenant: Any, qu
     busy = queued_by(a, 3)
     take(ledger), take(ledger)
     made = [submit(ledger, each, document(), estimate=True).job.id for each in (a, a, b)]
-    assert next_claimable(ledger)[:3] == [made[0], made[2], made[1]]  # and among estimates the tenants in turn
+    assert next_claimable(ledger)[:3] == [made[2], made[0], made[1]]  # and among estimates the tenants in turn
     assert next_claimable(ledger)[-1] == busy[2]
 
 
