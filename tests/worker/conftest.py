@@ -3,8 +3,6 @@
 import io
 import json
 import logging
-import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from jobs.results import events_after
 from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
 from jobs.store import read_job, submit
+from tests.chaos.processes import gone
 from worker.settings import WorkerSettings
 
 SCRIPTED_CHILD = Path(__file__).parent / "scripted_child.py"
@@ -40,22 +39,7 @@ def scripted() -> Callable[..., list[str]]:
 def ended() -> Callable[..., bool]:
     """``ended([pids], seconds)``: whether every process ends within the time."""
 
-    def wait(pids: Sequence[int], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        for pid in pids:
-            try:
-                handle = os.pidfd_open(pid)
-            except ProcessLookupError:
-                continue
-            try:
-                readable, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
-            finally:
-                os.close(handle)
-            if not readable:
-                return False
-        return True
-
-    return wait
+    return gone
 
 
 @pytest.fixture(scope="session")
