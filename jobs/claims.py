@@ -21,7 +21,7 @@ from jobs.clock import ledger_now
 from jobs.codec import sha256_of
 from jobs.counters import add, add_failure
 from jobs.database import reading, writing
-from jobs.fence import append_event, by_holder, change, draw, fenced, move
+from jobs.fence import append_event, by_holder, change, fenced, move, take
 from jobs.identifiers import is_id
 from jobs.leases import DeviceLease, Place, correct, device_class, lease, lease_of
 from jobs.lifecycle import HELD, State, ending
@@ -49,7 +49,9 @@ def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = Non
     """
     with reading(engine) as connection:
         return list(
-            connection.execute(in_turn(connection.dialect.name, limit, _claimable(free_bytes), null())).scalars()
+            connection.execute(
+                in_turn(connection.dialect.name, limit, and_(due(), *_fits(free_bytes)), null())
+            ).scalars()
         )
 
 
@@ -72,30 +74,19 @@ def claim(
     if not is_id(job_id):
         return None
     with contextlib.suppress(_PlaceTaken), writing(engine) as connection:
-        drawn = draw(connection, jobs.c.id == job_id, jobs.c.state == "queued", _claimable(free_bytes))
-        if drawn is not None:
-            values = {
-                "attempt": drawn.attempt + 1,
-                "fence": drawn.fence + 1,
-                "claim_token": claim_token,
-                "lease_owner": owner[:200],
-                "lease_expires_at": ledger_now(lease_seconds),
-                "progress": None,
-            }
-            if drawn.started_at is None:
-                values["started_at"] = ledger_now()
-            move(connection, drawn, "running", values)
+        taken = take(connection, job_id, owner[:200], claim_token, lease_seconds, *_fits(free_bytes))
+        if taken is not None:
             leased = None
             if place is not None:
-                leased = lease(connection, drawn, place, drawn.fence + 1)
+                leased = lease(connection, taken, place)
                 if leased is None:
                     raise _PlaceTaken
-            connection.execute(_SERVED, {"served": drawn.tenant_id})
-            return _claim(connection, drawn, drawn.fence + 1, drawn.attempt + 1, leased)
+            connection.execute(_SERVED, {"served": taken.tenant_id})
+            return _claim(connection, taken, leased)
         row = connection.execute(
             select(jobs).where(jobs.c.id == job_id, jobs.c.claim_token == claim_token, jobs.c.state.in_(HELD))
         ).one_or_none()
-        return None if row is None else _claim(connection, row, row.fence, row.attempt, lease_of(connection, row))
+        return None if row is None else _claim(connection, row, lease_of(connection, row))
     return None
 
 
@@ -310,15 +301,15 @@ def record_failure(
     return state
 
 
-def _claimable(free_bytes: int | None) -> ColumnElement[bool]:
+def _fits(free_bytes: int | None) -> list[ColumnElement[bool]]:
     if free_bytes is None:
-        return due()
-    return and_(due(), or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes))
+        return []
+    return [or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes)]
 
 
-def _claim(connection: Connection, row: Row[Any], fence: int, attempt: int, leased: DeviceLease | None) -> Claim:
+def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) -> Claim:
     done: list[tuple[str, int]] = []
-    if fence > 1:  # nobody has written before the first holder
+    if row.fence > 1:  # nobody has written before the first holder
         query = (
             select(layer_results.c.kind, layer_results.c.ordinal)
             .where(layer_results.c.job_id == row.id)
@@ -331,8 +322,8 @@ def _claim(connection: Connection, row: Row[Any], fence: int, attempt: int, leas
         kinds=tuple(row.kind.split(",")),
         document=row.document,
         document_sha256=row.document_sha256,
-        fence=fence,
-        attempt=attempt,
+        fence=row.fence,
+        attempt=row.attempt,
         failures=row.failures,
         plan=row.plan,
         manifest=row.manifest,

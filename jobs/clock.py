@@ -6,7 +6,7 @@ No process's own clock decides anything, so a machine that is two hours off stea
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import DateTime, Dialect, Double, literal
+from sqlalchemy import BindParameter, DateTime, Dialect, Double, literal
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
@@ -53,6 +53,8 @@ def _now_sqlite(element: _LedgerNow, compiler: SQLCompiler, **options: Any) -> s
     return f"((julianday('now') - 2440587.5) * 86400.0 + {compiler.process(element.clauses, **options)})"
 
 
-def ledger_now(offset_seconds: float = 0) -> FunctionElement[datetime]:
+def ledger_now(offset_seconds: float | BindParameter[float] = 0) -> FunctionElement[datetime]:
     """The database's clock as an SQL expression, ``offset_seconds`` later (or earlier, where negative)."""
+    if isinstance(offset_seconds, BindParameter):
+        return _LedgerNow(offset_seconds)
     return _LedgerNow(literal(float(offset_seconds), Double()))

@@ -9,7 +9,20 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, delete, insert, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Double,
+    Engine,
+    Row,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal,
+    null,
+    update,
+)
 
 from jobs.clock import ledger_now
 from jobs.counters import add, note_refused
@@ -19,6 +32,7 @@ from jobs.leases import drain
 from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
 from jobs.records import Claim
 from jobs.tables import job_events, jobs, outbox
+from jobs.turns import due
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,7 +40,20 @@ T = TypeVar("T")
 
 # built once: building a statement takes longer than the database takes to do it
 _DRAW = update(jobs).values(event_seq=jobs.c.event_seq + 1).returning(*jobs.c, ledger_now().label("now"))
+_TAKE = _DRAW.where(
+    jobs.c.id == bindparam("job"), jobs.c.state == literal("queued", literal_execute=True), due()
+).values(
+    state="running",
+    attempt=jobs.c.attempt + 1,
+    fence=jobs.c.fence + 1,
+    claim_token=bindparam("token"),
+    lease_owner=bindparam("owner"),
+    lease_expires_at=ledger_now(bindparam("seconds", type_=Double())),
+    progress=null(),
+    started_at=func.coalesce(jobs.c.started_at, ledger_now()),
+)
 _EVENT = insert(job_events).values(at=ledger_now())
+_SILENCE = delete(outbox).where(outbox.c.job_id == bindparam("job"))
 
 
 def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
@@ -35,6 +62,27 @@ def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] |
     The row holds the job as it stands, with `event_seq` drawn and the database's `now`.
     """
     return connection.execute(_DRAW.where(*conditions)).one_or_none()
+
+
+def take(
+    connection: Connection,
+    job_id: str,
+    owner: str,
+    claim_token: str,
+    lease_seconds: float,
+    *conditions: ColumnElement[bool],
+) -> Row[Any] | None:
+    """Draw of a queued job that is due and fits ``conditions``, and move it to its next holder, all at once.
+
+    The row holds the job as it is from now on; None where none fits.
+    """
+    drawn = connection.execute(
+        _TAKE.where(*conditions) if conditions else _TAKE,
+        {"job": job_id, "owner": owner, "token": claim_token, "seconds": float(lease_seconds)},
+    ).one_or_none()
+    if drawn is not None:
+        _follow(connection, drawn, "queued", "running", {"attempt": drawn.attempt})
+    return drawn
 
 
 def fenced(connection: Connection, claim: Claim) -> Row[Any]:
@@ -104,15 +152,20 @@ def move(
     if state in TERMINAL:
         changes["finished_at"] = ledger_now()
     change(connection, drawn, changes)
-    add(connection, "moves", state)
-    if drawn.state in HELD and state not in HELD:
+    told = {"attempt": changes.get("attempt", drawn.attempt)} | ({"reason": reason} if reason else {})
+    _follow(connection, drawn, drawn.state, state, told)
+
+
+def _follow(connection: Connection, drawn: Row[Any], before: State, after: State, told: Mapping[str, Any]) -> None:
+    """Do all that goes with a move beside the job's own row."""
+    add(connection, "moves", after)
+    if before in HELD and after not in HELD:
         drain(connection, drawn)
-    if state == "queued":
+    if after == "queued":
         post_doorbell(connection, drawn.id, drawn.tenant_id)
-    elif drawn.state == "queued":
-        connection.execute(delete(outbox).where(outbox.c.job_id == drawn.id))
-    told = {"state": state, "attempt": changes.get("attempt", drawn.attempt)}
-    append_event(connection, drawn, "state", told | ({"reason": reason} if reason else {}))
+    elif before == "queued":
+        connection.execute(_SILENCE, {"job": drawn.id})
+    append_event(connection, drawn, "state", {"state": after, **told})
 
 
 def post_doorbell(connection: Connection, job_id: str, tenant_id: str) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Row,
+    String,
     and_,
     bindparam,
     delete,
@@ -49,6 +50,14 @@ _THERE = select(
     .label("all_slots"),
 ).where(workers.c.id == bindparam("worker"))
 _LEASE = insert(device_leases).values(leased_at=ledger_now())
+# whoever changes the row of a device locks it: on both databases nobody else leases of it before the transaction ends
+_LOCK = (
+    update(devices)
+    .where(devices.c.uuid == bindparam("device"))
+    .values(lease_seq=devices.c.lease_seq + 1)
+    .returning(*devices.c)
+)
+_LOCK_FOR = _LOCK.values(reserved_job_id=func.nullif(devices.c.reserved_job_id, bindparam("job", type_=String())))
 
 
 @record
@@ -71,25 +80,25 @@ class DeviceLease:
     """What the attempt must plan within; None where it has the host to itself and takes what is free."""
 
 
-def lease(connection: Connection, drawn: Row[Any], place: Place, fence: int) -> DeviceLease | None:
-    """Lease the device of ``place`` for the job that ``drawn`` has locked; None where it has no room for it."""
-    device = _lock(connection, place.device_uuid, {"reserved_job_id": _unless(drawn.id)})
+def lease(connection: Connection, taken: Row[Any], place: Place) -> DeviceLease | None:
+    """Lease the device of ``place`` for the job that was just ``taken``; None where it has no room for it."""
+    device = connection.execute(_LOCK_FOR, {"device": place.device_uuid, "job": taken.id}).one_or_none()
     found = connection.execute(_THERE, {"worker": place.worker_id, "device": place.device_uuid}).one_or_none()
-    if device is None or found is None or not suits(drawn, device.kind, found.factories):
+    if device is None or found is None or not suits(taken, device.kind, found.factories):
         return None
     free = device.capacity_bytes - device.foreign_bytes - int(found.bytes)
-    needs = drawn.needs_bytes or 0
+    needs = taken.needs_bytes or 0
     whole = device.kind != "host"
-    if (whole and found.number) or (needs > free and drawn.needs_bytes is not None) or (whole and free <= 0):
+    if (whole and found.number) or (needs > free and taken.needs_bytes is not None) or (whole and free <= 0):
         return None
-    share = _share(device, free, int(found.all_slots), planned=drawn.plan is not None)
+    share = _share(device, free, int(found.all_slots), planned=taken.plan is not None)
     leased = free if whole else max(needs, share)
     connection.execute(
         _LEASE,
         {
-            "job_id": drawn.id,
-            "fence": fence,
-            "tenant_id": drawn.tenant_id,
+            "job_id": taken.id,
+            "fence": taken.fence,
+            "tenant_id": taken.tenant_id,
             "device_uuid": place.device_uuid,
             "bytes": leased,
             "whole": whole,
@@ -123,7 +132,7 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
         return True
     if row.whole:
         return needs <= row.bytes or not _held_elsewhere(connection, drawn, needs, row.device_uuid)
-    device = _lock(connection, row.device_uuid, {})
+    device = connection.execute(_LOCK, {"device": row.device_uuid}).one_or_none()
     if device is None:
         return True
     held = _leased(connection, row.device_uuid, ~mine)
@@ -213,20 +222,6 @@ def suits(job: Any, kind: str, factories: Collection[str]) -> bool:  # noqa: ANN
 def device_class(kind: str) -> str:
     """What decides the numbers: a fake GPU computes on the CPU."""
     return "cuda" if kind == "cuda" else "cpu"
-
-
-def _lock(connection: Connection, uuid: str, values: dict[str, Any]) -> Row[Any] | None:
-    """Lock a device: on both databases nobody leases of it before this transaction ends."""
-    return connection.execute(
-        update(devices)
-        .where(devices.c.uuid == uuid)
-        .values({"lease_seq": devices.c.lease_seq + 1} | values)
-        .returning(*devices.c)
-    ).one_or_none()
-
-
-def _unless(job_id: str) -> ColumnElement[str | None]:
-    return func.nullif(devices.c.reserved_job_id, job_id)
 
 
 def _leased(connection: Connection, uuid: str, *conditions: ColumnElement[bool]) -> Row[Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, case, func, literal, or_, select, update
+from sqlalchemy import Connection, Engine, Row, and_, func, literal, or_, select, update
 
 from catalog.job import JobDocument
 from catalog.needs import factories_of
@@ -20,10 +20,10 @@ from jobs.clock import ledger_now
 from jobs.database import reading, writing
 from jobs.leases import Place, device_class, suited, suits
 from jobs.records import Job
+from jobs.seats import NEEDS, Seat, seat_values, seats_query
 from jobs.tables import device_leases, devices, jobs, worker_devices, workers
-from jobs.turns import AHEAD, due, in_turn
+from jobs.turns import due
 
-_NEEDS = func.coalesce(jobs.c.needs_bytes, 0)
 _CANDIDATES = 20
 
 # built once: building a statement takes longer than the database takes to answer it
@@ -126,15 +126,16 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
         free = [(each, offer) for each, offer in own if each.free_bytes >= 0]
         if not free:
             return []
-        # what is the same of two devices is asked once, and what fits on none is passed over by one comparison
+        # what is the same of two devices is asked once
         alike = {
             (each.size, each.free_bytes, each.reserver and each.reserver.id): (each, offer) for each, offer in free
         }
-        seats = [(_seat(fleet, each, offer, grace_seconds), each.uuid) for each, offer in alike.values()]
-        most = max(each.free_bytes for each, _ in free)
-        claimable = and_(most >= _NEEDS, due(), or_(*(condition for condition, _ in seats)))
-        chosen = case(*((condition, literal(uuid)) for condition, uuid in seats))
-        found = connection.execute(in_turn(connection.dialect.name, limit, claimable, chosen)).all()
+        seats, values = [], {"most_bytes": max(each.free_bytes for each, _ in free), "before_grace": -grace_seconds}
+        for number, (each, offer) in enumerate(alike.values()):
+            seat, its_values = _seat(fleet, each, offer, number)
+            seats.append(seat)
+            values |= its_values
+        found = connection.execute(seats_query(connection.dialect.name, limit, seats), values).all()
     return [Place(job_id=row.id, worker_id=worker_id, device_uuid=row.told) for row in found if row.told is not None]
 
 
@@ -144,7 +145,7 @@ def may_come(engine: Engine, worker_id: str) -> bool:
         own = _own(_fleet(connection), worker_id)
         if not own:
             return True
-        holds = or_(*(and_(each.capacity_bytes >= _NEEDS, suited(each.kind, offer.factories)) for each, offer in own))
+        holds = or_(*(and_(each.capacity_bytes >= NEEDS, suited(each.kind, offer.factories)) for each, offer in own))
         return bool(
             connection.execute(
                 select(jobs.c.id).where(jobs.c.state == literal("queued", literal_execute=True), due(), holds).limit(1)
@@ -303,19 +304,8 @@ def _own(fleet: Sequence[_Device], worker_id: str) -> list[tuple[_Device, _Offer
     return [(each, offer) for each in fleet for offer in each.offers if offer.worker_id == worker_id]
 
 
-def _seat(fleet: Sequence[_Device], device: _Device, offer: _Offer, grace_seconds: float) -> ColumnElement[bool]:
+def _seat(fleet: Sequence[_Device], device: _Device, offer: _Offer, number: int) -> tuple[Seat, dict[str, Any]]:
     """Which queued jobs may be put on this device by this worker now."""
-    conditions = [device.free_bytes >= _NEEDS, suited(device.kind, offer.factories)]
-    kept = device.reserver
-    if kept is not None:
-        conditions.append(
-            or_(
-                jobs.c.priority >= AHEAD,
-                and_(jobs.c.tenant_id == kept.tenant_id, jobs.c.priority > kept.priority),
-                jobs.c.id == kept.id,  # named, as what SQLite keeps of a moment is finer than what comes back of it
-                jobs.c.queued_at < kept.queued_at,
-            )
-        )
     smaller = [
         each
         for each in fleet
@@ -325,16 +315,10 @@ def _seat(fleet: Sequence[_Device], device: _Device, offer: _Offer, grace_second
         and not each.offered_by(offer.worker_id)
         and any(other.live and other.free_slots > 0 for other in each.offers)
     ]
-    for kind in sorted({device_class(each.kind) for each in smaller}):
-        most = max(each.free_bytes for each in smaller if device_class(each.kind) == kind)
-        conditions.append(
-            or_(
-                most < _NEEDS,
-                jobs.c.device_class != kind,  # not of one that no plan has tied to a class yet
-                jobs.c.queued_at <= ledger_now(-grace_seconds),
-            )
-        )
-    return and_(*conditions)
+    classes = tuple(sorted({device_class(each.kind) for each in smaller}))
+    most = [max(each.free_bytes for each in smaller if device_class(each.kind) == kind) for kind in classes]
+    seat = Seat(kind=device.kind, factories=offer.factories, kept=device.reserver is not None, smaller=classes)
+    return seat, seat_values(number, device.uuid, device.free_bytes, device.reserver, most)
 
 
 def _reserver(
