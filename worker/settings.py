@@ -11,7 +11,10 @@ from catalog.memory import amount_bytes
 from catalog.record import FieldError, record
 from jobs.errors import SettingsInvalid
 from jobs.settings import LedgerSettings, duration, seconds, secret
+from worker.devices import devices_of
 from worker.lifetime import Lifetime
+
+_MOST_SLOTS = 64
 
 
 @record
@@ -22,7 +25,7 @@ class WorkerSettings:
     redis_url: str | None = field(default=None, repr=False)  # holds a password
     """Where doorbells arrive; null in embedded mode."""
     slots: int = 1
-    """Jobs at a time."""
+    """Jobs at a time; the environment's default is one for each device."""
     threads: int | None = None
     """Computing threads of a job's first attempt; null shares the machine's cores among the slots."""
     poll_seconds: float = 3
@@ -61,8 +64,8 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
-        if not 1 <= self.slots <= 64:
-            raise SettingsInvalid(f"KRONOSCOPE_SLOTS is {self.slots}; take 1 to 64 jobs at a time")
+        if not 1 <= self.slots <= _MOST_SLOTS:
+            raise SettingsInvalid(f"KRONOSCOPE_SLOTS is {self.slots}; take 1 to {_MOST_SLOTS} jobs at a time")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise SettingsInvalid(f"KRONOSCOPE_THREADS is {self.threads}; take 1 to 1024, or leave it out")
         for name in ("poll_seconds", "cancel_seconds"):
@@ -91,10 +94,14 @@ class WorkerSettings:
             SettingsInvalid: If one is missing or makes no sense.
         """
         floor = _count(environ, "KRONOSCOPE_DISK_FLOOR_BYTES")
+        node = environ.get("KRONOSCOPE_NODE") or socket.gethostname()
+        fake_gpus = tuple(map(_size, _listed(environ, "KRONOSCOPE_FAKE_GPUS")))
+        slots = _count(environ, "KRONOSCOPE_SLOTS")
         return cls(
             ledger=LedgerSettings.from_environment(environ),
             redis_url=redis_url(environ),
-            slots=_count(environ, "KRONOSCOPE_SLOTS") or 1,
+            # a job on each GPU, and one on a host: its memory would have to be shared
+            slots=min(_MOST_SLOTS, len(devices_of(node, fake_gpus, environ)())) if slots is None else slots,
             threads=_count(environ, "KRONOSCOPE_THREADS"),
             poll_seconds=seconds(environ, "KRONOSCOPE_POLL_SECONDS", poll_seconds),
             reserve_seconds=seconds(environ, "KRONOSCOPE_RESERVE_SECONDS", 60),
@@ -111,8 +118,8 @@ class WorkerSettings:
             log_level=environ.get("KRONOSCOPE_LOG_LEVEL") or "INFO",
             pulse_file=Path(pulse) if (pulse := environ.get("KRONOSCOPE_PULSE")) else None,
             lifetime=Lifetime.from_environment(environ, time.time()),
-            node=environ.get("KRONOSCOPE_NODE") or socket.gethostname(),
-            fake_gpus=tuple(map(_size, _listed(environ, "KRONOSCOPE_FAKE_GPUS"))),
+            node=node,
+            fake_gpus=fake_gpus,
         )
 
     def computing_threads(self) -> int:

@@ -78,3 +78,22 @@ def test_capacities_that_mean_nothing_are_refused(text: str, tmp_path: Any) -> N
         WorkerSettings.from_environment(
             {"KRONOSCOPE_DATABASE_URL": f"sqlite:///{tmp_path}/x.db", "KRONOSCOPE_FAKE_GPUS": text}
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "slots"), [({}, 3), ({"KRONOSCOPE_SLOTS": "2"}, 2), ({"KRONOSCOPE_FAKE_GPUS": ""}, 1)]
+)
+def test_it_has_a_slot_for_each_device_unless_told_otherwise(given: dict[str, str], slots: int, tmp_path: Any) -> None:
+    environ = {
+        "KRONOSCOPE_DATABASE_URL": f"sqlite:///{tmp_path}/x.db",
+        "KRONOSCOPE_FAKE_GPUS": "16GiB,16GiB,80GiB",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    assert WorkerSettings.from_environment(environ | given).slots == slots
+
+
+def test_no_slots_at_all_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(SettingsInvalid, match="KRONOSCOPE_SLOTS is 0; take 1 to 64"):
+        WorkerSettings.from_environment(
+            {"KRONOSCOPE_DATABASE_URL": f"sqlite:///{tmp_path}/x.db", "KRONOSCOPE_SLOTS": "0"}
+        )
