@@ -7,6 +7,7 @@ object's name is its digest, and what an attempt has staged is what an undisturb
 import contextlib
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -54,15 +55,20 @@ def strays(evidence: Evidence) -> Iterator[Violation]:
 
 def final_files(root: Path) -> list[Path]:
     """Files that a reader could take for an artifact."""
-    found = (path for path in root.rglob("*") if path.is_file())
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    return [path for path in _files(root) if not any(part.startswith(".") for part in path.relative_to(root).parts)]
 
 
 def unlisted(engine: Engine, root: Path) -> list[Path]:
     """Files that no row names, whatever their names; there may be some until a sweeper comes."""
     with engine.connect() as connection:
         listed = {root / uri for uri in connection.execute(text("SELECT uri FROM artifacts")).scalars()}
-    return [path for path in root.rglob("*") if path.is_file() and path not in listed and path.name != _LOCK]
+    return [path for path in _files(root) if path not in listed and path.name != _LOCK]
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Whatever lies there, while a sweeper may be taking folders away: `Path.rglob` would stumble over one."""
+    for folder, _, names in os.walk(root):
+        yield from (Path(folder) / name for name in names)
 
 
 class Reader:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.analyses.factors import collect_factors
+from engine.memory.budget import begin_peak
 from engine.memory.curve import MemoryCurve
 from engine.memory.plan import Plan, Stage, Term
 from engine.memory.stage_peaks import StagePeaks
@@ -31,6 +32,7 @@ def hold(size_bytes: int) -> None:
 
 @pytest.fixture
 def taken() -> StagePeaks:
+    begin_peak(CPU)  # of what other tests of this process have held
     times = iter((0.0, 3.0, 3.0, 4.0, 4.0, 5.0))
     peaks = StagePeaks(apart=True, clock=lambda: next(times))
     with peaks.within("collection", CPU):

@@ -318,7 +318,7 @@ def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_
 
 
 def test_a_run_ends_at_its_deadline(foreground: Any, tmp_path: Any) -> None:
-    document = DOCUMENT | {"schedule": {"within": "1s"}}
+    document = DOCUMENT | {"schedule": {"within": "5s"}}
     request = json.dumps({"document": document, "threads": 1}).encode()
     process = foreground(["layer", 0], ["wait_for_sigterm"], request=request)
     last = frames_of(process)[-1]

@@ -217,8 +217,8 @@ def test_a_child_that_makes_no_progress_is_stopped_and_tried_again(
 
 def test_whatever_a_child_says_is_progress(submitted: Any, supervise: Any, job: Any) -> None:
     job_id = submitted()
-    talk = [step for number in range(6) for step in (["sleep", 0.6], ["log", f"still here {number}"])]
-    supervise(job_id, *talk, ["finish"], no_progress_seconds=3)
+    talk = [step for number in range(7) for step in (["sleep", 0.9], ["log", f"still here {number}"])]
+    supervise(job_id, *talk, ["finish"], no_progress_seconds=5)
     assert job(job_id).state == "succeeded"
 
 
