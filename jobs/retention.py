@@ -23,6 +23,7 @@ from jobs.results import count_events, count_layers, events_after, layer_rows, l
 from jobs.tables import artifacts, job_events, jobs, layer_results
 
 _AT_ONCE = 20
+_ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _STAYING = "state"
 """Events of this type stay in the ledger too: few, and whoever reads on where they stopped finds the end."""
@@ -67,13 +68,25 @@ def archive_ended(engine: Engine, folder: ArtifactFolder, days: float, *, drop_f
     return archived
 
 
+def forget_estimates(engine: Engine, days: float) -> int:
+    """Delete estimates that were made so many days ago, with all their rows; returns how many.
+
+    One is an answer to a question that can be asked again, and none has files: nothing of it is archived.
+    """
+    old = select(jobs.c.id).where(*_ended(days), jobs.c.kind == ESTIMATE).order_by(jobs.c.finished_at)
+    with writing(engine) as connection:
+        return connection.execute(delete(jobs).where(jobs.c.id.in_(old.limit(_ESTIMATES_AT_ONCE)))).rowcount
+
+
 def _due(days: float) -> tuple[ColumnElement[bool], ...]:
+    return *_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE
+
+
+def _ended(days: float) -> tuple[ColumnElement[bool], ...]:
     return (
         jobs.c.finished_at < ledger_now(-days * _DAY_SECONDS),
         jobs.c.finished_at.is_not(None),
-        jobs.c.archived_at.is_(None),
         jobs.c.state.in_(TERMINAL),
-        jobs.c.kind != ESTIMATE,
     )
 
 

@@ -15,7 +15,7 @@ from jobs.errors import LedgerUnavailable
 from jobs.object_sweep import sweep_attempts, sweep_objects
 from jobs.outbox import relay
 from jobs.reaper import end_overdue, reap_expired
-from jobs.retention import archive_ended
+from jobs.retention import archive_ended, forget_estimates
 from jobs.scratch import open_scratch, sweep_scratch
 from jobs.settings import LedgerSettings
 from worker.cache_folder import sweep_tenants
@@ -81,6 +81,7 @@ class Sweeper:
                 next_clearing = now + _SCRATCH_SECONDS
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
                 self._round("archived", lambda: self._archive(folder))
+                self._round("forgotten", self._forget)
                 self._round("uncached", lambda: sweep_tenants(self._settings.artifact_root, self._settings.cache_bytes))
             if now >= next_sweep:
                 next_sweep = now + self._settings.sweep_seconds
@@ -93,6 +94,10 @@ class Sweeper:
         if days is None:
             return 0
         return archive_ended(self._engine, folder, days, drop_files=self._settings.retention_files == "drop")
+
+    def _forget(self) -> int:
+        days = self._settings.retention_days
+        return 0 if days is None else forget_estimates(self._engine, days)
 
     def _relay(self) -> int:
         if self._ring is None:

@@ -21,10 +21,11 @@ from jobs.clock import ledger_now
 from jobs.codec import sha256_of
 from jobs.database import writing
 from jobs.errors import ArtifactDamaged
+from jobs.object_sweep import sweep_objects
 from jobs.records import LOCAL_TENANT, Artifact, Job, LayerRow
 from jobs.results import count_events, count_layers, events_after, layer_rows, list_artifacts, page_of, read_artifact
-from jobs.retention import archive_ended
-from jobs.store import delete_job, read_job, request_cancel, submit
+from jobs.retention import archive_ended, forget_estimates
+from jobs.store import delete_job, read_estimate, read_job, request_cancel, submit
 from jobs.tables import job_events
 from tests.api import seeding
 
@@ -131,6 +132,22 @@ def test_only_what_has_ended_long_enough_ago_is_archived(
     assert archive_ended(ledger, folder, 0, drop_files=False) == 0
 
 
+def test_estimates_are_forgotten_once_they_are_old_and_nothing_else_is(
+    ledger: Engine, finished: Any, document: Any
+) -> None:
+    made, waiting = (submit(ledger, LOCAL_TENANT, document(), estimate=True).job.id for _ in range(2))
+    held = claims.claim(ledger, made, "w", "t" * 32, 45)
+    assert held is not None
+    claims.finish(ledger, held)
+    done = finished()
+    assert forget_estimates(ledger, 1) == 0
+    assert forget_estimates(ledger, 0) == 1
+    assert read_estimate(ledger, LOCAL_TENANT, made) is None
+    assert read_estimate(ledger, LOCAL_TENANT, waiting) is not None
+    untouched(ledger, done)
+    assert forget_estimates(ledger, 0) == 0
+
+
 def test_files_go_with_the_rows_where_that_is_asked(ledger: Engine, folder: ArtifactFolder, finished: Any) -> None:
     job_id = finished()
     archive_ended(ledger, folder, 0, drop_files=True)
@@ -146,7 +163,8 @@ def test_many_archive_one_job_once(ledger: Engine, folder: ArtifactFolder, finis
     assert sum(each for each in answers if isinstance(each, int)) == 1, answers
     archive = archive_of(ledger, job_id)
     assert len(list(read_layers(folder, archive))) == LAYERS
-    # whoever came second wrote the same bytes: nothing else is kept
+    # whoever came second wrote the same bytes, or less where the rows were gone: that is nobody's, and swept away
+    sweep_objects(ledger, folder, -1)
     assert {each.key for each in folder.objects()} == {
         file.uri for file in list_artifacts(ledger, LOCAL_TENANT, job_id)
     }
