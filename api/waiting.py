@@ -1,18 +1,22 @@
 """Waiting for a job to change: at the watch, so that neither a thread nor a connection to the database is held."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
 from api.problems import not_found, parameter_refused
 from api.service import Service
+from jobs.errors import LedgerUnavailable
 from jobs.records import Job
 
 MAX_WAIT_SECONDS = 30
 _ASIDE_SECONDS = 2.0
 """Between two looks whether whoever waits is still there."""
+_PATIENCE_SECONDS = 1.0
+"""Between two reads from a database that does not answer."""
 
 
 def check_wait(seconds: float) -> None:
@@ -58,7 +62,7 @@ async def awaited(
         with service.watch.waiting(job.id) as waiter:
             while not (over(job) or service.stopping.is_set()):
                 if waiter.moved(job.event_seq):
-                    job = await waiter.read(read)
+                    job = await _patiently(lambda: waiter.read(read), until)
                     if job is None:
                         raise not_found(f"there is no such {what}")
                     continue
@@ -69,3 +73,15 @@ async def awaited(
         return job
     finally:
         polls.discard(ticket)
+
+
+async def _patiently(read: Callable[[], Awaitable[Job | None]], until: float) -> Job | None:
+    """Read, again and again while the database does not answer: whoever waits has the time."""
+    while True:
+        try:
+            return await read()
+        except LedgerUnavailable:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise
+            await asyncio.sleep(min(left, _PATIENCE_SECONDS))
