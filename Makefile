@@ -49,7 +49,7 @@ test: $(STAMP) ## every check and every test that needs neither a GPU nor Docker
 	@$(MAKE) browser
 	@$(MAKE) check
 	@echo "==> Tests"
-	@$(PYTEST) -m "not gpu and not docker" --numprocesses=2 --dist=loadfile
+	@$(PYTEST) -m "not gpu and not docker" --numprocesses=2 --dist=loadfile --durations=40 --durations-min=5
 
 check: $(STAMP) ## formatting, lints, types, import contracts
 	@echo "==> ruff format";  $(BIN)/ruff format --check --quiet .
