@@ -42,7 +42,7 @@ def ended(client: httpx.Client, job_id: str) -> dict[str, Any]:
         job = client.get(f"/v1/jobs/{job_id}").raise_for_status().json()
         return job if job["state"] in ENDED else None
 
-    return dict(until(look, 240, f"job {job_id} has ended"))
+    return dict(until(look, 600, f"job {job_id} has ended"))
 
 
 def digests(client: httpx.Client, job_id: str) -> dict[tuple[str, int], str]:
@@ -204,6 +204,7 @@ def test_two_jobs_run_one_on_each_worker_and_outlive_the_containers(
             again.get(f"/v1/jobs/{jobs[0]}/artifacts/{artifact['name']}").raise_for_status()
 
 
+@pytest.mark.timeout(1500)
 def test_of_three_workers_one_is_killed_in_mid_job_and_another_ends_it(stack: Stack, client: httpx.Client) -> None:
     stack.compose("up", "--detach", "--no-recreate", "--scale", "worker=3", timeout=180)
     stack.await_healthy(workers=3)
