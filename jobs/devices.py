@@ -122,7 +122,11 @@ def register(engine: Engine, worker: Worker, offered: Sequence[Device], expiry_s
 
 
 def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_seconds: float) -> bool:
-    """Say that a worker lives, and what its devices hold; False where it is not known (any more): register it then."""
+    """Say that a worker lives, and what its devices hold; False where it is not known (any more): register it then.
+
+    A device that ``used_bytes`` leaves out was seen as well, and keeps what others were last known to hold there.
+    """
+    offered = select(worker_devices.c.device_uuid).where(worker_devices.c.worker_id == worker_id)
     with writing(engine) as connection:
         found = connection.execute(
             update(workers)
@@ -131,15 +135,27 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
         ).rowcount
         if not found:
             return False
-        rows = [{"device": uuid, "used": used} for uuid, used in sorted(used_bytes.items())]
-        if rows:
+        seen = sorted(used_bytes.keys() | set(connection.execute(offered).scalars()))
+        if seen:
+            used = func.coalesce(bindparam("used", type_=BigInteger()), devices.c.foreign_bytes)
             connection.execute(
                 update(devices)
                 .where(devices.c.uuid == bindparam("device"))
-                .values(seen_at=ledger_now(), foreign_bytes=_foreign(bindparam("device"), bindparam("used"))),
-                rows,
+                .values(seen_at=ledger_now(), foreign_bytes=_foreign(bindparam("device"), used)),
+                [{"device": uuid, "used": used_bytes.get(uuid)} for uuid in seen],
             )
         return True
+
+
+def leased_devices(engine: Engine) -> set[str]:
+    """The UUIDs of devices that any lease stands on, draining ones included.
+
+    To be asked right before a worker reads what its devices hold, and these left out of what it tells `renew`: of a
+    job that ends after the reading `renew` finds no lease any more, and would take its memory for others'. A shared
+    host is the same to it as a GPU: what others hold there is read only while no job is on it.
+    """
+    with reading(engine) as connection:
+        return set(connection.execute(select(device_leases.c.device_uuid).distinct()).scalars())
 
 
 def remove(engine: Engine, worker_id: str) -> None:

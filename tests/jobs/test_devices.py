@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, select, update
+from sqlalchemy import Engine, delete, insert, select, update
 
 from jobs.clock import ledger_now
 from jobs.database import reading, writing
-from jobs.devices import Device, Worker, forget_silent, list_devices, register, remove, renew
+from jobs.devices import Device, Worker, forget_silent, leased_devices, list_devices, register, remove, renew
 from jobs.identifiers import new_id
 from jobs.records import LOCAL_TENANT
 from jobs.tables import device_leases, devices, worker_devices, workers
@@ -104,6 +104,28 @@ def test_what_others_hold_is_read_while_no_job_is_there(ledger: Engine, joined: 
     assert list_devices(ledger)[0].foreign_bytes == 3
     register(ledger, worker, (Device(**vars(SMALL) | {"used_bytes": 7}),), 45)
     assert list_devices(ledger)[0].foreign_bytes == 3
+
+
+@pytest.mark.parametrize("device", [SMALL, HOST])
+def test_the_memory_of_a_job_that_ends_after_the_reading_is_not_taken_for_others(
+    ledger: Engine, joined: Any, device: Device
+) -> None:
+    worker = joined(device, LARGE)
+    renew(ledger, worker.id, {device.uuid: 3, LARGE.uuid: 4}, 45)
+    with writing(ledger) as connection:
+        connection.execute(update(devices).values(seen_at=ledger_now(-600)))
+    assert leased_devices(ledger) == set()
+    lease(ledger, device, 9 * 2**30, draining=True)
+    leased = leased_devices(ledger)
+    assert leased == {device.uuid}
+    read = {device.uuid: 10 * 2**30, LARGE.uuid: 5}  # by the driver, while the jobs are there
+    with writing(ledger) as connection:
+        connection.execute(delete(device_leases))
+    renew(ledger, worker.id, {uuid: used for uuid, used in read.items() if uuid not in leased}, 45)
+    with reading(ledger) as connection:
+        lately = connection.execute(select(devices).where(devices.c.seen_at > ledger_now(-60))).all()
+    # what was left out was seen nonetheless
+    assert {row.uuid: row.foreign_bytes for row in lately} == {device.uuid: 3, LARGE.uuid: 5}
 
 
 def test_the_long_silent_are_forgotten_but_not_what_is_leased(ledger: Engine, joined: Any) -> None:
