@@ -47,6 +47,8 @@ class Assignment:
     """Plan the job, and do nothing of it."""
     bounds: MemoryBudget
     """What was leased for it: more may be free, and is others'."""
+    leased: str | None
+    """The kind of device that was; None where nobody leases."""
 
 
 def read_assignment(raw: bytes) -> Assignment:
@@ -82,6 +84,7 @@ def read_assignment(raw: bytes) -> Assignment:
             earlier=tuple(Path(path) for path in value.get("earlier") or ()),
             checkpoint_seconds=float(value.get("checkpoint_seconds") or 0),
             estimate=bool(value.get("estimate", False)),
+            leased=value.get("leased"),
             bounds=replace(MemoryBudget.unlimited(), **(value.get("bounds") or {})),
         )
     except (KeyError, TypeError, AttributeError) as error:

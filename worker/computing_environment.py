@@ -8,7 +8,31 @@ from typing import Any
 
 import torch
 
+from worker.crash import DEVICE_LOST
+from worker.refusal import Unavailable
+
 _PACKAGES = ("kronoscope", "torch", "numpy", "scipy", "safetensors", "transformers", "tokenizers", "datasets")
+
+
+def computing_device(leased: str | None) -> torch.device:
+    """Where the job computes: on the GPU, where this process sees one.
+
+    Args:
+        leased: The kind of device that was leased for it; None where nobody leases.
+
+    Raises:
+        Unavailable: If that was a GPU, and there is none: its numbers would be another device's.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if leased == "cuda":
+        message = (
+            f"a GPU was leased for this job, and CUDA does not come up in its process (torch {torch.__version__}): it "
+            "has failed, or its driver is too old for this build of torch; mend it, or start the worker with an empty "
+            "CUDA_VISIBLE_DEVICES, and it computes on the host"
+        )
+        raise Unavailable(message, code=DEVICE_LOST)
+    return torch.device("cpu")
 
 
 def computing_environment(device: torch.device) -> dict[str, Any]:

@@ -85,25 +85,35 @@ def nvidia_gpus(visible: str | None) -> tuple[Device, ...]:
     except pynvml.NVMLError:
         return ()  # no driver, or none that answers
     try:
-        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(_read(handle) for handle in _chosen(gpus, visible))
+        gpus = [_at(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(read for handle in _chosen(gpus, visible) if (read := _read(handle)) is not None)
     except pynvml.NVMLError:
         return ()
     finally:
         pynvml.nvmlShutdown()
 
 
-def _chosen(gpus: list[object], visible: str | None) -> Iterator[object]:
+def _at(index: int) -> object | None:
+    """One that has failed keeps its number, and the others of the machine are well."""
+    try:
+        handle: object = pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError:
+        return None
+    return handle
+
+
+def _chosen(gpus: list[object | None], visible: str | None) -> Iterator[object]:
+    parts = [[] if gpu is None else _parts(gpu) for gpu in gpus]
     if visible is None:
-        for gpu in gpus:
-            yield from _slices(gpu) or [gpu]
+        for each in parts:
+            yield from each
         return
-    named = {_uuid(each): each for gpu in gpus for each in (gpu, *_slices(gpu))}
+    handles = [each for gpu, cut in zip(gpus, parts, strict=True) for each in (gpu, *cut) if each is not None]
+    named = {uuid: each for each in handles if (uuid := _uuid(each)) is not None}
     for word in visible.split(","):
         name = word.strip()
         if name.isdecimal():
-            found = [gpus[int(name)]] if int(name) < len(gpus) else []
-            found = [(_slices(each) or [each])[0] for each in found]
+            found = parts[int(name)][:1] if int(name) < len(gpus) else []
         else:
             found = [handle for uuid, handle in named.items() if name and uuid.startswith(name)]
         if len(found) != 1:
@@ -111,13 +121,14 @@ def _chosen(gpus: list[object], visible: str | None) -> Iterator[object]:
         yield found[0]
 
 
-def _slices(gpu: object) -> list[object]:
+def _parts(gpu: object) -> list[object]:
+    """What CUDA computes on: the GPU, or where it is to be cut its slices, of which there may be none yet."""
     try:
         if pynvml.nvmlDeviceGetMigMode(gpu)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-            return []
+            return [gpu]
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
     except pynvml.NVMLError:
-        return []  # one that cannot be cut
+        return [gpu]  # one that cannot be cut
     found = []
     for index in range(count):
         try:
@@ -127,16 +138,23 @@ def _slices(gpu: object) -> list[object]:
     return found
 
 
-def _read(handle: object) -> Device:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    return Device(
-        uuid=_uuid(handle),
-        kind="cuda",
-        name=str(pynvml.nvmlDeviceGetName(handle)),
-        capacity_bytes=memory.total - memory.reserved,
-        used_bytes=memory.used,
-    )
+def _read(handle: object) -> Device | None:
+    """None of one that does not answer: no job is put there, and the others are offered all the same."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return Device(
+            uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+            kind="cuda",
+            name=str(pynvml.nvmlDeviceGetName(handle)),
+            capacity_bytes=memory.total - memory.reserved,
+            used_bytes=memory.used,
+        )
+    except pynvml.NVMLError:
+        return None
 
 
-def _uuid(handle: object) -> str:
-    return str(pynvml.nvmlDeviceGetUUID(handle))
+def _uuid(handle: object) -> str | None:
+    try:
+        return str(pynvml.nvmlDeviceGetUUID(handle))
+    except pynvml.NVMLError:
+        return None

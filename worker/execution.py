@@ -42,7 +42,7 @@ from engine.workspace import Artifacts, Workspace
 from worker.artifact_files import ArtifactFiles, find_factors
 from worker.assignment import Assignment, read_assignment
 from worker.calibration import Calibration
-from worker.computing_environment import computing_environment
+from worker.computing_environment import computing_device, computing_environment
 from worker.data_loading.examined import examined
 from worker.data_loading.request import DataRequest
 from worker.data_loading.stream import DataStream
@@ -127,7 +127,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     """
     # read when CUDA's libraries are first used; without it their products are not the same in every run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = computing_device(assignment.leased)
     _settle(assignment.threads, device)
     # read when the hub's libraries are imported, which the loaders do first
     os.environ.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")

@@ -6,11 +6,12 @@ entry is gone makes it again.
 
 import importlib.metadata
 import threading
+from collections.abc import Sequence
 
 import structlog
 from sqlalchemy import Engine
 
-from jobs.devices import Worker, forget_silent, register, remove, renew
+from jobs.devices import Device, Worker, forget_silent, leased_devices, register, remove, renew
 from jobs.errors import LedgerUnavailable
 from jobs.identifiers import new_id
 from worker.devices import Provider, devices_of, process_space
@@ -28,6 +29,7 @@ class Registration:
         self._expiry = settings.ledger.lease_seconds
         self._provider = provider or devices_of(settings.node, settings.fake_gpus)
         self._known = False
+        self._offered: set[str] = set()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
@@ -53,11 +55,7 @@ class Registration:
         """
         with self._lock:
             if not self._known and not self._ended.is_set():
-                offered = self._provider()
-                register(self._engine, self.worker, offered, self._expiry)
-                self._known = True
-                for each in offered:
-                    self._log.info("device", uuid=each.uuid, name=each.name, bytes=each.capacity_bytes)
+                self._register(self._provider())
 
     def end(self) -> None:
         """Take the entry off; whoever cannot is known to be silent soon enough."""
@@ -87,8 +85,22 @@ class Registration:
             self._ended.wait(self._every)
 
     def _keep(self) -> None:
-        used = {device.uuid: device.used_bytes for device in self._provider()}
+        leased = leased_devices(self._engine)  # before it is read what they hold: a job may end in between
+        offered = self._provider()
+        used = {device.uuid: device.used_bytes for device in offered if device.uuid not in leased}
         with self._lock:
-            if self._known:
+            if self._known and offered and {each.uuid for each in offered} != self._offered:
+                self._register(offered)  # one has failed, or is well again
+            elif self._known:
                 self._known = renew(self._engine, self.worker.id, used, self._expiry)
         self.ensure()
+
+    def _register(self, offered: Sequence[Device]) -> None:
+        """Make the worker known with what it offers; one that sees nothing at the moment is known when it does."""
+        if not offered:
+            self._log.warning("no device answers; no job is taken until one does")
+            return
+        register(self._engine, self.worker, offered, self._expiry)
+        self._known, self._offered = True, {each.uuid for each in offered}
+        for each in offered:
+            self._log.info("device", uuid=each.uuid, name=each.name, bytes=each.capacity_bytes)

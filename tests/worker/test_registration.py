@@ -4,17 +4,24 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sqlalchemy import select
 
 from jobs.database import reading
-from jobs.devices import list_devices, remove
+from jobs.devices import Device, list_devices, remove
 from jobs.errors import SettingsInvalid
 from jobs.tables import workers
+from worker import devices
 from worker.agent import Agent
+from worker.computing_environment import computing_device
+from worker.crash import DEVICE_LOST
 from worker.devices import devices_of, fake_gpu, host
+from worker.refusal import Unavailable
+from worker.registration import Registration
 from worker.settings import WorkerSettings
 
 
@@ -64,6 +71,97 @@ def test_a_worker_process_offers_what_its_environment_says(
         process.wait()
     assert entries(ledger) == []
     assert all(each.stale for each in list_devices(ledger))
+
+
+def test_while_no_device_answers_it_is_unknown_and_offers_what_answers_later(
+    ledger: Any, settings: Any, eventually: Any
+) -> None:
+    offered: list[Device] = []
+    registration = Registration(ledger, settings(lease_seconds=1), lambda: tuple(offered))
+    registration.ensure()
+    assert entries(ledger) == []
+    registration.start()
+    offered.append(fake_gpu("node", 0, 2**30))
+    eventually(lambda: entries(ledger))
+    offered.append(fake_gpu("node", 1, 2**31))
+    eventually(lambda: len([each for each in list_devices(ledger) if not each.stale]) == 2)
+    del offered[0]  # it has failed: nothing is put there any more, and the other one stays
+    eventually(lambda: [each.capacity_bytes for each in list_devices(ledger) if not each.stale] == [2**31])
+    registration.end()
+
+
+class Nvml:
+    """A machine's GPUs, as its driver tells of them: one that is lost answers nothing."""
+
+    class NVMLError(Exception):
+        """What the driver says."""
+
+    NVML_DEVICE_MIG_ENABLE = 1
+    nvmlMemory_v2 = 2
+
+    def __init__(self, *gpus: str) -> None:
+        self.gpus = gpus
+
+    def nvmlInit(self) -> None: ...  # noqa: N802 - its name
+
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        if self.gpus[index] == "lost":
+            raise self.NVMLError
+        return self.gpus[index]
+
+    def nvmlDeviceGetMigMode(self, gpu: str) -> tuple[int, int]:  # noqa: N802
+        return (1, 1) if gpu.startswith("cut") else (0, 0)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: str) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: str, index: int) -> str:  # noqa: N802
+        if gpu == "cut-into-none":
+            raise self.NVMLError
+        return f"{gpu}-{index}"
+
+    def nvmlDeviceGetUUID(self, gpu: str) -> str:  # noqa: N802
+        return gpu
+
+    def nvmlDeviceGetName(self, gpu: str) -> str:  # noqa: N802
+        return "a GPU"
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: str, version: int) -> SimpleNamespace:  # noqa: N802
+        if gpu == "sick":
+            raise self.NVMLError
+        return SimpleNamespace(total=2**34, reserved=2**20, used=2**21)
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        (None, ["well", "cut-0", "cut-1", "last"]),
+        ("0,5", ["well", "last"]),
+        ("5,cut-1", ["last", "cut-1"]),
+        ("0,1,5", ["well"]),
+        ("nobody,0", []),
+    ],
+)
+def test_a_gpu_that_fails_takes_no_other_with_it(
+    visible: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "pynvml", Nvml("well", "lost", "sick", "cut", "cut-into-none", "last"))
+    assert [each.uuid for each in devices.nvidia_gpus(visible)] == uuids
+
+
+def test_a_job_whose_gpu_does_not_come_up_computes_nowhere_else() -> None:
+    if torch.cuda.is_available():
+        assert computing_device("cuda").type == "cuda"
+        return
+    with pytest.raises(Unavailable, match="CUDA does not come up") as raised:
+        computing_device("cuda")
+    assert (raised.value.category, raised.value.code) == ("transient", DEVICE_LOST)
+    assert [computing_device(kind).type for kind in ("host", "fake", None)] == ["cpu"] * 3
 
 
 def test_without_a_gpu_it_offers_the_host(settings: Any) -> None:
