@@ -33,6 +33,8 @@ _POSTGRES_PATIENCE = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
 }
+_READ_ONLY = "25006"
+"""PostgreSQL's word where it takes no writes for now: a standby after a failover, or a full disk of a managed one."""
 _UPGRADE_LOCK = 0x6B726F6E
 """Advisory lock of PostgreSQL under which one process at a time migrates."""
 
@@ -120,7 +122,9 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (exc.DBAPIError, exc.TimeoutError) as error:
-        lost = isinstance(error, exc.DBAPIError) and error.connection_invalidated
+        lost = isinstance(error, exc.DBAPIError) and (
+            error.connection_invalidated or getattr(error.orig, "sqlstate", None) == _READ_ONLY
+        )
         if not lost and not isinstance(error, (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)):
             raise
         # SQLite reports a faulty statement in the same class as a locked or unreadable file

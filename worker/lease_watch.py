@@ -147,9 +147,10 @@ class LeaseWatch:
             cancel = heartbeat(self._engine, self._claim, self._settings.ledger.lease_seconds)
         except LeaseLost as error:
             self._lose_unless_settling(str(error))
-        except LedgerUnavailable:
+        except Exception as error:  # noqa: BLE001 - without this thread nothing would beat, stop or kill
             silent = time.monotonic() - self._held_at
-            self._log.warning("heartbeat failed", silent_seconds=round(silent, 1))
+            unforeseen = not isinstance(error, LedgerUnavailable)
+            self._log.warning("heartbeat failed", silent_seconds=round(silent, 1), exc_info=unforeseen)
             if silent > self._settings.ledger.lease_seconds:
                 self._lose("the database did not answer for the length of the lease")
             return False
@@ -162,8 +163,8 @@ class LeaseWatch:
     def _look(self) -> None:
         try:
             job = read_claimed(self._engine, self._claim)
-        except LedgerUnavailable:
-            return  # the heartbeat is what judges silence
+        except Exception:  # noqa: BLE001 - the heartbeat is what judges silence, and tells of a fault
+            return
         if job is None or job.fence != self._claim.fence or job.ended:
             self._lose_unless_settling("the job is gone, or another attempt's")
         elif job.cancel_requested_at is not None:
@@ -179,8 +180,9 @@ class LeaseWatch:
         try:
             with reading(self._engine) as connection:
                 now = connection.execute(select(ledger_now())).scalar_one()
-        except LedgerUnavailable:
-            return math.inf  # the next attempt will ask again; the lease is what protects the queue
+        except Exception:  # noqa: BLE001 - the next look asks again
+            self._deadline_at = None
+            return math.inf
         left: float = (deadline_at - now).total_seconds()
         return time.monotonic() + left
 

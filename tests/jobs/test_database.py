@@ -117,3 +117,16 @@ def test_statements_and_locks_are_bounded_in_time_on_postgresql(databases: Any) 
         }
     assert settings == {"statement_timeout": "30s", "lock_timeout": "5s"}
     engine.dispose()
+
+
+def test_a_database_that_takes_no_writes_for_now_is_away(ledger: Engine) -> None:
+    """A standby after a failover answers, and says so to whoever writes."""
+    read_only = "SET TRANSACTION READ ONLY" if ledger.dialect.name == "postgresql" else "PRAGMA query_only = ON"
+
+    def write() -> None:
+        with writing(ledger) as connection:
+            connection.execute(text(read_only))
+            connection.execute(insert(tenants).values(id="t", name="t", created_at=ledger_now()))
+
+    with pytest.raises(LedgerUnavailable):
+        write()
