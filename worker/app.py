@@ -7,6 +7,7 @@ Importing this module reads the broker's address and starts nothing.
 
 import os
 import sys
+import traceback
 from typing import Any
 
 from celery import Celery, signals
@@ -69,7 +70,16 @@ def _open(instance: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishe
     except LedgerError as error:
         sys.stderr.write(f"the worker does not start: {error}\n")
         raise SystemExit(2) from error
+    except Exception as error:
+        raise _stopped(error) from error
     app.agent = app.service.agent
+
+
+def _stopped(error: Exception) -> SystemExit:
+    """Celery logs what a handler of its signals raises, and goes on: as a worker that takes no job."""
+    traceback.print_exception(error)
+    sys.stderr.write(f"the worker does not start: {type(error).__name__}: {error}\n")
+    return SystemExit(4)
 
 
 @signals.setup_logging.connect(weak=False)  # type: ignore[untyped-decorator]
@@ -82,7 +92,10 @@ def _start(sender: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishes
     """Leave out what Celery's workers tell each other, and take jobs."""
     sender.options.update(without_gossip=True, without_mingle=True, without_heartbeat=True)
     if app.service is not None:
-        app.service.start()
+        try:
+            app.service.start()
+        except Exception as error:
+            raise _stopped(error) from error
 
 
 @signals.worker_shutting_down.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -322,6 +322,14 @@ def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
     assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
 
 
+def test_a_worker_that_cannot_start_ends(worker: Any) -> None:
+    """Celery would go on without what its handlers did not do: as a worker that takes no job."""
+    process = worker(celery_command(), KRONOSCOPE_ARTIFACTS="/proc/no/such/folder")
+    assert process.popen.wait(60) == 4
+    process.reader.join()
+    assert process.said("the worker does not start: FileNotFoundError")
+
+
 def test_a_wall_time_too_near_is_refused_with_the_remedy(worker: Any) -> None:
     process = worker(celery_command(), KRONOSCOPE_WALL="5m", KRONOSCOPE_DRAIN_BEFORE="10m")
     assert process.popen.wait(60) == 2
