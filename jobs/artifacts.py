@@ -113,8 +113,7 @@ class ArtifactFolder:
         for each in self.store.listing(f"{part}/"):
             self.store.delete(each.key)
         folder = self.root / part
-        if folder.exists():
-            shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # a worker may be clearing it at the same time
 
     def _job_part(self, job_id: str) -> str:
         if not is_id(job_id):

@@ -96,9 +96,10 @@ class Agent:
         return room
 
     def begin_drain(self) -> None:
-        """Take no more jobs and have the running ones stop; safe inside a signal handler (it takes no lock)."""
-        self._draining = True
-        self._nudge.set()
+        """Take no more jobs and have the running ones stop; a second call changes nothing."""
+        if not self._draining:  # the event has a lock, which a signal handler that was interrupted may hold
+            self._draining = True
+            self._nudge.set()
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Hand every running job back, its attempt uncounted; whether all were within the time."""
@@ -148,7 +149,12 @@ class Agent:
         with self._lock:
             self._supervisors.add(supervisor)
         # a daemon: where a drain is cut short the process may end, and the lifeline ends the child
-        threading.Thread(target=self._run, args=(supervisor,), name=f"job-{held.job_id}", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(supervisor,), name=f"job-{held.job_id}", daemon=True).start()
+        except RuntimeError:  # no thread is to be had: its lease runs out, and its device is free then
+            with self._lock:
+                self._supervisors.discard(supervisor)
+            raise
         if self._draining:
             supervisor.stop("drain")
 
@@ -170,7 +176,8 @@ class Agent:
         freed = free_drained(self._engine, worker.id, worker.process_space, running, group_lives)
         if freed:
             self._log.info("devices are free again", leases=freed)
-        reserve(self._engine, worker.id, self._settings.reserve_seconds)
+        if self._has_room():  # what this worker does not take now is not to be kept from others
+            reserve(self._engine, worker.id, self._settings.reserve_seconds)
 
     def _stop_all(self) -> None:
         with self._lock:
@@ -187,8 +194,10 @@ class Agent:
                 self._log.warning("the pulse file cannot be touched", why=str(error))
 
     def _poll(self) -> None:
-        while not self._draining:
+        while True:
             self._nudge.clear()
+            if self._draining:  # looked at after the nudge was cleared, which may have been for this
+                break
             self._beat()
             try:
                 self._look_after_devices()

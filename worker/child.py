@@ -5,6 +5,7 @@ folder). Knows neither torch nor the ledger.
 """
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -115,7 +116,14 @@ class Child:
             ours.pop_all()
         os.close(lifeline_read)
         os.close(frames_write)
-        return cls(process, os.fdopen(frames_read, "rb"), lifeline)
+        frames = os.fdopen(frames_read, "rb")
+        try:
+            return cls(process, frames, lifeline)
+        except (OSError, RuntimeError) as error:
+            frames.close()
+            os.close(lifeline)  # whereupon the guardian ends all that it guards, and itself
+            process.wait()
+            raise OSError(errno.EAGAIN, f"nobody can look after it ({error})") from error
 
     @property
     def pid(self) -> int:
@@ -185,14 +193,17 @@ class Child:
 
     def _reap(self) -> None:
         """Wait for the guardian, then take what it left behind; the pid stays ours until it is reaped."""
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
-            self._kill_group()
-            self._process.wait()
-            self._reaped = True
-        wait_until_gone(self.pid, _GROUP_GONE_SECONDS)
-        os.close(self._gone_write)  # readers see its end
-        self._gone.set()
+        try:
+            with contextlib.suppress(ChildProcessError):  # where this process was told to ignore that children end
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            with self._lock:
+                self._kill_group()
+                self._process.wait()
+                self._reaped = True
+            wait_until_gone(self.pid, _GROUP_GONE_SECONDS)
+        finally:
+            os.close(self._gone_write)  # readers see its end
+            self._gone.set()
 
     def _kill_group(self) -> None:
         if not self._reaped:

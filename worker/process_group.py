@@ -55,7 +55,7 @@ def kill_descendants(root: int) -> None:
 
 def _descendants(root: int) -> set[int]:
     children: dict[int, list[int]] = {}
-    with contextlib.suppress(FileNotFoundError):  # no /proc, no list: the group is what can be killed there
+    with contextlib.suppress(OSError):  # no /proc, no list: the group is what can be killed there
         for entry in _PROC.iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):  # it ended while we looked
@@ -79,7 +79,10 @@ def _runs(group: int) -> bool:
         return True
     if not (_PROC / "self" / "stat").exists():
         return True
-    return any(_counts(entry, group) for entry in _PROC.iterdir() if entry.name.isdigit())
+    try:
+        return any(_counts(entry, group) for entry in _PROC.iterdir() if entry.name.isdigit())
+    except OSError:
+        return True  # as far as anybody can tell
 
 
 def _counts(entry: Path, group: int) -> bool:

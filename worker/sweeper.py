@@ -1,6 +1,5 @@
 """The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters."""
 
-import contextlib
 import random
 import threading
 import time
@@ -105,8 +104,11 @@ class Sweeper:
         return relay(self._engine, self._ring, self._settings.unclaimed_seconds, self._lying)
 
     def _note(self, reconciler: Reconciler) -> None:
-        with contextlib.suppress(LedgerUnavailable):
+        def note() -> int:
             note_round(self._engine, reconciler)
+            return 0
+
+        self._round("noted", note)
 
     def _round(self, what: str, sweep: Callable[[], int]) -> bool:
         """One round, and whether it ended well; neither a silent database nor a silent broker ends the thread."""
