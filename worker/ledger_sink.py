@@ -5,7 +5,6 @@ holds (every write of both may be repeated); once the lease is lost nothing more
 """
 
 import random
-import threading
 from collections.abc import Callable
 from functools import singledispatchmethod
 from typing import TypeVar
@@ -19,6 +18,7 @@ from jobs.artifacts import ArtifactFolder
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.quotas import require_room_for
 from jobs.records import Claim
+from worker.lease_watch import LeaseWatch
 from worker.log_lines import Narrator
 from worker.progress_view import ProgressView
 
@@ -32,6 +32,10 @@ class Misplaced(Exception):
     """The job needs more than was leased for it, and another device could hold it."""
 
 
+class Interrupted(Exception):
+    """The attempt is to end, and the store of artifacts did not answer meanwhile: it is not waited for."""
+
+
 class LedgerSink:
     """Writes one attempt's frames."""
 
@@ -41,14 +45,14 @@ class LedgerSink:
         claim: Claim,
         folder: ArtifactFolder,
         threads: int,
-        lost: threading.Event,
+        watch: LeaseWatch,
         log: FilteringBoundLogger,
     ) -> None:
         self._engine = engine
         self._claim = claim
         self._folder = folder
         self._threads = threads
-        self._lost = lost
+        self._watch = watch
         self._log = log
         self._progress = ProgressView(claim.kinds, claim.completed, collects=claim.document.get("factors") is None)
         self._narrator = Narrator(claim.document)
@@ -75,21 +79,24 @@ class LedgerSink:
 
         Raises:
             LeaseLost: If the job is another's by now.
+            Interrupted: If the store does not answer, and the attempt was told to stop.
         """
         pause = _FIRST_RETRY_SECONDS
         while True:
-            if self._lost.is_set():
+            if self._watch.lost.is_set():
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
             try:
                 return write()
             except (LedgerUnavailable, StoreUnavailable) as error:
                 what = "database" if isinstance(error, LedgerUnavailable) else "store of artifacts"
+                if self._watch.reason is not None and isinstance(error, StoreUnavailable):
+                    raise Interrupted from error
                 self._log.warning(
                     f"the {what} does not answer; the write is repeated",
                     why=str(error),
                     pause_seconds=round(pause, 1),
                 )
-                self._lost.wait(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads load, guards nothing
+                self._watch.lost.wait(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads load, guards nothing
                 pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
 
     @singledispatchmethod

@@ -42,7 +42,7 @@ from worker.crash import DEVICE_LOST, Signature, Whereabouts, crash_failure, end
 from worker.disk_room import DISK_FULL, told_full
 from worker.earlier_factors import FactorsUnavailable, lay_out_factors
 from worker.lease_watch import LeaseWatch, StopReason
-from worker.ledger_sink import LedgerSink, Misplaced
+from worker.ledger_sink import Interrupted, LedgerSink, Misplaced
 from worker.logging_setup import job_logger
 from worker.scratch_mirror import ScratchMirror
 from worker.settings import WorkerSettings
@@ -75,7 +75,7 @@ class Supervisor:
         self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
         self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
         self._child: Child | None = None
-        self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch.lost, self._log)
+        self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch, self._log)
 
     @property
     def held(self) -> tuple[str, int]:
@@ -115,34 +115,23 @@ class Supervisor:
     def _attempt(self) -> None:
         if self._claim.cancel_requested_at is not None:
             self._watch.stop("cancel")
-        last: Frame | None = None
-        fault: str | None = None
         kills = oom_kills()
         child = self._start()
-        if isinstance(child, Failed):
-            self._fail(child, None)
+        if isinstance(child, Child):
+            self._attend(child, kills)
             return
+        self._watch.settle()
+        if child is None:
+            self._end(None, None)
+        else:
+            self._fail(child, None)
+
+    def _attend(self, child: Child, kills: int) -> None:
+        """Write what it sends, and end the attempt as it ended."""
         with contextlib.closing(child), self._mirroring():
             self._watch.guard(child)
             output = ChildOutput(child.output(_OUTPUT_LINE_BYTES), self._log)
-            try:
-                last = self._follow(child)
-            except (LeaseLost, LedgerUnavailable):
-                child.kill()
-                raise
-            except ArtifactDamaged as error:
-                last = _failure("transient", "artifact_damaged", f"{error}; it is computed again")
-                child.kill()
-            except QuotaExceeded as error:
-                last = _failure("usage", "disk_quota", f"{error}; what was done stays")
-                child.kill()
-            except Exception as error:  # noqa: BLE001 - whatever the child sent, this job's fault ends with this job
-                last = _disk_full(error)
-                self._log.warning("the child sent what cannot be written", exc_info=True)
-                if last is None:
-                    malformed = isinstance(error, MalformedFrame)
-                    fault = "malformed frame" if malformed else f"unwritable {type(error).__name__}"
-                child.kill()
+            last, fault = self._hear(child, output)
             code = child.wait()
             tail = output.tail()
         self._log.info("child ended", code=code, last=None if last is None else last.frame)
@@ -156,11 +145,39 @@ class Supervisor:
         else:
             self._end(last, tail)
 
-    def _start(self) -> Child | Failed:
-        """The child, or why there is none."""
+    def _hear(self, child: Child, output: ChildOutput) -> tuple[Frame | None, str | None]:
+        """Its last frame, or what is to stand in its place; else what was wrong with what it sent."""
+        try:
+            return self._follow(child), None
+        except (LeaseLost, LedgerUnavailable):
+            child.kill()
+            output.tail()  # its thread reads from descriptors that are about to be others'
+            raise
+        except ArtifactDamaged as error:
+            child.kill()
+            return _failure("transient", "artifact_damaged", f"{error}; it is computed again"), None
+        except QuotaExceeded as error:
+            child.kill()
+            return _failure("usage", "disk_quota", f"{error}; what was done stays"), None
+        except Interrupted:
+            child.kill()
+            return None, None
+        except Exception as error:  # noqa: BLE001 - whatever the child sent, this job's fault ends with this job
+            self._log.warning("the child sent what cannot be written", exc_info=True)
+            child.kill()
+            malformed = isinstance(error, MalformedFrame)
+            full = _disk_full(error)
+            return full, None if full else "malformed frame" if malformed else f"unwritable {type(error).__name__}"
+
+    def _start(self) -> Child | Failed | None:
+        """The child, or why there is none; None where the attempt was told to stop before there was one."""
         try:
             assignment = self._sink.write(self._assignment)
+            if self._watch.reason is not None:
+                return None
             self._child = Child.start(assignment, subprocess.PIPE, self._environment(), self._command)
+        except Interrupted:
+            return None
         except FactorsUnavailable as error:
             return error.failure
         except ArtifactDamaged as error:
@@ -179,6 +196,8 @@ class Supervisor:
     def _environment(self) -> dict[str, str]:
         """The child's, in which no GPU can be seen but the one that was leased."""
         environment = child_environment(os.environ)
+        # else each library that brings its own starts a thread for every core, in every slot
+        environment.setdefault("OPENBLAS_NUM_THREADS", str(self._threads))
         leased = self._claim.lease
         if leased is not None:
             environment["CUDA_VISIBLE_DEVICES"] = leased.device_uuid if leased.kind == "cuda" else ""
@@ -193,7 +212,8 @@ class Supervisor:
     def _assignment(self) -> dict[str, Any]:
         artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
-        self._bring_scratch()
+        if self._watch.reason is None:  # else no child will read it
+            self._bring_scratch()
         return {
             "document": plain(self._claim.document),
             "artifacts": str(artifacts),
@@ -214,6 +234,7 @@ class Supervisor:
             "earlier": [str(each) for each in self._scratch.before(self._claim.job_id, self._claim.fence)],
             "checkpoint_seconds": self._settings.checkpoint_seconds,
             "bounds": self._bounds(),
+            "leased": None if self._claim.lease is None else self._claim.lease.kind,
         }
 
     def _bring_scratch(self) -> None:

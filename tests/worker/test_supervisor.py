@@ -16,6 +16,7 @@ from jobs.claims import claim
 from jobs.clock import ledger_now
 from jobs.codec import parse_document
 from jobs.database import reading, writing
+from jobs.errors import StoreUnavailable
 from jobs.quotas import set_quota
 from jobs.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
@@ -459,3 +460,47 @@ def test_factors_that_are_not_there_are_the_callers_to_mend(submitted: Any, supe
         assert (job(later).state, job(later).failure["pointer"]) == ("failed", "/factors/job")
         if job(earlier).state == "queued":
             supervise(earlier, ["finish"])
+
+
+def test_an_attempt_that_is_to_stop_waits_for_no_store(
+    submitted: Any, supervise: Any, job: Any, eventually: Any, log_lines: Any, monkeypatch: Any
+) -> None:
+    def away(*_: object, **__: object) -> str:
+        raise StoreUnavailable("the store does not answer")
+
+    monkeypatch.setattr(ArtifactFolder, "publish", away)
+    job_id = submitted()
+    supervisor, thread = supervise(job_id, ["artifact", "a.json", "{}"], ["wait_for_sigterm"], background=True)
+    eventually(lambda: [line for line in log_lines() if "store of artifacts does not answer" in line["event"]])
+    supervisor.stop("drain")
+    thread.join(20)
+    assert not thread.is_alive()
+    assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
+
+
+def test_one_that_is_to_stop_before_it_has_a_child_gets_none(submitted: Any, supervise: Any, job: Any) -> None:
+    job_id = submitted()
+    supervisor, thread = supervise(job_id, ["sleep", 600], background=True)
+    supervisor.stop("drain")  # however far it is
+    thread.join(20)
+    assert not thread.is_alive()
+    assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
+
+
+def test_whatever_a_heartbeat_stumbles_over_the_next_one_is_made(
+    submitted: Any, supervise: Any, job: Any, monkeypatch: Any
+) -> None:
+    told: list[int] = []
+    beat = lease_watch.heartbeat
+
+    def stumbling(*given: Any) -> Any:
+        told.append(len(told))
+        if len(told) < 3:
+            raise ValueError("nobody thought of this")
+        return beat(*given)
+
+    monkeypatch.setattr(lease_watch, "heartbeat", stumbling)
+    job_id = submitted()
+    supervise(job_id, ["sleep", 3], ["finish"], lease_seconds=2)
+    assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 1)
+    assert len(told) > 4
