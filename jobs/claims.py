@@ -137,7 +137,7 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
     One that memory has proved wrong is replaced by what was done in its place, which later attempts must repeat.
     With it comes what the job needs where it computes, in place of what its document alone could tell. Where that is
     more than was leased, and another device could hold it, the attempt is to be handed back; and a plan that did not
-    fit is kept by nobody.
+    fit is kept by nobody, nor is the job tied to this class of device: a repeated write answers the same.
     """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
@@ -148,10 +148,9 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
             # an estimate needs nothing of what it foresees
             if needs is not None and drawn.kind != ESTIMATE:
                 changes["needs_bytes"] = needs
-                # what a first plan found too much no row has been computed by yet
+                # by a plan that stood before rows may have been computed: what replaces it is followed here
                 stays = correct(connection, drawn, needs) or drawn.plan is not None
-            bound = None if claim.lease is None else claim.lease.bound_bytes
-            if not stays and bound is not None and (needs or 0) > bound:
+            if not stays:
                 del changes["plan"]
             elif claim.lease is not None and drawn.device_class is None:
                 changes["device_class"] = device_class(claim.lease.kind)

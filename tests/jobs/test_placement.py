@@ -248,6 +248,44 @@ def test_a_plan_that_needs_more_sends_the_job_to_a_device_that_holds_it(
     assert job.plan == {"host_peak_bytes": 36 * GIB, "micro_batch": 1}
 
 
+def test_a_plan_that_a_host_of_one_slot_cannot_follow_is_kept_by_nobody(
+    ledger: Engine, joined: Any, waiting: Any
+) -> None:
+    cpu = joined(shared("h", 16))
+    cuda = joined(Device(uuid="GPU-a", kind="cuda", name="GPU", capacity_bytes=80 * GIB))
+    job_id = waiting()
+    held = take(ledger, cpu, 0)
+    assert held is not None
+    assert held.lease.bound_bytes is None
+    plan = Planned(plan={"host_peak_bytes": 36 * GIB})
+    assert not write_plan(ledger, held, plan)
+    assert not write_plan(ledger, held, plan)  # nor where the reply of the first was lost
+    hand_back(ledger, held, "misplaced")
+    release(ledger, held.job_id, held.fence)
+    job = read_job(ledger, LOCAL_TENANT, job_id)
+    assert job is not None
+    assert (job.plan, job.needs_bytes) == (None, pytest.approx(40 * GIB, abs=9))
+    assert next_places(ledger, cpu, 0) == []
+    again = take(ledger, cuda)  # no class of device has been tied to it
+    assert again is not None
+    assert again.job_id == job_id
+    assert write_plan(ledger, again, Planned(plan={"device_peak_bytes": GIB}))
+
+
+def test_what_replaces_a_plan_is_kept_whatever_it_needs(ledger: Engine, joined: Any, waiting: Any) -> None:
+    """By the first one rows may have been computed already, and those promise what repeats them."""
+    small, _ = joined(gpu("small", 16)), joined(gpu("large", 80))
+    job_id = waiting(1)
+    held = take(ledger, small)
+    assert held is not None
+    assert write_plan(ledger, held, Planned(plan={"host_peak_bytes": 9 * GIB}))
+    corrected = {"host_peak_bytes": 36 * GIB, "planning_errors": [{}]}
+    assert write_plan(ledger, held, Planned(plan=corrected))
+    job = read_job(ledger, LOCAL_TENANT, job_id)
+    assert job is not None
+    assert job.plan == corrected
+
+
 @pytest.mark.parametrize("others", [(), (8,), (16,)])
 def test_it_goes_on_where_it_is_if_nobody_could_hold_it(ledger: Engine, joined: Any, waiting: Any, others: Any) -> None:
     worker = joined(gpu("a", 16))
