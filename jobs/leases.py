@@ -140,7 +140,8 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
     room = device.capacity_bytes if alone else device.capacity_bytes - device.foreign_bytes - held.bytes
     if needs > room:
         elsewhere = _held_elsewhere(connection, drawn, needs, row.device_uuid)
-        if elsewhere or (not alone and needs <= device.capacity_bytes):
+        # once alone it would find what others than jobs leave of the host, and for more it would wait for ever
+        if elsewhere or (not alone and needs <= device.capacity_bytes - device.foreign_bytes):
             return False
     # where it goes on although it is more than there is, nobody is let in beside it
     connection.execute(update(device_leases).where(mine).values(bytes=min(needs, max(room, 0))))

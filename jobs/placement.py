@@ -86,6 +86,8 @@ class _Device:
     uuid: str
     kind: str
     capacity_bytes: int
+    most_bytes: int
+    """What may be leased there while no job is: on a host others than jobs always hold some."""
     free_bytes: int
     """-1 where nothing may be put there, however little it needs."""
     offers: list[_Offer] = field(default_factory=list)
@@ -116,6 +118,10 @@ class _Device:
         return (job.needs_bytes or 0) <= self.capacity_bytes and any(
             (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
         )
+
+    def could_lease(self, job: Row[Any]) -> bool:
+        """Whether a job could be put here once no other is: keeping the device for one that cannot helps nobody."""
+        return (job.needs_bytes or 0) <= self.most_bytes and self.could_hold(job, live=True)
 
 
 def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int = 20) -> list[Place]:
@@ -156,7 +162,8 @@ def may_come(engine: Engine, worker_id: str) -> bool:
 def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
     """Keep each of the worker's devices for the job that has waited there longest for more than is free.
 
-    A job is kept one device for, the smallest that could hold it. What fits on every device of its kind is never
+    A job is kept one device for, the smallest that could hold it beside what others than jobs hold there; where they
+    come to hold more than it leaves, the device is kept no longer. What fits on every device of its kind is never
     passed over for its size, so it reserves none: between tenants the turns decide, not who has waited.
     """
     with reading(engine) as connection:
@@ -217,7 +224,10 @@ def _placement_of_queued(fleet: Sequence[_Device], row: Row[Any]) -> Placement:
         message = f"{needs}the device {kept.uuid} with {readable(kept.capacity_bytes)} is kept for it"
         return Placement(status="reserved", message=message, device=kept.uuid)
     if any(each.could_hold(row, live=True) for each in fleet):
-        return Placement(status="waiting", message=f"{needs}waits for its turn and a free device", device=None)
+        what = "its turn and a free device"
+        if not any(each.could_lease(row) for each in fleet):
+            what = "memory that others than jobs hold on every device that could hold it"
+        return Placement(status="waiting", message=f"{needs}waits for {what}", device=None)
     if any(each.could_hold(row, live=False) for each in fleet):
         message = f"{needs}the devices that could hold it belong to workers that have not been seen lately"
         return Placement(status="no_worker", message=message, device=None)
@@ -263,12 +273,13 @@ def _fleet(connection: Connection) -> list[_Device]:
     reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
     waiting = {}
     if reserved:
-        found = connection.execute(select(jobs).where(jobs.c.id.in_(reserved), jobs.c.state == "queued")).all()
+        found = connection.execute(select(jobs).where(jobs.c.id.in_(reserved), jobs.c.state == "queued", due())).all()
         waiting = {row.id: row for row in found}
     offers = _offers(connection)
     fleet = []
     for row in rows:
-        free = max(0, row.capacity_bytes - row.foreign_bytes - int(row.bytes or 0))
+        most = max(0, row.capacity_bytes - row.foreign_bytes)
+        free = max(0, most - int(row.bytes or 0))
         if row.kind != "host" and (row.number or free == 0):
             free = -1
         fleet.append(
@@ -276,6 +287,7 @@ def _fleet(connection: Connection) -> list[_Device]:
                 uuid=row.uuid,
                 kind=row.kind,
                 capacity_bytes=row.capacity_bytes,
+                most_bytes=most,
                 free_bytes=free,
                 offers=offers.get(row.uuid, []),
                 # a device whose workers are gone keeps room for nobody: the job may reserve another
@@ -334,7 +346,7 @@ def _reserver(
         .where(
             jobs.c.state == literal("queued", literal_execute=True),
             jobs.c.needs_bytes > more_than,
-            jobs.c.needs_bytes <= device.capacity_bytes,
+            jobs.c.needs_bytes <= device.most_bytes,
             jobs.c.queued_at <= ledger_now(-after_seconds),
             suited(device.kind, offer.factories),
             due(),
@@ -347,9 +359,7 @@ def _reserver(
         if job.id in kept or any(each.takes_now(job) for each in fleet):
             continue
         smaller = [
-            each
-            for each in fleet
-            if each.rank < device.rank and each.reserver is None and each.could_hold(job, live=True)
+            each for each in fleet if each.rank < device.rank and each.reserver is None and each.could_lease(job)
         ]
         if not smaller:
             found: str = job.id
@@ -360,6 +370,6 @@ def _reserver(
 def _placed(fleet: Sequence[_Device], device: _Device) -> bool:
     """Whether what this device is kept for could begin on another one, or no longer fits here."""
     job = device.reserver
-    if job is None or (job.needs_bytes or 0) > device.capacity_bytes:
+    if job is None or (job.needs_bytes or 0) > device.most_bytes:
         return True
     return any(each.takes_now(job) for each in fleet if each.uuid != device.uuid and each.reserver is None)

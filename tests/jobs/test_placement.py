@@ -34,8 +34,8 @@ def gpu(name: str, gib: int, used: int = 0) -> Device:
     return Device(uuid=f"FAKE-{name}", kind="fake", name=name, capacity_bytes=gib * GIB, used_bytes=used * GIB)
 
 
-def shared(name: str, gib: int) -> Device:
-    return Device(uuid=f"HOST-{name}", kind="host", name=name, capacity_bytes=gib * GIB)
+def shared(name: str, gib: int, used: int = 0) -> Device:
+    return Device(uuid=f"HOST-{name}", kind="host", name=name, capacity_bytes=gib * GIB, used_bytes=used * GIB)
 
 
 @pytest.fixture
@@ -334,6 +334,20 @@ def test_a_job_that_outgrew_its_share_of_the_host_waits_for_room(ledger: Engine,
     assert second == b.job_id
 
 
+def test_a_job_that_outgrew_what_others_leave_of_the_host_goes_on_as_it_can(
+    ledger: Engine, joined: Any, waiting: Any
+) -> None:
+    """It could never be leased that much: queued again it would wait for ever."""
+    worker = joined(shared("h", 16, used=4), slots=2)
+    waiting(1), waiting(1)
+    a, b = take(ledger, worker), take(ledger, worker)
+    assert a is not None
+    assert b is not None
+    assert write_plan(ledger, a, Planned(plan={"host_peak_bytes": 13 * GIB}))
+    assert list_devices(ledger)[0].free_bytes == 0
+    assert over_committed(ledger) == []
+
+
 def test_the_numbers_of_a_planned_job_stay_on_their_class_of_device(ledger: Engine, joined: Any, waiting: Any) -> None:
     real = Device(uuid="GPU-a", kind="cuda", name="GPU", capacity_bytes=80 * GIB)
     cpu, cuda = joined(shared("h", 999)), joined(real)
@@ -482,6 +496,62 @@ def test_a_reservation_ends_with_what_it_was_for(ledger: Engine, joined: Any, wa
     with writing(ledger) as connection:
         connection.execute(update(jobs).where(jobs.c.id == big).values(state="cancelled"))
     assert [each.job_id for each in next_places(ledger, worker, 0)] == [small]
+
+
+def hold(engine: Engine, device: str, gib: int) -> None:
+    """Others than jobs hold this much there from now on."""
+    with writing(engine) as connection:
+        connection.execute(update(devices).where(devices.c.uuid == device).values(foreign_bytes=gib * GIB))
+
+
+@pytest.mark.parametrize("device", [shared("h", 16, used=4), gpu("h", 16, used=4)])
+def test_no_device_is_kept_for_what_others_leave_no_room_for(
+    ledger: Engine, joined: Any, waiting: Any, device: Device
+) -> None:
+    joined(gpu("tiny", 2))  # so that not every GPU could hold it
+    worker = joined(device, slots=9)
+    waiting(10, age=300)
+    held = take(ledger, worker)
+    assert held is not None
+    big = waiting(14, age=70)
+    reserve(ledger, worker, 60)
+    assert not any(each.reserved for each in list_devices(ledger))
+    shown = status(ledger, big)
+    assert shown.status == "waiting"
+    assert "than jobs hold" in shown.message
+    hold(ledger, device.uuid, 1)
+    reserve(ledger, worker, 60)
+    assert status(ledger, big).device == device.uuid
+    hold(ledger, device.uuid, 4)
+    reserve(ledger, worker, 60)
+    assert not any(each.reserved for each in list_devices(ledger))
+    young = waiting(1, age=1)
+    end(ledger, held)
+    assert [each.job_id for each in next_places(ledger, worker, 0)] == [young]
+
+
+def test_a_smaller_device_that_others_fill_keeps_no_larger_one_from_being_reserved(
+    ledger: Engine, joined: Any, waiting: Any
+) -> None:
+    joined(gpu("tiny", 2)), joined(gpu("small", 16, used=14))
+    worker = joined(gpu("large", 80))
+    waiting(60, age=300)
+    assert take(ledger, worker) is not None
+    big = waiting(10, age=70)
+    reserve(ledger, worker, 60)
+    assert status(ledger, big).device == "FAKE-large"
+
+
+def test_no_device_is_kept_while_its_job_may_not_begin_yet(ledger: Engine, joined: Any, waiting: Any) -> None:
+    worker = joined(shared("h", 16), slots=9)
+    waiting(10, age=300)
+    assert take(ledger, worker) is not None
+    big, young = waiting(12, age=70), waiting(1, age=1)
+    reserve(ledger, worker, 60)
+    assert next_places(ledger, worker, 0) == []
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id == big).values(not_before=ledger_now(600)))
+    assert [each.job_id for each in next_places(ledger, worker, 0)] == [young]
 
 
 @pytest.mark.parametrize(
