@@ -38,6 +38,8 @@ class LocalObjects:
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         try:
             _take(source, part)
+            # a link has its source's age: were that old, a sweep would take it while it is verified
+            os.utime(part)
             with open_plain(part, size_bytes, called=source.name) as file:
                 require_digest(file, sha256, called=source.name)
                 os.fsync(file.fileno())

@@ -1,10 +1,12 @@
 """Both stores keep the same promises: whole or not at all, verified, found damaged, removed only when old."""
 
 import hashlib
+import os
 import threading
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import obstore
@@ -12,7 +14,7 @@ import pytest
 from obstore.store import S3Store
 
 from jobs.errors import ArtifactDamaged, SettingsInvalid, StoreUnavailable
-from jobs.local_objects import LocalObjects
+from jobs.local_objects import LocalObjects, require_digest
 from jobs.objects import ObjectStore
 from jobs.s3_objects import S3Objects
 from jobs.s3_settings import S3Settings
@@ -172,6 +174,26 @@ def test_a_mark_of_a_remover_that_was_killed_holds_nobody_up_for_good(
     kept.put(b"content")
     assert kept.read(7) == b"content"
     assert {each.key for each in kept.store.listing("doomed/")} == set()
+
+
+def test_a_link_to_an_old_file_is_not_swept_while_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(LocalObjects(tmp_path / "store"), tmp_path, None)
+    limit = kept.store.now() - 3600
+
+    def verified(*args: Any, **more: Any) -> None:
+        for each in list(kept.store.listing("objects/")):
+            if each.modified_at < limit:
+                kept.store.delete(each.key, older_than=limit)
+        require_digest(*args, **more)
+
+    monkeypatch.setattr("jobs.local_objects.require_digest", verified)
+    source = tmp_path / "source"
+    source.write_bytes(b"content")
+    os.utime(source, (limit - 3600, limit - 3600))
+    kept.store.put(KEY, source, sha256=hashlib.sha256(b"content").hexdigest(), size_bytes=7)
+    assert kept.read(7) == b"content"
 
 
 def test_a_store_that_does_not_answer_is_tried_again_later(bucket: S3Settings, tmp_path: Path) -> None:
