@@ -32,6 +32,8 @@ from jobs.s3_settings import S3Settings
 from jobs.signed_urls import signed_url
 
 _PART_BYTES = 8 * 2**20
+_MOST_PARTS = 10_000
+_AT_ONCE_BYTES = 12 * _PART_BYTES
 _CHUNK_BYTES = 256 * 1024
 _DOOMED = "doomed/"
 _CLOCK = "clock"
@@ -154,6 +156,40 @@ class S3Objects:
                 require_digest(io.BytesIO(content), sha256, called=source.name)
                 obstore.put(self._store, key, content, use_multipart=False)
             else:
+                size = _part_bytes(size_bytes)
+                obstore.put(
+                    self._store,
+                    key,
+                    _verified_parts(file, size, sha256, called=source.name),
+                    use_multipart=True,
+                    chunk_size=size,
+                    max_concurrency=max(1, _AT_ONCE_BYTES // size),
+                )
+            found = obstore.head(self._store, key)
+            return found["last_modified"].timestamp() < older_than and self._remove(key)
+        except ArtifactDamaged:
+            return False
+        finally:
+            self._remove(f"{_DOOMED}{key}")
+
+    def now(self) -> float:
+        """The store's clock: when it says that something was put just now."""
+        with _translated(_CLOCK):
+            obstore.put(self._store, _CLOCK, b"")
+            return obstore.head(self._store, _CLOCK)["last_modified"].timestamp()
+
+    def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
+        """An address for that object alone; None where a role, not a key, opens the store."""
+        return signed_url(self._settings, key, seconds, answers=answers)
+
+    def _upload(self, key: str, source: Path, sha256: str, size_bytes: int) -> None:
+        with open_plain(source, size_bytes, called=source.name) as file, _translated(key):
+            if size_bytes <= _PART_BYTES:
+                # what is sent is what was verified, whoever writes into the file meanwhile
+                content = file.read(_PART_BYTES + 1)
+                require_digest(io.BytesIO(content), sha256, called=source.name)
+                obstore.put(self._store, key, content, use_multipart=False)
+            else:
                 parts = _verified_parts(file, sha256, called=source.name)
                 obstore.put(self._store, key, parts, use_multipart=True, chunk_size=_PART_BYTES)
             found = obstore.head(self._store, key)["size"]
@@ -199,11 +235,16 @@ class _Stream(io.RawIOBase):
         return len(taken)
 
 
-def _verified_parts(file: BinaryIO, sha256: str, *, called: str) -> Iterator[bytes]:
+def _part_bytes(size_bytes: int) -> int:
+    """As small as parts may be, so that a store that takes 10,000 of them takes the file."""
+    return max(_PART_BYTES, -(-size_bytes // (_MOST_PARTS - 1)))
+
+
+def _verified_parts(file: BinaryIO, part_bytes: int, sha256: str, *, called: str) -> Iterator[bytes]:
     """A file's bytes; the last part follows only if the digest over all of them is right, else the upload ends."""
     digest = hashlib.sha256()
     held = b""
-    while part := file.read(_PART_BYTES):
+    while part := file.read(part_bytes):
         digest.update(part)
         if held:
             yield held

@@ -64,9 +64,12 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
     if request.param == "folder":
         return Kept(LocalObjects(tmp_path / "store"), tmp_path, None)
     bucket: S3Settings = request.getfixturevalue("bucket")
+    return Kept(S3Objects(bucket), tmp_path, behind(bucket))
+
+
+def behind(bucket: S3Settings) -> S3Store:
     config = {"endpoint": bucket.endpoint, "access_key_id": "k", "secret_access_key": "s", "region": "us-east-1"}
-    raw = S3Store(bucket.bucket, prefix=bucket.prefix, config=config, client_options={"allow_http": True})  # type: ignore[arg-type]
-    return Kept(S3Objects(bucket), tmp_path, raw)
+    return S3Store(bucket.bucket, prefix=bucket.prefix, config=config, client_options={"allow_http": True})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [0, 5, 20 * 2**20], ids=["empty", "small", "several parts"])
@@ -174,6 +177,19 @@ def test_a_mark_of_a_remover_that_was_killed_holds_nobody_up_for_good(
     kept.put(b"content")
     assert kept.read(7) == b"content"
     assert {each.key for each in kept.store.listing("doomed/")} == set()
+
+
+def test_a_file_has_no_more_parts_than_a_store_takes(
+    bucket: S3Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.s3_objects._MOST_PARTS", 2)
+    kept = Kept(S3Objects(bucket), tmp_path, None)
+    content = bytes(range(256)) * (20 * 2**12 + 1)
+    kept.put(content)
+    # the store tells by an object's tag in how many parts it came
+    tag = str(obstore.head(behind(bucket), KEY)["e_tag"])
+    assert int(tag.strip('"').rpartition("-")[2]) <= 2
+    assert kept.fetch(content).read_bytes() == content
 
 
 def test_a_link_to_an_old_file_is_not_swept_while_it_is_verified(
