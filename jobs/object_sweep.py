@@ -18,10 +18,13 @@ from jobs.artifacts import OBJECTS, ArtifactFolder
 from jobs.database import reading
 from jobs.identifiers import is_id
 from jobs.lifecycle import HELD
+from jobs.objects import MARKS
 from jobs.records import Artifact
 from jobs.tables import artifacts, jobs
 
 _AT_ONCE = 200
+_MARK_SECONDS = 600.0
+"""An object store's mark is in nobody's way after that time, and no use after the grace."""
 
 
 def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) -> int:
@@ -33,7 +36,9 @@ def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) 
         LedgerUnavailable: If the database does not answer; what is not known to be unlisted stays.
         StoreUnavailable: If the store does not answer.
     """
-    limit = folder.store.now() - grace_seconds
+    now = folder.store.now()
+    limit = now - grace_seconds
+    _sweep_marks(folder, now - max(grace_seconds, _MARK_SECONDS))
     old = (each.key for each in folder.objects() if each.modified_at < limit)
     return sum(_remove_unlisted(engine, folder, batch, limit) for batch in _batches(old))
 
@@ -52,6 +57,12 @@ def sweep_attempts(engine: Engine, folder: ArtifactFolder, grace_seconds: float)
     limit = folder.store.now() - grace_seconds
     found = (each.name for each in folder.root.iterdir() if is_id(each.name))
     return sum(_remove_over(engine, folder, batch, limit) for batch in _batches(found))
+
+
+def _sweep_marks(folder: ArtifactFolder, limit: float) -> None:
+    for each in folder.store.listing(MARKS):
+        if each.modified_at < limit:
+            folder.store.delete(each.key)
 
 
 def _remove_unlisted(engine: Engine, folder: ArtifactFolder, keys: list[str], limit: float) -> int:

@@ -15,6 +15,10 @@ PART = ".part-"
 """How the name of a file begins that is being written."""
 
 
+MARKS = "marks/"
+"""Below which a store keeps notes of its own beside the objects; an old one is of a process that was killed."""
+
+
 @record
 class StoredObject:
     """One entry of a store's listing."""

@@ -5,18 +5,20 @@ declared: what has another never appears in the store. The store checks a SHA-25
 in turn.
 
 S3 has no way to remove an object only if nobody has put it anew. So whoever removes an old one
-leaves a mark first, looks at its age *then*, and takes the mark away last; whoever puts an object
-looks for a mark *afterwards* and, where one stands, waits until it is gone and puts it again.
-One of both sees the other, in whatever order their requests arrive.
+leaves a mark of its own first, looks at the object's age *then*, and takes the mark away last;
+whoever puts an object looks for marks *afterwards*, waits until those are gone, looks *last* whether
+the object is there, and puts it again where it is not. Whoever saw the old one either had its mark
+there when the marks were looked for, or was done by then: either way the last look comes after it.
 """
 
 import contextlib
 import hashlib
 import io
+import math
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -27,7 +29,7 @@ from obstore.store import S3Store
 
 from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.local_objects import open_plain, require_digest
-from jobs.objects import PART, StoredObject
+from jobs.objects import MARKS, PART, StoredObject
 from jobs.s3_settings import S3Settings
 from jobs.signed_urls import signed_url
 
@@ -35,10 +37,16 @@ _PART_BYTES = 8 * 2**20
 _MOST_PARTS = 10_000
 _AT_ONCE_BYTES = 12 * _PART_BYTES
 _CHUNK_BYTES = 256 * 1024
-_DOOMED = "doomed/"
+_DOOMED = f"{MARKS}doomed/"
+_COMPLETED = f"{MARKS}completed/"
 _CLOCK = "clock"
 _MARK_SECONDS = 30.0
-"""After which a mark is of a process that is gone: removing takes two requests."""
+"""After which a mark is of a process that is gone: it, two looks and a removal take four hasty requests."""
+_HASTY = {"seconds": 5.0, "retry_seconds": 2.0}
+"""Four such requests have ended, one way or the other, before the mark has aged."""
+_LONG_SECONDS = 60.0
+"""Of an upload whose completion is marked: stores may tell the moment at which it began as the object's own."""
+_ROUNDS = 5
 
 
 class S3Objects:
@@ -51,37 +59,30 @@ class S3Objects:
             "secret_access_key": settings.secret_access_key,
             "session_token": settings.session_token,
         }
-        self._store = S3Store(
-            settings.bucket,
-            prefix=settings.prefix.rstrip("/") or None,
-            config=cast(
-                "Any",
-                {
-                    "endpoint": settings.endpoint,
-                    "region": settings.region,
-                    "checksum_algorithm": "SHA256",
-                    # without keys of their own, obstore finds the machine's role
-                    **{name: value for name, value in keys.items() if value is not None},
-                },
-            ),
-            client_options={
-                "allow_http": settings.endpoint.startswith("http:"),
-                "connect_timeout": timedelta(seconds=5),
-                "timeout": timedelta(seconds=300),
-            },
-            retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
-        )
+        self._config = {
+            "endpoint": settings.endpoint,
+            "region": settings.region,
+            "checksum_algorithm": "SHA256",
+            # without keys of their own, obstore finds the machine's role
+            **{name: value for name, value in keys.items() if value is not None},
+        }
+        self._store = self._connect(seconds=300.0, retry_seconds=20.0)
+        self._hasty = self._connect(**_HASTY)
 
     def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
-        """Upload the file, then look whether anybody was about to remove what it replaced."""
-        self._upload(key, source, sha256, size_bytes)
-        deadline = time.monotonic() + _MARK_SECONDS
-        while self._stands(f"{_DOOMED}{key}"):
-            if time.monotonic() > deadline:
-                self.delete(f"{_DOOMED}{key}")
-            time.sleep(0.1)
-            if not self._stands(f"{_DOOMED}{key}"):
-                self._upload(key, source, sha256, size_bytes)
+        """Upload the file, and see that it outlived whoever was about to remove what it replaced."""
+        for _ in range(_ROUNDS):
+            self._upload(key, source, sha256, size_bytes)
+            self._await_removers(key)
+            found = self._find(key)
+            if found is None:
+                continue
+            if found.size_bytes != size_bytes:
+                raise ArtifactDamaged(
+                    f"the store keeps {found.size_bytes:,} bytes of {source.name}, {size_bytes:,} were sent"
+                )
+            return
+        raise StoreUnavailable(f"the store of artifacts has lost an object {_ROUNDS} times after taking it")
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
         """A stream of the object, begun before this returns."""
@@ -119,24 +120,19 @@ class S3Objects:
         with _translated(prefix):
             for page in obstore.list(self._store, prefix.rstrip("/") or None):
                 for each in page:
-                    yield StoredObject(
-                        key=each["path"], size_bytes=each["size"], modified_at=each["last_modified"].timestamp()
-                    )
+                    yield _stored(each)
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
         """Remove the object, under a mark where its age counts."""
         if older_than is None:
-            return self._remove(key)
+            return self._remove(self._store, key)
+        mark = f"{_DOOMED}{key}/{uuid.uuid4().hex}"
         with _translated(key):
-            obstore.put(self._store, f"{_DOOMED}{key}", b"")
-        try:
-            with _translated(key):
-                found = obstore.head(self._store, key)
-            return found["last_modified"].timestamp() < older_than and self._remove(key)
-        except ArtifactDamaged:
-            return False
-        finally:
-            self._remove(f"{_DOOMED}{key}")
+            obstore.put(self._hasty, mark, b"")
+        removed = self._age(key) < older_than and self._remove(self._hasty, key)
+        # a request that got no answer may still arrive: its mark stays then, and ages
+        self._remove(self._store, mark)
+        return removed
 
     def now(self) -> float:
         """The store's clock: when it says that something was put just now."""
@@ -148,7 +144,21 @@ class S3Objects:
         """An address for that object alone; None where a role, not a key, opens the store."""
         return signed_url(self._settings, key, seconds, answers=answers)
 
+    def _connect(self, *, seconds: float, retry_seconds: float) -> S3Store:
+        return S3Store(
+            self._settings.bucket,
+            prefix=self._settings.prefix.rstrip("/") or None,
+            config=cast("Any", self._config),
+            client_options={
+                "allow_http": self._settings.endpoint.startswith("http:"),
+                "connect_timeout": timedelta(seconds=5),
+                "timeout": timedelta(seconds=seconds),
+            },
+            retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=retry_seconds)},
+        )
+
     def _upload(self, key: str, source: Path, sha256: str, size_bytes: int) -> None:
+        began = time.monotonic()
         with open_plain(source, size_bytes, called=source.name) as file, _translated(key):
             if size_bytes <= _PART_BYTES:
                 # what is sent is what was verified, whoever writes into the file meanwhile
@@ -165,50 +175,43 @@ class S3Objects:
                     chunk_size=size,
                     max_concurrency=max(1, _AT_ONCE_BYTES // size),
                 )
-            found = obstore.head(self._store, key)
-            return found["last_modified"].timestamp() < older_than and self._remove(key)
-        except ArtifactDamaged:
-            return False
-        finally:
-            self._remove(f"{_DOOMED}{key}")
+            if time.monotonic() - began >= _LONG_SECONDS:
+                obstore.put(self._store, f"{_COMPLETED}{key}", b"")
 
-    def now(self) -> float:
-        """The store's clock: when it says that something was put just now."""
-        with _translated(_CLOCK):
-            obstore.put(self._store, _CLOCK, b"")
-            return obstore.head(self._store, _CLOCK)["last_modified"].timestamp()
+    def _await_removers(self, key: str) -> None:
+        """Wait for whoever may have seen the object that stood there before; marks of the killed are taken away."""
+        deadline = time.monotonic() + _MARK_SECONDS
+        before = self._removers(key)
+        while before and (left := before & self._removers(key)):
+            if time.monotonic() > deadline:
+                for mark in left:
+                    self._remove(self._store, mark)
+                return
+            time.sleep(0.1)
 
-    def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
-        """An address for that object alone; None where a role, not a key, opens the store."""
-        return signed_url(self._settings, key, seconds, answers=answers)
+    def _removers(self, key: str) -> set[str]:
+        return {each.key for each in self.listing(f"{_DOOMED}{key}/")}
 
-    def _upload(self, key: str, source: Path, sha256: str, size_bytes: int) -> None:
-        with open_plain(source, size_bytes, called=source.name) as file, _translated(key):
-            if size_bytes <= _PART_BYTES:
-                # what is sent is what was verified, whoever writes into the file meanwhile
-                content = file.read(_PART_BYTES + 1)
-                require_digest(io.BytesIO(content), sha256, called=source.name)
-                obstore.put(self._store, key, content, use_multipart=False)
-            else:
-                parts = _verified_parts(file, sha256, called=source.name)
-                obstore.put(self._store, key, parts, use_multipart=True, chunk_size=_PART_BYTES)
-            found = obstore.head(self._store, key)["size"]
-        if found != size_bytes:
-            raise ArtifactDamaged(f"the store keeps {found:,} bytes of {source.name}, {size_bytes:,} were sent")
+    def _age(self, key: str) -> float:
+        """When the object was put last, as whoever removes it asks; infinitely late where there is none."""
+        found = self._find(key, self._hasty)
+        if found is None:
+            return math.inf
+        completed = self._find(f"{_COMPLETED}{key}", self._hasty)
+        return max(each.modified_at for each in (found, completed) if each is not None)
 
-    def _stands(self, key: str) -> bool:
+    def _find(self, key: str, store: S3Store | None = None) -> StoredObject | None:
         try:
             with _translated(key):
-                obstore.head(self._store, key)
+                return _stored(obstore.head(store or self._store, key))
         except ArtifactDamaged:
-            return False
-        return True
+            return None
 
-    def _remove(self, key: str) -> bool:
+    def _remove(self, store: S3Store, key: str) -> bool:
         """S3 itself does not tell whether there was anything."""
         try:
             with _translated(key):
-                obstore.delete(self._store, key)
+                obstore.delete(store, key)
         except ArtifactDamaged:
             return False
         return True
@@ -233,6 +236,10 @@ class _Stream(io.RawIOBase):
         buffer[: len(taken)] = taken
         self._left = self._left[len(taken) :]
         return len(taken)
+
+
+def _stored(found: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(key=found["path"], size_bytes=found["size"], modified_at=found["last_modified"].timestamp())
 
 
 def _part_bytes(size_bytes: int) -> int:

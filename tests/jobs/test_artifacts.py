@@ -16,6 +16,7 @@ from jobs.errors import ArtifactDamaged
 from jobs.identifiers import new_id
 from jobs.local_objects import LocalObjects
 from jobs.object_sweep import forget, sweep_attempts, sweep_objects
+from jobs.objects import MARKS
 from jobs.records import LOCAL_TENANT, Artifact, Claim
 from jobs.results import list_artifacts
 from jobs.store import delete_job
@@ -312,3 +313,14 @@ def test_a_file_left_under_a_temporary_name_is_swept_once_it_is_old(ledger: Engi
     age(folder, part.relative_to(folder.root).as_posix())
     assert sweep_objects(ledger, folder, GRACE) == 1
     assert keys(folder) == {key}
+
+
+def test_marks_that_a_store_was_left_with_are_swept_once_they_are_old(ledger: Engine, folder: ArtifactFolder) -> None:
+    key = written(folder, new_id()).uri
+    for name in ("old", "young"):
+        path = folder.root / MARKS / "doomed" / key / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    age(folder, f"{MARKS}doomed/{key}/old")
+    assert sweep_objects(ledger, folder, GRACE) == 0
+    assert [each.key.rpartition("/")[2] for each in folder.store.listing(MARKS)] == ["young"]

@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import urllib.request
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from obstore.store import S3Store
 
 from jobs.errors import ArtifactDamaged, SettingsInvalid, StoreUnavailable
 from jobs.local_objects import LocalObjects, require_digest
-from jobs.objects import ObjectStore
+from jobs.objects import MARKS, ObjectStore, StoredObject
 from jobs.s3_objects import S3Objects
 from jobs.s3_settings import S3Settings
 from jobs.settings import LedgerSettings
@@ -137,34 +138,84 @@ def test_only_what_is_old_is_removed_and_putting_begins_its_age_anew(kept: Kept)
     assert kept.read(7) == b"content"
     assert kept.store.delete(KEY, older_than=now + 60)
     assert kept.keys() == set()
-    assert {each.key for each in kept.store.listing("doomed/")} == set()
+    assert set(kept.store.listing(MARKS)) == set()
 
 
-def test_whoever_puts_while_it_is_being_removed_still_has_it_afterwards(
-    bucket: S3Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class LateRemover(S3Objects):
+    """Has seen the object old, and sends its request to remove it when it is let go."""
+
+    def __init__(self, bucket: S3Settings) -> None:
+        super().__init__(bucket)
+        self._seen, self._go = threading.Event(), threading.Event()
+        limit = self.now() + 60
+        self._thread = threading.Thread(target=lambda: self.delete(KEY, older_than=limit))
+        self._thread.start()
+        assert self._seen.wait(20)
+
+    def _remove(self, *args: Any) -> bool:
+        if args[-1] == KEY:
+            self._seen.set()
+            assert self._go.wait(60)
+        return super()._remove(*args)
+
+    def end(self) -> None:
+        self._go.set()
+        self._thread.join(30)
+
+
+def test_whoever_puts_while_it_is_being_removed_still_has_it_afterwards(bucket: S3Settings, tmp_path: Path) -> None:
     """The remover has seen the object old; before its request to remove it arrives, somebody puts it anew."""
     kept = Kept(S3Objects(bucket), tmp_path, None)
     kept.put(b"content")
-    seen, replaced = threading.Event(), threading.Event()
-
-    class Slow(S3Objects):
-        def _remove(self, key: str) -> bool:
-            if key == KEY:
-                seen.set()
-                replaced.wait(10)
-            return super()._remove(key)
-
-    removing = threading.Thread(target=lambda: Slow(bucket).delete(KEY, older_than=kept.store.now() + 60))
-    removing.start()
-    assert seen.wait(20)
+    remover = LateRemover(bucket)
     putting = threading.Thread(target=lambda: kept.put(b"content"))
     putting.start()
     putting.join(2)
-    replaced.set()
-    removing.join(30)
+    remover.end()
     putting.join(30)
     assert kept.read(7) == b"content"
+
+
+def test_a_remover_that_ends_before_its_mark_is_looked_for_is_noticed_all_the_same(
+    bucket: S3Settings, tmp_path: Path
+) -> None:
+    remover: list[LateRemover] = []
+
+    class Overtaken(S3Objects):
+        def _upload(self, *args: Any) -> None:
+            super()._upload(*args)
+            while remover:
+                remover.pop().end()
+
+    kept = Kept(Overtaken(bucket), tmp_path, None)
+    kept.put(b"content")
+    remover.append(LateRemover(bucket))
+    kept.put(b"content")
+    assert kept.read(7) == b"content"
+
+
+def test_an_object_that_is_lost_every_time_is_not_said_to_be_kept(bucket: S3Settings, tmp_path: Path) -> None:
+    class Losing(S3Objects):
+        def _upload(self, key: str, *args: Any) -> None:
+            super()._upload(key, *args)
+            self.delete(key)
+
+    with pytest.raises(StoreUnavailable, match="lost"):
+        Kept(Losing(bucket), tmp_path, None).put(b"content")
+
+
+def test_a_remover_that_ends_leaves_the_mark_of_another(bucket: S3Settings, tmp_path: Path) -> None:
+    kept = Kept(S3Objects(bucket), tmp_path, None)
+    kept.put(b"content")
+    late = LateRemover(bucket)
+    assert kept.store.delete(KEY, older_than=kept.store.now() + 60)
+    putting = threading.Thread(target=lambda: kept.put(b"content"))
+    putting.start()
+    putting.join(3)
+    late.end()
+    putting.join(30)
+    assert kept.read(7) == b"content"
+    assert set(kept.store.listing(MARKS)) == set()
 
 
 def test_a_mark_of_a_remover_that_was_killed_holds_nobody_up_for_good(
@@ -173,10 +224,28 @@ def test_a_mark_of_a_remover_that_was_killed_holds_nobody_up_for_good(
     monkeypatch.setattr("jobs.s3_objects._MARK_SECONDS", 0.5)
     kept = Kept(S3Objects(bucket), tmp_path, None)
     (tmp_path / "mark").touch()
-    kept.store.put(f"doomed/{KEY}", tmp_path / "mark", sha256=hashlib.sha256(b"").hexdigest(), size_bytes=0)
+    mark = f"{MARKS}doomed/{KEY}/{'0' * 32}"
+    kept.store.put(mark, tmp_path / "mark", sha256=hashlib.sha256(b"").hexdigest(), size_bytes=0)
     kept.put(b"content")
     assert kept.read(7) == b"content"
-    assert {each.key for each in kept.store.listing("doomed/")} == set()
+    assert set(kept.store.listing(MARKS)) == set()
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_an_upload_that_took_long_is_as_old_as_its_completion(
+    bucket: S3Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, long: bool
+) -> None:
+    class Aws(S3Objects):
+        """Tells of an object of many parts when its upload began: two hours before its end."""
+
+        def _find(self, key: str, *args: Any) -> StoredObject | None:
+            found = super()._find(key, *args)
+            return replace(found, modified_at=found.modified_at - 7200) if found is not None and key == KEY else found
+
+    monkeypatch.setattr("jobs.s3_objects._LONG_SECONDS", 0.0 if long else 60.0)
+    kept = Kept(Aws(bucket), tmp_path, None)
+    kept.put(b"content")
+    assert kept.store.delete(KEY, older_than=kept.store.now() - 3600) is not long
 
 
 def test_a_file_has_no_more_parts_than_a_store_takes(
