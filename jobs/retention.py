@@ -6,10 +6,11 @@ names. Several may archive one job at once: all but one find, in that transactio
 """
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Engine, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from catalog.estimate import ESTIMATE
 from jobs.archive import MEDIA_TYPE, NAME, Contents, write_archive
@@ -23,6 +24,7 @@ from jobs.results import count_events, count_layers, events_after, layer_rows, l
 from jobs.tables import artifacts, job_events, jobs, layer_results
 
 _AT_ONCE = 20
+_MOST_FAULTS = 100
 _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _STAYING = "state"
@@ -48,23 +50,25 @@ def archive_ended(engine: Engine, folder: ArtifactFolder, days: float, *, drop_f
     """Archive jobs that ended so many days ago, the oldest first and at most twenty; returns how many.
 
     Raises:
-        ArtifactDamaged: If an archive is not what was put; the others are archived all the same.
+        ArtifactDamaged: If an archive is not what was put, or cannot be listed; the others are archived all the same.
         LedgerUnavailable: If the database does not answer.
         StoreUnavailable: If the store does not answer.
         OSError: If a disk is full or fails.
     """
-    with reading(engine) as connection:
-        columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.attempt, jobs.c.fence, jobs.c.event_seq)
-        query = select(*columns).where(*_due(days)).order_by(jobs.c.finished_at).limit(_AT_ONCE)
-        due = [_Ended(**row) for row in connection.execute(query).mappings()]
-    archived, fault = 0, None
-    for each in due:
-        try:
-            archived += _archive(engine, folder, each, drop_files=drop_files)
-        except ArtifactDamaged as error:
-            fault = error
-    if fault is not None:
-        raise fault
+    archived = 0
+    faults: dict[str, ArtifactDamaged] = {}
+    while due := _next(engine, days, _AT_ONCE - archived, besides=faults):
+        known = len(faults)
+        for each in due:
+            try:
+                archived += _archive(engine, folder, each, drop_files=drop_files)
+            except ArtifactDamaged as error:
+                faults[each.id] = error
+        # those behind jobs at fault have their turn too
+        if not known < len(faults) < _MOST_FAULTS or archived >= _AT_ONCE:
+            break
+    if faults:
+        raise next(iter(faults.values()))
     return archived
 
 
@@ -78,8 +82,13 @@ def forget_estimates(engine: Engine, days: float) -> int:
         return connection.execute(delete(jobs).where(jobs.c.id.in_(old.limit(_ESTIMATES_AT_ONCE)))).rowcount
 
 
-def _due(days: float) -> tuple[ColumnElement[bool], ...]:
-    return *_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE
+def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str]) -> list[_Ended]:
+    columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.attempt, jobs.c.fence, jobs.c.event_seq)
+    due = (*_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE)
+    query = select(*columns).where(*due, jobs.c.id.not_in(tuple(besides)))
+    with reading(engine) as connection:
+        found = connection.execute(query.order_by(jobs.c.finished_at).limit(limit)).mappings()
+        return [_Ended(**row) for row in found]
 
 
 def _ended(days: float) -> tuple[ColumnElement[bool], ...]:
@@ -103,6 +112,8 @@ def _archive(engine: Engine, folder: ArtifactFolder, job: _Ended, *, drop_files:
         return _exchange(engine, job, contents, archive, drop_files=drop_files)
     except _Changed:
         return False
+    except IntegrityError as error:
+        raise ArtifactDamaged(f"job {job.id} cannot be archived: it has a file of its own called {NAME}") from error
 
 
 def _keep(engine: Engine, folder: ArtifactFolder, job: _Ended, contents: Contents, files: list[Artifact]) -> Artifact:

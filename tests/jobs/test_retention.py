@@ -245,6 +245,28 @@ def test_an_archive_that_does_not_read_back_takes_nothing_away_and_holds_up_no_o
     assert job_of(ledger, second).archived_at is not None
 
 
+def test_jobs_with_a_file_of_the_archives_name_hold_up_no_other(
+    ledger: Engine, folder: ArtifactFolder, document: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.retention._AT_ONCE", 2)
+
+    def ended(*names: str) -> str:
+        claim = seeding.claimed(ledger, LOCAL_TENANT)
+        for name in names:
+            seeding.artifact(ledger, folder, claim, name, b"theirs", "application/gzip")
+        claims.finish(ledger, claim)
+        return claim.job_id
+
+    first = [ended(NAME) for _ in range(3)]
+    behind = [ended() for _ in range(3)]
+    with pytest.raises(ArtifactDamaged, match=NAME):
+        archive_ended(ledger, folder, 0, drop_files=False)
+    assert [job_of(ledger, each).archived_at is None for each in behind] == [False, False, True]
+    for each in first:
+        assert job_of(ledger, each).archived_at is None
+        assert archive_of(ledger, each).size_bytes == len(b"theirs")
+
+
 def test_what_was_written_meanwhile_is_not_removed_unarchived(
     ledger: Engine, folder: ArtifactFolder, finished: Any
 ) -> None:
