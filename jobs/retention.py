@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Engine, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Engine, delete, exists, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from catalog.estimate import ESTIMATE
@@ -49,6 +49,8 @@ class _Changed(Exception):
 def archive_ended(engine: Engine, folder: ArtifactFolder, days: float, *, drop_files: bool) -> int:
     """Archive jobs that ended so many days ago, the oldest first and at most twenty; returns how many.
 
+    Where files are dropped, a job waits for those of its tenant that have not ended and name it for its factors.
+
     Raises:
         ArtifactDamaged: If an archive is not what was put, or cannot be listed; the others are archived all the same.
         LedgerUnavailable: If the database does not answer.
@@ -57,7 +59,7 @@ def archive_ended(engine: Engine, folder: ArtifactFolder, days: float, *, drop_f
     """
     archived = 0
     faults: dict[str, ArtifactDamaged] = {}
-    while due := _next(engine, days, _AT_ONCE - archived, besides=faults):
+    while due := _next(engine, days, _AT_ONCE - archived, besides=faults, drop_files=drop_files):
         known = len(faults)
         for each in due:
             try:
@@ -82,13 +84,22 @@ def forget_estimates(engine: Engine, days: float) -> int:
         return connection.execute(delete(jobs).where(jobs.c.id.in_(old.limit(_ESTIMATES_AT_ONCE)))).rowcount
 
 
-def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str]) -> list[_Ended]:
+def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], drop_files: bool) -> list[_Ended]:
     columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.attempt, jobs.c.fence, jobs.c.event_seq)
-    due = (*_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE)
+    due = (*_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE, *_droppable(drop_files))
     query = select(*columns).where(*due, jobs.c.id.not_in(tuple(besides)))
     with reading(engine) as connection:
         found = connection.execute(query.order_by(jobs.c.finished_at).limit(limit)).mappings()
         return [_Ended(**row) for row in found]
+
+
+def _droppable(drop_files: bool) -> tuple[ColumnElement[bool], ...]:
+    """That nobody who is still to compute begins from the job's factors, where they would go."""
+    if not drop_files:
+        return ()
+    later = jobs.alias("later")
+    names = later.c.document[("factors", "job")].as_string() == jobs.c.id
+    return (~exists().where(later.c.tenant_id == jobs.c.tenant_id, later.c.state.not_in(TERMINAL), names),)
 
 
 def _ended(days: float) -> tuple[ColumnElement[bool], ...]:
@@ -145,7 +156,12 @@ def _exchange(engine: Engine, job: _Ended, contents: Contents, archive: Artifact
     with writing(engine) as connection:
         taken = connection.execute(
             update(jobs)
-            .where(jobs.c.id == job.id, jobs.c.event_seq == job.event_seq, jobs.c.archived_at.is_(None))
+            .where(
+                jobs.c.id == job.id,
+                jobs.c.event_seq == job.event_seq,
+                jobs.c.archived_at.is_(None),
+                *_droppable(drop_files),
+            )
             .values(archived_at=ledger_now())
         )
         if not taken.rowcount:

@@ -26,7 +26,7 @@ from jobs.records import LOCAL_TENANT, Artifact, Job, LayerRow
 from jobs.results import count_events, count_layers, events_after, layer_rows, list_artifacts, page_of, read_artifact
 from jobs.retention import archive_ended, forget_estimates
 from jobs.store import delete_job, read_estimate, read_job, request_cancel, submit
-from jobs.tables import job_events
+from jobs.tables import job_events, tenants
 from tests.api import seeding
 
 LAYERS = 2 * (len(seeding.LAYERS) + 1)
@@ -155,6 +155,57 @@ def test_files_go_with_the_rows_where_that_is_asked(ledger: Engine, folder: Arti
     assert list_artifacts(ledger, LOCAL_TENANT, job_id) == (archive,)
     assert len(list(read_layers(folder, archive))) == LAYERS
     assert delete_job(ledger, LOCAL_TENANT, job_id) == (archive,)
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "cancelling"])
+def test_files_that_a_later_job_begins_from_stay_until_it_has_ended(
+    ledger: Engine, folder: ArtifactFolder, finished: Any, document: Any, state: str
+) -> None:
+    needed, other = finished(), finished()
+    naming = document(factors={"job": needed}, model=None, data=None, task=None)
+    later = submit(ledger, LOCAL_TENANT, naming).job.id
+    if state != "queued":
+        assert claims.claim(ledger, later, "w", "t" * 32, 45) is not None
+    if state == "cancelling":
+        request_cancel(ledger, LOCAL_TENANT, later)
+    assert job_of(ledger, later).state == state
+    assert archive_ended(ledger, folder, 0, drop_files=True) == 1
+    assert job_of(ledger, other).archived_at is not None
+    untouched(ledger, needed)
+    # its rows are in nobody's way
+    assert archive_ended(ledger, folder, 0, drop_files=False) == 1
+    assert job_of(ledger, needed).archived_at is not None
+
+
+def test_files_go_once_those_that_began_from_them_have_ended_and_other_tenants_do_not_count(
+    ledger: Engine, folder: ArtifactFolder, finished: Any, document: Any
+) -> None:
+    needed = finished()
+    naming = document(factors={"job": needed}, model=None, data=None, task=None)
+    with writing(ledger) as connection:
+        connection.execute(insert(tenants).values(id="stranger", name="stranger", created_at=ledger_now()))
+    submit(ledger, "stranger", naming)
+    later = submit(ledger, LOCAL_TENANT, naming).job.id
+    assert archive_ended(ledger, folder, 0, drop_files=True) == 0
+    request_cancel(ledger, LOCAL_TENANT, later)
+    assert archive_ended(ledger, folder, 0, drop_files=True) == 2
+    assert list_artifacts(ledger, LOCAL_TENANT, needed) == (archive_of(ledger, needed),)
+
+
+def test_a_job_that_comes_while_it_is_read_back_keeps_the_files_it_names(
+    ledger: Engine, folder: ArtifactFolder, finished: Any, document: Any
+) -> None:
+    needed = finished()
+
+    class Meanwhile(ArtifactFolder):
+        """While it reads back, a job that names it is submitted."""
+
+        def verify(self, artifact: Artifact) -> None:
+            super().verify(artifact)
+            submit(ledger, LOCAL_TENANT, document(factors={"job": needed}, model=None, data=None, task=None))
+
+    assert archive_ended(ledger, Meanwhile(folder.root), 0, drop_files=True) == 0
+    untouched(ledger, needed)
 
 
 def test_many_archive_one_job_once(ledger: Engine, folder: ArtifactFolder, finished: Any, at_once: Any) -> None:
