@@ -26,8 +26,8 @@ from sqlalchemy import (
 from catalog.record import record
 from jobs.clock import Moment, ledger_now
 from jobs.leases import suited
-from jobs.tables import jobs
-from jobs.turns import AHEAD, due, in_turn
+from jobs.tables import jobs, tenants
+from jobs.turns import due, goes_ahead, in_turn
 
 NEEDS = func.coalesce(jobs.c.needs_bytes, 0)
 _SHAPES = 128
@@ -81,7 +81,7 @@ def _takes(number: int, seat: Seat) -> ColumnElement[bool]:
     if seat.kept:
         conditions.append(
             or_(
-                jobs.c.priority >= AHEAD,
+                goes_ahead(jobs.c.priority, tenants.c.served_at),
                 and_(
                     jobs.c.tenant_id == bindparam(f"kept_tenant_{number}", type_=String()),
                     jobs.c.priority > bindparam(f"kept_priority_{number}", type_=Integer()),

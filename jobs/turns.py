@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Subquery, and_, func, literal, or_, select, true
+from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, literal, or_, select, true
 from sqlalchemy.sql.util import ClauseAdapter
 
 from jobs.clock import ledger_now
@@ -10,7 +10,10 @@ from jobs.lifecycle import HELD
 from jobs.tables import jobs, tenants
 
 AHEAD = 100
-"""A priority that no document can ask for: before everybody's jobs, for what takes seconds and is waited for."""
+"""A priority that no document can ask for: before all of a tenant's jobs, for what takes seconds and is waited for."""
+
+_AHEAD_EVERY_SECONDS = 60.0
+"""How long a tenant must not have been served to go before everybody's jobs: longer than such a thing takes."""
 
 
 def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
@@ -18,23 +21,28 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: Colu
 
     The tenant with the fewest jobs running comes first, among equals the one that was served longest ago.
 
-    A priority orders a tenant's own jobs. Were it to count between tenants, one who asked for the highest would hold up
-    all the others.
+    What is waited for goes before everybody's jobs once, and then in turn: one who asks for estimates without end holds
+    up nobody. A priority orders a tenant's own jobs. Were it to count between tenants, one who asked for the highest
+    would hold up all the others.
 
     No more than ``limit`` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
     grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
     """
     first = _first_of_each(dialect, limit, claimable, told)
     running = (
-        select(jobs.c.tenant_id, func.count().label("number"))
+        select(
+            jobs.c.tenant_id,
+            func.count().label("number"),
+            func.sum(case((jobs.c.priority >= AHEAD, 1), else_=0)).label("ahead"),
+        )
         .where(jobs.c.state.in_(HELD))
         .group_by(jobs.c.tenant_id)
         .subquery("running")
     )
-    ahead = first.c.priority >= AHEAD
     position = func.row_number().over(
-        partition_by=(first.c.tenant_id, ahead), order_by=(first.c.priority.desc(), first.c.queued_at, first.c.id)
+        partition_by=first.c.tenant_id, order_by=(first.c.priority.desc(), first.c.queued_at, first.c.id)
     )
+    ahead = and_(goes_ahead(first.c.priority, first.c.served_at), position == 1, func.coalesce(running.c.ahead, 0) == 0)
     return (
         select(first.c.id, first.c.told)
         .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
@@ -48,6 +56,11 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: Colu
         )
         .limit(limit)
     )
+
+
+def goes_ahead(priority: ColumnElement[int], served_at: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Whether a queued job is waited for, and its tenant was not served just now, so that others had their turn."""
+    return and_(priority >= AHEAD, or_(served_at.is_(None), served_at <= ledger_now(-_AHEAD_EVERY_SECONDS)))
 
 
 def due() -> ColumnElement[bool]:

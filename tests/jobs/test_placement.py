@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select, update
+from sqlalchemy import Engine, insert, select, update
 
 from catalog.frames import Planned
 from jobs.claims import claim, finish, hand_back, write_plan
@@ -24,7 +24,8 @@ from jobs.placement import may_come, next_places, placement_of, reserve
 from jobs.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.store import read_job, submit
-from jobs.tables import device_leases, devices, jobs, workers
+from jobs.tables import device_leases, devices, jobs, tenants, workers
+from jobs.turns import AHEAD
 
 GIB = 2**30
 FACTORY = {"model": {"source": "factory", "factory": "lab.models:net"}}
@@ -473,6 +474,22 @@ def test_who_may_still_pass_a_job_that_a_device_is_kept_for(ledger: Engine, join
     older, urgent = waiting(1, age=80), waiting(1, age=10, priority=5)
     assert {each.job_id for each in next_places(ledger, worker, 0)} == {older, urgent}
     assert status(ledger, big).status == "reserved"
+
+
+def test_estimates_without_end_keep_no_reserved_device_from_its_job(ledger: Engine, joined: Any, waiting: Any) -> None:
+    worker = joined(shared("h", 16), slots=9)
+    waiting(10, age=300)
+    assert take(ledger, worker) is not None
+    big = waiting(12, age=70)
+    with writing(ledger) as connection:
+        connection.execute(insert(tenants).values(id="other", name="other", created_at=ledger_now()))
+        connection.execute(update(jobs).where(jobs.c.id == big).values(tenant_id="other"))
+    reserve(ledger, worker, 60)
+    estimate = waiting(age=1, priority=AHEAD)
+    assert next_places(ledger, worker, 0) == []  # the tenant was served just now
+    with writing(ledger) as connection:
+        connection.execute(update(tenants).values(served_at=ledger_now(-600)))
+    assert [each.job_id for each in next_places(ledger, worker, 0)] == [estimate]
 
 
 def test_what_every_device_could_hold_reserves_none(ledger: Engine, joined: Any, waiting: Any) -> None:

@@ -106,14 +106,41 @@ def test_a_tenants_urgent_jobs_go_before_its_own_and_before_nobody_elses(
     assert next_claimable(ledger) == [*plain, last]
 
 
-def test_an_estimate_goes_before_everybodys_jobs(ledger: Engine, tenant: Any, queued_by: Any, document: Any) -> None:
-    a, b = tenant("a"), tenant("b")
-    queued_by(b, 2)
+def served(engine: Engine, seconds_ago: float) -> None:
+    """Everybody was last served this long ago."""
+    with writing(engine) as connection:
+        connection.execute(update(tenants).values(served_at=ledger_now(-seconds_ago)))
+
+
+def test_an_estimate_goes_before_everybodys_jobs_once_and_then_in_turn(
+    ledger: Engine, tenant: Any, queued_by: Any, document: Any
+) -> None:
+    a, b, c = tenant("a"), tenant("b"), tenant("c")
     busy = queued_by(a, 3)
     take(ledger), take(ledger)
-    made = [submit(ledger, each, document(), estimate=True).job.id for each in (a, a, b)]
-    assert next_claimable(ledger)[:3] == [made[2], made[0], made[1]]  # and among estimates the tenants in turn
-    assert next_claimable(ledger)[-1] == busy[2]
+    other = queued_by(b, 2)
+    first, second = (submit(ledger, a, document(), estimate=True).job.id for _ in range(2))
+    third = submit(ledger, c, document(), estimate=True).job.id
+    served(ledger, 600)
+    # a has two running, and its first estimate is ahead nonetheless; its second is its fourth then
+    assert next_claimable(ledger) == [third, first, *other, second, busy[2]]
+    assert [take(ledger).job_id for _ in range(2)] == [third, first]
+    served(ledger, 600)
+    assert next_claimable(ledger) == [*other, second, busy[2]]  # one of its estimates runs
+
+
+def test_estimates_without_end_hold_up_nobody(ledger: Engine, tenant: Any, queued_by: Any, document: Any) -> None:
+    """With one worker nothing runs when it looks: what was served last tells that they had their turn."""
+    floods = [tenant("flood"), tenant("another")]
+    backlog = [submit(ledger, each, document(), estimate=True).job.id for each in floods * 12]
+    jobs_of_b = queued_by(tenant("b"), 5)
+    order = []
+    for _ in range(15):
+        held = take(ledger)
+        order.append(held.job_id)
+        finish(ledger, held)
+    assert set(order[:2]) == set(backlog[:2])
+    assert [order.index(each) for each in jobs_of_b] == [2, 5, 8, 11, 14]
 
 
 def test_what_does_not_fit_holds_up_nothing_behind_it(ledger: Engine, tenant: Any, queued_by: Any) -> None:
@@ -124,7 +151,7 @@ def test_what_does_not_fit_holds_up_nothing_behind_it(ledger: Engine, tenant: An
 
 
 def test_any_queue_is_ordered_as_numbering_all_of_it_says(ledger: Engine, tenant: Any) -> None:
-    """Against the rule applied to every job in plain Python: ahead or not, running plus position, age, id."""
+    """Against the rule applied to every job in plain Python: ahead once or not, running plus position, age, id."""
     names = [tenant(f"tenant-{number}") for number in range(5)]
     chosen = random.Random(7)
     rows = [
@@ -150,15 +177,16 @@ def test_any_queue_is_ordered_as_numbering_all_of_it_says(ledger: Engine, tenant
         stored = connection.execute(select(jobs)).all()
     for limit, free in itertools.product((1, 7, 20, 300), (None, 10)):
         running = Counter(row.tenant_id for row in stored if row.state in HELD)
+        estimating = {row.tenant_id for row in stored if row.state in HELD and row.priority == AHEAD}
         waiting = sorted(
             (row for row in stored if row.state == "queued" and (free is None or (row.needs_bytes or 0) <= free)),
             key=lambda row: (-row.priority, row.queued_at, row.id),
         )
-        before: Counter[tuple[str, bool]] = Counter()
+        before: Counter[str] = Counter()
         keyed = []
         for row in waiting:
-            ahead = row.priority == AHEAD
-            before[row.tenant_id, ahead] += 1
-            turn = running[row.tenant_id] + before[row.tenant_id, ahead]
+            before[row.tenant_id] += 1
+            ahead = row.priority == AHEAD and before[row.tenant_id] == 1 and row.tenant_id not in estimating
+            turn = running[row.tenant_id] + before[row.tenant_id]
             keyed.append((not ahead, turn, row.queued_at, row.id))
         assert next_claimable(ledger, limit, free) == [key[-1] for key in sorted(keyed)[:limit]]
