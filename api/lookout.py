@@ -11,7 +11,7 @@ from catalog.record import record
 from jobs.census import Census, take_census
 from jobs.database import open_database
 
-_CENSUS_SECONDS = 1.0
+_CENSUS_SECONDS = 3.0
 
 _log = logging.getLogger("kronoscope.api.lookout")
 
@@ -28,7 +28,8 @@ class Lookout:
     """Looks when it is asked and its last look is old.
 
     It has a thread and a connection of its own: while the API's are all busy, its scrapes must not say that the
-    database is down. A look that hangs is waited for by later ones, and no second one is begun.
+    database is down. A look that hangs is waited for by later ones, and no second one is begun; but one that has
+    ended when nobody waited any more tells nobody anything, since what it counted may be long past.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -42,11 +43,11 @@ class Lookout:
         self._failing = False
 
     async def look(self) -> Sight:
-        """The last look, where it is fresh; else a new one, of a second at most."""
+        """The last look, where it is fresh; else a new one, of three seconds at most."""
         async with self._lock:
             if time.monotonic() - self._seen_at < self._settings.metrics_seconds:
                 return self._seen
-            if self._pending is None:
+            if self._pending is None or self._pending.done():
                 self._pending = asyncio.get_running_loop().run_in_executor(self._thread, self._look)
             done, _ = await asyncio.wait([self._pending], timeout=_CENSUS_SECONDS)
             if not done:

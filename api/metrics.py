@@ -1,7 +1,7 @@
 """``GET /metrics``: the ledger's counts, and this process's own, as Prometheus reads them.
 
 Counts come from the database, so any one API process tells of all workers. A database that does not answer is
-what `kronoscope_database_up` says, in a second and with status 200: a scrape that fails could say nothing.
+what `kronoscope_database_up` says, within seconds and with status 200: a scrape that fails could say nothing.
 """
 
 from fastapi import APIRouter, Response

@@ -14,7 +14,7 @@ import httpx
 
 KEY_SECRET = "a secret that only the tests know"
 METRICS_TOKEN = "a-token-that-only-the-tests-know"
-START_SECONDS = 60
+START_SECONDS = 180
 
 
 class Server:
