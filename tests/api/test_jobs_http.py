@@ -16,6 +16,7 @@ from tests.api.conftest import Keyed
 from tests.api.expect import problem
 from tests.api.seeding import DOCUMENT
 from tests.api.server import KEY_SECRET
+from tests.stopwatch import Stopwatch
 
 
 def tenant(keyed: Keyed) -> str:
@@ -147,7 +148,7 @@ def test_a_long_poll_answers_when_the_job_changes(keyed: Keyed, ours: httpx.Clie
     claim = seeding.running(keyed.engine, tenant(keyed))
     address = f"/v1/jobs/{claim.job_id}"
     etag = ours.get(address).headers["etag"]
-    began = time.monotonic()
+    began, watch = time.monotonic(), Stopwatch()
     mover = threading.Timer(
         1.0,
         seeding.progress,
@@ -159,11 +160,13 @@ def test_a_long_poll_answers_when_the_job_changes(keyed: Keyed, ours: httpx.Clie
     mover.join()
     assert answer.status_code == 200
     assert answer.json()["progress"]["done"] == 20
-    assert 0.8 < time.monotonic() - began < 5
+    assert time.monotonic() - began > 0.8
+    assert watch.seconds() < 10
     # without an ETag it waits for the end, no longer than asked
-    began = time.monotonic()
+    began, watch = time.monotonic(), Stopwatch()
     assert ours.get(address, params={"wait": 1}).json()["state"] == "running"
-    assert 0.9 < time.monotonic() - began < 4
+    assert time.monotonic() - began > 0.9
+    assert watch.seconds() < 10
     claims.finish(keyed.engine, claim)
     assert ours.get(address, params={"wait": 20}).json()["state"] == "succeeded"
     for wait in ("-1", "31", "nan", "x"):

@@ -20,7 +20,7 @@ def test_a_job_shows_its_terms_and_its_document_none(ours: httpx.Client) -> None
     job = answer.json()
     assert job["priority"] == 4
     left = datetime.fromisoformat(job["deadline_at"]) - datetime.fromisoformat(job["created_at"])
-    assert abs(left.total_seconds() - 5400) < 1
+    assert abs(left.total_seconds() - 5400) < 60
     assert "schedule" not in job["document"]
     plain = ours.post("/v1/jobs", json=DOCUMENT).json()
     assert (plain["priority"], plain["deadline_at"]) == (0, None)

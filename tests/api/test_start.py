@@ -30,6 +30,7 @@ from tests.api.expect import problem
 from tests.api.seeding import DOCUMENT
 from tests.api.server import KEY_SECRET, environment, free_port, serve
 from tests.conftest import Databases, Dialect
+from tests.stopwatch import Stopwatch, until
 
 
 def start(url: str, folder: Path, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -38,7 +39,7 @@ def start(url: str, folder: Path, more: Mapping[str, str]) -> subprocess.Complet
         env=environment(url, folder, free_port(), more),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -89,7 +90,7 @@ def test_secrets_are_in_no_representation() -> None:
 def test_uvicorn_finds_the_application_by_name(databases: Databases, tmp_path: Path) -> None:
     script = "import api.main, fastapi; assert isinstance(api.main.app, fastapi.FastAPI)"
     env = environment(databases.migrated("sqlite"), tmp_path, free_port(), {"KRONOSCOPE_EMBEDDED": "1"})
-    subprocess.run([sys.executable, "-c", script], env=env, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", script], env=env, timeout=300, check=True)
 
 
 def test_embedded_mode_answers_to_itself_alone(embedded: Embedded) -> None:
@@ -155,9 +156,7 @@ def test_a_submission_rings_at_once(databases: Databases, redis_url: str, tmp_pa
         with serve(url, tmp_path, more) as server, server.client(key) as client:
             assert client.get("/readyz").json()["status"] == "ready"
             job = client.post("/v1/jobs", json=DOCUMENT).json()["id"]
-            until = time.monotonic() + 10
-            while broker.llen("celery") == before and time.monotonic() < until:
-                time.sleep(0.05)
+            until(lambda: broker.llen("celery") != before, 30, "the doorbell rings")
         message = json.loads(broker.lrange("celery", 0, 0)[0])
         assert message["headers"]["task"] == "worker.tasks.ring"
         assert job in message["headers"]["argsrepr"]
@@ -177,8 +176,8 @@ def test_the_reaper_runs_in_the_api(databases: Databases, tmp_path: Path) -> Non
             connection.execute(update(jobs).where(jobs.c.id == overdue).values(deadline_at=ledger_now(-1)))
         more = {"KRONOSCOPE_EMBEDDED": "1", "KRONOSCOPE_REAPER_SECONDS": "0.2"}
         with serve(url, tmp_path, more):
-            until = time.monotonic() + 10
-            while time.monotonic() < until:
+            watch = Stopwatch()
+            while watch.seconds() < 30:
                 job = read_job(engine, LOCAL_TENANT, claim.job_id)
                 assert job is not None
                 ended = read_job(engine, LOCAL_TENANT, overdue)
@@ -206,8 +205,8 @@ def test_it_ends_promptly_with_a_poll_under_way(databases: Databases, tmp_path: 
                 env={**os.environ, "no_proxy": "*"},
             )
             time.sleep(1.5)
-        began = time.monotonic()
+        watch = Stopwatch()
         server.process.terminate()
-        assert server.process.wait(timeout=15) in (0, -15)
-        assert poll.wait(timeout=15) == 0
-        assert time.monotonic() - began < 5
+        assert server.process.wait(timeout=300) in (0, -15)
+        assert poll.wait(timeout=300) == 0
+        assert watch.seconds() < 8

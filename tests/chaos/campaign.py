@@ -26,6 +26,7 @@ from tests.chaos.files import Reader, await_sweep
 from tests.chaos.nemesis import Nemesis, Struck, shown
 from tests.chaos.proxy import LossyProxy
 from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
+from tests.stopwatch import Stopwatch
 
 RECLAIMS, REFUSED, UNKNOWN = 5, 1, 1
 """What must have happened at least for a campaign to count."""
@@ -98,7 +99,7 @@ def run_campaign(
     pace: Pace = PACE,
     workers: int = 3,
     limit_seconds: float | None = None,
-    drain_seconds: float = 120,
+    drain_seconds: float = 240,
 ) -> Report:
     """Attack a stack of its own and say what came of it.
 
@@ -111,12 +112,12 @@ def run_campaign(
         gap_seconds: Between two faults, on average.
         pace: Of the jobs, which must last at least ten gaps.
         workers: How many there are.
-        limit_seconds: When the nemesis ends in any case; three times ``seconds`` and a minute by default.
+        limit_seconds: When the nemesis ends in any case; six times ``seconds`` and four minutes by default.
         drain_seconds: How long the jobs may take once all is healed.
     """
     assert pace.seconds >= 10 * gap_seconds, f"jobs of {pace.seconds:g} s are too short for gaps of {gap_seconds:g} s"
     report = Report(seed, dict(settings), logs=str(folder))
-    limit = limit_seconds or 3 * seconds + 60
+    limit = limit_seconds or 6 * seconds + 240
     with attacked_stack(folder, workers, settings) as (stack, proxy), truths(folder, pace) as known:
         nemesis = Nemesis(stack, proxy, seed, gap_seconds, lease_seconds)
         crowd = Crowd(
@@ -193,16 +194,16 @@ def truths(folder: Path, pace: Pace) -> Iterator[Any]:
 
 def drain(engine: Engine, seconds: float, stall_seconds: float = _STALL_SECONDS) -> tuple[float, bool]:
     """Wait until all jobs have ended, or nothing moves any more; how long it took, and whether they have."""
-    began = moved = time.monotonic()
-    before = None
+    watch = Stopwatch()
+    before, moved = None, 0.0
     while True:
         with engine.connect() as connection:
             left, drawn = connection.execute(_LEFT).one()
-        now = time.monotonic()
+        now = watch.seconds()
         if drawn != before:
             before, moved = drawn, now
-        if left == 0 or now - began > seconds or now - moved > stall_seconds:
-            return now - began, left == 0
+        if left == 0 or now > seconds or now - moved > stall_seconds:
+            return now, left == 0
         time.sleep(0.1)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from jobs.lifecycle import TERMINAL
 from tests.chaos.gated_jobs import GatedJob, outcomes
-from tests.chaos.processes import Part, gone, until
+from tests.chaos.processes import Part, gone
 from tests.chaos.stack import Stack
+from tests.stopwatch import until
 
 PARTS = ("api", "relay", "worker", "child", "redis", "postgres")
 POINTS = ("before_claim", "mid_collection", "mid_layer", "write_to_settle", "cancelling")

@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tests.chaos.documents import MEASURED
 from tests.chaos.evidence import Evidence
 from tests.chaos.violation import Violation
+from tests.stopwatch import Stopwatch
 
 _LOCK = ".objects.lock"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -102,8 +103,8 @@ class Reader:
 
 def await_sweep(engine: Engine, root: Path, seconds: float) -> Iterator[Violation]:
     """What is nobody's even once the sweepers had their time."""
-    deadline = time.monotonic() + seconds
-    while (left := unlisted(engine, root)) and time.monotonic() < deadline:
+    watch = Stopwatch()
+    while (left := unlisted(engine, root)) and watch.seconds() < seconds:
         time.sleep(0.2)
     for path in left:
         yield Violation("artifact", None, f"{path.relative_to(root)} is nobody's, and was not swept away")

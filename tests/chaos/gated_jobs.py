@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.processes import until
 from tests.chaos.stack import Stack
+from tests.stopwatch import until
 
 BATCHES = 20
 

@@ -23,7 +23,7 @@ from tests.chaos.stack import Stack
 
 _SPARED_FAILURES = 2
 """Failures that a job keeps for what happens by itself."""
-_AIM_SECONDS = 15
+_AIM_SECONDS = 60
 _HELD = text(
     "SELECT id, lease_owner, fence FROM jobs WHERE state = 'running' AND lease_owner IS NOT NULL "
     "AND failures < max_failures - :spared AND (NOT :crash OR NOT EXISTS ("

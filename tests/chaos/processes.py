@@ -5,14 +5,15 @@ import os
 import select
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from tests.stopwatch import Stopwatch
+
 T = TypeVar("T")
 
-END_SECONDS = 30
+END_SECONDS = 60
 
 
 class Part:
@@ -131,27 +132,16 @@ def command_of(pid: int) -> str:
 
 def gone(pids: Sequence[int], seconds: float) -> bool:
     """Whether all of them end within the time."""
-    deadline = time.monotonic() + seconds
+    watch = Stopwatch()
     for pid in pids:
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
         try:
-            readable, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            while not select.select([handle], [], [], min(0.1, seconds))[0]:
+                if watch.seconds() > seconds:
+                    return False
         finally:
             os.close(handle)
-        if not readable:
-            return False
     return True
-
-
-def until(question: Callable[[], T], seconds: float, what: str) -> T:
-    """The first true answer; other processes can only be asked again."""
-    deadline = time.monotonic() + seconds
-    while True:
-        answer = question()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)

@@ -20,14 +20,15 @@ from tests.chaos.clients import Customer, History
 from tests.chaos.documents import GATED, LABEL, Truth
 from tests.chaos.evidence import Evidence, gather
 from tests.chaos.gated_jobs import GatedJob
-from tests.chaos.processes import gone, until
+from tests.chaos.processes import gone
 from tests.chaos.proxy import LossyProxy
 from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
 from tests.chaos.violation import Violation
+from tests.stopwatch import until
 
 _CHANGES = "changes"
 _STALL_SECONDS = 12
-_DRAIN_SECONDS = 200
+_DRAIN_SECONDS = 400
 _SETTINGS = SHORT_LEASES | {"KRONOSCOPE_CANCEL_SECONDS": SHORT_LEASES["KRONOSCOPE_HEARTBEAT_SECONDS"]}
 """Looking for a cancellation as often as beating, the holder learns of its loss by the fence alone."""
 

@@ -14,7 +14,6 @@ import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from jobs.results import events_after, list_artifacts
 from jobs.tables import artifacts, job_events, jobs, layer_results
 from tests import servers
 from tests.api.server import KEY_SECRET, free_port
-from tests.chaos.processes import Part, below, command_of, until
+from tests.chaos.processes import Part, below, command_of
+from tests.stopwatch import Stopwatch, until
 
 ROOT = Path(__file__).resolve().parents[2]
 API = (sys.executable, "-P", "-m", "api")
@@ -50,7 +50,7 @@ SHORT_LEASES = {
     "KRONOSCOPE_CANCEL_SECONDS": "0.2",
 }
 """Recovery in seconds; without them a stack runs with the defaults."""
-START_SECONDS = 90
+START_SECONDS = 180
 DURABLE = {"synchronous_commit": "on", "log_min_messages": "fatal"}
 """What was answered must survive a kill -9 of PostgreSQL; it need not survive the machine's power."""
 
@@ -78,7 +78,8 @@ class Stack:
         self.postgres = postgres
         self.redis = broker
         self.database_url = _migrated_database(postgres.url)
-        self.engine: Engine = open_database(self.database_url)
+        patient = make_url(self.database_url).update_query_dict({"connect_timeout": "30"})
+        self.engine: Engine = open_database(patient.render_as_string(hide_password=False))
         self.key = create_key(self.engine, KEY_SECRET, "chaos")
         self.url = f"http://127.0.0.1:{free_port()}"
         self.environment = {**_inherited(), **self._settings(), **settings}
@@ -241,9 +242,9 @@ class Stack:
 
     def await_end(self, *job_ids: str, seconds: float = 120) -> list[str]:
         """The states in which they ended."""
-        deadline = time.monotonic() + seconds
+        watch = Stopwatch()
         for job_id in job_ids:
-            left = max(0.0, deadline - time.monotonic())
+            left = max(0.0, seconds - watch.seconds())
             until(lambda job_id=job_id: self._ended(job_id), left, f"{job_id} ends; {self.describe(job_id)}")
         return [self.state(job_id) for job_id in job_ids]
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.gated_jobs import quick_document
-from tests.chaos.processes import until
 from tests.chaos.stack import Stack
+from tests.stopwatch import until
 
 QUEUED = 100
 

@@ -16,7 +16,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.up()
         yield stack
     finally:
-        stack.compose("down", "--volumes", "--timeout", "20", timeout=180)
+        stack.compose("down", "--volumes", "--timeout", "20", timeout=300)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from tests.stopwatch import Stopwatch
+
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("postgres", "redis", "api", "worker")
 
@@ -87,7 +89,7 @@ class Stack:
             base_url=f"http://127.0.0.1:{self.port}",
             headers={"Authorization": f"Bearer {key}"},
             trust_env=False,
-            timeout=30,
+            timeout=300,
             transport=httpx.HTTPTransport(retries=3),
         )
 
@@ -98,10 +100,10 @@ class Stack:
 
 def until(holds: Callable[[], Any], seconds: float, what: str) -> Any:
     """The first true answer; containers give no event to wait for, so it is asked again."""
-    deadline = time.monotonic() + seconds
+    watch = Stopwatch()
     while True:
         answer = holds()
         if answer:
             return answer
-        assert time.monotonic() < deadline, f"after {seconds:g} s it does not hold yet that {what}"
+        assert watch.seconds() < seconds, f"after {seconds:g} s it does not hold yet that {what}"
         time.sleep(0.3)

@@ -258,7 +258,7 @@ def test_the_next_layer_comes_in_meanwhile_where_there_is_room(room: int, ahead:
     assert first.factors.layer == str(facts[0].ordinal)
     if ahead:
         came.clear()
-        assert loads[1:] == [facts[1].ordinal] or came.wait(5)
+        assert loads[1:] == [facts[1].ordinal] or came.wait(60)
     assert loads == [each.ordinal for each in facts[: 2 if ahead else 1]]
     assert [each.factors.layer for each in stream] == [str(each.ordinal) for each in facts[1:]]
     assert len(loads) == len(facts)

@@ -40,7 +40,7 @@ def found() -> Any:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         # what is freed goes back to the kernel at once, so that its account is that of what is held
         env={
             **os.environ,

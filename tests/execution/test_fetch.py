@@ -15,7 +15,7 @@ def fetch(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
         command = [sys.executable, "-P", "-m", "worker.model_loading.fetch", *words, "--store", str(store)]
         environment = {**os.environ, "HF_ENDPOINT": nobody, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 @pytest.mark.parametrize("words", [("a/b/c",), ("../../etc",), ("a/b", "--revision", "../x")])

@@ -41,7 +41,7 @@ def program(name: str) -> str:
 
 
 def run(*command: str, stdin: bytes = b"") -> bytes:
-    return subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=True).stdout
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=300, check=True).stdout
 
 
 def plain_url(url: str) -> str:
@@ -52,7 +52,7 @@ def verified(url: str, root: Path) -> tuple[int, str]:
     """Exit code and complaints of ``sha256sum``, fed with what the database says of every file."""
     listed = run(program("psql"), plain_url(url), "-At", "-F", "  ", "-c", DIGESTS)
     done = subprocess.run(
-        ["sha256sum", "--check", "--quiet"], input=listed, cwd=root, capture_output=True, timeout=60, check=False
+        ["sha256sum", "--check", "--quiet"], input=listed, cwd=root, capture_output=True, timeout=300, check=False
     )
     return done.returncode, done.stdout.decode()
 

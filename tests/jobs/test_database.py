@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, select, text, update
+from sqlalchemy import Engine, event, insert, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from jobs.clock import ledger_now
@@ -31,8 +31,8 @@ def test_the_databases_clock_is_now_and_steps_finely(ledger: Engine) -> None:
         later = connection.execute(select(ledger_now(90.5))).scalar_one()
         steps = {connection.execute(select(ledger_now())).scalar_one() for _ in range(200)}
         after = datetime.now(UTC)
-    assert abs((seen - before).total_seconds()) < 5
-    assert 90.5 <= (later - seen).total_seconds() < 92
+    assert abs((seen - before).total_seconds()) < 60
+    assert 90.5 <= (later - seen).total_seconds() < 150
     assert len(steps) >= min(10, int((after - before).total_seconds() * 1000) // 2)
     assert any(step.microsecond for step in steps)
 
@@ -60,8 +60,22 @@ def test_readers_are_not_held_up_by_a_writer(ledger: Engine) -> None:
 
         thread = threading.Thread(target=read)
         thread.start()
-        thread.join(5)
+        thread.join(60)
         assert names == ["local"]
+
+
+def test_a_patience_that_the_url_names_stands() -> None:
+    given: list[Any] = []
+
+    def note(_dialect: Any, _record: Any, _arguments: Any, parameters: Any) -> None:
+        given.append((parameters["connect_timeout"], parameters["tcp_user_timeout"]))
+
+    for more in ("", "?connect_timeout=7"):
+        engine = open_database(f"postgresql://nobody@127.0.0.1:1/none{more}")
+        event.listen(engine, "do_connect", note)
+        with pytest.raises(LedgerUnavailable), reading(engine):
+            pass
+    assert given == [(3, 10_000), ("7", 10_000)]
 
 
 def test_a_database_that_is_away_is_a_transient_fault_without_its_address() -> None:

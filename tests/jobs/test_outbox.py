@@ -115,7 +115,7 @@ def test_postgresql_skips_rows_that_another_relay_holds(databases: Any, document
 
         thread = threading.Thread(target=ring)
         thread.start()
-        assert done.wait(4), "the relay waited for a row that another one holds"
+        assert done.wait(60), "the relay waited for a row that another one holds"
         thread.join()
     assert broker.rung == [second]
     engine.dispose()

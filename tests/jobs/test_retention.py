@@ -267,7 +267,7 @@ def test_a_process_killed_in_between_loses_nothing(
 ) -> None:
     job_id = finished()
     command = [sys.executable, "-c", KILLED, ledger_url, str(folder.root), where]
-    killed = subprocess.run(command, env=dict(os.environ), capture_output=True, timeout=60, check=False)
+    killed = subprocess.run(command, env=dict(os.environ), capture_output=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     untouched(ledger, job_id)
     assert archive_ended(ledger, folder, 0, drop_files=False) == 1

@@ -82,7 +82,7 @@ def kronoscope(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env=environment(XDG_CACHE_HOME=str(folder / "cache"), **more),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
 

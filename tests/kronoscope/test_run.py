@@ -156,11 +156,11 @@ def test_however_a_run_ends_nothing_runs_on(folder: Path, number: signal.Signals
         # a pipe with a name: reading it waits until the child has begun its pass
         reader = threading.Thread(target=lambda: told.append(int((folder / "pid").read_text())), daemon=True)
         reader.start()
-        reader.join(timeout=60)
+        reader.join(timeout=300)
         assert told, "the child never began"
         child = os.pidfd_open(told[0])
         running.send_signal(number)
-        _, said = running.communicate(timeout=40)
+        _, said = running.communicate(timeout=300)
         try:
             signal.pidfd_send_signal(child, 0)
             # SIGKILL leaves us no time to wait for it; its end is the lifeline's work

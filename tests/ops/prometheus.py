@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,10 @@ from ruamel.yaml import YAML
 
 from tests.api.server import free_port
 from tests.servers import prometheus_binary
+from tests.stopwatch import until
 
-START_SECONDS = 60
-STOP_SECONDS = 15
+START_SECONDS = 180
+STOP_SECONDS = 60
 RULES = Path(__file__).resolve().parents[2] / "ops/alerts.yml"
 
 
@@ -41,17 +41,11 @@ class Prometheus:
 
     def await_firing(self, *names: str, seconds: float = 90) -> None:
         """Wait until all of them fire at once."""
-        deadline = time.monotonic() + seconds
-        while not set(names) <= (found := self.firing()):
-            assert time.monotonic() < deadline, f"{set(names) - found} do not fire, {found or 'none'} do"
-            time.sleep(0.2)
+        until(lambda: set(names) <= self.firing(), seconds, lambda: f"{set(names) - self.firing()} do not fire")
 
     def await_silence(self, *names: str, seconds: float = 90) -> None:
         """Wait until none of them fires."""
-        deadline = time.monotonic() + seconds
-        while found := set(names) & self.firing():
-            assert time.monotonic() < deadline, f"{found} still fire"
-            time.sleep(0.2)
+        until(lambda: not set(names) & self.firing(), seconds, lambda: f"{set(names) & self.firing()} still fire")
 
     def scrapes(self) -> bool:
         """Whether it has read the API's metrics."""
@@ -98,11 +92,8 @@ def running_prometheus(folder: Path, target: str, token: str, pending: str, ever
         process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     server = Prometheus(f"http://127.0.0.1:{port}", log)
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _ready(server):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+        until(lambda: _ready(server) or process.poll() is not None, START_SECONDS, log.read_text)
+        assert process.poll() is None, log.read_text()
         yield server
     finally:
         process.terminate()

@@ -84,7 +84,7 @@ def rules() -> list[dict[str, Any]]:
 
 def promtool(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     command = [str(prometheus_binary("promtool")), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **more)
 
 
 def series(changes: Mapping[str, str]) -> list[dict[str, str]]:

@@ -22,10 +22,11 @@ from jobs.records import LOCAL_TENANT
 from jobs.tables import counters, device_leases, jobs, metadata, worker_devices
 from tests.api.server import KEY_SECRET
 from tests.chaos.gated_jobs import GatedJob
-from tests.chaos.processes import below, until
+from tests.chaos.processes import below
 from tests.chaos.stack import ROOT, SHORT_LEASES, Stack, running_stack
 from tests.ops.prometheus import Prometheus, running_prometheus
 from tests.ops.test_alert_rules import rules
+from tests.stopwatch import Stopwatch, until
 
 TOKEN = "a-token-that-only-the-tests-know"
 PENDING, PATIENTLY = "2s", "12s"
@@ -196,11 +197,11 @@ def test_a_disk_below_its_floor(stack: Stack, prometheus: Prometheus, tmp_path: 
 def test_a_database_that_is_gone(stack: Stack, prometheus: Prometheus) -> None:
     stack.postgres.kill()
     prometheus.await_firing("KronoscopeDatabaseDown")
-    began = time.monotonic()
+    watch = Stopwatch()
     answer = httpx.get(
-        f"{stack.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=10
+        f"{stack.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=300
     )
-    took = time.monotonic() - began
+    took = watch.seconds()
     assert answer.status_code == 200
     assert "kronoscope_database_up 0.0" in answer.text
     assert "kronoscope_disk_free_bytes" in answer.text

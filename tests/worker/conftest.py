@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
 from jobs.store import read_job, submit
 from tests.chaos.processes import gone
+from tests.stopwatch import until
 from worker.settings import WorkerSettings
 
 SCRIPTED_CHILD = Path(__file__).parent / "scripted_child.py"
@@ -46,14 +46,8 @@ def ended() -> Callable[..., bool]:
 def eventually() -> Callable[..., object]:
     """``eventually(question, seconds)``: the first true answer; processes elsewhere can only be asked."""
 
-    def ask(question: Callable[[], object], seconds: float = 20) -> object:
-        deadline = time.monotonic() + seconds
-        while True:
-            answer = question()
-            if answer:
-                return answer
-            assert time.monotonic() < deadline, f"no answer from {question} within {seconds} s"
-            time.sleep(0.02)
+    def ask(question: Callable[[], object], seconds: float = 60) -> object:
+        return until(question, seconds, str(question))
 
     return ask
 
@@ -62,11 +56,11 @@ def eventually() -> Callable[..., object]:
 def settings(ledger_url: str, tmp_path: Path) -> Callable[..., WorkerSettings]:
     """``settings(slots=2)``: a worker's settings with a heartbeat fast enough to watch."""
 
-    def make(lease_seconds: float = 5, **changes: Any) -> WorkerSettings:
+    def make(lease_seconds: float = 20, **changes: Any) -> WorkerSettings:
         ledger = LedgerSettings(
             database_url=ledger_url,
             artifact_root=tmp_path / "artifacts",
-            heartbeat_seconds=lease_seconds / 10,
+            heartbeat_seconds=min(0.5, lease_seconds / 10),
             lease_seconds=lease_seconds,
             reaper_seconds=0.2,
             relay_seconds=0.2,

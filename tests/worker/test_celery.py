@@ -48,7 +48,7 @@ class Process:
         if self.popen.poll() is None:
             self.popen.send_signal(number)
         try:
-            return self.popen.wait(30)
+            return self.popen.wait(240)
         finally:
             self.popen.kill()
             self.popen.wait()
@@ -175,7 +175,7 @@ def test_an_outdated_schema_is_refused_with_the_remedy(
     worker: Any, databases: Any, dialect: Any, command: list[str]
 ) -> None:
     process = worker(command, KRONOSCOPE_DATABASE_URL=databases.empty(dialect))
-    assert process.popen.wait(60) == 2
+    assert process.popen.wait(240) == 2
     process.reader.join()
     assert process.said("migrat")
     assert not process.said("Traceback")
@@ -276,7 +276,7 @@ def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
 def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any, job: Any, command: list[str]) -> None:
     ids = [submitted(**USAGE) for _ in range(2)]
     process = worker(command, KRONOSCOPE_UNTIL_IDLE="1")
-    assert process.popen.wait(90) == 0
+    assert process.popen.wait(240) == 0
     assert [job(each).state for each in ids] == ["failed", "failed"]  # each through a real child
     process.reader.join()
     assert process.lines()[-1]["event"] == "worker ends"
@@ -294,7 +294,7 @@ def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any,
 def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: list[str], given: dict[str, str]) -> None:
     """Before Celery listens to signals, too, and while it looks for a broker."""
     process = worker(command, **given)
-    assert process.popen.wait(60) == 0
+    assert process.popen.wait(240) == 0
     process.reader.join()
     assert process.lines()[-1]["event"] == "worker ends"
 
@@ -313,7 +313,7 @@ def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
     else:
         process = worker(command, KRONOSCOPE_DRAIN_BEFORE="4s", SLURM_JOB_END_TIME=str(round(began + 54)), **given)
     eventually(lambda: job(job_id).state == "running", 29)
-    assert process.popen.wait(60) == 0
+    assert process.popen.wait(240) == 0
     ended = time.time()
     process.reader.join()
     if command == EMBEDDED:  # which counts from its own start
@@ -325,14 +325,14 @@ def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
 def test_a_worker_that_cannot_start_ends(worker: Any) -> None:
     """Celery would go on without what its handlers did not do: as a worker that takes no job."""
     process = worker(celery_command(), KRONOSCOPE_ARTIFACTS="/proc/no/such/folder")
-    assert process.popen.wait(60) == 4
+    assert process.popen.wait(240) == 4
     process.reader.join()
     assert process.said("the worker does not start: FileNotFoundError")
 
 
 def test_a_wall_time_too_near_is_refused_with_the_remedy(worker: Any) -> None:
     process = worker(celery_command(), KRONOSCOPE_WALL="5m", KRONOSCOPE_DRAIN_BEFORE="10m")
-    assert process.popen.wait(60) == 2
+    assert process.popen.wait(240) == 2
     process.reader.join()
     assert process.said("lengthen the one or shorten the other")
     assert not process.said("Traceback")

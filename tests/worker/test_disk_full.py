@@ -90,7 +90,7 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self._enough.set()
-        self._thread.join(20)
+        self._thread.join(120)
 
     def _read(self, ledger: Engine, folder: Any, job_id: str) -> None:
         while not self._enough.wait(0.05):

@@ -57,7 +57,7 @@ def test_it_is_idle_when_the_queue_is_empty_and_its_last_job_has_ended(
     eventually(lambda: [job(each).state for each in ids] == ["running", "running", "queued"])
     assert not agent.idle.wait(0.5)
     (tmp_path / "go").touch()
-    assert agent.idle.wait(20)
+    assert agent.idle.wait(240)
     assert [job(each).state for each in ids] == ["succeeded"] * 3
     late = submitted()
     assert not agent.take()
@@ -77,7 +77,7 @@ def test_a_free_slot_beside_a_running_job_is_not_idle(
     second = submitted()
     eventually(lambda: job(second).state == "running")
     (tmp_path / "go").touch()
-    assert agent.idle.wait(20)
+    assert agent.idle.wait(240)
     assert agent.drain(5)
 
 
@@ -85,7 +85,7 @@ def test_another_workers_job_is_not_waited_for(ledger: Any, settings: Any, scrip
     assert claim(ledger, submitted(), "elsewhere", "token", 600) is not None
     agent = Agent(ledger, settings(lifetime=Lifetime(until_idle=True)), scripted(["finish"]))
     agent.start()
-    assert agent.idle.wait(10)
+    assert agent.idle.wait(240)
     assert agent.drain(5)
 
 

@@ -68,7 +68,7 @@ def test_a_restart_in_the_middle_costs_patience_only(
     gate.touch()
     time.sleep(DOWN_SECONDS)  # the outage
     server.restart()
-    running.join(30)
+    running.join(120)
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0)
     assert [event.data["ordinal"] for event in events(job_id, "layer")] == [0, 1]

@@ -1,0 +1,31 @@
+"""Bounds of other tests stand on the stopwatch: it must go on while the machine is there, and only then."""
+
+import time
+from itertools import chain, repeat
+
+import pytest
+
+from tests.stopwatch import Stopwatch, stolen_seconds, until
+
+
+def test_it_counts_what_the_wall_counts_less_what_was_taken_from_one_processor() -> None:
+    taken = chain([[10.0, 20.0]], repeat([10.0, 20.2]))
+    watch, began = Stopwatch(lambda: next(taken)), time.monotonic()
+    time.sleep(0.5)
+    seconds, wall = watch.seconds(), time.monotonic() - began
+    assert 0.3 <= seconds <= wall - 0.2 + 0.01
+    assert Stopwatch(list).seconds() < 60  # a kernel that tells nothing is no reason to fail
+
+
+def test_the_kernel_counts_by_processor() -> None:
+    before = stolen_seconds()
+    after = stolen_seconds()
+    assert len(before) == len(after)
+    assert all(0 <= first <= second for first, second in zip(before, after, strict=True))
+
+
+def test_a_wait_has_an_end() -> None:
+    answers = iter([0, "", "yes"])
+    assert until(lambda: next(answers), 60) == "yes"
+    with pytest.raises(AssertionError, match=r"not within 0\.1 s: the moon is full"):
+        until(lambda: None, 0.1, lambda: "the moon is full")
