@@ -13,7 +13,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, exc, make_url, text
 
 from catalog.record import canonical_json
 from jobs.errors import LedgerUnavailable, SchemaOutdated, SettingsInvalid
@@ -52,7 +52,7 @@ def open_database(url: str) -> Engine:
         event.listen(engine, "begin", _begin_sqlite)
         return engine
     patience = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in parsed.query}
-    return create_engine(
+    engine = create_engine(
         parsed,
         json_serializer=canonical_json,
         pool_size=5,
@@ -61,6 +61,14 @@ def open_database(url: str) -> Engine:
         pool_pre_ping=True,  # a connection that a restart has ended is noticed before it is used
         connect_args={"options": _POSTGRES_OPTIONS, **patience},
     )
+    event.listen(engine, "handle_error", _leave_readers)
+    return engine
+
+
+def _leave_readers(context: ExceptionContext) -> None:
+    """Whoever takes no writes counts as gone, with every connection of the pool: the next ones may find who does."""
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
 
 
 def _parse(url: str) -> URL:
@@ -123,9 +131,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (exc.DBAPIError, exc.TimeoutError) as error:
-        lost = isinstance(error, exc.DBAPIError) and (
-            error.connection_invalidated or getattr(error.orig, "sqlstate", None) == _READ_ONLY
-        )
+        lost = isinstance(error, exc.DBAPIError) and error.connection_invalidated
         if not lost and not isinstance(error, (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)):
             raise
         # SQLite reports a faulty statement in the same class as a locked or unreadable file

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, insert, select, text, update
+from sqlalchemy import Engine, event, insert, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from jobs.clock import ledger_now
@@ -144,3 +144,26 @@ def test_a_database_that_takes_no_writes_for_now_is_away(ledger: Engine) -> None
 
     with pytest.raises(LedgerUnavailable):
         write()
+
+
+def test_connections_to_a_standby_are_left_for_new_ones(databases: Any) -> None:
+    """A failover leads a whole pool to a server that takes no writes; those opened later find the one that does."""
+    url = databases.migrated("postgresql")
+    own = make_url(url)
+    engine, other = open_database(url), open_database(own.set(database="postgres").render_as_string(False))
+
+    def write() -> None:
+        with writing(engine) as connection:
+            connection.execute(insert(tenants).values(id="t", name="t", created_at=ledger_now()))
+
+    def standby(word: str) -> None:
+        with other.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text(f"ALTER DATABASE {own.database} SET default_transaction_read_only = {word}"))
+
+    standby("on")
+    with pytest.raises(LedgerUnavailable):
+        write()
+    standby("off")
+    write()
+    for each in (engine, other):
+        each.dispose()
