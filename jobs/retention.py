@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Engine, delete, exists, func, insert, select, update
+from sqlalchemy import ColumnElement, Engine, delete, func, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from catalog.estimate import ESTIMATE
@@ -18,7 +18,7 @@ from jobs.artifacts import ArtifactFolder
 from jobs.clock import ledger_now
 from jobs.database import reading, writing
 from jobs.errors import ArtifactDamaged
-from jobs.lifecycle import TERMINAL
+from jobs.lifecycle import STATES, TERMINAL
 from jobs.records import Artifact, Event, LayerRow
 from jobs.results import count_events, count_layers, events_after, layer_rows, list_artifacts
 from jobs.tables import artifacts, job_events, jobs, layer_results
@@ -27,6 +27,7 @@ _AT_ONCE = 20
 _MOST_FAULTS = 100
 _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
+_OPEN = sorted({*STATES} - TERMINAL)
 _STAYING = "state"
 """Events of this type stay in the ledger too: few, and whoever reads on where they stopped finds the end."""
 
@@ -46,10 +47,14 @@ class _Changed(Exception):
     """The rows are not those that were archived."""
 
 
-def archive_ended(engine: Engine, folder: ArtifactFolder, days: float, *, drop_files: bool) -> int:
+def archive_ended(
+    engine: Engine, folder: ArtifactFolder, days: float, *, drop_files: bool, at_fault: set[str] | None = None
+) -> int:
     """Archive jobs that ended so many days ago, the oldest first and at most twenty; returns how many.
 
-    Where files are dropped, a job waits for those of its tenant that have not ended and name it for its factors.
+    Where files are dropped, a job waits for those that have not ended and name it for its factors. Jobs ``at_fault``
+    are passed over, and those that are found to be are added: a hundred of them read in vain every minute would be
+    nobody's gain.
 
     Raises:
         ArtifactDamaged: If an archive is not what was put, or cannot be listed; the others are archived all the same.
@@ -59,7 +64,8 @@ def archive_ended(engine: Engine, folder: ArtifactFolder, days: float, *, drop_f
     """
     archived = 0
     faults: dict[str, ArtifactDamaged] = {}
-    while due := _next(engine, days, _AT_ONCE - archived, besides=faults, drop_files=drop_files):
+    known_before = frozenset(at_fault or ())
+    while due := _next(engine, days, _AT_ONCE - archived, besides={*known_before, *faults}, drop_files=drop_files):
         known = len(faults)
         for each in due:
             try:
@@ -69,6 +75,8 @@ def archive_ended(engine: Engine, folder: ArtifactFolder, days: float, *, drop_f
         # those behind jobs at fault have their turn too
         if not known < len(faults) < _MOST_FAULTS or archived >= _AT_ONCE:
             break
+    if at_fault is not None:
+        at_fault.update(faults)
     if faults:
         raise next(iter(faults.values()))
     return archived
@@ -98,8 +106,10 @@ def _droppable(drop_files: bool) -> tuple[ColumnElement[bool], ...]:
     if not drop_files:
         return ()
     later = jobs.alias("later")
-    names = later.c.document[("factors", "job")].as_string() == jobs.c.id
-    return (~exists().where(later.c.tenant_id == jobs.c.tenant_id, later.c.state.not_in(TERMINAL), names),)
+    factors = later.c.document[("factors", "job")].as_string()
+    # nothing in it depends on the job that is asked for, so that it is found out once for all of them
+    named = select(later.c.tenant_id, factors).where(later.c.state.in_(_OPEN), factors.is_not(None))
+    return (tuple_(jobs.c.tenant_id, jobs.c.id).not_in(named),)
 
 
 def _ended(days: float) -> tuple[ColumnElement[bool], ...]:

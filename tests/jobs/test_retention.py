@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert
+from sqlalchemy import Connection, Engine, event, insert
 
 from catalog.frames import layer_frame
 from jobs import claims
@@ -316,6 +316,41 @@ def test_jobs_with_a_file_of_the_archives_name_hold_up_no_other(
     for each in first:
         assert job_of(ledger, each).archived_at is None
         assert archive_of(ledger, each).size_bytes == len(b"theirs")
+
+
+def test_jobs_at_fault_are_read_once(ledger: Engine, folder: ArtifactFolder, finished: Any) -> None:
+    claim = seeding.claimed(ledger, LOCAL_TENANT)
+    seeding.artifact(ledger, folder, claim, NAME, b"theirs", "application/gzip")
+    claims.finish(ledger, claim)
+    at_fault: set[str] = set()
+    with pytest.raises(ArtifactDamaged, match=claim.job_id):
+        archive_ended(ledger, folder, 0, drop_files=False, at_fault=at_fault)
+    assert at_fault == {claim.job_id}
+    other = finished()
+    assert archive_ended(ledger, folder, 0, drop_files=False, at_fault=at_fault) == 1
+    assert job_of(ledger, other).archived_at is not None
+
+
+def test_who_names_factors_is_found_out_once_for_all_jobs(ledger: Engine, folder: ArtifactFolder) -> None:
+    """Once for each ended job it would take minutes among ten thousands, in every round."""
+    plans: list[str] = []
+
+    def explain(connection: Connection, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if statement.startswith("SELECT jobs.id") and "AS later" in statement:
+            raw = connection.connection.dbapi_connection
+            assert raw is not None
+            cursor = raw.cursor()
+            how = "EXPLAIN QUERY PLAN " if ledger.dialect.name == "sqlite" else "EXPLAIN "
+            cursor.execute(how + statement, parameters)
+            plans.append("\n".join(str(row[-1]) for row in cursor.fetchall()))
+
+    event.listen(ledger, "before_cursor_execute", explain)
+    archive_ended(ledger, folder, 0, drop_files=True)
+    assert len(plans) == 1
+    assert "later" in plans[0]
+    assert "CORRELATED" not in plans[0]
+    if ledger.dialect.name == "postgresql":
+        assert "hashed SubPlan" in plans[0]
 
 
 def test_what_was_written_meanwhile_is_not_removed_unarchived(
