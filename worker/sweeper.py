@@ -1,4 +1,7 @@
-"""The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters."""
+"""The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters.
+
+The broom has a thread of its own: a store that is silent for minutes must not hold up who rescues jobs.
+"""
 
 import random
 import threading
@@ -20,10 +23,12 @@ from jobs.settings import LedgerSettings
 from worker.cache_folder import sweep_tenants
 
 _SCRATCH_SECONDS = 60
+_FAULTS_SECONDS = 3600
+"""How long a job that cannot be archived is passed over."""
 
 
 class Sweeper:
-    """A thread that takes jobs from silent workers, rings for jobs that nobody took, and clears up after ended ones."""
+    """Threads that take jobs from silent workers, ring for jobs that nobody took, and clear up after ended ones."""
 
     def __init__(
         self,
@@ -46,25 +51,27 @@ class Sweeper:
         self._ring = ring
         self._lying = lying
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sweeper", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._reconcile, name="sweeper", daemon=True),
+            threading.Thread(target=self._clear, name="broom", daemon=True),
+        ]
+        self._at_fault: set[str] = set()
         self._log = structlog.get_logger("kronoscope.worker")
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """End after the round under way."""
+        """End after the rounds under way; a round that a store holds up dies with the process."""
         self._ended.set()
-        self._thread.join(5)
+        until = time.monotonic() + 5
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
-    def _run(self) -> None:
-        next_reap = next_relay = next_clearing = time.monotonic()
-        # the workers of one night's restart need not all list the store at once
-        next_sweep = time.monotonic() + random.uniform(0, self._settings.sweep_seconds)  # noqa: S311 - no secret
-        scratch = open_scratch(self._settings)
-        folder = open_artifacts(self._settings)
-        grace = self._settings.grace_seconds
+    def _reconcile(self) -> None:
+        next_reap = next_relay = time.monotonic()
         while not self._ended.is_set():
             now = time.monotonic()
             if now >= next_reap:
@@ -76,6 +83,20 @@ class Sweeper:
                 next_relay = now + self._settings.relay_seconds
                 if self._round("rang", self._relay) and self._ring is not None:
                     self._note("relay")
+            self._ended.wait(max(0.0, min(next_reap, next_relay) - time.monotonic()))
+
+    def _clear(self) -> None:
+        next_clearing = forgotten = time.monotonic()
+        # the workers of one night's restart need not all list the store at once
+        next_sweep = time.monotonic() + random.uniform(0, self._settings.sweep_seconds)  # noqa: S311 - no secret
+        scratch = open_scratch(self._settings)
+        folder = open_artifacts(self._settings)
+        grace = self._settings.grace_seconds
+        while not self._ended.is_set():
+            now = time.monotonic()
+            if now >= forgotten + _FAULTS_SECONDS:
+                forgotten = now
+                self._at_fault.clear()
             if now >= next_clearing:
                 next_clearing = now + _SCRATCH_SECONDS
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
@@ -86,13 +107,14 @@ class Sweeper:
                 next_sweep = now + self._settings.sweep_seconds
                 self._round("objects removed", lambda: sweep_objects(self._engine, folder, grace))
                 self._round("attempts removed", lambda: sweep_attempts(self._engine, folder, grace))
-            self._ended.wait(max(0.0, min(next_reap, next_relay, next_clearing, next_sweep) - time.monotonic()))
+            self._ended.wait(max(0.0, min(next_clearing, next_sweep) - time.monotonic()))
 
     def _archive(self, folder: ArtifactFolder) -> int:
         days = self._settings.retention_days
         if days is None:
             return 0
-        return archive_ended(self._engine, folder, days, drop_files=self._settings.retention_files == "drop")
+        dropped = self._settings.retention_files == "drop"
+        return archive_ended(self._engine, folder, days, drop_files=dropped, at_fault=self._at_fault)
 
     def _forget(self) -> int:
         days = self._settings.retention_days
