@@ -211,6 +211,23 @@ def test_the_sweeper_archives_what_has_ended_if_it_is_told_to(
         assert (job(job_id).archived_at is None) == (days is None)
 
 
+def test_a_store_that_is_silent_holds_up_no_rescue(
+    ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = threading.Event()
+    monkeypatch.setattr("worker.sweeper.sweep_scratch", lambda *_: silent.wait(120) and 0)
+    sweeper = Sweeper(ledger, settings().ledger, None)
+    sweeper.start()
+    try:
+        lost = submitted()
+        assert claim(ledger, lost, "gone", "token", 0.3) is not None
+        eventually(lambda: job(lost).state == "queued")
+        assert not silent.is_set()
+    finally:
+        silent.set()
+        sweeper.stop()
+
+
 def test_the_sweeper_ends_what_waits_past_its_deadline(
     ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
 ) -> None:
