@@ -2,7 +2,8 @@
 
 A worker registers under an id of its own and renews it; one that falls silent is counted on no more, and its row
 goes in the end. A device is known by its UUID, so several workers may offer the same one: the lease decides who
-computes there. What a device holds beside its jobs (`foreign_bytes`) is read while no job is on it.
+computes there. What a device holds beside its jobs (`foreign_bytes`) is read while no job is on it, and `foreign_at`
+says when it last was: where leases overlap without end the figure grows old.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from sqlalchemy import (
     exists,
     func,
     literal,
+    or_,
     select,
     update,
 )
@@ -137,11 +139,12 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
             return False
         seen = sorted(used_bytes.keys() | set(connection.execute(offered).scalars()))
         if seen:
-            used = func.coalesce(bindparam("used", type_=BigInteger()), devices.c.foreign_bytes)
             connection.execute(
                 update(devices)
                 .where(devices.c.uuid == bindparam("device"))
-                .values(seen_at=ledger_now(), foreign_bytes=_foreign(bindparam("device"), used)),
+                .values(
+                    {"seen_at": ledger_now()} | _foreign(bindparam("device"), bindparam("used", type_=BigInteger()))
+                ),
                 [{"device": uuid, "used": used_bytes.get(uuid)} for uuid in seen],
             )
         return True
@@ -237,10 +240,10 @@ def _register_device(connection: Connection, worker: Worker, device: Device) -> 
     }
     connection.execute(
         insertion(devices)
-        .values(values | {"uuid": device.uuid, "foreign_bytes": device.used_bytes})
+        .values(values | {"uuid": device.uuid, "foreign_bytes": device.used_bytes, "foreign_at": ledger_now()})
         .on_conflict_do_update(
             index_elements=[devices.c.uuid],
-            set_=values | {"foreign_bytes": _foreign(literal(device.uuid), literal(device.used_bytes, BigInteger))},
+            set_=values | _foreign(literal(device.uuid), literal(device.used_bytes, BigInteger)),
         )
     )
     connection.execute(
@@ -250,10 +253,13 @@ def _register_device(connection: Connection, worker: Worker, device: Device) -> 
     )
 
 
-def _foreign(uuid: ColumnElement[str], used: ColumnElement[int]) -> ColumnElement[int]:
-    """What is used while no job is there is others'; what they hold beside a job nobody can tell."""
-    leased = exists().where(device_leases.c.device_uuid == uuid)
-    return case((leased, devices.c.foreign_bytes), else_=used)
+def _foreign(uuid: ColumnElement[str], used: ColumnElement[int | None]) -> dict[str, ColumnElement[Any]]:
+    """What is used while no job is there is others', as of now; what they hold beside a job nobody can tell."""
+    unread = or_(exists().where(device_leases.c.device_uuid == uuid), used.is_(None))
+    return {
+        "foreign_bytes": case((unread, devices.c.foreign_bytes), else_=used),
+        "foreign_at": case((unread, devices.c.foreign_at), else_=ledger_now()),
+    }
 
 
 def _upsert(connection: Connection) -> Any:  # noqa: ANN401 - the two dialects' own classes share no base

@@ -8,10 +8,11 @@ What is decided here may be overtaken; that a device is never leased beyond what
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, Row, and_, func, literal, or_, select, update
+from sqlalchemy import Connection, Engine, Row, and_, case, func, literal, or_, select, update
 
 from catalog.job import JobDocument
 from catalog.needs import factories_of
@@ -25,6 +26,8 @@ from jobs.tables import device_leases, devices, jobs, worker_devices, workers
 from jobs.turns import due
 
 _CANDIDATES = 20
+_BELIEVED = timedelta(minutes=15)
+_NEVER = datetime.fromtimestamp(0, UTC)
 
 # built once: building a statement takes longer than the database takes to answer it
 _leased = (
@@ -36,7 +39,7 @@ _leased = (
     .group_by(device_leases.c.device_uuid)
     .subquery()
 )
-_DEVICES = select(devices, _leased.c.bytes, _leased.c.number).outerjoin(
+_DEVICES = select(devices, _leased.c.bytes, _leased.c.number, ledger_now().label("now")).outerjoin(
     _leased, _leased.c.device_uuid == devices.c.uuid
 )
 _busy = (
@@ -87,9 +90,12 @@ class _Device:
     kind: str
     capacity_bytes: int
     most_bytes: int
-    """What may be leased there while no job is: on a host others than jobs always hold some."""
+    """What may be leased there while no job is, by what others were last seen to hold: on a host always some."""
     free_bytes: int
     """-1 where nothing may be put there, however little it needs."""
+    read_at: datetime
+    """When it was last read what others hold: while jobs are there it cannot be."""
+    now: datetime
     offers: list[_Offer] = field(default_factory=list)
     reserver: Row[Any] | None = None
     """The job that it is kept for."""
@@ -119,9 +125,24 @@ class _Device:
             (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
         )
 
+    @property
+    def doubted_since(self) -> datetime:
+        """Jobs queued later doubt what others are said to hold: it was read long ago, and may be gone.
+
+        It is read anew when the device was emptied for one. Where that was in vain the job believes it for as long as
+        it had waited by then: it has the device emptied again at twice the age only.
+        """
+        age = self.now - self.read_at
+        return self.now - 2 * age if age > _BELIEVED else self.now
+
+    def leaves(self, job: Row[Any]) -> bool:
+        """Whether others than jobs leave what the job needs, as far as it believes what was read of them."""
+        doubted = (job.queued_at or self.now) > self.doubted_since
+        return (job.needs_bytes or 0) <= (self.capacity_bytes if doubted else self.most_bytes)
+
     def could_lease(self, job: Row[Any]) -> bool:
         """Whether a job could be put here once no other is: keeping the device for one that cannot helps nobody."""
-        return (job.needs_bytes or 0) <= self.most_bytes and self.could_hold(job, live=True)
+        return self.leaves(job) and self.could_hold(job, live=True)
 
 
 def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int = 20) -> list[Place]:
@@ -162,9 +183,10 @@ def may_come(engine: Engine, worker_id: str) -> bool:
 def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
     """Keep each of the worker's devices for the job that has waited there longest for more than is free.
 
-    A job is kept one device for, the smallest that could hold it beside what others than jobs hold there; where they
-    come to hold more than it leaves, the device is kept no longer. What fits on every device of its kind is never
-    passed over for its size, so it reserves none: between tenants the turns decide, not who has waited.
+    A job is kept one device for, the smallest that could hold it beside what others than jobs hold there. That is read
+    only while no job is there: where it is old the device is kept until it is read anew, and no longer if it is too
+    much. What fits on every device of its kind is never passed over for its size, so it reserves none: between tenants
+    the turns decide, not who has waited.
     """
     with reading(engine) as connection:
         fleet = _fleet(connection)
@@ -201,7 +223,7 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
         fleet = _fleet(connection)
     model, data = factories_of(document)
     asked: Any = SimpleNamespace(
-        id=None, needs_bytes=needs_bytes, model_factory=model, data_factory=data, device_class=None
+        id=None, needs_bytes=needs_bytes, model_factory=model, data_factory=data, device_class=None, queued_at=None
     )
     return _placement_of_queued(fleet, asked)
 
@@ -289,6 +311,8 @@ def _fleet(connection: Connection) -> list[_Device]:
                 capacity_bytes=row.capacity_bytes,
                 most_bytes=most,
                 free_bytes=free,
+                read_at=row.foreign_at or _NEVER,
+                now=row.now,
                 offers=offers.get(row.uuid, []),
                 # a device whose workers are gone keeps room for nobody: the job may reserve another
                 reserver=waiting.get(row.reserved_job_id) if any(o.live for o in offers.get(row.uuid, [])) else None,
@@ -338,7 +362,7 @@ def _reserver(
 ) -> str | None:
     """The job that this device is to be kept for from now on."""
     whole = [each.capacity_bytes for each in fleet if each.kind != "host" and any(o.live for o in each.offers)]
-    more_than = max(device.free_bytes, 0) if device.kind == "host" else min(whole, default=0)
+    more_than = max(device.free_bytes, 0) if device.kind == "host" else min([*whole, device.most_bytes])
     if device.kind != "host" and device.free_bytes >= 0:
         return None  # free for whoever comes next
     rows = connection.execute(
@@ -346,7 +370,8 @@ def _reserver(
         .where(
             jobs.c.state == literal("queued", literal_execute=True),
             jobs.c.needs_bytes > more_than,
-            jobs.c.needs_bytes <= device.most_bytes,
+            jobs.c.needs_bytes
+            <= case((jobs.c.queued_at > device.doubted_since, device.capacity_bytes), else_=device.most_bytes),
             jobs.c.queued_at <= ledger_now(-after_seconds),
             suited(device.kind, offer.factories),
             due(),
@@ -370,6 +395,6 @@ def _reserver(
 def _placed(fleet: Sequence[_Device], device: _Device) -> bool:
     """Whether what this device is kept for could begin on another one, or no longer fits here."""
     job = device.reserver
-    if job is None or (job.needs_bytes or 0) > device.most_bytes:
+    if job is None or not device.leaves(job):
         return True
     return any(each.takes_now(job) for each in fleet if each.uuid != device.uuid and each.reserver is None)

@@ -218,6 +218,7 @@ devices = Table(
     Column("name", String(200), nullable=False),
     Column("capacity_bytes", BigInteger, nullable=False),
     Column("foreign_bytes", BigInteger, nullable=False, server_default=text("0")),  # held there by others than jobs
+    Column("foreign_at", Moment()),  # when that was last read: while a job is there it cannot be
     Column("lease_seq", BigInteger, nullable=False, server_default=text("0")),  # drawing it locks the device
     Column("reserved_job_id", _Id),
     Column("seen_at", Moment(), nullable=False),

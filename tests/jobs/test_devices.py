@@ -106,6 +106,25 @@ def test_what_others_hold_is_read_while_no_job_is_there(ledger: Engine, joined: 
     assert list_devices(ledger)[0].foreign_bytes == 3
 
 
+def test_when_that_was_read_is_known(ledger: Engine, joined: Any) -> None:
+    def lately(act: Callable[[], Any]) -> bool:
+        with writing(ledger) as connection:
+            connection.execute(update(devices).values(foreign_at=ledger_now(-600)))
+        act()
+        with reading(ledger) as connection:
+            return bool(connection.execute(select(devices.c.foreign_at > ledger_now(-300))).scalar_one())
+
+    worker = joined(SMALL)
+    with reading(ledger) as connection:
+        assert connection.execute(select(devices.c.foreign_at > ledger_now(-300))).scalar_one()
+    assert lately(lambda: renew(ledger, worker.id, {SMALL.uuid: 3}, 45))
+    assert lately(lambda: register(ledger, worker, (SMALL,), 45))
+    assert not lately(lambda: renew(ledger, worker.id, {}, 45))  # it was leased as that was read
+    lease(ledger, SMALL, SMALL.capacity_bytes)
+    assert not lately(lambda: renew(ledger, worker.id, {SMALL.uuid: 3}, 45))
+    assert not lately(lambda: register(ledger, worker, (SMALL,), 45))
+
+
 @pytest.mark.parametrize("device", [SMALL, HOST])
 def test_the_memory_of_a_job_that_ends_after_the_reading_is_not_taken_for_others(
     ledger: Engine, joined: Any, device: Device

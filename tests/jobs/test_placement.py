@@ -17,7 +17,7 @@ from jobs.claims import claim, finish, hand_back, write_plan
 from jobs.clock import ledger_now
 from jobs.codec import parse_document
 from jobs.database import reading, writing
-from jobs.devices import Device, Worker, list_devices, register
+from jobs.devices import Device, Worker, list_devices, register, renew
 from jobs.identifiers import new_id
 from jobs.leases import Place, free_drained, note_guardian, release
 from jobs.placement import may_come, next_places, placement_of, reserve
@@ -545,6 +545,91 @@ def test_no_device_is_kept_for_what_others_leave_no_room_for(
     young = waiting(1, age=1)
     end(ledger, held)
     assert [each.job_id for each in next_places(ledger, worker, 0)] == [young]
+
+
+def read_ago(engine: Engine, minutes: float | None) -> None:
+    """It was that long ago that it was read what others hold, since jobs were there ever since; None: nobody knows."""
+    with writing(engine) as connection:
+        connection.execute(update(devices).values(foreign_at=None if minutes is None else ledger_now(-60 * minutes)))
+
+
+@pytest.mark.parametrize("others", [shared("h", 64, used=20), gpu("h", 64, used=20)])
+@pytest.mark.parametrize("minutes", [20, None])
+def test_what_others_held_long_ago_keeps_no_job_from_beginning(
+    ledger: Engine, joined: Any, waiting: Any, others: Device, minutes: float | None
+) -> None:
+    """Jobs follow each other without a gap, so what others hold is not read; it has long been nothing."""
+    worker = joined(others, slots=9)
+    waiting(10, age=300)
+    held = take(ledger, worker)
+    assert held is not None
+    big, young = waiting(50, age=70), waiting(1, age=1)
+    reserve(ledger, worker, 60)
+    assert not any(each.reserved for each in list_devices(ledger))
+    assert "than jobs hold" in status(ledger, big).message
+    read_ago(ledger, minutes)
+    assert status(ledger, big).message.endswith("waits for its turn and a free device")
+    reserve(ledger, worker, 60)
+    assert status(ledger, big).device == others.uuid
+    end(ledger, held)
+    reserve(ledger, worker, 60)
+    assert next_places(ledger, worker, 0) == []  # it is empty, but what others hold has not been read yet
+    assert renew(ledger, worker, {others.uuid: 0}, 600)
+    reserve(ledger, worker, 60)
+    first = take(ledger, worker)
+    assert first is not None
+    assert first.job_id == big
+    assert status(ledger, young).status == "waiting"
+
+
+def test_a_device_that_was_emptied_in_vain_is_emptied_again_at_twice_the_age(
+    ledger: Engine, joined: Any, waiting: Any
+) -> None:
+    worker = joined(shared("h", 64, used=20), slots=9)
+    waiting(10, age=9000)
+    held = take(ledger, worker)
+    assert held is not None
+    big, young = waiting(50, age=3600), waiting(1, age=1)
+    read_ago(ledger, 61)
+    reserve(ledger, worker, 60)
+    assert status(ledger, big).status == "reserved"
+    end(ledger, held)
+    assert renew(ledger, worker, {"HOST-h": 20 * GIB}, 600)
+    reserve(ledger, worker, 60)
+    assert status(ledger, big).status == "waiting"
+    again = take(ledger, worker)
+    assert again is not None
+    assert again.job_id == young
+    for waited, read, kept in ((90, 30, "waiting"), (118, 58, "waiting"), (122, 62, "reserved")):
+        with writing(ledger) as connection:
+            connection.execute(update(jobs).where(jobs.c.id == big).values(queued_at=ledger_now(-60 * waited)))
+        read_ago(ledger, read)
+        reserve(ledger, worker, 60)
+        assert status(ledger, big).status == kept
+
+
+def test_between_equal_gpus_a_job_that_others_left_no_room_for_reserves_one(
+    ledger: Engine, joined: Any, waiting: Any
+) -> None:
+    """By its size it would fit on each, so turns should decide; but it is passed over for its size on each."""
+    worker = joined(gpu("a", 80, used=10), gpu("b", 80, used=10), slots=3)
+    waiting(60, age=300), waiting(60, age=300)
+    held = [take(ledger, worker) for _ in range(2)]
+    big, young = waiting(75, age=70), waiting(60, age=1)
+    reserve(ledger, worker, 60)
+    assert not any(each.reserved for each in list_devices(ledger))
+    read_ago(ledger, 20)
+    reserve(ledger, worker, 60)
+    assert [each.reserved for each in list_devices(ledger)] == [True, False]
+    for each in held:
+        assert each is not None
+        end(ledger, each)
+    assert [each.job_id for each in next_places(ledger, worker, 0)] == [young]  # on the other
+    assert renew(ledger, worker, {"FAKE-a": 0}, 600)
+    assert next_places(ledger, worker, 0) == [
+        Place(job_id=big, worker_id=worker, device_uuid="FAKE-a"),
+        Place(job_id=young, worker_id=worker, device_uuid="FAKE-b"),
+    ]
 
 
 def test_a_smaller_device_that_others_fill_keeps_no_larger_one_from_being_reserved(
