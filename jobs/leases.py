@@ -35,6 +35,7 @@ _GUARDIAN_GRACE_SECONDS = 3.0
 """From the end of a lease until the guardian of a silent worker has killed what it guards."""
 
 _others = workers.alias("others")
+_here = devices.alias("here")
 # built once, and what is asked of a device in one statement: a claim waits for each
 _LEASES_THERE = device_leases.c.device_uuid == bindparam("device")
 _THERE = select(
@@ -246,12 +247,25 @@ def _share(device: Row[Any], free: int, slots: int, *, planned: bool) -> int:
 
 
 def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: str) -> bool:
-    """Whether another device that is offered now could hold the job."""
+    """Whether another device that is offered now could hold the job beside what others than jobs hold there.
+
+    Of a host they never let go of all. A GPU may be all the job's some day: that is waited for where this device is too
+    small for it whoever leaves it, not where the two are equals.
+    """
+    capacity = devices.c.capacity_bytes
+    this = select(_here.c.capacity_bytes).where(_here.c.uuid == here).scalar_subquery()
     found = connection.execute(
         select(devices.c.kind, workers.c.factories)
         .join(worker_devices, worker_devices.c.device_uuid == devices.c.uuid)
         .join(workers, workers.c.id == worker_devices.c.worker_id)
-        .where(workers.c.expires_at >= ledger_now(), devices.c.capacity_bytes >= needs, devices.c.uuid != here)
+        .where(
+            workers.c.expires_at >= ledger_now(),
+            devices.c.uuid != here,
+            or_(
+                capacity - devices.c.foreign_bytes >= needs,
+                and_(devices.c.kind != "host", capacity >= needs, this < needs),
+            ),
+        )
     ).all()
     return any(suits(drawn, row.kind, row.factories) for row in found)
 

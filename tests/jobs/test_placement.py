@@ -349,6 +349,31 @@ def test_a_job_that_outgrew_what_others_leave_of_the_host_goes_on_as_it_can(
     assert over_committed(ledger) == []
 
 
+@pytest.mark.parametrize("kind", [shared, gpu])
+def test_a_job_is_not_handed_back_to_a_device_that_never_leases_it_as_much(
+    ledger: Engine, joined: Any, waiting: Any, kind: Any
+) -> None:
+    """The other holds as much by its capacity, but others leave no more of it than of this one."""
+    worker, _ = joined(kind("a", 16, used=4), slots=2), joined(kind("b", 16, used=4), slots=2)
+    waiting(1), waiting(1)
+    held, _ = take(ledger, worker), take(ledger, worker)
+    assert held is not None
+    assert write_plan(ledger, held, Planned(plan={"host_peak_bytes": int(11.7 * GIB)}))  # and the tenth: 13
+    assert over_committed(ledger) == []
+
+
+@pytest.mark.parametrize(("other", "goes"), [(gpu("b", 80, used=70), True), (shared("b", 80, used=70), False)])
+def test_for_what_is_too_small_for_it_a_job_waits_for_a_gpu_that_others_may_leave(
+    ledger: Engine, joined: Any, waiting: Any, other: Device, goes: bool
+) -> None:
+    worker, _ = joined(gpu("a", 16)), joined(other)
+    waiting(1)
+    held = take(ledger, worker, 0)
+    assert held is not None
+    assert held.lease.device_uuid == "FAKE-a"
+    assert write_plan(ledger, held, Planned(plan={"host_peak_bytes": 36 * GIB})) is not goes
+
+
 def test_the_numbers_of_a_planned_job_stay_on_their_class_of_device(ledger: Engine, joined: Any, waiting: Any) -> None:
     real = Device(uuid="GPU-a", kind="cuda", name="GPU", capacity_bytes=80 * GIB)
     cpu, cuda = joined(shared("h", 999)), joined(real)
