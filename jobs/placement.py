@@ -1,65 +1,29 @@
 """Which queued job goes on which device: the smallest free one that holds it, and room kept for who waits long.
 
-A device is *smaller* than another by its capacity, and every GPU is smaller than a host, which computes more slowly.
 A worker leaves a job for a short grace to a smaller free device of another worker that was seen lately. A job that
 waits long for more than is free on a device reserves one: nothing younger is put there until it is (`reserve`).
 What is decided here may be overtaken; that a device is never leased beyond what it has is `jobs.leases`'s to see to.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, Row, and_, case, func, literal, or_, select, update
+from sqlalchemy import Connection, Engine, Row, and_, case, literal, or_, select, update
 
 from catalog.job import JobDocument
 from catalog.needs import factories_of
 from catalog.record import record
 from jobs.clock import ledger_now
 from jobs.database import reading, writing
+from jobs.fleet import FleetDevice, Offer, offered_by, read_fleet
 from jobs.leases import Place, device_class, suited, suits
 from jobs.records import Job
 from jobs.seats import NEEDS, Seat, seat_values, seats_query
-from jobs.tables import device_leases, devices, jobs, worker_devices, workers
+from jobs.tables import device_leases, devices, jobs
 from jobs.turns import due
 
 _CANDIDATES = 20
-_BELIEVED = timedelta(minutes=15)
-_NEVER = datetime.fromtimestamp(0, UTC)
-
-# built once: building a statement takes longer than the database takes to answer it
-_leased = (
-    select(
-        device_leases.c.device_uuid,
-        func.sum(device_leases.c.bytes).label("bytes"),
-        func.count().label("number"),
-    )
-    .group_by(device_leases.c.device_uuid)
-    .subquery()
-)
-_DEVICES = select(devices, _leased.c.bytes, _leased.c.number, ledger_now().label("now")).outerjoin(
-    _leased, _leased.c.device_uuid == devices.c.uuid
-)
-_busy = (
-    select(device_leases.c.worker_id, func.count().label("number"))
-    .where(device_leases.c.draining_at.is_(None))
-    .group_by(device_leases.c.worker_id)
-    .subquery()
-)
-_OFFERS = (
-    select(
-        worker_devices.c.device_uuid,
-        workers.c.id,
-        workers.c.factories,
-        workers.c.slots,
-        _busy.c.number,
-        (workers.c.expires_at >= ledger_now()).label("live"),
-    )
-    .join(workers, workers.c.id == worker_devices.c.worker_id)
-    .outerjoin(_busy, _busy.c.worker_id == workers.c.id)
-)
 
 
 @record
@@ -72,84 +36,11 @@ class Placement:
     """The device that it computes on, or that is kept for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Offer:
-    """A device as one worker offers it."""
-
-    worker_id: str
-    factories: tuple[str, ...]
-    free_slots: int
-    live: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Device:
-    """A device, with what is free there now."""
-
-    uuid: str
-    kind: str
-    capacity_bytes: int
-    most_bytes: int
-    """What may be leased there while no job is, by what others were last seen to hold: on a host always some."""
-    free_bytes: int
-    """-1 where nothing may be put there, however little it needs."""
-    read_at: datetime
-    """When it was last read what others hold: while jobs are there it cannot be."""
-    now: datetime
-    offers: list[_Offer] = field(default_factory=list)
-    reserver: Row[Any] | None = None
-    """The job that it is kept for."""
-
-    @property
-    def size(self) -> tuple[bool, int]:
-        """What makes it smaller or larger than another."""
-        return self.kind == "host", self.capacity_bytes
-
-    @property
-    def rank(self) -> tuple[bool, int, str]:
-        """The order from small to large, the same for everybody who looks."""
-        return *self.size, self.uuid
-
-    def offered_by(self, worker_id: str) -> bool:
-        return any(each.worker_id == worker_id for each in self.offers)
-
-    def takes_now(self, job: Row[Any]) -> bool:
-        """Whether some worker could begin the job here at once."""
-        return (job.needs_bytes or 0) <= self.free_bytes and any(
-            each.live and each.free_slots > 0 and suits(job, self.kind, each.factories) for each in self.offers
-        )
-
-    def could_hold(self, job: Row[Any], *, live: bool) -> bool:
-        """Whether it has what the job needs, when nothing else is there."""
-        return (job.needs_bytes or 0) <= self.capacity_bytes and any(
-            (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
-        )
-
-    @property
-    def doubted_since(self) -> datetime:
-        """Jobs queued later doubt what others are said to hold: it was read long ago, and may be gone.
-
-        It is read anew when the device was emptied for one. Where that was in vain the job believes it for as long as
-        it had waited by then: it has the device emptied again at twice the age only.
-        """
-        age = self.now - self.read_at
-        return self.now - 2 * age if age > _BELIEVED else self.now
-
-    def leaves(self, job: Row[Any]) -> bool:
-        """Whether others than jobs leave what the job needs, as far as it believes what was read of them."""
-        doubted = (job.queued_at or self.now) > self.doubted_since
-        return (job.needs_bytes or 0) <= (self.capacity_bytes if doubted else self.most_bytes)
-
-    def could_lease(self, job: Row[Any]) -> bool:
-        """Whether a job could be put here once no other is: keeping the device for one that cannot helps nobody."""
-        return self.leaves(job) and self.could_hold(job, live=True)
-
-
 def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int = 20) -> list[Place]:
     """What a worker is to claim, in this order, and on which device of its own each; nothing where it is not known."""
     with reading(engine) as connection:
-        fleet = _fleet(connection)
-        own = _own(fleet, worker_id)
+        fleet = read_fleet(connection)
+        own = offered_by(fleet, worker_id)
         free = [(each, offer) for each, offer in own if each.free_bytes >= 0]
         if not free:
             return []
@@ -169,7 +60,7 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
 def may_come(engine: Engine, worker_id: str) -> bool:
     """Whether anything is queued that the worker could take if all of its devices were free."""
     with reading(engine) as connection:
-        own = _own(_fleet(connection), worker_id)
+        own = offered_by(read_fleet(connection), worker_id)
         if not own:
             return True
         holds = or_(*(and_(each.capacity_bytes >= NEEDS, suited(each.kind, offer.factories)) for each, offer in own))
@@ -189,13 +80,15 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
     the turns decide, not who has waited.
     """
     with reading(engine) as connection:
-        fleet = _fleet(connection)
+        fleet = read_fleet(connection)
         wanted = {
             each.uuid: _reserver(connection, fleet, each, offer, after_seconds)
-            for each, offer in _own(fleet, worker_id)
+            for each, offer in offered_by(fleet, worker_id)
             if each.reserver is None
         }
-        stale = {each.uuid for each, _ in _own(fleet, worker_id) if each.reserver is not None and _placed(fleet, each)}
+        stale = {
+            each.uuid for each, _ in offered_by(fleet, worker_id) if each.reserver is not None and _placed(fleet, each)
+        }
     changes = {uuid: job for uuid, job in wanted.items() if job is not None} | dict.fromkeys(stale)
     if changes:
         with writing(engine) as connection:
@@ -213,14 +106,14 @@ def placement_of(engine: Engine, job: Job) -> Placement | None:
             return None
         if row.state != "queued":
             return _placement_of_running(connection, row)
-        fleet = _fleet(connection)
+        fleet = read_fleet(connection)
     return _placement_of_queued(fleet, row)
 
 
 def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> Placement:
     """Where a job of the document would stand if it were submitted now."""
     with reading(engine) as connection:
-        fleet = _fleet(connection)
+        fleet = read_fleet(connection)
     model, data = factories_of(document)
     asked: Any = SimpleNamespace(
         id=None, needs_bytes=needs_bytes, model_factory=model, data_factory=data, device_class=None, queued_at=None
@@ -239,7 +132,7 @@ def _placement_of_running(connection: Connection, row: Row[Any]) -> Placement | 
     return Placement(status="placed", message=f"computes on {found.name} of {found.node}", device=found.device_uuid)
 
 
-def _placement_of_queued(fleet: Sequence[_Device], row: Row[Any]) -> Placement:
+def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placement:
     kept = next((each for each in fleet if each.reserver is not None and each.reserver.id == row.id), None)
     needs = "" if row.needs_bytes is None else f"needs {readable(row.needs_bytes)}; "
     if kept is not None:
@@ -261,7 +154,7 @@ def _placement_of_queued(fleet: Sequence[_Device], row: Row[Any]) -> Placement:
     return _nowhere(fleet, row)
 
 
-def _nowhere(fleet: Sequence[_Device], row: Row[Any]) -> Placement:
+def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placement:
     """Say what it is that no known device or worker has."""
     named = [name for name in (row.model_factory, row.data_factory) if name is not None]
     able = [each for each in fleet if any(suits(row, each.kind, offer.factories) for offer in each.offers)]
@@ -289,58 +182,7 @@ def readable(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def _fleet(connection: Connection) -> list[_Device]:
-    """Every known device, from small to large, with who offers it and what is free there."""
-    rows = connection.execute(_DEVICES).all()
-    reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
-    waiting = {}
-    if reserved:
-        found = connection.execute(select(jobs).where(jobs.c.id.in_(reserved), jobs.c.state == "queued", due())).all()
-        waiting = {row.id: row for row in found}
-    offers = _offers(connection)
-    fleet = []
-    for row in rows:
-        most = max(0, row.capacity_bytes - row.foreign_bytes)
-        free = max(0, most - int(row.bytes or 0))
-        if row.kind != "host" and (row.number or free == 0):
-            free = -1
-        fleet.append(
-            _Device(
-                uuid=row.uuid,
-                kind=row.kind,
-                capacity_bytes=row.capacity_bytes,
-                most_bytes=most,
-                free_bytes=free,
-                read_at=row.foreign_at or _NEVER,
-                now=row.now,
-                offers=offers.get(row.uuid, []),
-                # a device whose workers are gone keeps room for nobody: the job may reserve another
-                reserver=waiting.get(row.reserved_job_id) if any(o.live for o in offers.get(row.uuid, [])) else None,
-            )
-        )
-    return sorted(fleet, key=lambda each: each.rank)
-
-
-def _offers(connection: Connection) -> dict[str, list[_Offer]]:
-    rows = connection.execute(_OFFERS).all()
-    offers: dict[str, list[_Offer]] = {}
-    for row in rows:
-        offers.setdefault(row.device_uuid, []).append(
-            _Offer(
-                worker_id=row.id,
-                factories=tuple(row.factories),
-                free_slots=row.slots - (row.number or 0),
-                live=bool(row.live),
-            )
-        )
-    return offers
-
-
-def _own(fleet: Sequence[_Device], worker_id: str) -> list[tuple[_Device, _Offer]]:
-    return [(each, offer) for each in fleet for offer in each.offers if offer.worker_id == worker_id]
-
-
-def _seat(fleet: Sequence[_Device], device: _Device, offer: _Offer, number: int) -> tuple[Seat, dict[str, Any]]:
+def _seat(fleet: Sequence[FleetDevice], device: FleetDevice, offer: Offer, number: int) -> tuple[Seat, dict[str, Any]]:
     """Which queued jobs may be put on this device by this worker now."""
     smaller = [
         each
@@ -358,7 +200,7 @@ def _seat(fleet: Sequence[_Device], device: _Device, offer: _Offer, number: int)
 
 
 def _reserver(
-    connection: Connection, fleet: Sequence[_Device], device: _Device, offer: _Offer, after_seconds: float
+    connection: Connection, fleet: Sequence[FleetDevice], device: FleetDevice, offer: Offer, after_seconds: float
 ) -> str | None:
     """The job that this device is to be kept for from now on."""
     whole = [each.capacity_bytes for each in fleet if each.kind != "host" and any(o.live for o in each.offers)]
@@ -392,7 +234,7 @@ def _reserver(
     return None
 
 
-def _placed(fleet: Sequence[_Device], device: _Device) -> bool:
+def _placed(fleet: Sequence[FleetDevice], device: FleetDevice) -> bool:
     """Whether what this device is kept for could begin on another one, or no longer fits here."""
     job = device.reserver
     if job is None or not device.leaves(job):
