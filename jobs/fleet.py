@@ -116,6 +116,10 @@ class FleetDevice:
         age = self.now - self.read_at
         return self.now - 2 * age if age > _BELIEVED else self.now
 
+    def most_bytes_if_read(self, seconds: float) -> int:
+        """What others than jobs leave, if that was read in the last ``seconds``; else all there is."""
+        return self.most_bytes if self.now - self.read_at <= timedelta(seconds=seconds) else self.capacity_bytes
+
     def leaves(self, job: Row[Any]) -> bool:
         """Whether others than jobs leave what the job needs, as far as it believes what was read of them."""
         doubted = (job.queued_at or self.now) > self.doubted_since

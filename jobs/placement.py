@@ -57,13 +57,21 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
     return [Place(job_id=row.id, worker_id=worker_id, device_uuid=row.told) for row in found if row.told is not None]
 
 
-def may_come(engine: Engine, worker_id: str) -> bool:
-    """Whether anything is queued that the worker could take if all of its devices were free."""
+def may_come(engine: Engine, worker_id: str, read_seconds: float) -> bool:
+    """Whether anything is queued that the worker could take if no job were on its devices.
+
+    What others hold there counts where it was read in the last ``read_seconds``; before that a job was there, and it is
+    about to be read.
+    """
     with reading(engine) as connection:
         own = offered_by(read_fleet(connection), worker_id)
         if not own:
             return True
-        holds = or_(*(and_(each.capacity_bytes >= NEEDS, suited(each.kind, offer.factories)) for each, offer in own))
+        fits = [
+            and_(each.most_bytes_if_read(read_seconds) >= NEEDS, suited(each.kind, offer.factories))
+            for each, offer in own
+        ]
+        holds = or_(*fits)
         return bool(
             connection.execute(
                 select(jobs.c.id).where(jobs.c.state == literal("queued", literal_execute=True), due(), holds).limit(1)

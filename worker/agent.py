@@ -30,6 +30,8 @@ from worker.settings import WorkerSettings
 from worker.supervisor import Supervisor
 
 _CLAIM_TRIES = 3
+_READ_BEATS = 2
+"""What others hold of a device where no job is was read within as many beats."""
 _GRACE_POLLS = 2
 """A job is left so long to a smaller device: its worker has looked into the queue by then."""
 
@@ -119,7 +121,8 @@ class Agent:
         """Asked by the thread that takes jobs. What runs here is looked at first: as it ends it may join the queue."""
         with self._lock:
             running = bool(self._supervisors)
-        return not running and not may_come(self._engine, self._registration.worker.id)
+        beats = _READ_BEATS * self._settings.ledger.heartbeat_seconds
+        return not running and not may_come(self._engine, self._registration.worker.id, beats)
 
     def _claim_next(self) -> Claim | None:
         """The first in turn that no other worker was quicker to take."""

@@ -394,7 +394,7 @@ def test_a_factory_goes_to_a_worker_that_lists_it(ledger: Engine, joined: Any, w
     )
     job_id = waiting(**FACTORY)
     assert next_places(ledger, plain, 0) == []
-    assert not may_come(ledger, plain)
+    assert not may_come(ledger, plain, 30)
     place = Place(job_id=job_id, worker_id=plain, device_uuid="HOST-a")
     assert claim(ledger, job_id, "w", "t", 45, place=place) is None
     assert [each.job_id for each in next_places(ledger, lab, 0)] == [job_id]
@@ -655,6 +655,22 @@ def test_between_equal_gpus_a_job_that_others_left_no_room_for_reserves_one(
         Place(job_id=big, worker_id=worker, device_uuid="FAKE-a"),
         Place(job_id=young, worker_id=worker, device_uuid="FAKE-b"),
     ]
+
+
+@pytest.mark.parametrize("device", [shared("h", 16, used=4), gpu("h", 16, used=4)])
+def test_nothing_may_come_of_what_others_leave_no_room_for(
+    ledger: Engine, joined: Any, waiting: Any, device: Device
+) -> None:
+    """While jobs are there it is not known, and it is read right after the last of them."""
+    worker = joined(device)
+    waiting(14)
+    assert not may_come(ledger, worker, 30)
+    read_ago(ledger, 1)
+    assert may_come(ledger, worker, 30)
+    assert renew(ledger, worker, {device.uuid: 4 * GIB}, 600)
+    assert not may_come(ledger, worker, 30)
+    assert renew(ledger, worker, {device.uuid: 1 * GIB}, 600)
+    assert may_come(ledger, worker, 30)
 
 
 def test_a_smaller_device_that_others_fill_keeps_no_larger_one_from_being_reserved(

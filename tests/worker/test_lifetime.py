@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from jobs.claims import claim
+from jobs.database import writing
 from jobs.errors import SettingsInvalid
+from jobs.tables import jobs
 from worker.agent import Agent
+from worker.devices import host
 from worker.lifetime import ENDING_SECONDS, Lifetime
 
 NOW = 1_800_000_000.0
@@ -87,6 +91,20 @@ def test_another_workers_job_is_not_waited_for(ledger: Any, settings: Any, scrip
     agent.start()
     assert agent.idle.wait(240)
     assert agent.drain(5)
+
+
+def test_a_job_that_others_leave_no_room_for_is_not_waited_for(
+    ledger: Any, settings: Any, scripted: Any, submitted: Any, job: Any
+) -> None:
+    """It would fit on this machine, were nothing else running there."""
+    job_id = submitted()
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).values(needs_bytes=host("node").capacity_bytes))
+    agent = Agent(ledger, settings(lifetime=Lifetime(until_idle=True)), scripted(["finish"]))
+    agent.start()
+    assert agent.idle.wait(240)
+    assert agent.drain(5)
+    assert job(job_id).state == "queued"
 
 
 def test_without_being_asked_to_it_never_says_so(ledger: Any, settings: Any, scripted: Any) -> None:
