@@ -105,6 +105,7 @@ class S3Objects:
         try:
             with self.open(key, size_bytes) as stream, part.open("wb") as file:
                 while chunk := stream.read(_CHUNK_BYTES):
+                    _require_name(file, key)
                     digest.update(chunk)
                     file.write(chunk)
                 file.flush()
@@ -252,6 +253,7 @@ def _verified_parts(file: BinaryIO, part_bytes: int, sha256: str, *, called: str
     digest = hashlib.sha256()
     held = b""
     while part := file.read(part_bytes):
+        _require_name(file, called)
         digest.update(part)
         if held:
             yield held
@@ -259,6 +261,12 @@ def _verified_parts(file: BinaryIO, part_bytes: int, sha256: str, *, called: str
     if digest.hexdigest() != sha256:
         raise ArtifactDamaged(f"artifact {called} has another SHA-256 than declared: its bytes have changed")
     yield held
+
+
+def _require_name(file: BinaryIO, called: str) -> None:
+    """Whoever asked for gigabytes, and is gone since, has cleared its folder: they need not all be sent."""
+    if os.fstat(file.fileno()).st_nlink == 0:
+        raise ArtifactDamaged(f"artifact {called} was removed on its way; the attempt that it is of has ended")
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
 """Both stores keep the same promises: whole or not at all, verified, found damaged, removed only when old."""
 
 import hashlib
+import io
 import os
+import shutil
 import threading
 import urllib.request
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 import obstore
@@ -15,7 +17,7 @@ import pytest
 from obstore.store import S3Store
 
 from jobs.errors import ArtifactDamaged, SettingsInvalid, StoreUnavailable
-from jobs.local_objects import LocalObjects, require_digest
+from jobs.local_objects import LocalObjects, open_plain, require_digest
 from jobs.objects import MARKS, ObjectStore, StoredObject
 from jobs.s3_objects import S3Objects
 from jobs.s3_settings import S3Settings
@@ -279,6 +281,48 @@ def test_a_link_to_an_old_file_is_not_swept_while_it_is_verified(
     os.utime(source, (limit - 3600, limit - 3600))
     kept.store.put(KEY, source, sha256=hashlib.sha256(b"content").hexdigest(), size_bytes=7)
     assert kept.read(7) == b"content"
+
+
+def test_a_file_that_is_removed_while_it_is_sent_is_not_sent_to_its_end(
+    bucket: S3Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(S3Objects(bucket), tmp_path, None)
+
+    def opened(path: Path, *args: Any, **more: Any) -> BinaryIO:
+        file = open_plain(path, *args, **more)
+        path.unlink()
+        return file
+
+    monkeypatch.setattr("jobs.s3_objects.open_plain", opened)
+    with pytest.raises(ArtifactDamaged, match="removed"):
+        kept.put(bytes(range(256)) * (20 * 2**12))
+    assert kept.keys() == set()
+    kept.put(b"small enough to be read at once")
+    assert kept.keys() == {KEY}
+
+
+def test_a_file_that_is_removed_while_it_is_brought_is_not_brought_to_its_end(
+    bucket: S3Settings, tmp_path: Path
+) -> None:
+    target = tmp_path / "attempt" / "input"
+    target.parent.mkdir()
+
+    class Cleared(io.BytesIO):
+        """Has its reader's folder removed as soon as there is something to write there."""
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            shutil.rmtree(target.parent, ignore_errors=True)
+            return super().read(size)
+
+    class Slow(S3Objects):
+        def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
+            return streams[0]
+
+    content = bytes(2**20)
+    streams = [Cleared(content)]
+    with pytest.raises(ArtifactDamaged, match="removed"):
+        Slow(bucket).fetch(KEY, target, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
+    assert not target.parent.exists()
 
 
 def test_a_store_that_does_not_answer_is_tried_again_later(bucket: S3Settings, tmp_path: Path) -> None:
