@@ -14,7 +14,7 @@ files stay where they are until their job is deleted.
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -121,9 +121,12 @@ class ArtifactFolder:
         return job_id
 
 
-def open_artifacts(settings: LedgerSettings) -> ArtifactFolder:
-    """The artifacts that the operator's settings name."""
-    return ArtifactFolder(settings.artifact_root, None if settings.bucket is None else S3Objects(settings.bucket))
+def open_artifacts(
+    settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
+) -> ArtifactFolder:
+    """The artifacts that the operator's settings name, and what is to stand ``around`` their store."""
+    root = settings.artifact_root
+    return ArtifactFolder(root, around(LocalObjects(root) if settings.bucket is None else S3Objects(settings.bucket)))
 
 
 def object_key(tenant_id: str, sha256: str) -> str:

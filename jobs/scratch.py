@@ -8,6 +8,7 @@ Where machines share no folder, checkpoints are copied to the bucket (`jobs.scra
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy import Engine, select
@@ -16,6 +17,7 @@ from jobs.database import reading
 from jobs.errors import StoreUnavailable
 from jobs.identifiers import is_id
 from jobs.lifecycle import TERMINAL
+from jobs.objects import ObjectStore
 from jobs.s3_objects import S3Objects
 from jobs.scratch_store import MANIFEST, ScratchStore
 from jobs.settings import LedgerSettings
@@ -78,9 +80,11 @@ class Scratch:
         return self._root / job_id / _NAME
 
 
-def open_scratch(settings: LedgerSettings) -> Scratch:
-    """The scratch that the operator's settings name."""
-    copies = None if settings.bucket is None else ScratchStore(S3Objects(settings.bucket))
+def open_scratch(
+    settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
+) -> Scratch:
+    """The scratch that the operator's settings name, and what is to stand ``around`` the store of its copies."""
+    copies = None if settings.bucket is None else ScratchStore(around(S3Objects(settings.bucket)))
     return Scratch(settings.artifact_root, copies)
 
 

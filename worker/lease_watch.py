@@ -40,6 +40,7 @@ class LeaseWatch:
         self._settings = settings
         self._log = log
         self._child: Child | None = None
+        self._stopped_at = math.inf
         self._kill_at = math.inf
         self._silent_at = self._too_long_at = math.inf
         self._deadline_at = claim.deadline_at
@@ -75,9 +76,14 @@ class LeaseWatch:
         with self._lock:
             if self.reason is None and not self._ended.is_set():
                 self.reason = reason
+                self._stopped_at = time.monotonic()
                 self._log.info("stopping", reason=reason)
                 self._terminate()
         self._nudge.set()
+
+    def left(self, seconds: float) -> float:
+        """What is left of so many seconds from the stop on; endless where there was none."""
+        return self._stopped_at + seconds - time.monotonic()
 
     def settle(self) -> None:
         """Nothing is left to kill, and the job is about to leave this attempt: that it is gone then is no loss."""

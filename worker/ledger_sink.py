@@ -18,6 +18,7 @@ from jobs.artifacts import ArtifactFolder
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.quotas import require_room_for
 from jobs.records import Claim
+from worker.awaited_objects import Interrupted
 from worker.lease_watch import LeaseWatch
 from worker.log_lines import Narrator
 from worker.progress_view import ProgressView
@@ -30,10 +31,6 @@ _MAX_LOG_LINES = 1_000
 
 class Misplaced(Exception):
     """The job needs more than was leased for it, and another device could hold it."""
-
-
-class Interrupted(Exception):
-    """The attempt is to end, and the store of artifacts did not answer meanwhile: it is not waited for."""
 
 
 class LedgerSink:
@@ -79,7 +76,7 @@ class LedgerSink:
 
         Raises:
             LeaseLost: If the job is another's by now.
-            Interrupted: If the store does not answer, and the attempt was told to stop.
+            Interrupted: If the store of artifacts does not answer, and the attempt was told to stop.
         """
         pause = _FIRST_RETRY_SECONDS
         while True:

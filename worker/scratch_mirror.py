@@ -13,19 +13,26 @@ from structlog.typing import FilteringBoundLogger
 from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.records import Claim
 from jobs.scratch_store import MANIFEST, ScratchStore
+from worker.child import STOP_GRACE_SECONDS
+from worker.lease_watch import LeaseWatch
 
 _LOOK_SECONDS = 1.0
-LAST_COPY_SECONDS = 4.0
-"""How long an attempt that hands its job back waits for the copy of its last checkpoint."""
+_LAST_COPY_SECONDS = 4.0
+"""How long an attempt that has ended waits for the copy of its last checkpoint."""
+_LATEST_COPY_SECONDS = STOP_GRACE_SECONDS + 0.5
+"""From a stop to where it is waited for no longer: what is left of ten seconds is for the ledger."""
 
 
 class ScratchMirror:
     """Copies one attempt's checkpoints for as long as it is entered."""
 
-    def __init__(self, store: ScratchStore, claim: Claim, folder: Path, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self, store: ScratchStore, claim: Claim, folder: Path, watch: LeaseWatch, log: FilteringBoundLogger
+    ) -> None:
         self._store = store
         self._claim = claim
         self._folder = folder
+        self._watch = watch
         self._log = log
         self._copied: tuple[int, int] | None = None
         self._ended = threading.Event()
@@ -40,7 +47,8 @@ class ScratchMirror:
         """Copy the last checkpoint, unless the job is another's by now, and end."""
         self._given_up = kind is not None
         self._ended.set()
-        self._thread.join(0.0 if self._given_up else LAST_COPY_SECONDS)
+        left = min(_LAST_COPY_SECONDS, self._watch.left(_LATEST_COPY_SECONDS))
+        self._thread.join(0.0 if self._given_up else max(0.0, left))
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):

@@ -33,8 +33,10 @@ from jobs.crashes import record_crash
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
 from jobs.leases import note_guardian, release
 from jobs.lifecycle import TERMINAL, State
+from jobs.objects import ObjectStore
 from jobs.records import Claim
 from jobs.scratch import open_scratch
+from worker.awaited_objects import AwaitedObjects, Interrupted
 from worker.cache_folder import cache_of_tenant
 from worker.child import EXECUTION, Child, MalformedFrame, child_environment
 from worker.child_output import ChildOutput
@@ -42,7 +44,7 @@ from worker.crash import DEVICE_LOST, Signature, Whereabouts, crash_failure, end
 from worker.disk_room import DISK_FULL, told_full
 from worker.earlier_factors import FactorsUnavailable, lay_out_factors
 from worker.lease_watch import LeaseWatch, StopReason
-from worker.ledger_sink import Interrupted, LedgerSink, Misplaced
+from worker.ledger_sink import LedgerSink, Misplaced
 from worker.logging_setup import job_logger
 from worker.scratch_mirror import ScratchMirror
 from worker.settings import WorkerSettings
@@ -70,12 +72,16 @@ class Supervisor:
         self._command = command
         self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
         self._watch = LeaseWatch(engine, claim, settings, self._log)
-        self._folder = open_artifacts(settings.ledger)
-        self._scratch = open_scratch(settings.ledger)
+        self._folder = open_artifacts(settings.ledger, self._awaited)
+        self._scratch = open_scratch(settings.ledger, self._awaited)
+        self._copies = open_scratch(settings.ledger).copies
         self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
         self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
         self._child: Child | None = None
         self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch, self._log)
+
+    def _awaited(self, store: ObjectStore) -> AwaitedObjects:
+        return AwaitedObjects(store, self._claim, self._watch)
 
     @property
     def held(self) -> tuple[str, int]:
@@ -247,11 +253,11 @@ class Supervisor:
     @contextlib.contextmanager
     def _mirroring(self) -> Iterator[None]:
         """Have the child's checkpoints copied to the bucket, where there is one."""
-        if self._scratch.copies is None:
+        if self._copies is None:
             yield
             return
         folder = self._scratch.of_attempt(self._claim.job_id, self._claim.fence)
-        with ScratchMirror(self._scratch.copies, self._claim, folder, self._log):
+        with ScratchMirror(self._copies, self._claim, folder, self._watch, self._log):
             yield
 
     def _cache(self) -> dict[str, Any]:
@@ -311,7 +317,8 @@ class Supervisor:
     def _clear(self, state: State) -> None:
         """Keep what the next attempt goes on with, for as long as there may be one."""
         if state in TERMINAL:
-            self._scratch.clear(self._claim.job_id)
+            with contextlib.suppress(Interrupted, LeaseLost):  # the sweeper comes by
+                self._scratch.clear(self._claim.job_id)
 
     def _signature(self, how: str) -> Signature:
         return Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
