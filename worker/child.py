@@ -77,7 +77,12 @@ class Child:
         self._reaped = False
         self._gone = threading.Event()
         self._gone_read, self._gone_write = os.pipe()  # the same for readers that wait for bytes
-        threading.Thread(target=self._reap, name=f"reaper-{process.pid}", daemon=True).start()
+        try:
+            threading.Thread(target=self._reap, name=f"reaper-{process.pid}", daemon=True).start()
+        except RuntimeError:
+            os.close(self._gone_read)
+            os.close(self._gone_write)
+            raise
 
     @classmethod
     def start(
@@ -123,6 +128,8 @@ class Child:
             frames.close()
             os.close(lifeline)  # whereupon the guardian ends all that it guards, and itself
             process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
             raise OSError(errno.EAGAIN, f"nobody can look after it ({error})") from error
 
     @property

@@ -1,16 +1,20 @@
 """The child seen from its parent."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from catalog.frames import MAX_FRAME_BYTES, Finished, LogLine, Stopped
+from worker import child as child_module
 from worker.child import Child, MalformedFrame, child_environment
 
 
@@ -173,6 +177,25 @@ def test_a_service_hands_no_secret_down(start: Any) -> None:
     assert "canary" not in json.dumps(seen)
     assert seen["OMP_NUM_THREADS"] == "1"
     assert seen["PATH"] == os.environ["PATH"]
+
+
+def test_one_that_nobody_can_look_after_is_ended_and_leaves_no_pipe(
+    scripted: Any, ended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made: list[int] = []
+    monkeypatch.setattr(child_module, "began", made.append)
+    before = set(Path("/proc/self/fd").iterdir())
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refused)
+        with pytest.raises(OSError, match="nobody can look after it") as raised:
+            Child.start({}, subprocess.PIPE, os.environ, scripted(["sleep", 600]))
+    assert raised.value.errno == errno.EAGAIN
+    del raised
+    assert ended(made, 10)
+    assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_its_own_words_can_be_read(start: Any) -> None:
