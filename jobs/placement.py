@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, Row, and_, case, literal, or_, select, update
+from sqlalchemy import Connection, Engine, Row, and_, case, literal, or_, select, true, update
 
 from catalog.job import JobDocument
 from catalog.needs import factories_of
@@ -65,13 +65,12 @@ def may_come(engine: Engine, worker_id: str, read_seconds: float) -> bool:
     """
     with reading(engine) as connection:
         own = offered_by(read_fleet(connection), worker_id)
-        if not own:
-            return True
+        # one that offers nothing is not known (any more), or its devices do not answer: they may again
         fits = [
             and_(each.most_bytes_if_read(read_seconds) >= NEEDS, suited(each.kind, offer.factories))
             for each, offer in own
         ]
-        holds = or_(*fits)
+        holds = or_(*fits) if fits else true()
         return bool(
             connection.execute(
                 select(jobs.c.id).where(jobs.c.state == literal("queued", literal_execute=True), due(), holds).limit(1)
@@ -157,7 +156,7 @@ def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placeme
     if not any(each.offers for each in fleet):
         largest = max((each.capacity_bytes for each in fleet), default=None)
         if largest is None or (row.needs_bytes or 0) <= largest:
-            message = f"{needs}no worker is known; it begins when one starts"
+            message = f"{needs}no worker offers a device; it begins when one does"
             return Placement(status="no_worker", message=message, device=None)
     return _nowhere(fleet, row)
 

@@ -1,7 +1,7 @@
 """The worker's entry in the ledger: made when it begins, renewed while it lives, taken off when it ends.
 
 A worker that is not known takes no job: what it offers stands in its entry. One that was silent for so long that the
-entry is gone makes it again.
+entry is gone makes it again. One whose devices have all failed stays known, and offers nothing until one answers.
 """
 
 import importlib.metadata
@@ -89,17 +89,18 @@ class Registration:
         offered = self._provider()
         used = {device.uuid: device.used_bytes for device in offered if device.uuid not in leased}
         with self._lock:
-            if self._known and offered and {each.uuid for each in offered} != self._offered:
+            if self._known and {each.uuid for each in offered} != self._offered:
                 self._register(offered)  # one has failed, or is well again
             elif self._known:
                 self._known = renew(self._engine, self.worker.id, used, self._expiry)
         self.ensure()
 
     def _register(self, offered: Sequence[Device]) -> None:
-        """Make the worker known with what it offers; one that sees nothing at the moment is known when it does."""
+        """Make the worker known with what it offers; one that never saw a device is known when it does."""
         if not offered:
             self._log.warning("no device answers; no job is taken until one does")
-            return
+            if not self._known:
+                return
         register(self._engine, self.worker, offered, self._expiry)
         self._known, self._offered = True, {each.uuid for each in offered}
         for each in offered:

@@ -700,7 +700,7 @@ def test_no_device_is_kept_while_its_job_may_not_begin_yet(ledger: Engine, joine
 @pytest.mark.parametrize(
     ("offered", "given", "found", "said"),
     [
-        ((), {"gib": 1}, "no_worker", "no worker is known"),
+        ((), {"gib": 1}, "no_worker", "no worker offers a device; it begins when one does"),
         (((gpu("a", 16),), {}), {"gib": 1}, "waiting", "needs 1.07 GB; waits for its turn"),
         (((gpu("a", 16),), {}), {}, "waiting", "waits for its turn"),
         (((gpu("a", 16), gpu("b", 8)), {}), {"gib": 40}, "no_device", "needs 42.9 GB; .* is FAKE-a with 17.2 GB"),

@@ -14,6 +14,7 @@ from sqlalchemy import select
 from jobs.database import reading
 from jobs.devices import Device, list_devices, remove
 from jobs.errors import SettingsInvalid
+from jobs.placement import may_come, next_places
 from jobs.tables import workers
 from worker import devices
 from worker.agent import Agent
@@ -88,6 +89,44 @@ def test_while_no_device_answers_it_is_unknown_and_offers_what_answers_later(
     del offered[0]  # it has failed: nothing is put there any more, and the other one stays
     eventually(lambda: [each.capacity_bytes for each in list_devices(ledger) if not each.stale] == [2**31])
     registration.end()
+
+
+def test_a_worker_whose_last_device_fails_stays_known_and_takes_nothing_until_it_is_well(
+    ledger: Any, settings: Any, submitted: Any, eventually: Any, log_lines: Any
+) -> None:
+    only = fake_gpu("node", 0, 2**34)
+    offered = [only]
+    registration = Registration(ledger, settings(lease_seconds=5), lambda: tuple(offered))
+    registration.start()
+    job_id = submitted()
+
+    def places() -> list[str]:
+        return [each.job_id for each in next_places(ledger, registration.worker.id, 0)]
+
+    def stale() -> list[bool]:
+        return [each.stale for each in list_devices(ledger)]
+
+    eventually(lambda: places() == [job_id])
+    offered.clear()
+    eventually(lambda: stale() == [True])
+    first = entries(ledger)[0]
+    eventually(lambda: entries(ledger)[0].seen_at > first.seen_at)
+    assert (first.id, places(), stale()) == (registration.worker.id, [], [True])
+    assert len([line for line in log_lines() if "no device answers" in line["event"]]) == 1
+    offered.append(only)
+    eventually(lambda: places() == [job_id])
+    assert stale() == [False]
+    registration.end()
+
+
+def test_with_no_device_and_nothing_queued_a_worker_has_nothing_to_do(
+    ledger: Any, settings: Any, submitted: Any
+) -> None:
+    registration = Registration(ledger, settings(), lambda: ())
+    registration.ensure()
+    assert not may_come(ledger, registration.worker.id, 60)
+    submitted()
+    assert may_come(ledger, registration.worker.id, 60)
 
 
 class Nvml:
