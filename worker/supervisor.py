@@ -15,7 +15,6 @@ It starts the child, has its frames written (``worker.ledger_sink``) under the e
 """
 
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,9 +23,7 @@ from typing import Any, Literal
 from sqlalchemy import Engine
 
 from catalog.control_groups import oom_kills
-from catalog.estimate import ESTIMATE
 from catalog.frames import Failed, Finished, Frame, Stopped
-from catalog.record import plain
 from jobs import claims
 from jobs.artifacts import open_artifacts
 from jobs.crashes import record_crash
@@ -36,9 +33,9 @@ from jobs.lifecycle import TERMINAL, State
 from jobs.objects import ObjectStore
 from jobs.records import Claim
 from jobs.scratch import open_scratch
+from worker import briefing
 from worker.awaited_objects import AwaitedObjects, Interrupted
-from worker.cache_folder import cache_of_tenant
-from worker.child import EXECUTION, Child, MalformedFrame, child_environment
+from worker.child import EXECUTION, Child, MalformedFrame
 from worker.child_output import ChildOutput
 from worker.crash import DEVICE_LOST, Signature, Whereabouts, crash_failure, ending, row_name, silence_failure
 from worker.disk_room import DISK_FULL, told_full
@@ -181,7 +178,8 @@ class Supervisor:
             assignment = self._sink.write(self._assignment)
             if self._watch.reason is not None:
                 return None
-            self._child = Child.start(assignment, subprocess.PIPE, self._environment(), self._command)
+            environment = briefing.environment(self._claim, self._threads)
+            self._child = Child.start(assignment, subprocess.PIPE, environment, self._command)
         except Interrupted:
             return None
         except FactorsUnavailable as error:
@@ -199,49 +197,12 @@ class Supervisor:
             job_id, fence = self._claim.job_id, self._claim.fence
             self._sink.write(lambda: note_guardian(self._engine, job_id, fence, child.pid, child.began))
 
-    def _environment(self) -> dict[str, str]:
-        """The child's, in which no GPU can be seen but the one that was leased."""
-        environment = child_environment(os.environ)
-        # else each library that brings its own starts a thread for every core, in every slot
-        environment.setdefault("OPENBLAS_NUM_THREADS", str(self._threads))
-        leased = self._claim.lease
-        if leased is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = leased.device_uuid if leased.kind == "cuda" else ""
-        return environment
-
-    def _bounds(self) -> dict[str, int]:
-        leased = self._claim.lease
-        if leased is None or leased.bound_bytes is None:
-            return {}
-        return {"device_bytes" if leased.kind == "cuda" else "host_bytes": leased.bound_bytes}
-
     def _assignment(self) -> dict[str, Any]:
         artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
-        return {
-            "document": plain(self._claim.document),
-            "artifacts": str(artifacts),
-            "completed": [list(row) for row in self._claim.completed],
-            "threads": self._threads,
-            "paths": list(self._settings.paths),
-            "allowed": {
-                "factories": list(self._settings.factories),
-                "directories": list(self._settings.directories),
-            },
-            "store": str(self._settings.store),
-            "offline": True,
-            "plan": None if self._claim.plan is None else plain(self._claim.plan),
-            "estimate": self._claim.kinds == (ESTIMATE,),
-            "factors_path": None if factors is None else str(factors),
-            **self._cache(),
-            "scratch": str(self._scratch.of_attempt(self._claim.job_id, self._claim.fence)),
-            "earlier": [str(each) for each in self._scratch.before(self._claim.job_id, self._claim.fence)],
-            "checkpoint_seconds": self._settings.checkpoint_seconds,
-            "bounds": self._bounds(),
-            "leased": None if self._claim.lease is None else self._claim.lease.kind,
-        }
+        return briefing.assignment(self._claim, self._settings, self._threads, artifacts, factors, self._scratch)
 
     def _bring_scratch(self) -> None:
         """From the machine of an earlier attempt; what is damaged is collected again."""
@@ -259,14 +220,6 @@ class Supervisor:
         folder = self._scratch.of_attempt(self._claim.job_id, self._claim.fence)
         with ScratchMirror(self._copies, self._claim, folder, self._watch, self._log):
             yield
-
-    def _cache(self) -> dict[str, Any]:
-        """The tenant's own: what another tenant has collected is neither found nor felt."""
-        settings = self._settings.ledger
-        if settings.cache_bytes == 0:
-            return {}
-        folder = cache_of_tenant(settings.artifact_root, self._claim.tenant_id)
-        return {"cache": str(folder), "cache_bytes": settings.cache_bytes, "job": self._claim.job_id}
 
     def _follow(self, child: Child) -> Frame | None:
         """Write every frame; return the last one, if the child came to say it."""
