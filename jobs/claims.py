@@ -271,12 +271,33 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
     """Return the attempt uncounted, as a drain does; a job being cancelled ends here instead."""
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
-        state = ending(drawn.state, "queued")
-        values = {"attempt": drawn.attempt - 1, "progress": None} if state == "queued" else {}
-        move(connection, drawn, state, values, reason=reason if state == "queued" else None)
+        state = _returned(connection, drawn, reason)
         if state == "queued":
             add(connection, "drains")
         return state
+
+
+@by_holder
+def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -> State:
+    """Return an attempt that this worker could not even begin: its own fault, so the job counts no failure.
+
+    The operator's counters do. Nobody claims the job within ``pause_seconds``; it keeps its place in the queue.
+    """
+    with writing(engine) as connection:
+        drawn = fenced(connection, claim)
+        state = _returned(connection, drawn, code, pause_seconds)
+        if state == "queued":
+            add_failure(connection, "transient", code, ends_job=False)
+        return state
+
+
+def _returned(connection: Connection, drawn: Row[Any], reason: str, pause_seconds: float = 0) -> State:
+    state = ending(drawn.state, "queued")
+    values: dict[str, Any] = {}
+    if state == "queued":
+        values = {"attempt": drawn.attempt - 1, "progress": None, "not_before": _in(pause_seconds)}
+    move(connection, drawn, state, values, reason=reason if state == "queued" else None)
+    return state
 
 
 def record_failure(
@@ -293,11 +314,15 @@ def record_failure(
         values["failure"] = dict(failure)
     if state == "queued":
         values |= {"queued_at": ledger_now(), "progress": None}
-        values["not_before"] = ledger_now(pause_seconds) if pause_seconds else None
+        values["not_before"] = _in(pause_seconds)
     move(connection, drawn, state, values, reason=None if state == "cancelled" else str(failure["code"]))
     if state != "cancelled":
         add_failure(connection, failure["category"], failure["code"], ends_job=state == "failed")
     return state
+
+
+def _in(pause_seconds: float) -> ColumnElement[Any] | None:
+    return ledger_now(pause_seconds) if pause_seconds else None
 
 
 def _fits(free_bytes: int | None) -> list[ColumnElement[bool]]:

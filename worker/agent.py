@@ -23,6 +23,7 @@ from jobs.placement import may_come, next_places, reserve
 from jobs.records import Claim
 from worker.child import EXECUTION
 from worker.disk_room import free_bytes
+from worker.fitness import Fitness
 from worker.lifetime import DRAIN_SECONDS
 from worker.process_group import group_lives
 from worker.registration import Registration
@@ -45,7 +46,8 @@ class Agent:
         self._engine = engine
         self._settings = settings
         self._command = command
-        self._registration = Registration(engine, settings)
+        self._fitness = Fitness()
+        self._registration = Registration(engine, settings, fitness=self._fitness)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._slots = threading.Semaphore(settings.slots)
         self._supervisors: set[Supervisor] = set()
@@ -71,7 +73,7 @@ class Agent:
         Raises:
             LedgerUnavailable: If the database does not answer; nothing is held then.
         """
-        if self._draining or not self._has_room() or not self._slots.acquire(blocking=False):
+        if self._draining or not self._may_take() or not self._slots.acquire(blocking=False):
             return False
         taken = False
         try:
@@ -83,6 +85,10 @@ class Agent:
             if not taken:
                 self._slots.release()
         return taken
+
+    def _may_take(self) -> bool:
+        """Whether this worker could begin a job now, whichever it is."""
+        return not self._fitness.resting() and self._has_room()
 
     def _has_room(self) -> bool:
         """Whether the disk is above its floor: below it the next job would only fail, and be counted."""
@@ -148,15 +154,16 @@ class Agent:
         return None
 
     def _supervise(self, held: Claim) -> None:
-        supervisor = Supervisor(self._engine, held, self._settings, self._command)
+        supervisor = Supervisor(self._engine, held, self._settings, self._command, self._fitness)
         with self._lock:
             self._supervisors.add(supervisor)
         # a daemon: where a drain is cut short the process may end, and the lifeline ends the child
         try:
             threading.Thread(target=self._run, args=(supervisor,), name=f"job-{held.job_id}", daemon=True).start()
-        except RuntimeError:  # no thread is to be had: its lease runs out, and its device is free then
+        except RuntimeError as error:  # no thread is to be had
             with self._lock:
                 self._supervisors.discard(supervisor)
+            supervisor.give_up(str(error))
             raise
         if self._draining:
             supervisor.stop("drain")
@@ -179,7 +186,7 @@ class Agent:
         freed = free_drained(self._engine, worker.id, worker.process_space, running, group_lives)
         if freed:
             self._log.info("devices are free again", leases=freed)
-        if self._has_room():  # what this worker does not take now is not to be kept from others
+        if self._may_take():  # what this worker does not take now is not to be kept from others
             reserve(self._engine, worker.id, self._settings.reserve_seconds)
 
     def _stop_all(self) -> None:

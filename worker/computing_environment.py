@@ -15,15 +15,17 @@ _PACKAGES = ("kronoscope", "torch", "numpy", "scipy", "safetensors", "transforme
 
 
 def computing_device(leased: str | None) -> torch.device:
-    """Where the job computes: on the GPU, where this process sees one.
+    """Where the job computes: on the GPU, where this process sees one, and it answers.
 
     Args:
         leased: The kind of device that was leased for it; None where nobody leases.
 
     Raises:
         Unavailable: If that was a GPU, and there is none: its numbers would be another device's.
+        RuntimeError: If CUDA counts a GPU that nothing can be done on; found out before anything of the job is.
     """
     if torch.cuda.is_available():
+        torch.cuda.synchronize()
         return torch.device("cuda")
     if leased == "cuda":
         message = (

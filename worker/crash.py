@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from catalog.frames import Failed, Frame, LayerDone, Progress
+from worker.guardian import NOT_STARTED
 
 DEVICE_LOST = "device_lost"
 """The code of a failure of the device: the process that met it is done for, a new one may find the device well."""
@@ -33,11 +34,14 @@ class Whereabouts:
     """How far a child was: follows its frames."""
 
     def __init__(self, last_row: str | None = None) -> None:
+        self.begun = False
+        """Whether it came to the job at all: before its first word of that nothing was the job's doing."""
         self.stage: str | None = None
         self.layer = last_row
 
     def follow(self, frame: Frame) -> None:
         """Note stage and layer."""
+        self.begun = self.begun or not isinstance(frame, Failed)
         if isinstance(frame, Progress):
             self.stage = frame.stage
         elif isinstance(frame, LayerDone):
@@ -58,6 +62,15 @@ def ending(code: int) -> str:
         except ValueError:
             return f"signal {code - 128}"
     return f"exit {code}"
+
+
+def never_ran(code: int) -> bool:
+    """Whether a child that said nothing ended because it could not be started, not because of what it computed.
+
+    The guardian says so where it could not start it. 1 is Python's own end where a module is not there or does not
+    load, as while an installation is replaced: from then on the program tells of every error itself.
+    """
+    return code in (1, NOT_STARTED)
 
 
 def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool = False) -> Failed:

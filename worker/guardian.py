@@ -25,11 +25,14 @@ from collections.abc import Sequence
 
 from worker.process_group import kill_descendants
 
+NOT_STARTED = 71
+"""The exit code where the command could not be started: sysexits.h's for what the system refused."""
+
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code, 128 + n where signal n ended it."""
+    """Run the command; return its exit code, 128 + n where signal n ended it, 71 where it could not be started."""
     parser = argparse.ArgumentParser(prog="worker.guardian")
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("command", nargs="+")
@@ -57,7 +60,11 @@ def guard(command: Sequence[str], lifeline: int) -> int:
 
     # the lifeline is ours alone; the frame pipe, made inheritable by our parent, goes on to the command
     os.set_inheritable(lifeline, False)
-    process = subprocess.Popen(command, close_fds=False)  # noqa: S603 - the parent's own command line, no shell
+    try:
+        process = subprocess.Popen(command, close_fds=False)  # noqa: S603 - the parent's own command line, no shell
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+        return NOT_STARTED
     while True:
         if terminate_asked:
             terminate_asked = False

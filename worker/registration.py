@@ -15,6 +15,7 @@ from jobs.devices import Device, Worker, forget_silent, leased_devices, register
 from jobs.errors import LedgerUnavailable
 from jobs.identifiers import new_id
 from worker.devices import Provider, devices_of, process_space
+from worker.fitness import Fitness
 from worker.settings import WorkerSettings
 
 _FORGET_SECONDS = 300
@@ -23,8 +24,15 @@ _FORGET_SECONDS = 300
 class Registration:
     """One per worker process."""
 
-    def __init__(self, engine: Engine, settings: WorkerSettings, provider: Provider | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: WorkerSettings,
+        provider: Provider | None = None,
+        fitness: Fitness | None = None,
+    ) -> None:
         self._engine = engine
+        self._fitness = fitness or Fitness()
         self._every = settings.ledger.heartbeat_seconds
         self._expiry = settings.ledger.lease_seconds
         self._provider = provider or devices_of(settings.node, settings.fake_gpus)
@@ -48,14 +56,15 @@ class Registration:
         self._thread.start()
 
     def ensure(self) -> None:
-        """Be known, at the latest now.
+        """Be known, at the latest now, and with no device that did not come up.
 
         Raises:
             LedgerUnavailable: If the database does not answer.
         """
         with self._lock:
-            if not self._known and not self._ended.is_set():
-                self._register(self._provider())
+            sick = self._offered & self._fitness.withheld()
+            if (sick or not self._known) and not self._ended.is_set():
+                self._register(self._fitness.well(self._provider()))
 
     def end(self) -> None:
         """Take the entry off; whoever cannot is known to be silent soon enough."""
@@ -86,9 +95,10 @@ class Registration:
 
     def _keep(self) -> None:
         leased = leased_devices(self._engine)  # before it is read what they hold: a job may end in between
-        offered = self._provider()
-        used = {device.uuid: device.used_bytes for device in offered if device.uuid not in leased}
+        read = self._provider()
+        used = {device.uuid: device.used_bytes for device in read if device.uuid not in leased}
         with self._lock:
+            offered = self._fitness.well(read)  # looked at last: one may have failed since it was read
             if self._known and {each.uuid for each in offered} != self._offered:
                 self._register(offered)  # one has failed, or is well again
             elif self._known:

@@ -41,14 +41,18 @@ class ScratchMirror:
 
     def __enter__(self) -> None:
         """Begin."""
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._log.warning("no checkpoint of this attempt is copied to the store", why=str(error))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Copy the last checkpoint, unless the job is another's by now, and end."""
         self._given_up = kind is not None
         self._ended.set()
         left = min(_LAST_COPY_SECONDS, self._watch.left(_LATEST_COPY_SECONDS))
-        self._thread.join(0.0 if self._given_up else max(0.0, left))
+        if self._thread.is_alive():
+            self._thread.join(0.0 if self._given_up else max(0.0, left))
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):

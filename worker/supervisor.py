@@ -11,10 +11,13 @@ It starts the child, has its frames written (``worker.ledger_sink``) under the e
     no last word, silent for too long,
     a device that failed             -> crash: queued again; the same crash twice in a row -> failed
     misplaced by its plan            -> queued again, uncounted, for a device that holds it
+    never begun: its process cannot
+    be started, its device not used  -> queued again, uncounted, for another worker (``worker.fitness``)
     lease lost                       -> nothing is written
 """
 
 import contextlib
+import errno
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -37,9 +40,19 @@ from worker import briefing
 from worker.awaited_objects import AwaitedObjects, Interrupted
 from worker.child import EXECUTION, Child, MalformedFrame
 from worker.child_output import ChildOutput
-from worker.crash import DEVICE_LOST, Signature, Whereabouts, crash_failure, ending, row_name, silence_failure
+from worker.crash import (
+    DEVICE_LOST,
+    Signature,
+    Whereabouts,
+    crash_failure,
+    ending,
+    never_ran,
+    row_name,
+    silence_failure,
+)
 from worker.disk_room import DISK_FULL, told_full
 from worker.earlier_factors import FactorsUnavailable, lay_out_factors
+from worker.fitness import Fitness
 from worker.lease_watch import LeaseWatch, StopReason
 from worker.ledger_sink import LedgerSink, Misplaced
 from worker.logging_setup import job_logger
@@ -48,6 +61,8 @@ from worker.settings import WorkerSettings
 
 _OUTPUT_LINE_BYTES = 1_000
 _MAX_PAUSE_SECONDS = 900.0
+_SICK_DEVICE_PAUSE_SECONDS = 10.0
+"""For a job whose device did not come up: a worker of many such devices is not to go through them all at once."""
 _DEADLINE = "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
 _TOO_LONG = (
     "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
@@ -61,9 +76,15 @@ class Supervisor:
     """Runs one claim; ``run`` returns when nothing of the attempt is left on this machine."""
 
     def __init__(
-        self, engine: Engine, claim: Claim, settings: WorkerSettings, command: Sequence[str] = EXECUTION
+        self,
+        engine: Engine,
+        claim: Claim,
+        settings: WorkerSettings,
+        command: Sequence[str] = EXECUTION,
+        fitness: Fitness | None = None,
     ) -> None:
         self._engine = engine
+        self._fitness = fitness or Fitness()
         self._claim = claim
         self._settings = settings
         self._command = command
@@ -92,7 +113,11 @@ class Supervisor:
     def run(self) -> None:
         """Start the child, write what it sends, and end the attempt."""
         self._log.info("job claimed", kinds=self._claim.kinds, threads=self._threads)
-        self._watch.start()
+        try:
+            self._watch.start()
+        except RuntimeError as error:
+            self.give_up(str(error))
+            return
         try:
             self._attempt()
         except LeaseLost as error:
@@ -105,6 +130,18 @@ class Supervisor:
             self._release()
             # listed files are in the store by now, and no other attempt has this folder
             self._folder.clear_attempt(self._claim.job_id, self._claim.fence)
+
+    def give_up(self, why: str) -> None:
+        """Hand the job back before anything was begun, where no thread is to be had to look after it.
+
+        Nobody holds the lease meanwhile, so it is tried once: where the database does not answer, the lease runs out.
+        """
+        self._rest(why)
+        try:
+            claims.decline(self._engine, self._claim, code="not_started")
+        except (LeaseLost, LedgerUnavailable) as error:
+            self._log.warning("the job could not be handed back; its lease runs out", why=str(error))
+        self._release()
 
     def _release(self) -> None:
         """Give the device back, now that nothing of the attempt runs; what cannot be told now the Agent frees later."""
@@ -119,21 +156,23 @@ class Supervisor:
         if self._claim.cancel_requested_at is not None:
             self._watch.stop("cancel")
         kills = oom_kills()
-        child = self._start()
-        if isinstance(child, Child):
-            self._attend(child, kills)
+        told = self._lay_out()
+        started = self._launch(told) if isinstance(told, dict) else told
+        if isinstance(started, tuple):
+            self._attend(*started, kills)
             return
         self._watch.settle()
-        if child is None:
+        if started is None:
             self._end(None, None)
+        elif isinstance(started, OSError):
+            self._not_started(str(started.strerror or started))
         else:
-            self._fail(child, None)
+            self._fail(started, None, patiently=True)
 
-    def _attend(self, child: Child, kills: int) -> None:
+    def _attend(self, child: Child, output: ChildOutput, kills: int) -> None:
         """Write what it sends, and end the attempt as it ended."""
         with contextlib.closing(child), self._mirroring():
             self._watch.guard(child)
-            output = ChildOutput(child.output(_OUTPUT_LINE_BYTES), self._log)
             last, fault = self._hear(child, output)
             code = child.wait()
             tail = output.tail()
@@ -142,7 +181,9 @@ class Supervisor:
             raise LeaseLost(self._claim.job_id, self._claim.fence)
         self._watch.settle()
         died = None if last is not None else fault or (ending(code) if self._watch.reason is None else None)
-        if died is not None:
+        if died is not None and fault is None and not self._whereabouts.begun and never_ran(code):
+            self._not_started(tail or died)
+        elif died is not None:
             signature = self._signature(died)
             self._crash(signature, crash_failure(signature, tail, exhausted=oom_kills() > kills))
         else:
@@ -172,24 +213,36 @@ class Supervisor:
             full = _disk_full(error)
             return full, None if full else "malformed frame" if malformed else f"unwritable {type(error).__name__}"
 
-    def _start(self) -> Child | Failed | None:
-        """The child, or why there is none; None where the attempt was told to stop before there was one."""
+    def _lay_out(self) -> dict[str, Any] | Failed | None:
+        """The child's assignment, and all that it names in its place; or why it cannot be.
+
+        None where the attempt was told to stop meanwhile.
+        """
         try:
-            assignment = self._sink.write(self._assignment)
-            if self._watch.reason is not None:
-                return None
-            environment = briefing.environment(self._claim, self._threads)
-            self._child = Child.start(assignment, subprocess.PIPE, environment, self._command)
+            told = self._sink.write(self._assignment)
         except Interrupted:
             return None
         except FactorsUnavailable as error:
             return error.failure
         except ArtifactDamaged as error:
             return _failure("fatal", "artifact_damaged", f"{error}")
+        except OSError as error:  # it may be this job's own files that cannot be read, so it counts
+            message = f"the job's files could not be laid out: {error.strerror or error}; it is tried again"
+            return _disk_full(error) or _failure("transient", "machine", message)
+        return told if self._watch.reason is None else None
+
+    def _launch(self, told: dict[str, Any]) -> tuple[Child, ChildOutput] | OSError | Failed:
+        """The child; an OSError where this worker can start none, whatever the job."""
+        environment = briefing.environment(self._claim, self._threads)
+        try:
+            self._child = child = Child.start(told, subprocess.PIPE, environment, self._command)
         except OSError as error:
-            message = f"the computing process could not be started: {error.strerror or error}; it is tried again"
-            return _disk_full(error) or _failure("transient", "not_started", message)
-        return self._child
+            return _disk_full(error) or error
+        try:
+            return child, ChildOutput(child.output(_OUTPUT_LINE_BYTES), self._log)
+        except RuntimeError as error:  # no thread is to be had
+            child.close()
+            return OSError(errno.EAGAIN, str(error))
 
     def _note(self, child: Child) -> None:
         """Before anything is computed: whoever finds the device leased must be able to see who is on it."""
@@ -228,6 +281,7 @@ class Supervisor:
         for frame in child.frames():
             if self._watch.lost.is_set():
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
+            self._fitness.started()
             self._whereabouts.follow(frame)
             if isinstance(frame, (Finished, Failed, Stopped)):
                 last = frame
@@ -246,7 +300,7 @@ class Supervisor:
         if isinstance(last, Finished):
             state = self._sink.write(lambda: claims.finish(self._engine, self._claim))
         elif isinstance(last, Failed) and last.code == DEVICE_LOST:
-            state = self._crash(self._signature(last.code), _with_detail(last, tail))
+            state = self._lose_device(_with_detail(last, tail))
         elif isinstance(last, Failed):
             state = self._fail(last, tail)
         elif reason == "no_progress":
@@ -267,6 +321,40 @@ class Supervisor:
         self._clear(state)
         self._log.info("attempt ended", state=state, reason=reason)
 
+    def _not_started(self, why: str) -> None:
+        """Leave the job to others: it stays queued, uncounted, however often, since it was never looked at.
+
+        What is wrong shows in this worker's log, in the job's events and among the operator's failed attempts.
+        """
+        self._rest(why)
+        state = self._sink.write(lambda: claims.decline(self._engine, self._claim, code="not_started"))
+        self._clear(state)
+        self._log.info("attempt ended", state=state, reason="not_started")
+
+    def _rest(self, why: str) -> None:
+        self._log.warning(
+            "no computing process can be started here; the job is handed back, and none is taken for some seconds: "
+            "raise the limit of processes (WORKER_PIDS), or mend the installation",
+            why=why,
+            seconds=round(self._fitness.not_started(), 1),
+        )
+
+    def _lose_device(self, failure: Failed) -> State:
+        """End the attempt as a crash; one whose device did not even come up for it is left to others, uncounted."""
+        if self._whereabouts.begun:
+            return self._crash(self._signature(failure.code), failure)
+        leased = self._claim.lease
+        self._log.warning(
+            "the device did not come up; the job is handed back, and the device not offered for some minutes: mend it, "
+            "its driver or the build of torch, or start the worker with a CUDA_VISIBLE_DEVICES that leaves it out",
+            device=None if leased is None else leased.device_uuid,
+            seconds=None if leased is None else self._fitness.withhold(leased.device_uuid),
+            why=failure.message,
+            detail=failure.detail,
+        )
+        pause = _SICK_DEVICE_PAUSE_SECONDS
+        return self._sink.write(lambda: claims.decline(self._engine, self._claim, failure.code, pause))
+
     def _clear(self, state: State) -> None:
         """Keep what the next attempt goes on with, for as long as there may be one."""
         if state in TERMINAL:
@@ -285,11 +373,12 @@ class Supervisor:
         self._log.warning("child crashed", state=state, poison=repeated, **signature.as_json())
         return state
 
-    def _fail(self, failure: Failed, tail: str | None) -> State:
+    def _fail(self, failure: Failed, tail: str | None, *, patiently: bool = False) -> State:
         failure = _with_detail(failure, tail)
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
-        # whatever fills the disk is not gone within seconds, and failures are counted
-        pause = self._settings.disk_pause_seconds * 2**self._claim.failures if failure.code == DISK_FULL else 0
+        # whatever fills the disk, or keeps files from being read, is not gone within seconds, and failures are counted
+        patiently = patiently or failure.code == DISK_FULL
+        pause = self._settings.disk_pause_seconds * 2**self._claim.failures if patiently else 0
         state = self._sink.write(
             lambda: claims.fail(self._engine, self._claim, failure, min(pause, _MAX_PAUSE_SECONDS))
         )

@@ -42,6 +42,7 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     "fatal": lambda engine, mine: claims.fail(engine, mine, frame_of_failure("fatal")),
     "cancelled": claims.cancelled,
     "hand_back": claims.hand_back,
+    "decline": lambda engine, mine: claims.decline(engine, mine, "not_started"),
 }
 
 

@@ -11,6 +11,7 @@ from jobs import claims as claims_module
 from jobs.claims import (
     cancelled,
     claim,
+    decline,
     fail,
     finish,
     hand_back,
@@ -163,6 +164,7 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     ),
     "cancelled": cancelled,
     "hand_back": hand_back,
+    "decline": lambda engine, mine: decline(engine, mine, "not_started"),
 }
 
 
@@ -321,13 +323,30 @@ def test_cancelling_a_running_job_reaches_its_holder_and_ends_it(ledger: Engine,
     assert job_of(ledger, mine).finished_at is not None
 
 
-@pytest.mark.parametrize("end", [finish, hand_back, cancelled, WRITES["fail"]])
+@pytest.mark.parametrize("end", [finish, hand_back, cancelled, WRITES["decline"], WRITES["fail"]])
 def test_a_job_being_cancelled_ends_cancelled_whatever_its_attempt_says(ledger: Engine, held: Held, end: Any) -> None:
     mine = held()
     request_cancel(ledger, LOCAL_TENANT, mine.job_id)
     assert end(ledger, mine) == "cancelled"
     job = job_of(ledger, mine)
     assert (job.state, job.failure, job.failures) == ("cancelled", None, 0)
+
+
+def test_an_attempt_that_could_not_begin_costs_the_job_neither_a_failure_nor_its_place(
+    ledger: Engine, held: Held
+) -> None:
+    mine = held()
+    queued_at = job_of(ledger, mine).queued_at
+    assert decline(ledger, mine, "device_lost", 900) == "queued"
+    job = job_of(ledger, mine)
+    assert (job.state, job.attempt, job.failures, job.queued_at) == ("queued", 0, 0, queued_at)
+    assert next_claimable(ledger) == []
+    assert claim(ledger, mine.job_id, "w", "t", 45) is None
+    told = events_after(ledger, LOCAL_TENANT, mine.job_id)[-1].data
+    assert told == {"state": "queued", "attempt": 0, "reason": "device_lost"}
+    assert counted(ledger)["attempt_failures"] == {"transient device_lost": 1}
+    assert decline(ledger, held(), "not_started") == "queued"
+    assert len(next_claimable(ledger)) == 1
 
 
 def test_cancel_and_finish_at_once_leave_one_ending(ledger: Engine, held: Held, at_once: Any) -> None:

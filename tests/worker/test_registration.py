@@ -21,6 +21,7 @@ from worker.agent import Agent
 from worker.computing_environment import computing_device
 from worker.crash import DEVICE_LOST
 from worker.devices import devices_of, fake_gpu, host
+from worker.failures import failure_of
 from worker.refusal import Unavailable
 from worker.registration import Registration
 from worker.settings import WorkerSettings
@@ -201,6 +202,19 @@ def test_a_job_whose_gpu_does_not_come_up_computes_nowhere_else() -> None:
         computing_device("cuda")
     assert (raised.value.category, raised.value.code) == ("transient", DEVICE_LOST)
     assert [computing_device(kind).type for kind in ("host", "fake", None)] == ["cpu"] * 3
+
+
+def test_a_gpu_that_is_counted_and_does_not_answer_is_found_out_before_anything_of_the_job_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def uncorrectable() -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", uncorrectable)
+    with pytest.raises(RuntimeError, match="ECC") as raised:
+        computing_device("cuda")
+    assert failure_of(raised.value).code == DEVICE_LOST
 
 
 def test_without_a_gpu_it_offers_the_host(settings: Any) -> None:

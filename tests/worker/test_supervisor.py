@@ -240,7 +240,7 @@ def test_two_different_crashes_are_bad_luck(submitted: Any, supervise: Any, job:
     job_id = submitted()
     supervise(job_id, ["layer", 0], ["kill_self"])
     supervise(job_id, ["layer", 1], ["kill_self"])
-    supervise(job_id, ["layer", 1], ["exit", 1])
+    supervise(job_id, ["started"], ["layer", 1], ["exit", 1])
     assert (job(job_id).state, job(job_id).failures) == ("queued", 3)
 
 
