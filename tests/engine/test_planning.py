@@ -112,9 +112,9 @@ def test_seven_billion_weights_are_planned_in_seconds() -> None:
         )()
     ids = torch.zeros(4, 512, dtype=torch.int64)
     made = workspace(model, [({"input_ids": ids}, ids)], "causal_lm", batch_size=4)
-    begun = time.perf_counter()
+    begun = time.process_time()
     plan: Plan = plan_job(made)
-    assert time.perf_counter() - begun < 20
+    assert time.process_time() - begun < 20
     weights = next(term.size_bytes for term in plan.terms if term.name == "weights")
     assert weights == pytest.approx(4 * 6.738e9, rel=1e-3)
     # down_proj's A alone: 11008² numbers in each of 32 layers

@@ -161,10 +161,11 @@ def test_plain_lines_come_at_a_stages_ends_only() -> None:
 def test_bars_survive_unknown_totals_and_appear_only_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began)
     with BarDisplay(console) as display:
         display.update("model", 0, None, "models")
     assert out.getvalue() == ""
-    began = time.monotonic()
     with BarDisplay(console) as display:
         monkeypatch.setattr(time, "monotonic", lambda: began + 60)
         display.update("model", 0, None, "models")
