@@ -20,6 +20,8 @@ from jobs.devices import Device
 
 Provider = Callable[[], tuple[Device, ...]]
 
+_UUIDS = ("GPU-", "MIG-")
+"""What theirs begin with: `-1` is not the name of a GPU that has failed."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -108,17 +110,20 @@ def _chosen(gpus: list[object | None], visible: str | None) -> Iterator[object]:
         for each in parts:
             yield from each
         return
-    handles = [each for gpu, cut in zip(gpus, parts, strict=True) for each in (gpu, *cut) if each is not None]
-    named = {uuid: each for each in handles if (uuid := _uuid(each)) is not None}
+    handles = [each for gpu, cut in zip(gpus, parts, strict=True) for each in (gpu, *cut)]
+    by_uuid = {None if each is None else _uuid(each): each for each in handles}
+    named = {uuid: each for uuid, each in by_uuid.items() if uuid is not None}
     for word in visible.split(","):
         name = word.strip()
-        if name.isdecimal():
-            found = parts[int(name)][:1] if int(name) < len(gpus) else []
-        else:
-            found = [handle for uuid, handle in named.items() if name and uuid.startswith(name)]
-        if len(found) != 1:
+        if name.isdecimal() and int(name) < len(gpus):
+            # CUDA would show nothing of what follows a GPU that failed; but a child is told one UUID, and may see it
+            yield from parts[int(name)][:1]
+            continue
+        found = [] if name.isdecimal() else [each for uuid, each in named.items() if name and uuid.startswith(name)]
+        if len(found) == 1:
+            yield found[0]
+        elif found or None not in by_uuid or not name.startswith(_UUIDS):
             return  # as CUDA does: what follows a name that fits none, or several, is not seen
-        yield found[0]
 
 
 def _parts(gpu: object) -> list[object]:

@@ -155,13 +155,13 @@ class Nvml:
         return self.gpus[index]
 
     def nvmlDeviceGetMigMode(self, gpu: str) -> tuple[int, int]:  # noqa: N802
-        return (1, 1) if gpu.startswith("cut") else (0, 0)
+        return (1, 1) if gpu.startswith("GPU-cut") else (0, 0)
 
     def nvmlDeviceGetMaxMigDeviceCount(self, gpu: str) -> int:  # noqa: N802
         return 2
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: str, index: int) -> str:  # noqa: N802
-        if gpu == "cut-into-none":
+        if gpu == "GPU-cut-into-none":
             raise self.NVMLError
         return f"{gpu}-{index}"
 
@@ -172,26 +172,48 @@ class Nvml:
         return "a GPU"
 
     def nvmlDeviceGetMemoryInfo(self, gpu: str, version: int) -> SimpleNamespace:  # noqa: N802
-        if gpu == "sick":
+        if gpu == "GPU-sick":
             raise self.NVMLError
         return SimpleNamespace(total=2**34, reserved=2**20, used=2**21)
+
+
+MACHINE = ("GPU-well", "lost", "GPU-sick", "GPU-cut", "GPU-cut-into-none", "GPU-last")
+"""Numbers 0 to 5: one is off the bus, one answers nothing but its name, and two are cut, one of them into no slice."""
 
 
 @pytest.mark.parametrize(
     ("visible", "uuids"),
     [
-        (None, ["well", "cut-0", "cut-1", "last"]),
-        ("0,5", ["well", "last"]),
-        ("5,cut-1", ["last", "cut-1"]),
-        ("0,1,5", ["well"]),
-        ("nobody,0", []),
+        (None, ["GPU-well", "GPU-cut-0", "GPU-cut-1", "GPU-last"]),
+        ("0,5", ["GPU-well", "GPU-last"]),
+        ("5,GPU-cut-1", ["GPU-last", "GPU-cut-1"]),
+        ("0,1,5", ["GPU-well", "GPU-last"]),
+        ("1,0,5", ["GPU-well", "GPU-last"]),
+        ("0,1,2,3,4,5", ["GPU-well", "GPU-cut-0", "GPU-last"]),
+        # named by UUID, nobody can tell which of them it is that no longer says its own
+        ("GPU-well,GPU-gone,MIG-gone,GPU-last", ["GPU-well", "GPU-last"]),
+        ("GPU-gone,GPU-last", ["GPU-last"]),
+        ("GPU-sick,GPU-last", ["GPU-last"]),
+        # as CUDA does: a number that no GPU has, what is no name, and what names several
+        ("0,6,5", ["GPU-well"]),
+        ("0,-1,5", ["GPU-well"]),
+        ("0,,5", ["GPU-well"]),
+        ("0,NoDevFiles,5", ["GPU-well"]),
+        ("0,GPU-cut-,5", ["GPU-well"]),
+        ("", []),
     ],
 )
 def test_a_gpu_that_fails_takes_no_other_with_it(
     visible: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "pynvml", Nvml("well", "lost", "sick", "cut", "cut-into-none", "last"))
+    monkeypatch.setattr(devices, "pynvml", Nvml(*MACHINE))
     assert [each.uuid for each in devices.nvidia_gpus(visible)] == uuids
+
+
+@pytest.mark.parametrize("visible", ["GPU-well,GPU-gone,GPU-last", "0,7,1"])
+def test_where_none_has_failed_a_name_of_none_ends_the_list(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "pynvml", Nvml("GPU-well", "GPU-last"))
+    assert [each.uuid for each in devices.nvidia_gpus(visible)] == ["GPU-well"]
 
 
 def test_a_job_whose_gpu_does_not_come_up_computes_nowhere_else() -> None:
