@@ -6,7 +6,7 @@ computes there. What a device holds beside its jobs (`foreign_bytes`) is read wh
 says when it last was: where leases overlap without end the figure grows old.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -93,8 +93,13 @@ class DeviceStatus:
     """Kept for a job that waits for all of its memory to become free."""
 
 
-def register(engine: Engine, worker: Worker, offered: Sequence[Device], expiry_seconds: float) -> None:
-    """Make a worker and its devices known, or renew them: the same call, however often."""
+def register(
+    engine: Engine, worker: Worker, offered: Sequence[Device], expiry_seconds: float, leased: Collection[str] = ()
+) -> None:
+    """Make a worker and its devices known, or renew them: the same call, however often.
+
+    A device that is among ``leased`` keeps what others were last known to hold there (`leased_devices`).
+    """
     with writing(engine) as connection:
         insertion = _upsert(connection)
         values = {
@@ -114,7 +119,7 @@ def register(engine: Engine, worker: Worker, offered: Sequence[Device], expiry_s
         )
         # in one order everywhere, so that two workers of the same devices never wait for each other
         for device in sorted(offered, key=lambda each: each.uuid):
-            _register_device(connection, worker, device)
+            _register_device(connection, worker, device, leased=device.uuid in leased)
         known = [device.uuid for device in offered]
         connection.execute(
             delete(worker_devices).where(
@@ -153,9 +158,9 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
 def leased_devices(engine: Engine) -> set[str]:
     """The UUIDs of devices that any lease stands on, draining ones included.
 
-    To be asked right before a worker reads what its devices hold, and these left out of what it tells `renew`: of a
-    job that ends after the reading `renew` finds no lease any more, and would take its memory for others'. A shared
-    host is the same to it as a GPU: what others hold there is read only while no job is on it.
+    To be asked right before a worker reads what its devices hold, and these left out of what it tells `renew` and named
+    to `register`: of a job that ends after the reading neither finds a lease any more, and would take its memory for
+    others'. A shared host is the same to it as a GPU: what others hold there is read only while no job is on it.
     """
     with reading(engine) as connection:
         return set(connection.execute(select(device_leases.c.device_uuid).distinct()).scalars())
@@ -229,7 +234,7 @@ def read_devices(connection: Connection) -> tuple[DeviceStatus, ...]:
     )
 
 
-def _register_device(connection: Connection, worker: Worker, device: Device) -> None:
+def _register_device(connection: Connection, worker: Worker, device: Device, *, leased: bool) -> None:
     insertion = _upsert(connection)
     values = {
         "node": worker.node[:200],
@@ -238,13 +243,11 @@ def _register_device(connection: Connection, worker: Worker, device: Device) -> 
         "capacity_bytes": device.capacity_bytes,
         "seen_at": ledger_now(),
     }
+    others = {} if leased else _foreign(literal(device.uuid), literal(device.used_bytes, BigInteger))
     connection.execute(
         insertion(devices)
         .values(values | {"uuid": device.uuid, "foreign_bytes": device.used_bytes, "foreign_at": ledger_now()})
-        .on_conflict_do_update(
-            index_elements=[devices.c.uuid],
-            set_=values | _foreign(literal(device.uuid), literal(device.used_bytes, BigInteger)),
-        )
+        .on_conflict_do_update(index_elements=[devices.c.uuid], set_=values | others)
     )
     connection.execute(
         insertion(worker_devices)

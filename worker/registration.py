@@ -6,7 +6,7 @@ entry is gone makes it again. One whose devices have all failed stays known, and
 
 import importlib.metadata
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import structlog
 from sqlalchemy import Engine
@@ -64,7 +64,8 @@ class Registration:
         with self._lock:
             sick = self._offered & self._fitness.withheld()
             if (sick or not self._known) and not self._ended.is_set():
-                self._register(self._fitness.well(self._provider()))
+                leased = leased_devices(self._engine)
+                self._register(self._fitness.well(self._provider()), leased)
 
     def end(self) -> None:
         """Take the entry off; whoever cannot is known to be silent soon enough."""
@@ -100,18 +101,18 @@ class Registration:
         with self._lock:
             offered = self._fitness.well(read)  # looked at last: one may have failed since it was read
             if self._known and {each.uuid for each in offered} != self._offered:
-                self._register(offered)  # one has failed, or is well again
+                self._register(offered, leased)  # one has failed, or is well again
             elif self._known:
                 self._known = renew(self._engine, self.worker.id, used, self._expiry)
         self.ensure()
 
-    def _register(self, offered: Sequence[Device]) -> None:
+    def _register(self, offered: Sequence[Device], leased: Collection[str]) -> None:
         """Make the worker known with what it offers; one that never saw a device is known when it does."""
         if not offered:
             self._log.warning("no device answers; no job is taken until one does")
             if not self._known:
                 return
-        register(self._engine, self.worker, offered, self._expiry)
+        register(self._engine, self.worker, offered, self._expiry, leased)
         self._known, self._offered = True, {each.uuid for each in offered}
         for each in offered:
             self._log.info("device", uuid=each.uuid, name=each.name, bytes=each.capacity_bytes)

@@ -147,6 +147,18 @@ def test_the_memory_of_a_job_that_ends_after_the_reading_is_not_taken_for_others
     assert {row.uuid: row.foreign_bytes for row in lately} == {device.uuid: 3, LARGE.uuid: 5}
 
 
+def test_nor_is_it_where_the_worker_registers_meanwhile(ledger: Engine, joined: Any) -> None:
+    worker = joined(SMALL, LARGE)
+    renew(ledger, worker.id, {SMALL.uuid: 3, LARGE.uuid: 4}, 45)
+    lease(ledger, SMALL, SMALL.capacity_bytes)
+    leased = leased_devices(ledger)
+    read = [Device(**vars(each) | {"used_bytes": 10 * 2**30}) for each in (SMALL, LARGE)]
+    with writing(ledger) as connection:
+        connection.execute(delete(device_leases))
+    register(ledger, worker, read, 45, leased)
+    assert {each.uuid: each.foreign_bytes for each in list_devices(ledger)} == {SMALL.uuid: 3, LARGE.uuid: 10 * 2**30}
+
+
 def test_the_long_silent_are_forgotten_but_not_what_is_leased(ledger: Engine, joined: Any) -> None:
     joined(SMALL, LARGE, expiry=-3700)
     live = joined(HOST)

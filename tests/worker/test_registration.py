@@ -4,18 +4,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sqlalchemy import select
+from sqlalchemy import delete, insert, select
 
-from jobs.database import reading
-from jobs.devices import Device, list_devices, remove
+from jobs.clock import ledger_now
+from jobs.database import reading, writing
+from jobs.devices import Device, leased_devices, list_devices, remove
 from jobs.errors import SettingsInvalid
 from jobs.placement import may_come, next_places
-from jobs.tables import workers
+from jobs.records import LOCAL_TENANT
+from jobs.tables import device_leases, workers
 from worker import devices
 from worker.agent import Agent
 from worker.computing_environment import computing_device
@@ -128,6 +132,38 @@ def test_with_no_device_and_nothing_queued_a_worker_has_nothing_to_do(
     assert not may_come(ledger, registration.worker.id, 60)
     submitted()
     assert may_come(ledger, registration.worker.id, 60)
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["another device fails", "the worker begins"])
+def test_what_a_job_held_is_not_others_where_it_ends_while_the_worker_registers(
+    ledger: Any, settings: Any, eventually: Any, begun: bool
+) -> None:
+    """The reading has the job's memory, and when it is written the lease is gone."""
+    failing, well = fake_gpu("node", 0, 2**30), fake_gpu("node", 1, 2**31)
+    Registration(ledger, settings(), lambda: (failing, well)).ensure()
+    with writing(ledger) as connection:
+        leased = {"job_id": "job", "fence": 1, "tenant_id": LOCAL_TENANT, "bytes": 2**31, "whole": True}
+        there = {"device_uuid": well.uuid, "worker_id": "w", "process_space": "s", "leased_at": ledger_now()}
+        connection.execute(insert(device_leases).values(**leased, **there))
+    readings = [(failing, well)] * begun
+    ended = threading.Event()
+
+    def read() -> tuple[Device, ...]:
+        if readings:
+            return readings.pop()
+        if not leased_devices(ledger):  # by the next beat it is written, and what that one read would set it right
+            ended.set()
+            raise RuntimeError("the driver says nothing any more")
+        with writing(ledger) as connection:
+            connection.execute(delete(device_leases))
+        return (replace(well, used_bytes=2**30),)
+
+    registration = Registration(ledger, settings(), read)
+    registration.ensure()
+    registration.start()
+    eventually(ended.is_set)
+    registration.end()
+    assert [each.foreign_bytes for each in list_devices(ledger) if each.uuid == well.uuid] == [0]
 
 
 class Nvml:
