@@ -10,6 +10,7 @@ from jobs.records import Claim
 from jobs.scratch import Scratch
 from worker.cache_folder import cache_of_tenant
 from worker.child import child_environment
+from worker.devices import host
 from worker.settings import WorkerSettings
 
 
@@ -57,7 +58,7 @@ def assignment(
         "scratch": str(scratch.of_attempt(claim.job_id, claim.fence)),
         "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],
         "checkpoint_seconds": settings.checkpoint_seconds,
-        "bounds": _bounds(claim),
+        "bounds": _bounds(claim, settings),
         "leased": None if claim.lease is None else claim.lease.kind,
     }
 
@@ -70,7 +71,20 @@ def _cache(claim: Claim, settings: WorkerSettings) -> dict[str, Any]:
     return {"cache": str(folder), "cache_bytes": settings.ledger.cache_bytes, "job": claim.job_id}
 
 
-def _bounds(claim: Claim) -> dict[str, int]:
-    if claim.lease is None or claim.lease.bound_bytes is None:
+def _bounds(claim: Claim, settings: WorkerSettings) -> dict[str, int]:
+    """What it must plan within: what was leased, and beside a GPU its part of the host's memory."""
+    leased = claim.lease
+    if leased is None or leased.bound_bytes is None:
         return {}
-    return {"device_bytes" if claim.lease.kind == "cuda" else "host_bytes": claim.lease.bound_bytes}
+    if leased.kind != "cuda":
+        return {"host_bytes": leased.bound_bytes}
+    # a later attempt does what the first one's plan says
+    part = {} if claim.plan is not None else _part_of_host(settings)
+    return {"device_bytes": leased.bound_bytes, **part}
+
+
+def _part_of_host(settings: WorkerSettings) -> dict[str, int]:
+    """An equal part for each slot: it is not leased, and what is free now every slot would take."""
+    if settings.slots == 1:
+        return {}
+    return {"host_bytes": host(settings.node).capacity_bytes // settings.slots, "host_shared_by": settings.slots}

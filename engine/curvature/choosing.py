@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Plan
+from engine.memory.plan import Plan, readable_bytes
 from engine.workspace import Workspace
 
 _EVERY_NUMBER = 32
@@ -18,13 +18,14 @@ def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
     """
     fitting = [plan for plan in plans if plan.fits(budget)]
     if not fitting:
-        return replace(min(plans, key=lambda plan: _lacking(plan, budget)), why="nothing fits, whatever the choice")
+        why = f"nothing fits, whatever the choice{_part_of_host(budget)}"
+        return replace(min(plans, key=lambda plan: _lacking(plan, budget)), why=why)
     best = min(fitting, key=total_seconds)
     roomier = min(plans, key=total_seconds)
     why = f"{described(best)}: {total_seconds(best):.3g} s are foreseen, the least of {len(fitting)} ways that fit"
     if total_seconds(roomier) < total_seconds(best):
         why += f"; {described(roomier)} would take {total_seconds(roomier):.3g} s and does not fit"
-    return replace(best, why=why)
+    return replace(best, why=why + _part_of_host(budget))
 
 
 def total_seconds(plan: Plan) -> float:
@@ -40,6 +41,14 @@ def described(plan: Plan) -> str:
     where = ", sums on the host" if chosen.offload else ""
     again = ", activation checkpointing" if chosen.activation_checkpointing else ""
     return f"{passes}, {slices}{where}{again}"
+
+
+def _part_of_host(budget: MemoryBudget) -> str:
+    """Said of a budget that would be larger if the job were alone."""
+    if budget.host_shared_by == 1:
+        return ""
+    part = readable_bytes(budget.host_bytes)
+    return f"; the budget is {part} of host memory, as {budget.host_shared_by} jobs at a time share it"
 
 
 def _lacking(plan: Plan, budget: MemoryBudget) -> tuple[int, int]:

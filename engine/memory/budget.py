@@ -8,6 +8,7 @@ import ctypes
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -23,6 +24,8 @@ class MemoryBudget:
 
     device_bytes: int
     host_bytes: int
+    host_shared_by: int = 1
+    """Jobs at a time that the host's bytes were divided among: of more than one, these are one's part."""
 
     @classmethod
     def unlimited(cls) -> "MemoryBudget":
@@ -38,13 +41,24 @@ class MemoryBudget:
         """
         # what this process holds already is part of its own peak, so it is part of what it may hold
         bounds = bounds or cls.unlimited()
-        free_host = min(free_host_bytes() + resident_bytes(), bounds.host_bytes)
-        host = min(amount_bytes("host", memory.host, free_host), bounds.host_bytes)
+        free_host = free_host_bytes() + resident_bytes()
+        host = min(amount_bytes("host", memory.host, min(free_host, bounds.host_bytes)), bounds.host_bytes)
+        # what is less for another reason is no part of anything
+        shared_by = bounds.host_shared_by if host < amount_bytes("host", memory.host, free_host) else 1
         if device.type != "cuda":
-            return cls(device_bytes=_UNLIMITED, host_bytes=host)
+            return cls(device_bytes=_UNLIMITED, host_bytes=host, host_shared_by=shared_by)
         free, _ = torch.cuda.mem_get_info(device)
-        on_device = amount_bytes("device", memory.device, min(free, bounds.device_bytes))
-        return cls(device_bytes=min(on_device, bounds.device_bytes), host_bytes=host)
+        on_device = min(amount_bytes("device", memory.device, min(free, bounds.device_bytes)), bounds.device_bytes)
+        return cls(device_bytes=on_device, host_bytes=host, host_shared_by=shared_by)
+
+    def remedy(self, place: Literal["device", "host"]) -> str:
+        """What gives a job more of one place, up to the number of bytes that follows it."""
+        if place == "host" and self.host_shared_by > 1:
+            return (
+                f"the host's memory is shared by the worker's {self.host_shared_by} slots: it takes fewer of them "
+                "(KRONOSCOPE_SLOTS) or more memory to raise a job's part"
+            )
+        return f"raise `memory.{place}`"
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -300,7 +300,7 @@ class Guard:
     def _remedy(self, rung: Rung[Any], place: Literal["device", "host"]) -> str:
         allocated, _ = device_bytes(self.device)
         held = resident_bytes() if place == "host" else allocated or 0
-        return f"raise `memory.{place}` to {written_bytes(held + _needed(rung, place))} or more"
+        return f"{self.budget.remedy(place)} to {written_bytes(held + _needed(rung, place))} or more"
 
 
 def _needed(rung: Rung[Any], place: Literal["device", "host"]) -> int:

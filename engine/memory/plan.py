@@ -190,7 +190,7 @@ class Plan:
                     f"the plan needs {readable_bytes(needed)} of {place} memory "
                     f"and the budget is {readable_bytes(allowed)}: "
                     + ", ".join(largest(self._at_peak(place), place))
-                    + f"; raise `memory.{place}`{least}",
+                    + f"; {budget.remedy(place)}{least}",
                     pointer=f"/memory/{place}",
                 )
 

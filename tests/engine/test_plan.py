@@ -2,6 +2,11 @@
 
 import json
 
+import pytest
+import torch
+
+from catalog.memory import Memory
+from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Place, Plan, Source, Stage, Term
 
 
@@ -53,3 +58,24 @@ def test_what_a_plan_chose_reads_back_from_the_jobs_row() -> None:
     read = Chosen.read(stored)
     assert read == chosen
     assert [read.rung("a", "A"), read.rung("a", "G"), read.rung("b", "A")] == ["device_float64", "host_float64", None]
+
+
+PART = 2**26
+
+
+@pytest.mark.parametrize(
+    ("asked", "part", "expected"),
+    [
+        ("auto", PART, (int(0.9 * PART), 4)),
+        (0.5, PART, (PART // 2, 4)),
+        ("900TiB", PART, (PART, 4)),
+        ("1MiB", PART, (2**20, 1)),
+        ("1MiB", 2**61, (2**20, 1)),
+    ],
+)
+def test_of_a_shared_host_a_job_has_its_part_unless_it_asks_for_less(
+    asked: str | float, part: int, expected: tuple[int, int]
+) -> None:
+    bounds = MemoryBudget(device_bytes=2**62, host_bytes=part, host_shared_by=4)
+    found = MemoryBudget.measure(Memory(host=asked), torch.device("cpu"), bounds)
+    assert (found.host_bytes, found.host_shared_by) == expected

@@ -25,7 +25,7 @@ def data(width):
 """
 
 
-def run_wide(folder: Path, width: int, host: str) -> tuple[list[Frame], int]:
+def run_wide(folder: Path, width: int, host: str, **bounds: int) -> tuple[list[Frame], int]:
     """The frames and exit code of a capacity job over a layer of so many inputs."""
     folder.mkdir()
     (folder / "wide_layer.py").write_text(FACTORY)
@@ -47,6 +47,7 @@ def run_wide(folder: Path, width: int, host: str) -> tuple[list[Frame], int]:
         "store": str(folder / "store"),
         "offline": True,
         "factors_path": None,
+        "bounds": bounds,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with contextlib.closing(Child.start(given, subprocess.DEVNULL, environment)) as child:
@@ -81,3 +82,14 @@ def test_an_impossible_budget_names_the_smallest_and_that_one_does(tmp_path: Pat
     assert the(LayerDone, roomy).outcome["record"]["rungs_A"] == ["host_float64"]
     here, there = (the(LayerDone, frames).outcome["metrics"] for frames in (done, roomy))
     assert abs(here["trace"] - there["trace"]) <= 1e-12 * there["trace"]
+
+
+def test_a_part_of_the_hosts_memory_that_is_too_small_is_for_the_operator_to_raise(tmp_path: Path) -> None:
+    refused, code = run_wide(tmp_path / "part", WIDTH, "auto", host_bytes=64 * 2**20, host_shared_by=8)
+    failed = the(Failed, refused)
+    assert (code, failed.code, failed.pointer) == (2, "budget_exceeded", "/memory/host")
+    assert "the budget is 57.6 MiB" in failed.message
+    assert re.search(r"the worker's 8 slots: .* \(KRONOSCOPE_SLOTS\) or more memory to .* to \d+MiB", failed.message)
+    assert "raise `memory.host`" not in failed.message
+    plan = next(frame.plan for frame in refused if isinstance(frame, Planned))
+    assert "the budget is 57.6 MiB of host memory, as 8 jobs at a time share it" in plan["why"]

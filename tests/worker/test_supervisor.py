@@ -16,7 +16,10 @@ from jobs.claims import claim
 from jobs.clock import ledger_now
 from jobs.codec import parse_document
 from jobs.database import reading, writing
+from jobs.devices import Device, Worker, register
 from jobs.errors import StoreUnavailable
+from jobs.identifiers import new_id
+from jobs.leases import Place
 from jobs.quotas import set_quota
 from jobs.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
@@ -25,6 +28,7 @@ from jobs.store import read_estimate, read_job, request_cancel, reschedule, subm
 from jobs.tables import jobs, outbox
 from worker import lease_watch
 from worker import supervisor as supervisor_module
+from worker.devices import host
 from worker.supervisor import Supervisor
 
 
@@ -390,6 +394,30 @@ def test_plan_and_threads_of_the_first_attempt_stand(submitted: Any, supervise: 
     told = json.loads(events(job_id, "log")[0].data["message"])
     assert told["threads"] == 3
     assert told["plan"] == job(job_id).plan == {"peak_bytes": 10, "threads": 3}
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_beside_a_gpu_each_of_several_slots_has_its_part_of_the_hosts_memory(
+    ledger: Any, settings: Any, scripted: Any, submitted: Any, events: Any, slots: int
+) -> None:
+    chosen = settings(slots=slots)
+    gpu = Device(uuid="GPU-a", kind="cuda", name="GPU", capacity_bytes=2**34)
+    here = Worker(id=new_id(), node="n", process_space="s", version="0", slots=slots, factories=())
+    register(ledger, here, [gpu], 60)
+    job_id = submitted()
+    place = Place(job_id=job_id, worker_id=here.id, device_uuid=gpu.uuid)
+
+    def bounds(*steps: Any) -> dict[str, int]:
+        held = claim(ledger, job_id, "test", secrets.token_hex(8), 20, place=place)
+        assert held is not None
+        Supervisor(ledger, held, chosen, scripted(["echo_assignment"], *steps)).run()
+        told: dict[str, int] = json.loads(events(job_id, "log")[-1].data["message"])["bounds"]
+        return told
+
+    part = {"host_bytes": host("n").capacity_bytes // slots, "host_shared_by": slots} if slots > 1 else {}
+    assert bounds(["plan", {"device_peak_bytes": 10}], ["fail", "transient"]) == {"device_bytes": 2**34} | part
+    # what the first attempt planned is done, however much of the host it takes
+    assert bounds(["finish"]) == {"device_bytes": 2**34}
 
 
 def test_what_the_child_says_is_kept_for_the_operator_only(
