@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from worker.devices import gpus_given
+
 _DEVICE_NODE = Path("/dev/nvidiactl")
 
 
@@ -20,6 +22,11 @@ def describe_device(environ: Mapping[str, str] = os.environ) -> str:
     try:
         listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - a fixed command
     except (OSError, subprocess.SubprocessError):
-        return "cpu (nvidia-smi does not answer)"
+        return f"{_kind(visible)} (nvidia-smi does not answer)"
     names = [line.split(" (UUID")[0].strip() for line in listing.stdout.splitlines() if line.startswith("GPU ")]
-    return f"cuda ({'; '.join(names)})" if names else "cpu (nvidia-smi lists no GPU)"
+    return f"cuda ({'; '.join(names)})" if names else f"{_kind(visible)} (nvidia-smi lists no GPU)"
+
+
+def _kind(visible: str | None) -> str:
+    """One whose GPUs do not answer takes no job until one does, instead of computing elsewhere."""
+    return "cuda" if gpus_given(visible) else "cpu"

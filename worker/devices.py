@@ -10,6 +10,7 @@ machine, or of the control group that bounds it.
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,9 @@ Provider = Callable[[], tuple[Device, ...]]
 
 _UUIDS = ("GPU-", "MIG-")
 """What theirs begin with: `-1` is not the name of a GPU that has failed."""
+_SLOT_BYTES = 4 * 2**30
+"""Host memory of a job on a GPU: with less there is hardly room beside CUDA's libraries."""
+_NODES = Path("/dev")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -30,9 +34,18 @@ def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str]
     if fake_gpus:
         made_up = tuple(fake_gpu(node, index, size) for index, size in enumerate(fake_gpus))
         return lambda: made_up
-    if nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES")):
+    if gpus_given(environ.get("CUDA_VISIBLE_DEVICES")):
         return lambda: nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
     return lambda: (host(node),)
+
+
+def usual_slots(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> int:
+    """A job on each GPU, as far as the host's memory goes; and one on a host, whose memory would have to be shared."""
+    if fake_gpus:
+        return len(fake_gpus)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(nvidia_gpus(visible)) or gpus_given(visible)
+    return max(1, min(gpus, host(node).capacity_bytes // _SLOT_BYTES))
 
 
 def fake_gpu(node: str, index: int, capacity_bytes: int) -> Device:
@@ -78,6 +91,46 @@ def boot_id() -> str | None:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return None
+
+
+def gpus_given(visible: str | None) -> int:
+    """How many GPUs this process has to itself or shares, also while none of them answers; 0 makes it a host.
+
+    One whose driver comes up after it, or whose GPUs have failed for now, would else compute on the host for ever.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        none = error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION)
+        return 0 if none else _spoken_of(visible, len([*_NODES.glob("nvidia[0-9]*")]))
+    try:
+        numbers = range(pynvml.nvmlDeviceGetCount())
+        answering = len([*_chosen([_at(number) for number in numbers], visible)])
+        if answering:
+            return answering
+        failed = len([number for number in numbers if _failed(number)])
+        return min(failed, _spoken_of(visible, failed))
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _spoken_of(visible: str | None, there: int) -> int:
+    """How many GPUs CUDA_VISIBLE_DEVICES names, whether they answer or not; without it all that are ``there``."""
+    if visible is None:
+        return there
+    words = (word.strip() for word in visible.split(","))
+    return len([*takewhile(lambda word: word.isdecimal() or word.startswith(_UUIDS), words)])
+
+
+def _failed(number: int) -> bool:
+    """Whether it does not answer; one that the system keeps from this process is only none of its own."""
+    try:
+        pynvml.nvmlDeviceGetHandleByIndex(number)
+    except pynvml.NVMLError as error:
+        return bool(error.value != pynvml.NVML_ERROR_NO_PERMISSION)
+    return False
 
 
 def nvidia_gpus(visible: str | None) -> tuple[Device, ...]:

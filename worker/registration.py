@@ -116,3 +116,5 @@ class Registration:
         self._known, self._offered = True, {each.uuid for each in offered}
         for each in offered:
             self._log.info("device", uuid=each.uuid, name=each.name, bytes=each.capacity_bytes)
+        if len(offered) > self.worker.slots:
+            self._log.info("fewer slots than devices", slots=self.worker.slots, devices=len(offered))

@@ -11,7 +11,7 @@ from catalog.memory import amount_bytes
 from catalog.record import FieldError, record
 from jobs.errors import SettingsInvalid
 from jobs.settings import LedgerSettings, duration, seconds, secret
-from worker.devices import devices_of
+from worker.devices import usual_slots
 from worker.lifetime import Lifetime
 
 _MOST_SLOTS = 64
@@ -25,7 +25,7 @@ class WorkerSettings:
     redis_url: str | None = field(default=None, repr=False)  # holds a password
     """Where doorbells arrive; null in embedded mode."""
     slots: int = 1
-    """Jobs at a time; the environment's default is one for each device."""
+    """Jobs at a time; the environment's default is one for each device that the host's memory has room beside."""
     threads: int | None = None
     """Computing threads of a job's first attempt; null shares the machine's cores among the slots."""
     poll_seconds: float = 3
@@ -100,8 +100,7 @@ class WorkerSettings:
         return cls(
             ledger=LedgerSettings.from_environment(environ),
             redis_url=redis_url(environ),
-            # a job on each GPU, and one on a host: its memory would have to be shared
-            slots=min(_MOST_SLOTS, len(devices_of(node, fake_gpus, environ)())) if slots is None else slots,
+            slots=min(_MOST_SLOTS, usual_slots(node, fake_gpus, environ)) if slots is None else slots,
             threads=_count(environ, "KRONOSCOPE_THREADS"),
             poll_seconds=seconds(environ, "KRONOSCOPE_POLL_SECONDS", poll_seconds),
             reserve_seconds=seconds(environ, "KRONOSCOPE_RESERVE_SECONDS", 60),

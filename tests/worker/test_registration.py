@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 from sqlalchemy import delete, insert, select
@@ -172,13 +173,21 @@ class Nvml:
     class NVMLError(Exception):
         """What the driver says."""
 
+        def __init__(self, value: int = pynvml.NVML_ERROR_GPU_IS_LOST) -> None:
+            self.value = value
+
     NVML_DEVICE_MIG_ENABLE = 1
+    NVML_ERROR_LIBRARY_NOT_FOUND = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    NVML_ERROR_NO_PERMISSION = pynvml.NVML_ERROR_NO_PERMISSION
     nvmlMemory_v2 = 2
 
-    def __init__(self, *gpus: str) -> None:
+    def __init__(self, *gpus: str, down: int | None = None) -> None:
         self.gpus = gpus
+        self.down = down
 
-    def nvmlInit(self) -> None: ...  # noqa: N802 - its name
+    def nvmlInit(self) -> None:  # noqa: N802 - its name
+        if self.down is not None:
+            raise self.NVMLError(self.down)
 
     def nvmlShutdown(self) -> None: ...  # noqa: N802
 
@@ -188,6 +197,8 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
         if self.gpus[index] == "lost":
             raise self.NVMLError
+        if self.gpus[index] == "another's":
+            raise self.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
         return self.gpus[index]
 
     def nvmlDeviceGetMigMode(self, gpu: str) -> tuple[int, int]:  # noqa: N802
@@ -252,6 +263,72 @@ def test_where_none_has_failed_a_name_of_none_ends_the_list(visible: str, monkey
     assert [each.uuid for each in devices.nvidia_gpus(visible)] == ["GPU-well"]
 
 
+NOT_LOADED = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "visible", "kinds"),
+    [
+        # GPUs are there, and their driver is not up (any more), or none of them answers: not the host in their stead
+        (Nvml(down=NOT_LOADED), 2, None, []),
+        (Nvml(down=NOT_LOADED), 0, "0,1", []),
+        (Nvml(down=NOT_LOADED), 0, "GPU-well", []),
+        (Nvml("lost"), 1, None, []),
+        (Nvml("lost"), 1, "0", []),
+        (Nvml("lost"), 1, "GPU-well", []),
+        (Nvml("GPU-sick"), 1, None, []),
+        (Nvml("lost", "GPU-well"), 2, None, ["cuda"]),
+        # nobody gave it one: a node of a cluster without any, its GPUs hidden or somebody else's, a number of none
+        (Nvml(down=NOT_LOADED), 0, None, ["host"]),
+        (Nvml(down=NOT_LOADED), 2, "", ["host"]),
+        (Nvml(down=NOT_LOADED), 2, "-1", ["host"]),
+        (Nvml(down=NOT_LOADED), 2, "NoDevFiles", ["host"]),
+        (Nvml(down=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), 2, "0", ["host"]),
+        (Nvml(down=pynvml.NVML_ERROR_NO_PERMISSION), 2, "0", ["host"]),
+        (Nvml("another's", "another's"), 2, None, ["host"]),
+        (Nvml("another's", "lost"), 2, "NoDevFiles", ["host"]),
+        (Nvml("GPU-well"), 1, "1", ["host"]),
+        (Nvml("GPU-well"), 1, "", ["host"]),
+        (Nvml(), 0, None, ["host"]),
+    ],
+)
+def test_gpus_that_do_not_answer_are_waited_for(
+    machine: Nvml, nodes: int, visible: str | None, kinds: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    for number in range(nodes):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(devices, "_NODES", tmp_path)
+    monkeypatch.setattr(devices, "pynvml", machine)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    offered = devices_of("node", (), environ)
+    assert [each.kind for each in offered()] == kinds
+    if not kinds:
+        monkeypatch.setattr(devices, "pynvml", Nvml("GPU-well", "GPU-last"))
+        assert {each.kind for each in offered()} == {"cuda"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "gib", "slots"),
+    [
+        (Nvml(*(f"GPU-{number}" for number in range(8))), 512, 8),
+        (Nvml(*(f"GPU-{number}" for number in range(8))), 8, 2),
+        (Nvml(*(f"GPU-{number}" for number in range(8))), 3, 1),
+        (Nvml("GPU-well"), 512, 1),
+        (Nvml("lost", "lost"), 512, 2),
+        (Nvml(), 512, 1),
+    ],
+)
+def test_it_has_a_slot_for_each_gpu_that_there_is_host_memory_for(
+    machine: Nvml, gib: int, slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(devices, "pynvml", machine)
+    monkeypatch.setattr(devices, "host", lambda node: replace(host(node), capacity_bytes=gib * 2**30))
+    environ = {"KRONOSCOPE_DATABASE_URL": f"sqlite:///{tmp_path}/x.db", "KRONOSCOPE_SLOTS": ""}
+    assert WorkerSettings.from_environment(environ).slots == slots
+    assert WorkerSettings.from_environment(environ | {"KRONOSCOPE_SLOTS": "5"}).slots == 5
+
+
 def test_a_job_whose_gpu_does_not_come_up_computes_nowhere_else() -> None:
     if torch.cuda.is_available():
         assert computing_device("cuda").type == "cuda"
@@ -290,7 +367,8 @@ def test_capacities_that_mean_nothing_are_refused(text: str, tmp_path: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "slots"), [({}, 3), ({"KRONOSCOPE_SLOTS": "2"}, 2), ({"KRONOSCOPE_FAKE_GPUS": ""}, 1)]
+    ("given", "slots"),
+    [({}, 3), ({"KRONOSCOPE_SLOTS": "2"}, 2), ({"KRONOSCOPE_SLOTS": ""}, 3), ({"KRONOSCOPE_FAKE_GPUS": ""}, 1)],
 )
 def test_it_has_a_slot_for_each_device_unless_told_otherwise(given: dict[str, str], slots: int, tmp_path: Any) -> None:
     environ = {
