@@ -54,4 +54,4 @@ def test_a_job_that_no_device_can_hold_says_so_at_once_and_as_long_as_it_is_so(
 def test_without_workers_a_job_waits_for_one(ours: httpx.Client) -> None:
     job = ours.post("/v1/jobs", json=DOCUMENT).json()
     assert job["placement"]["status"] == "no_worker"
-    assert "it begins when one starts" in job["placement"]["message"]
+    assert "no worker offers a device; it begins when one does" in job["placement"]["message"]
