@@ -13,6 +13,7 @@ The same job gives the same bytes whoever archives it, so two that do it at once
 import gzip
 import hashlib
 import json
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ NAME = "archive.jsonl.gz"
 
 MEDIA_TYPE = "application/gzip"
 _VERSION = 1
+_CHUNK_BYTES = 2**18
+_IN_MEMORY_BYTES = 2**23
+"""Of an archive, packed; a larger one is read through a temporary file."""
 _MAX_LINE_BYTES = 64 * 2**20
 
 
@@ -68,7 +72,7 @@ def write_archive(
 
 
 def read_contents(folder: ArtifactFolder, archive: Artifact) -> Contents:
-    """What is in an archive, without reading all of it.
+    """What is in an archive.
 
     Raises:
         ArtifactDamaged: If it is not what was listed, or no archive.
@@ -84,7 +88,7 @@ def read_layers(folder: ArtifactFolder, archive: Artifact) -> Iterator[LayerRow]
     """The layer rows, by kind and ordinal.
 
     Raises:
-        ArtifactDamaged: If it is not what was listed; so late, where the damage is late in the file.
+        ArtifactDamaged: If it is not what was listed; before the first row is given.
     """
     for line in _read(folder, archive):
         if "layer" in line:
@@ -107,9 +111,20 @@ def _lines(
 
 
 def _read(folder: ArtifactFolder, archive: Artifact) -> Iterator[dict[str, Any]]:
+    """Its lines, once its digest is that of the listing: gzip's own checksum stands at an end that few read to."""
+    damaged = f"artifact {archive.name} of job {archive.job_id} is not what was listed"
+    digest = hashlib.sha256()
     try:
-        with folder.open(archive) as file, gzip.GzipFile(fileobj=file, mode="rb") as packed:
-            while raw := packed.readline(_MAX_LINE_BYTES):
-                yield json.loads(raw)
+        with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) as whole:
+            with folder.open(archive) as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    whole.write(chunk)
+            if digest.hexdigest() != archive.sha256:
+                raise ArtifactDamaged(damaged)
+            whole.seek(0)
+            with gzip.GzipFile(fileobj=whole, mode="rb") as packed:
+                while raw := packed.readline(_MAX_LINE_BYTES):
+                    yield json.loads(raw)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, KeyError) as error:
         raise ArtifactDamaged(f"artifact {archive.name} of job {archive.job_id} cannot be unpacked") from error

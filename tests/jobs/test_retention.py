@@ -381,11 +381,15 @@ def test_a_damaged_archive_is_an_error_and_no_page(
     job_id = finished()
     archive_ended(ledger, folder, 0, drop_files=False)
     archive = archive_of(ledger, job_id)
-    raw = bytearray((folder.root / archive.uri).read_bytes())
-    raw[len(raw) // 2] ^= 255
-    (folder.root / archive.uri).write_bytes(raw if damage == "flip" else raw[: len(raw) // 2])
+    whole = (folder.root / archive.uri).read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 255
+    damaged = bytes(flipped) if damage == "flip" else whole[: len(whole) // 2]
+    (folder.root / archive.uri).write_bytes(damaged)
     with pytest.raises(ArtifactDamaged):
-        page_of(read_layers(folder, archive))
+        next(read_layers(folder, archive))
+    with pytest.raises(ArtifactDamaged):
+        read_contents(folder, archive)
 
 
 def test_rows_of_more_than_a_page_are_archived_whole(ledger: Engine, folder: ArtifactFolder) -> None:
