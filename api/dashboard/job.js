@@ -89,7 +89,7 @@ export async function showJob(main, id, signal) {
       return;
     }
     rowsAt = Date.now();
-    const rows = await allPages(`${base}/layers`, signal);
+    const rows = await again(() => allPages(`${base}/layers`, signal));
     rowsSeen = done;
     if (!rows.length || signal.aborted) return;
     const kinds = job.kinds.filter((kind) => rows.some((row) => row.kind === kind));
@@ -99,7 +99,7 @@ export async function showJob(main, id, signal) {
   async function finish(job) {
     if (finalShown) return;
     finalShown = true;
-    const results = await get(`${base}/results`, signal);
+    const results = await again(() => get(`${base}/results`, signal));
     replace(summary, ...summaryParts(results, titles, job.kinds));
     replace(files, filesCard(job, base, results));
     showModelSpectrum(model, results.summary?.capacity, signal);
@@ -125,7 +125,9 @@ export async function showJob(main, id, signal) {
   async function again(call) {
     for (let wait = 1_000; ; wait = Math.min(wait * 2, 15_000)) {
       try {
-        return await call();
+        const answer = await call();
+        if (wait > 1_000) draw(job); // in place of the notice
+        return answer;
       } catch (error) {
         if (signal.aborted || ![0, 502, 503, 504].includes(error.status)) throw error;
         replace(live, h("div", { class: "notice warn", role: "status" }, `${error.message} Trying again.`));

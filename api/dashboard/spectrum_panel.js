@@ -27,9 +27,10 @@ export class SpectrumPanel {
     this.signal = signal;
     this.mark = mark;
     this.rows = [];
+    this.wanted = null;
   }
 
-  /** Offers every covered layer whose spectrum was kept, and opens the first. */
+  /** Offers every covered layer whose spectrum was kept, and opens the one that was asked for, else the first. */
   async show(artifacts, rows) {
     const kept = new Set((artifacts ?? []).map((file) => file.name));
     const seen = new Map();
@@ -71,7 +72,7 @@ export class SpectrumPanel {
     const watcher = new ResizeObserver(() => this.redraw(false));
     watcher.observe(this.plot);
     this.signal.addEventListener("abort", () => watcher.disconnect());
-    await this.open(this.rows[0]);
+    await this.open(this.rows.find((row) => row.ordinal === this.wanted) ?? this.rows[0]);
   }
 
   /** Draws for the width there is, and again when it has changed: the type keeps its size. */
@@ -83,6 +84,8 @@ export class SpectrumPanel {
   }
 
   async open(row, bringIntoView = false) {
+    // layers can be chosen in the table before it is known here whose spectra were kept
+    this.wanted = row.ordinal;
     const index = this.rows.findIndex((candidate) => candidate.ordinal === row.ordinal);
     if (index < 0) return;
     const shown = this.rows[index];
@@ -96,7 +99,9 @@ export class SpectrumPanel {
       this.drawn = () => drawSpectrum(this.plot, spectrum, shown.record?.kappa_max);
       this.redraw(true);
     } catch (error) {
-      if (!this.signal.aborted) replace(this.plot, h("p", { class: "muted pad", role: "alert" }, error.message));
+      if (this.signal.aborted || this.select.selectedIndex !== index) return;
+      this.drawn = null; // a change of width must not bring back the layer before
+      replace(this.plot, h("p", { class: "muted pad", role: "alert" }, error.message));
     }
   }
 }
