@@ -37,7 +37,8 @@ def started(ledger_url: str, tmp_path: Any) -> Iterator[Callable[..., subprocess
             "KRONOSCOPE_SLOTS": str(len(sizes)),
             "KRONOSCOPE_POLL_SECONDS": "0.2",
             "KRONOSCOPE_HEARTBEAT_SECONDS": "1",
-            "KRONOSCOPE_LEASE_SECONDS": "4",
+            # a machine that is taken away for some seconds must not look like a worker that is gone
+            "KRONOSCOPE_LEASE_SECONDS": "20",
             "KRONOSCOPE_REAPER_SECONDS": "0.5",
             "KRONOSCOPE_THREADS": "1",
         } | more
