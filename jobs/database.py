@@ -5,6 +5,7 @@ transaction takes its lock. SQLite takes the file's one write lock at BEGIN IMME
 writers queue up instead of failing halfway.
 """
 
+import functools
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -182,8 +183,8 @@ def require_current_schema(engine: Engine) -> None:
     with reading(engine) as connection:
         _check_known(connection)
         present = MigrationContext.configure(connection).get_current_heads()
-    wanted = _scripts().get_heads()
-    if set(present) != set(wanted):
+    wanted, _ = _revisions()
+    if set(present) != wanted:
         raise SchemaOutdated(
             f"the database's schema is {_names(present)}, this version works on {_names(wanted)}; "
             "run `python -P -m migrations` with the same KRONOSCOPE_DATABASE_URL first"
@@ -192,8 +193,7 @@ def require_current_schema(engine: Engine) -> None:
 
 def _check_known(connection: Connection) -> None:
     present = MigrationContext.configure(connection).get_current_heads()
-    known = {script.revision for script in _scripts().walk_revisions()}
-    unknown = set(present) - known
+    unknown = set(present) - _revisions()[1]
     if unknown:
         raise SchemaOutdated(
             f"the database's schema is {_names(unknown)}, which this version does not know; "
@@ -201,8 +201,11 @@ def _check_known(connection: Connection) -> None:
         )
 
 
-def _scripts() -> ScriptDirectory:
-    return ScriptDirectory.from_config(migration_config())
+@functools.cache  # every probe of readiness asks, and reading the files takes 27 ms of a core
+def _revisions() -> tuple[frozenset[str], frozenset[str]]:
+    """The heads, and all that this code knows."""
+    scripts = ScriptDirectory.from_config(migration_config())
+    return frozenset(scripts.get_heads()), frozenset(script.revision for script in scripts.walk_revisions())
 
 
 def _names(revisions: Iterable[str]) -> str:
