@@ -82,8 +82,12 @@ class LeaseWatch:
         self._nudge.set()
 
     def left(self, seconds: float) -> float:
-        """What is left of so many seconds from the stop on; endless where there was none."""
+        """What is left of so many seconds from the stop, or the winding up, on; endless where there was neither."""
         return self._stopped_at + seconds - time.monotonic()
+
+    def wind_up(self) -> None:
+        """All is written: whatever is still asked of anybody is waited for as after a stop."""
+        self._stopped_at = min(self._stopped_at, time.monotonic())
 
     def settle(self) -> None:
         """Nothing is left to kill, and the job is about to leave this attempt: that it is gone then is no loss."""

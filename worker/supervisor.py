@@ -61,7 +61,7 @@ from worker.settings import WorkerSettings
 
 _OUTPUT_LINE_BYTES = 1_000
 _MAX_PAUSE_SECONDS = 900.0
-_SICK_DEVICE_PAUSE_SECONDS = 10.0
+_SICK_PAUSE_SECONDS = 10.0
 """For a job whose device did not come up: a worker of many such devices is not to go through them all at once."""
 _DEADLINE = "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
 _TOO_LONG = (
@@ -352,12 +352,12 @@ class Supervisor:
             why=failure.message,
             detail=failure.detail,
         )
-        pause = _SICK_DEVICE_PAUSE_SECONDS
-        return self._sink.write(lambda: claims.decline(self._engine, self._claim, failure.code, pause))
+        return self._sink.write(lambda: claims.decline(self._engine, self._claim, failure.code, _SICK_PAUSE_SECONDS))
 
     def _clear(self, state: State) -> None:
         """Keep what the next attempt goes on with, for as long as there may be one."""
         if state in TERMINAL:
+            self._watch.wind_up()
             with contextlib.suppress(Interrupted, LeaseLost):  # the sweeper comes by
                 self._scratch.clear(self._claim.job_id)
 

@@ -199,6 +199,20 @@ def test_before_there_is_a_child_no_silent_store_is_waited_for(
     assert begun.left() == ("queued", 0, 0)
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_job_that_has_ended_holds_no_slot_until_its_checkpoints_are_cleared(
+    submitted: Any, attempt: Callable[..., Attempt], held: HeldStore, bucket: S3Settings, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    begun = attempt(submitted(), through(held, bucket), ["log", "begun"], ["wait_for", str(gate)], ["finish"])
+    until(lambda: begun.events("log"))
+    held.hold()
+    gate.touch()
+    assert held.asked.wait(60)
+    assert begun.seconds_left() < PROMPT_SECONDS
+    assert begun.left() == ("succeeded", 1, 0)
+
+
 def test_factors_that_no_child_will_read_are_not_waited_for(
     submitted: Any, attempt: Callable[..., Attempt], held: HeldStore, bucket: S3Settings
 ) -> None:
