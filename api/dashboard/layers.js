@@ -100,6 +100,7 @@ export class LayerTable {
     this.place = place;
     this.select = select;
     this.kind = null;
+    this.picked = false;
     this.rows = [];
     this.column = LAYER;
     this.descending = false;
@@ -123,7 +124,13 @@ export class LayerTable {
 
   show(rows, kinds) {
     this.rows = rows;
-    if (!kinds.includes(this.kind)) this.kind = kinds.find((kind) => kind === "capacity") ?? kinds[0];
+    // while a job runs its analyses come one by one: the table goes on to the usual one, unless another was picked
+    const usual = kinds.find((kind) => kind === "capacity") ?? kinds[0];
+    if (this.kind !== usual && !(this.picked && kinds.includes(this.kind))) {
+      this.kind = usual;
+      this.column = LAYER;
+      this.descending = false;
+    }
     replace(
       this.tabs,
       kinds.length > 1
@@ -143,6 +150,7 @@ export class LayerTable {
 
   choose(kind, kinds) {
     this.kind = kind;
+    this.picked = true;
     this.column = LAYER;
     this.descending = false;
     this.show(this.rows, kinds);

@@ -123,15 +123,16 @@ def summarise(engine: Engine, claim: Claim) -> None:
         claims.write_summary(engine, claim, Summarised(kind=kind, summary=plain(summary(kind))))
 
 
-def write_rows(engine: Engine, root: Path | ArtifactFolder, claim: Claim) -> None:
+def write_rows(engine: Engine, root: Path | ArtifactFolder, claim: Claim, kinds: tuple[str, ...] | None = None) -> None:
+    kinds = claim.kinds if kinds is None else kinds
     for ordinal, (name, module, n, m, count) in enumerate(LAYERS):
         A = spectrum(n, 3.0 / (ordinal + 1), 1.35, dead=n // 9 if n > 20 else 0)
         G = spectrum(m, 0.02 * (ordinal + 1), 1.8)
-        for kind in claim.kinds:
+        for kind in kinds:
             claims.write_layer(engine, claim, layer_frame(row(kind, ordinal, name, module, count, A, G)))
         body = {"layer": name, "ordinal": ordinal, "form": "kronecker", "A": A, "G": G}
         artifact(engine, root, claim, f"spectra/{ordinal}.json", json.dumps(body).encode(), "application/json")
-    for kind in claim.kinds:
+    for kind in kinds:
         claims.write_layer(engine, claim, layer_frame(declared(kind, len(LAYERS))))
 
 

@@ -197,10 +197,15 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     expect(page.get_by_text("17 of 29 batches")).to_be_visible()
     seeding.progress(embedded.engine, claim, stage="collection", done=25, total=29, unit="batches", percent=60.0)
     expect(bar).to_have_attribute("aria-valuenow", "60")
-    seeding.write_rows(embedded.engine, embedded.artifacts, claim)
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
+    seeding.progress(embedded.engine, claim, stage="factors", done=7, total=7, unit="layers", layers_done=7)
+    expect(page.locator("table.layers tbody tr")).to_have_count(8)
+    page.get_by_role("button", name="Trace of A", exact=True).click()
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("capacity",))
     seeding.progress(
         embedded.engine, claim, stage="capacity", done=7, total=7, unit="layers", percent=99.0, layers_done=14
     )
+    expect(page.get_by_role("columnheader", name="Effective dim.")).to_be_visible()
     expect(page.locator("table.layers tbody tr")).to_have_count(8)
     seeding.summarise(embedded.engine, claim)
     claims.finish(embedded.engine, claim)
