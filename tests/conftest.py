@@ -16,6 +16,9 @@ from sqlalchemy import Engine, make_url
 from jobs.database import open_database, upgrade_schema
 from jobs.s3_settings import S3Settings
 from tests import servers
+from tests.robbed import pytest_collection_modifyitems, pytest_runtest_logstart
+
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_logstart"]
 
 Dialect = Literal["sqlite", "postgresql"]
 

@@ -28,9 +28,18 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Since it was made, less what was taken from the processor that most was taken from."""
+        wall, taken = self._read()
+        return max(0.0, wall - taken)
+
+    def share_taken(self) -> float:
+        """Of the time since it was made, what was taken from the processor that most was taken from: 0 to 1."""
+        wall, taken = self._read()
+        return min(1.0, taken / wall) if wall > 0 else 0.0
+
+    def _read(self) -> tuple[float, float]:
         now, stolen = time.monotonic(), self._stolen()
         taken = max((after - before for before, after in zip(self._before, stolen, strict=False)), default=0.0)
-        return max(0.0, now - self._began - taken)
+        return now - self._began, taken
 
 
 def stolen_seconds() -> list[float]:

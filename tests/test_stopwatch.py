@@ -17,6 +17,15 @@ def test_it_counts_what_the_wall_counts_less_what_was_taken_from_one_processor()
     assert Stopwatch(list).seconds() < 60  # a kernel that tells nothing is no reason to fail
 
 
+def test_it_tells_which_share_was_taken() -> None:
+    taken = iter([[10.0, 20.0], [10.1, 20.3]])
+    watch, began = Stopwatch(lambda: next(taken)), time.monotonic()
+    time.sleep(0.5)
+    share = watch.share_taken()
+    assert 0.3 / (time.monotonic() - began) <= share <= 0.3 / 0.5
+    assert Stopwatch(list).share_taken() == 0
+
+
 def test_the_kernel_counts_by_processor() -> None:
     before = stolen_seconds()
     after = stolen_seconds()
