@@ -1,17 +1,19 @@
 """Real servers and fresh ledgers for every room's tests."""
 
+import contextlib
 import os
 import secrets
 import shutil
+import sqlite3
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psycopg
 import pytest
 from psycopg import sql
-from sqlalchemy import Engine, make_url
+from sqlalchemy import Engine, event, make_url
 
 from jobs.database import open_database, upgrade_schema
 from jobs.s3_settings import S3Settings
@@ -143,7 +145,25 @@ def ledger_url(databases: Databases, dialect: Dialect) -> str:
 
 @pytest.fixture
 def ledger(ledger_url: str) -> Iterator[Engine]:
-    """The engine of a fresh ledger, on both databases."""
+    """The engine of a fresh ledger, on both databases; it waits for locks and for connections as long as it takes.
+
+    Where the machine stands still for some seconds, those who wait for this process's threads would give up. How soon
+    a service does is tested on engines of `open_database`.
+    """
     engine = open_database(ledger_url)
+    pool: Any = engine.pool
+    pool._timeout = 240
+    event.listen(engine, "connect", _be_patient)
     yield engine
     engine.dispose()
+
+
+def _be_patient(connection: Any, _record: object) -> None:
+    limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    on_sqlite = isinstance(connection, sqlite3.Connection)
+    with contextlib.closing(connection.cursor()) as cursor:
+        for statement in (
+            ("PRAGMA busy_timeout = 240000",) if on_sqlite else (f"SET {each} = '240s'" for each in limits)
+        ):
+            cursor.execute(statement)
+    connection.commit()

@@ -53,7 +53,7 @@ def held(ledger: Engine, queued: Callable[..., str]) -> Callable[..., Claim]:
     """``held()`` or ``held(job_id)``: a claim on a new or a queued job."""
 
     def make(job_id: str | None = None, **changes: Any) -> Claim:
-        made = claim(ledger, job_id or queued(**changes), "worker-1", secrets.token_hex(8), 45)
+        made = claim(ledger, job_id or queued(**changes), "worker-1", secrets.token_hex(8), 3600)
         assert made is not None
         return made
 

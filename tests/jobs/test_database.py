@@ -1,5 +1,6 @@
 """Both databases through the same functions: time, locks, and what a caller sees when one is away."""
 
+import itertools
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -30,10 +31,10 @@ def test_the_databases_clock_is_now_and_steps_finely(ledger: Engine) -> None:
         seen = connection.execute(select(ledger_now())).scalar_one()
         later = connection.execute(select(ledger_now(90.5))).scalar_one()
         steps = {connection.execute(select(ledger_now())).scalar_one() for _ in range(200)}
-        after = datetime.now(UTC)
     assert abs((seen - before).total_seconds()) < 60
     assert 90.5 <= (later - seen).total_seconds() < 150
-    assert len(steps) >= min(10, int((after - before).total_seconds() * 1000) // 2)
+    # however long this process stood still between some of them
+    assert min(b - a for a, b in itertools.pairwise(sorted(steps))) < timedelta(milliseconds=100)
     assert any(step.microsecond for step in steps)
 
 
@@ -107,7 +108,7 @@ def test_connections_killed_by_the_server_cost_at_most_one_call(databases: Any) 
         with reading(engine) as connection:
             backend = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
             with writing(admin) as other:
-                other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": backend})
+                other.execute(text("SELECT pg_terminate_backend(:pid, 25000)"), {"pid": backend})
             connection.execute(text("SELECT 1"))
 
     with pytest.raises(LedgerUnavailable):
@@ -115,7 +116,7 @@ def test_connections_killed_by_the_server_cost_at_most_one_call(databases: Any) 
     with reading(engine) as connection:  # one that waited in the pool
         waiting = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
     with writing(admin) as other:
-        other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": waiting})
+        other.execute(text("SELECT pg_terminate_backend(:pid, 25000)"), {"pid": waiting})
     with reading(engine) as connection:
         assert connection.execute(text("SELECT pg_backend_pid()")).scalar_one() != waiting
     engine.dispose()

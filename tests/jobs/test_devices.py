@@ -23,7 +23,7 @@ HOST = Device(uuid="HOST-a", kind="host", name="host memory", capacity_bytes=64 
 def joined(ledger: Engine) -> Callable[..., Worker]:
     """``joined(SMALL, LARGE)``: a worker that has registered with these devices."""
 
-    def make(*offered: Device, expiry: float = 45, **given: Any) -> Worker:
+    def make(*offered: Device, expiry: float = 3600, **given: Any) -> Worker:
         chosen = {"node": "node-1", "process_space": "space", "version": "0", "slots": 1, "factories": ()} | given
         worker = Worker(id=new_id(), **chosen)
         register(ledger, worker, offered, expiry)

@@ -100,7 +100,7 @@ def test_every_history_is_legal(ledger: Engine, document: Callable[..., JobDocum
 
 def perform(engine: Engine, job_id: str, act: str, claims: list[Claim]) -> None:
     if act == "claim":
-        made = claim(engine, job_id, "w", secrets.token_hex(8), 45)
+        made = claim(engine, job_id, "w", secrets.token_hex(8), 3600)
         if made is not None:
             claims.append(made)
     elif act == "cancel":
@@ -121,7 +121,7 @@ def perform(engine: Engine, job_id: str, act: str, claims: list[Claim]) -> None:
             "finish": lambda mine: finish(engine, mine),
             "zombie": lambda mine: finish(engine, mine),
             "hand_back": lambda mine: hand_back(engine, mine),
-            "heartbeat": lambda mine: heartbeat(engine, mine, 45),
+            "heartbeat": lambda mine: heartbeat(engine, mine, 3600),
             "fatal": lambda mine: fail(engine, mine, said("fatal")),
             "transient": lambda mine: fail(engine, mine, said("transient")),
         }
