@@ -36,8 +36,10 @@ def keyed(
         "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
         "KRONOSCOPE_METRICS_TOKEN": METRICS_TOKEN,
         "KRONOSCOPE_METRICS_SECONDS": "0",
-        "KRONOSCOPE_BODY_SECONDS": "2",
         "KRONOSCOPE_ESTIMATE_SECONDS": "0.5",
+        "KRONOSCOPE_REAPER_SECONDS": "1",
+        # a reader who leaves and comes again may be there before it is seen that he left
+        "KRONOSCOPE_STREAMS_PER_KEY": "20",
     }
     engine = open_database(url)
     try:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import httpx
 
-from tests.stopwatch import Stopwatch
+from tests.stopwatch import Stopwatch, until
 
 KEY_SECRET = "a secret that only the tests know"
 METRICS_TOKEN = "a-token-that-only-the-tests-know"
-START_SECONDS = 120
+START_SECONDS = 300
 
 
 class Server:
@@ -31,6 +31,12 @@ class Server:
     def client(self, key: str | None = None) -> httpx.Client:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=300)
+
+    def await_long_polls(self, number: int, token: str | None = None) -> None:
+        """Return once exactly so many requests wait for news of a job; they may wait for 30 s at most."""
+        with self.client(token) as scraper:
+            told = f"kronoscope_http_long_polls {number}.0\n"
+            until(lambda: told in scraper.get("/metrics").text, what=f"{number} requests wait")
 
 
 def environment(database_url: str, artifacts: Path, port: int, more: Mapping[str, str]) -> dict[str, str]:
@@ -51,16 +57,40 @@ def environment(database_url: str, artifacts: Path, port: int, more: Mapping[str
     }
 
 
+def ready(client: httpx.Client, wanted: str = "ready") -> dict[str, object]:
+    """What the probe says once it says this; on a slow machine a part may be away for a second that answers."""
+
+    def told() -> dict[str, object] | None:
+        answer = client.get("/readyz")
+        said: dict[str, object] = answer.json()
+        return said if (answer.status_code, said["status"]) == (200, wanted) else None
+
+    return until(told, what=lambda: client.get("/readyz").text) or {}
+
+
 def free_port() -> int:
+    """A port at which nobody listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port that the kernel gives nobody else meanwhile, whether a server of ours listens there yet or not."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+@contextlib.contextmanager
 def serve(database_url: str, folder: Path, more: Mapping[str, str], port: int | None = None) -> Iterator[Server]:
-    """Start an API and wait until it answers; afterwards it must end at SIGTERM."""
-    port = port or free_port()
+    """Start an API and wait until it answers; afterwards it must end at SIGTERM. Who gives a port holds it."""
+    if port is None:
+        with held_port() as held, serve(database_url, folder, more, held) as server:
+            yield server
+        return
     log = folder / f"api-{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

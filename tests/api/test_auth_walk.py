@@ -55,7 +55,8 @@ def test_every_other_route_answers_401_without_a_key(tmp_path: Path, keyed: Keye
             address = re.sub(r"{[^}]*}", "0", path)
             answer = client.request(method, address)
             if path in OPEN:
-                assert answer.status_code in (200, 404)
+                # the probe refuses where the database takes a second, which is no matter of keys
+                assert answer.status_code in ((200, 503) if path == "/readyz" else (200, 404))
             else:
                 problem(answer, 401)
                 assert answer.headers["www-authenticate"].startswith("Bearer")

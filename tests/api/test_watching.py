@@ -118,7 +118,9 @@ def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: En
         async with watch.running():
             readers = [asyncio.ensure_future(follow(watch, job.event_seq)) for _ in range(40)]
             polls = [asyncio.ensure_future(poll(watch)) for _ in range(30)]
-            await asyncio.sleep(0.6)  # the first look is over
+            with watch.waiting(held.job_id) as first:
+                while not first.moved(job.event_seq - 1):  # before the first look is over
+                    await first.news(30)
             statements.clear()
             for line in range(20):
                 await asyncio.to_thread(say, ledger, held, str(line))
@@ -143,9 +145,9 @@ def test_who_waits_for_a_deleted_job_is_told(ledger: Engine) -> None:
         watch = Watch(ledger, threading.Event())
         async with watch.running():
             with watch.waiting(held.job_id, events=True) as waiter:
-                assert await waiter.news(30)
+                assert await waiter.news(300)
                 await asyncio.to_thread(delete_job, ledger, LOCAL_TENANT, held.job_id)
-                assert await waiter.news(30)
+                assert await waiter.news(300)
                 return _ended(waiter)
 
     assert asyncio.run(play())
