@@ -37,7 +37,7 @@ def test_frames_come_in_order_and_the_code_after_them(start: Any) -> None:
         LogLine(level="info", message="two"),
         Finished(),
     ]
-    assert child.wait(10) == 0
+    assert child.wait(240) == 0
 
 
 def test_the_assignment_arrives_whole(start: Any) -> None:
@@ -54,7 +54,7 @@ def test_a_child_that_never_reads_does_not_block_its_parent(start: Any) -> None:
 def test_a_child_that_dies_leaves_its_signal(start: Any) -> None:
     child = start(["log", "one"], ["kill_self"])
     assert len(list(child.frames())) == 1
-    assert child.wait(10) == 128 + signal.SIGKILL
+    assert child.wait(240) == 128 + signal.SIGKILL
 
 
 def test_sigterm_stops_it_at_its_checkpoint(start: Any) -> None:
@@ -63,14 +63,14 @@ def test_sigterm_stops_it_at_its_checkpoint(start: Any) -> None:
     next(frames)
     child.terminate()
     assert list(frames) == [Stopped()]
-    assert child.wait(10) == 5
+    assert child.wait(240) == 5
 
 
 def test_a_stop_before_it_has_begun_ends_it(start: Any) -> None:
     child = start(["sleep", 600])
     child.terminate()
     assert list(child.frames()) == []
-    assert child.wait(10) == 128 + signal.SIGTERM
+    assert child.wait(240) == 128 + signal.SIGTERM
 
 
 def test_kill_ends_a_child_that_ignores_sigterm_and_its_own_children(start: Any, ended: Any) -> None:
@@ -80,7 +80,7 @@ def test_kill_ends_a_child_that_ignores_sigterm_and_its_own_children(start: Any,
     with pytest.raises(TimeoutError):
         child.wait(0.2)
     child.kill()
-    child.wait(5)
+    child.wait(240)
     assert ended([child.pid, *pids], 0)
 
 
@@ -89,7 +89,7 @@ def test_what_a_finished_child_left_running_is_gone_when_wait_returns(start: Any
     frames = child.frames()
     own, sleeper = json.loads(next(frames).message)
     assert list(frames) == [Finished()]  # the sleeper holds the frame pipe open until it is killed
-    child.wait(10)
+    child.wait(240)
     assert ended([own, sleeper], 0)
 
 
@@ -99,7 +99,7 @@ def test_what_left_its_group_is_gone_when_wait_returns(start: Any, ended: Any) -
     daemon = int(next(frames).message)
     assert list(frames) == [Finished()]
     assert list(child.output(1_000)) == []
-    child.wait(10)
+    child.wait(240)
     assert ended([daemon], 0)
 
 
@@ -107,8 +107,8 @@ def test_kill_ends_what_left_its_group(start: Any, ended: Any) -> None:
     child = start(["detached"], ["sleep", 600])
     daemon = int(next(child.frames()).message)
     child.kill()
-    child.wait(5)
-    assert ended([daemon], 1)  # its new parent reaps it when it likes
+    child.wait(240)
+    assert ended([daemon])  # its new parent reaps it when it likes
 
 
 def test_nobody_else_with_the_pipe_can_make_its_reader_wait(start: Any) -> None:
@@ -120,7 +120,7 @@ def test_nobody_else_with_the_pipe_can_make_its_reader_wait(start: Any) -> None:
     try:
         assert list(frames) == []
         assert list(child.output(1_000)) == []
-        assert child.wait(10) == 128 + signal.SIGKILL
+        assert child.wait(240) == 128 + signal.SIGKILL
     finally:
         os.kill(daemon, signal.SIGKILL)
 
@@ -131,7 +131,7 @@ def test_a_killed_guardian_takes_the_group_with_it(start: Any, ended: Any) -> No
     pids = json.loads(next(frames).message)
     os.kill(child.pid, signal.SIGKILL)
     assert list(frames) == []
-    assert child.wait(5) == 128 + signal.SIGKILL
+    assert child.wait(240) == 128 + signal.SIGKILL
     assert ended(pids, 0)
 
 
@@ -157,7 +157,7 @@ def test_a_line_without_end_is_bounded(start: Any) -> None:
 def test_a_line_cut_short_by_death_is_only_a_death(start: Any) -> None:
     child = start(["raw", '{"frame": "fini'], ["kill_self"])
     assert list(child.frames()) == []
-    assert child.wait(10) == 137
+    assert child.wait(240) == 137
 
 
 def test_a_service_hands_no_secret_down(start: Any) -> None:
@@ -194,11 +194,11 @@ def test_one_that_nobody_can_look_after_is_ended_and_leaves_no_pipe(
             Child.start({}, subprocess.PIPE, os.environ, scripted(["sleep", 600]))
     assert raised.value.errno == errno.EAGAIN
     del raised
-    assert ended(made, 10)
+    assert ended(made)
     assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_its_own_words_can_be_read(start: Any) -> None:
     child = start(["say", "a line for humans"], ["finish"], output=subprocess.PIPE)
     assert list(child.output(1_000)) == [b"a line for humans\n"]
-    assert child.wait(10) == 0
+    assert child.wait(240) == 0

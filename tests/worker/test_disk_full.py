@@ -151,11 +151,11 @@ def test_a_job_on_a_full_disk_waits_and_finishes_once_there_is_room(  # noqa: PL
     settings = on_disk(factories=("*",), paths=(str(tmp_path),))
     with Reader(ledger, settings.ledger, job_id) as reader:
         agent(settings, EXECUTION)
-        eventually(lambda: failed_for(events, job_id) or job(job_id).ended, 120)
+        eventually(lambda: failed_for(events, job_id) or job(job_id).ended)
         assert failed_for(events, job_id)[0] == "disk_full"
         assert disk.torn() == []
         disk.make_room()
-        eventually(lambda: job(job_id).ended, 120)
+        eventually(lambda: job(job_id).ended)
     done = job(job_id)
     assert (done.state, done.failure) == ("succeeded", None)
     assert 1 <= done.failures < done.max_failures

@@ -65,7 +65,7 @@ def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
     job_id = submitted()
     started("tight", TIGHT)
     started("roomy", ROOMY)
-    eventually(lambda: job(job_id).ended, 120)
+    eventually(lambda: job(job_id).ended)
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0)
     assert done.needs_bytes <= ROOMY
@@ -81,10 +81,10 @@ def test_after_a_kill_the_job_goes_on_on_the_same_gpu_under_another_worker(
     """The killed worker's guardian ends what computes there; only then is the GPU leased again."""
     job_id = submitted()
     first = started("node", ROOMY)
-    eventually(lambda: job(job_id).state == "running", 60)
+    eventually(lambda: job(job_id).state == "running")
     assert [each.jobs for each in list_devices(ledger)] == [1]
     first.kill()
     started("node", ROOMY)
-    eventually(lambda: job(job_id).attempt == 2, 90)
+    eventually(lambda: job(job_id).attempt == 2)
     assert job(job_id).failures == 1
     assert [(each.jobs, each.draining) for each in list_devices(ledger)] == [(1, 0)]

@@ -179,7 +179,7 @@ def test_killed_with_minus_9_it_leaves_nothing(foreground: Any, ended: Any) -> N
     process = foreground(["ignore_sigterm"], ["pids"], ["sleep", 600])
     pids = json.loads(decode(process.stdout.readline()).message)
     process.kill()
-    assert ended(pids, 2)
+    assert ended(pids)
 
 
 def test_a_reader_who_goes_away_ends_the_run(foreground: Any, ended: Any) -> None:

@@ -59,18 +59,18 @@ def test_a_parent_killed_with_minus_9_leaves_no_orphan(scripted: Any, ended: Any
         assert {os.getpgid(pid) for pid in pids} == {pids[0]}
         assert os.getpgid(parent.pid) != pids[0]
         parent.kill()
-    assert ended(pids, 2)
+    assert ended(pids)
 
 
 @pytest.mark.parametrize("code", [0, 1, 5, 77])
 def test_it_exits_as_its_command_did(guarded: Any, code: Any) -> None:
     process, _ = guarded(sys.executable, "-c", f"raise SystemExit({code})")
-    assert process.wait(10) == code
+    assert process.wait(240) == code
 
 
 def test_a_signal_becomes_128_plus_its_number(guarded: Any) -> None:
     process, _ = guarded(sys.executable, "-c", "import os; os.kill(os.getpid(), 11)")
-    assert process.wait(10) == 128 + 11
+    assert process.wait(240) == 128 + 11
 
 
 def test_sigterm_reaches_the_command_and_not_the_guardian(guarded: Any) -> None:
@@ -79,7 +79,7 @@ def test_sigterm_reaches_the_command_and_not_the_guardian(guarded: Any) -> None:
     process, _ = guarded(sys.executable, "-c", handler + program)
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 42
+    assert process.wait(240) == 42
 
 
 def test_the_end_of_the_lifeline_kills_the_group(guarded: Any, ended: Any) -> None:
@@ -87,8 +87,8 @@ def test_the_end_of_the_lifeline_kills_the_group(guarded: Any, ended: Any) -> No
     process, lifeline = guarded(sys.executable, "-c", program)
     pid = int(process.stdout.readline())
     os.close(lifeline)
-    assert process.wait(2) == -signal.SIGKILL
-    assert ended([pid], 2)
+    assert process.wait(240) == -signal.SIGKILL
+    assert ended([pid])
 
 
 def test_the_command_does_not_hold_the_lifeline(guarded: Any) -> None:

@@ -5,6 +5,9 @@ import os
 import secrets
 import signal
 import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +52,42 @@ def supervise(ledger: Any, settings: Any, scripted: Any) -> Any:
         return supervisor, thread
 
     return run
+
+
+class Clock:
+    """What the lease watch takes for the time: the machine's clock, and what a test lets pass on top of it.
+
+    So limits are long, and none of them runs out because the machine stood still.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
+        self._eventually = eventually
+        self._passed = 0.0
+        self._looks = 0
+        look = lease_watch.read_claimed
+
+        def counted(*given: Any) -> Any:
+            self._looks += 1
+            return look(*given)
+
+        monkeypatch.setattr(lease_watch, "read_claimed", counted)
+        monkeypatch.setattr(lease_watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + self._passed))
+
+    def jump(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self._passed += seconds
+
+    def looked(self) -> None:
+        """Wait for the watch to have looked at the job, and then at its clock."""
+        before = self._looks
+        # one look may be under way, and the one after it is done with when a third begins
+        self._eventually(lambda: self._looks > before + 2)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, eventually: Any) -> Clock:
+    """The clock of this test's attempts."""
+    return Clock(monkeypatch, eventually)
 
 
 def pids_in(events: Any, job_id: Any) -> Any:
@@ -208,32 +247,54 @@ def test_a_failed_device_is_tried_again_in_a_new_process_and_twice_at_one_place_
 
 
 def test_a_child_that_makes_no_progress_is_stopped_and_tried_again(
-    submitted: Any, supervise: Any, job: Any, ended: Any, events: Any
+    submitted: Any, supervise: Any, job: Any, ended: Any, events: Any, eventually: Any, clock: Clock
 ) -> None:
     job_id, begun = submitted(), ["progress", "capacity", 0, 5]
-    supervise(job_id, begun, ["layer", 0], ["pids"], ["sleep", 600], no_progress_seconds=4)
-    assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
-    assert ended(pids_in(events, job_id), 0)
-    supervise(job_id, begun, ["layer", 0], ["sleep", 600], no_progress_seconds=4)
+    for attempt in (1, 2):
+        steps = (begun, ["layer", 0], ["pids"], ["sleep", 600])
+        _, thread = supervise(job_id, *steps, background=True, no_progress_seconds=3600)
+        eventually(lambda: len(events(job_id, "log")) == attempt)  # noqa: B023 - called before it changes
+        clock.jump(3500)
+        clock.looked()
+        assert (job(job_id).state, job(job_id).attempt) == ("running", attempt)
+        clock.jump(200)
+        thread.join(240)
+        assert job(job_id).failures == attempt
+        assert ended(pids_in(events, job_id), 0)
     failure = job(job_id).failure
     assert (failure["category"], failure["code"]) == ("fatal", "no_progress")
     assert "after layer capacity/0" in failure["message"]
 
 
-def test_whatever_a_child_says_is_progress(submitted: Any, supervise: Any, job: Any) -> None:
+def test_whatever_a_child_says_is_progress(
+    submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, clock: Clock, tmp_path: Any
+) -> None:
     job_id = submitted()
-    talk = [step for number in range(7) for step in (["sleep", 0.9], ["log", f"still here {number}"])]
-    supervise(job_id, *talk, ["finish"], no_progress_seconds=5)
+    talk = [step for number in range(3) for step in (["log", "still here"], ["wait_for", str(tmp_path / str(number))])]
+    _, thread = supervise(job_id, *talk, ["finish"], background=True, no_progress_seconds=3600)
+    for number in range(3):
+        eventually(lambda: len(events(job_id, "log")) > number)  # noqa: B023 - called before it changes
+        clock.jump(3500)
+        clock.looked()
+        (tmp_path / str(number)).touch()
+    thread.join(240)
     assert job(job_id).state == "succeeded"
 
 
 def test_an_attempt_has_its_limit_however_much_it_says(
-    ledger: Any, submitted: Any, supervise: Any, job: Any, monkeypatch: Any
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, clock: Clock, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(lease_watch, "STOP_GRACE_SECONDS", 0.5)
     job_id = submitted()
-    talk = [step for number in range(200) for step in (["sleep", 0.1], ["log", f"still here {number}"])]
-    supervise(job_id, ["ignore_sigterm"], ["layer", 0], *talk, attempt_seconds=2, no_progress_seconds=5)
+    talk = [step for number in range(3000) for step in (["log", f"still here {number}"], ["sleep", 0.1])]
+    given = {"attempt_seconds": 3600, "no_progress_seconds": 7200}
+    _, thread = supervise(job_id, ["ignore_sigterm"], ["layer", 0], *talk, background=True, **given)
+    eventually(lambda: events(job_id, "log"))
+    clock.jump(3500)
+    clock.looked()
+    assert job(job_id).state == "running"
+    clock.jump(200)
+    thread.join(240)
     failure = job(job_id).failure
     assert (job(job_id).state, failure["category"], failure["code"]) == ("failed", "usage", "timeout")
     assert "KRONOSCOPE_ATTEMPT_LIMIT" in failure["message"]
@@ -292,7 +353,7 @@ def test_cancel_stops_the_child_at_its_checkpoint(
     _, thread = supervise(job_id, ["pids"], ["wait_for_sigterm"], background=True)
     eventually(lambda: events(job_id, "log"))
     request_cancel(ledger, LOCAL_TENANT, job_id)
-    thread.join(120)
+    thread.join(240)
     assert job(job_id).state == "cancelled"
     assert ended(pids_in(events, job_id), 0)
 
@@ -305,7 +366,7 @@ def test_a_child_that_will_not_stop_is_killed_after_its_grace(
     _, thread = supervise(job_id, ["ignore_sigterm"], ["pids"], ["sleep", 600], background=True)
     eventually(lambda: events(job_id, "log"))
     request_cancel(ledger, LOCAL_TENANT, job_id)
-    thread.join(120)
+    thread.join(240)
     assert job(job_id).state == "cancelled"
     assert ended(pids_in(events, job_id), 0)
 
@@ -317,7 +378,7 @@ def test_a_drain_hands_the_job_back_uncounted(
     supervisor, thread = supervise(job_id, ["layer", 0], ["pids"], ["wait_for_sigterm"], background=True)
     eventually(lambda: events(job_id, "log"))
     supervisor.stop("drain")
-    thread.join(120)
+    thread.join(240)
     assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
     with reading(ledger) as connection:
         assert connection.execute(select(outbox.c.job_id)).scalars().all() == [job_id]
@@ -325,27 +386,34 @@ def test_a_drain_hands_the_job_back_uncounted(
     assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 1)
 
 
-def test_the_deadline_ends_the_job(ledger: Any, submitted: Any, supervise: Any, job: Any) -> None:
-    job_id = submitted()
-    with writing(ledger) as connection:
-        connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(1)))
-    supervise(job_id, ["wait_for_sigterm"])
+def test_the_deadline_ends_the_job(
+    submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, clock: Clock
+) -> None:
+    job_id = submitted(schedule={"within": "1h"})
+    _, thread = supervise(job_id, ["log", "begun"], ["wait_for_sigterm"], background=True)
+    eventually(lambda: events(job_id, "log"))
+    clock.jump(3000)
+    clock.looked()
+    assert job(job_id).state == "running"
+    clock.jump(700)
+    thread.join(240)
     assert job(job_id).state == "failed"
     assert job(job_id).failure["code"] == "deadline_exceeded"
 
 
 def test_a_running_job_is_given_more_time_and_less(
-    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, clock: Clock
 ) -> None:
     job_id = submitted(schedule={"within": "1h"})
     _, thread = supervise(job_id, ["log", "begun"], ["wait_for_sigterm"], background=True)
     eventually(lambda: events(job_id, "log"))
-    reschedule(ledger, LOCAL_TENANT, job_id, Schedule(within="4s"))
-    reschedule(ledger, LOCAL_TENANT, job_id, Schedule(within="1h"))
-    thread.join(5)
+    reschedule(ledger, LOCAL_TENANT, job_id, Schedule(within="3h"))
+    clock.looked()
+    clock.jump(3700)
+    clock.looked()
     assert job(job_id).state == "running"
     reschedule(ledger, LOCAL_TENANT, job_id, Schedule(within="1s"))
-    thread.join(120)
+    thread.join(240)
     assert job(job_id).failure["code"] == "deadline_exceeded"
 
 
@@ -356,7 +424,7 @@ def test_a_stop_that_nobody_asked_for_is_a_failure_like_any_other(
     _, thread = supervise(job_id, ["pids"], ["wait_for_sigterm"], background=True)
     eventually(lambda: events(job_id, "log"))
     os.kill(pids_in(events, job_id)[0], signal.SIGTERM)
-    thread.join(120)
+    thread.join(240)
     assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
 
 
@@ -375,20 +443,28 @@ def test_a_lost_lease_kills_the_child_and_writes_nothing(
 
     eventually(taken_away)
     before = job(job_id)
-    thread.join(120)
+    thread.join(240)
     assert ended(pids_in(events, job_id), 0)
     assert job(job_id) == before
     assert (before.state, before.failures) == ("queued", 1)
 
 
 def test_heartbeats_keep_the_lease_of_a_child_that_says_nothing(
-    ledger: Any, submitted: Any, supervise: Any, job: Any
+    ledger: Any, submitted: Any, supervise: Any, job: Any, eventually: Any, tmp_path: Any
 ) -> None:
     job_id = submitted()
-    _, thread = supervise(job_id, ["sleep", 6], ["finish"], background=True, lease_seconds=5)
-    while thread.is_alive():
-        assert reap_expired(ledger) == 0
-        thread.join(0.1)
+    _, thread = supervise(job_id, ["wait_for", str(tmp_path / "go")], ["finish"], background=True, lease_seconds=60)
+
+    def leased_until() -> Any:
+        with reading(ledger) as connection:
+            return connection.execute(select(jobs.c.lease_expires_at)).scalar_one()
+
+    for _ in range(3):
+        before = leased_until()
+        eventually(lambda: leased_until() > before + timedelta(seconds=0.4))  # noqa: B023 - called before it changes
+    assert reap_expired(ledger) == 0
+    (tmp_path / "go").touch()
+    thread.join(240)
     assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 1)
 
 
@@ -408,7 +484,7 @@ def test_beside_a_gpu_each_of_several_slots_has_its_part_of_the_hosts_memory(
     chosen = settings(slots=slots)
     gpu = Device(uuid="GPU-a", kind="cuda", name="GPU", capacity_bytes=2**34)
     here = Worker(id=new_id(), node="n", process_space="s", version="0", slots=slots, factories=())
-    register(ledger, here, [gpu], 60)
+    register(ledger, here, [gpu], 3600)
     job_id = submitted()
     place = Place(job_id=job_id, worker_id=here.id, device_uuid=gpu.uuid)
 
@@ -507,7 +583,7 @@ def test_an_attempt_that_is_to_stop_waits_for_no_store(
     supervisor, thread = supervise(job_id, ["artifact", "a.json", "{}"], ["wait_for_sigterm"], background=True)
     eventually(lambda: [line for line in log_lines() if "store of artifacts does not answer" in line["event"]])
     supervisor.stop("drain")
-    thread.join(120)
+    thread.join(240)
     assert not thread.is_alive()
     assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
 
@@ -516,13 +592,13 @@ def test_one_that_is_to_stop_before_it_has_a_child_gets_none(submitted: Any, sup
     job_id = submitted()
     supervisor, thread = supervise(job_id, ["sleep", 600], background=True)
     supervisor.stop("drain")  # however far it is
-    thread.join(120)
+    thread.join(240)
     assert not thread.is_alive()
     assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
 
 
 def test_whatever_a_heartbeat_stumbles_over_the_next_one_is_made(
-    submitted: Any, supervise: Any, job: Any, monkeypatch: Any
+    submitted: Any, supervise: Any, job: Any, eventually: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:
     told: list[int] = []
     beat = lease_watch.heartbeat
@@ -535,6 +611,8 @@ def test_whatever_a_heartbeat_stumbles_over_the_next_one_is_made(
 
     monkeypatch.setattr(lease_watch, "heartbeat", stumbling)
     job_id = submitted()
-    supervise(job_id, ["sleep", 3], ["finish"], lease_seconds=10)
+    _, thread = supervise(job_id, ["wait_for", str(tmp_path / "go")], ["finish"], background=True, lease_seconds=60)
+    eventually(lambda: len(told) > 4)
+    (tmp_path / "go").touch()
+    thread.join(240)
     assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 1)
-    assert len(told) > 4
