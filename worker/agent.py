@@ -35,6 +35,8 @@ _READ_BEATS = 2
 """What others hold of a device where no job is was read within as many beats."""
 _GRACE_POLLS = 2
 """A job is left so long to a smaller device: its worker has looked into the queue by then."""
+_RETRY_SECONDS = 3.0
+"""A look that failed is repeated so soon, however rare the others are: it may have been for a doorbell."""
 
 
 class Agent:
@@ -209,6 +211,7 @@ class Agent:
             if self._draining:  # looked at after the nudge was cleared, which may have been for this
                 break
             self._beat()
+            pause = min(self._settings.poll_seconds, _RETRY_SECONDS)
             try:
                 self._look_after_devices()
                 while self.take():  # each is looked for anew: the one before has changed whose turn it is
@@ -216,9 +219,10 @@ class Agent:
                 if self._settings.lifetime.until_idle and self._nothing_to_do():
                     self._draining = True
                     self.idle.set()
+                pause = self._settings.poll_seconds
             except LedgerUnavailable:
                 self._log.warning("the database does not answer; the queue is looked into again")
             except Exception:  # noqa: BLE001 - what makes lost doorbells harmless outlives whatever happens
                 self._log.exception("looking into the queue failed")
-            self._nudge.wait(self._settings.poll_seconds)
+            self._nudge.wait(pause)
         self._stop_all()

@@ -101,6 +101,26 @@ def test_a_doorbell_for_nothing_costs_a_look(
     eventually(lambda: job(job_id).state == "succeeded")
 
 
+@pytest.mark.parametrize("dialect", ["sqlite"])
+@pytest.mark.parametrize("error", [LedgerUnavailable, RuntimeError])
+def test_a_look_that_failed_is_repeated_soon_however_rare_the_others_are(
+    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, error: type[Exception]
+) -> None:
+    """It may have been for a doorbell, and nobody rings again for an hour."""
+    failing = [error, error]
+
+    def away_twice(*given: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return next_places(*given)
+
+    monkeypatch.setattr(agent_module, "_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(agent_module, "next_places", away_twice)
+    job_id = submitted()
+    agent(["finish"], poll_seconds=3600)
+    eventually(lambda: job(job_id).state == "succeeded")
+
+
 def test_many_doorbells_of_one_tenant_do_not_overtake_another(
     ledger: Any, agent: Any, job: Any, events: Any, submitted: Any, eventually: Any, tmp_path: Any
 ) -> None:
