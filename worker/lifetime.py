@@ -51,8 +51,10 @@ class Lifetime:
 class Ending:
     """A thread that waits for the reason to end."""
 
-    def __init__(self, lifetime: Lifetime, idle: threading.Event) -> None:
+    def __init__(self, lifetime: Lifetime, idle: threading.Event, began: float) -> None:
+        """Get ready; the lifetime counts from ``began``, of the monotonic clock."""
         self._lifetime = lifetime
+        self._began = began
         self._idle = idle
         self._log = structlog.get_logger("kronoscope.worker")
 
@@ -62,7 +64,8 @@ class Ending:
             threading.Thread(target=self._run, name="ending", daemon=True).start()
 
     def _run(self) -> None:
-        idle = self._idle.wait(self._lifetime.seconds)
+        seconds = self._lifetime.seconds
+        idle = self._idle.wait(None if seconds is None else max(0.0, self._began + seconds - time.monotonic()))
         self._log.info("worker ends by itself", why="nothing left to do" if idle else "the wall time comes near")
         while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Celery listens a moment after it took up its work
             time.sleep(_HANDLER_POLL_SECONDS)

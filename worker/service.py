@@ -1,5 +1,6 @@
 """What a worker process does from start to end, whether Celery or nobody rings its doorbell."""
 
+import time
 from collections.abc import Callable
 
 import structlog
@@ -33,6 +34,7 @@ class Service:
         Raises:
             SchemaOutdated: If the database has to be migrated first.
         """
+        began = time.monotonic()  # the machine is not lent for longer because it took long to start
         configure_logging(settings.log_level)
         log_last_words()
         log = structlog.get_logger("kronoscope.worker")
@@ -42,7 +44,7 @@ class Service:
         require_current_schema(self._engine)
         self.agent = Agent(self._engine, settings)
         self._sweeper = Sweeper(self._engine, settings.ledger, ring, lying)
-        self._ending = Ending(settings.lifetime, self.agent.idle)
+        self._ending = Ending(settings.lifetime, self.agent.idle, began)
         self._log = log
 
     def start(self) -> None:

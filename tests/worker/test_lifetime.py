@@ -1,5 +1,8 @@
 """When a worker ends by itself: what the settings say, and when there is nothing left to do."""
 
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from jobs.errors import SettingsInvalid
 from jobs.tables import jobs
 from worker.agent import Agent
 from worker.devices import host
-from worker.lifetime import ENDING_SECONDS, Lifetime
+from worker.lifetime import ENDING_SECONDS, Ending, Lifetime
 
 NOW = 1_800_000_000.0
 
@@ -65,7 +68,7 @@ def test_it_is_idle_when_the_queue_is_empty_and_its_last_job_has_ended(
     assert [job(each).state for each in ids] == ["succeeded"] * 3
     late = submitted()
     assert not agent.take()
-    assert agent.drain(5)
+    assert agent.drain(240)
     assert job(late).state == "queued"
 
 
@@ -82,7 +85,7 @@ def test_a_free_slot_beside_a_running_job_is_not_idle(
     eventually(lambda: job(second).state == "running")
     (tmp_path / "go").touch()
     assert agent.idle.wait(240)
-    assert agent.drain(5)
+    assert agent.drain(240)
 
 
 def test_another_workers_job_is_not_waited_for(ledger: Any, settings: Any, scripted: Any, submitted: Any) -> None:
@@ -90,7 +93,7 @@ def test_another_workers_job_is_not_waited_for(ledger: Any, settings: Any, scrip
     agent = Agent(ledger, settings(lifetime=Lifetime(until_idle=True)), scripted(["finish"]))
     agent.start()
     assert agent.idle.wait(240)
-    assert agent.drain(5)
+    assert agent.drain(240)
 
 
 def test_a_job_that_others_leave_no_room_for_is_not_waited_for(
@@ -103,7 +106,7 @@ def test_a_job_that_others_leave_no_room_for_is_not_waited_for(
     agent = Agent(ledger, settings(lifetime=Lifetime(until_idle=True)), scripted(["finish"]))
     agent.start()
     assert agent.idle.wait(240)
-    assert agent.drain(5)
+    assert agent.drain(240)
     assert job(job_id).state == "queued"
 
 
@@ -111,4 +114,14 @@ def test_without_being_asked_to_it_never_says_so(ledger: Any, settings: Any, scr
     agent = Agent(ledger, settings(), scripted(["finish"]))
     agent.start()
     assert not agent.idle.wait(0.5)
-    assert agent.drain(5)
+    assert agent.drain(240)
+
+
+def test_what_starting_took_is_part_of_its_life(eventually: Any) -> None:
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append("end"))
+    try:
+        Ending(Lifetime(seconds=3600), threading.Event(), time.monotonic() - 3600).start()
+        eventually(lambda: told)
+    finally:
+        signal.signal(signal.SIGTERM, before)
