@@ -41,7 +41,7 @@ def agent(ledger: Any, settings: Any, scripted: Any) -> Iterator[Any]:
         return new
 
     yield start
-    assert all(each.drain() for each in made)
+    assert all(each.drain(240) for each in made)
 
 
 def test_a_job_is_found_without_any_doorbell(agent: Any, submitted: Any, job: Any, eventually: Any) -> None:
@@ -62,7 +62,7 @@ def test_its_pulse_goes_on_while_the_database_is_away_and_ends_with_it(
     eventually(pulse.exists)
     pulse.unlink()
     eventually(pulse.exists)
-    assert beating.drain()
+    assert beating.drain(240)
     pulse.unlink()
     time.sleep(0.3)
     assert not pulse.exists()
@@ -154,7 +154,7 @@ def test_a_drain_hands_everything_back(
     ids = [submitted() for _ in range(2)]
     chosen = agent(["pids"], ["wait_for_sigterm"], slots=2)
     eventually(lambda: all(events(each, "log") for each in ids))
-    assert chosen.drain()
+    assert chosen.drain(240)
     assert [(job(each).state, job(each).attempt) for each in ids] == [("queued", 0)] * 2
     assert not chosen.take()
     pids = [pid for each in ids for line in events(each, "log") for pid in json.loads(line.data["message"])]
@@ -163,7 +163,7 @@ def test_a_drain_hands_everything_back(
 
 def test_nothing_looks_into_the_queue_after_a_drain(agent: Any) -> None:
     running = agent(["finish"])
-    running.drain(5)
+    running.drain(240)
     assert "poller" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -235,7 +235,7 @@ def test_a_store_that_is_silent_holds_up_no_rescue(
     ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = threading.Event()
-    monkeypatch.setattr("worker.sweeper.sweep_scratch", lambda *_: silent.wait(120) and 0)
+    monkeypatch.setattr("worker.sweeper.sweep_scratch", lambda *_: silent.wait() and 0)
     sweeper = Sweeper(ledger, settings().ledger, None)
     sweeper.start()
     try:
@@ -275,9 +275,10 @@ def test_a_broker_that_is_down_stops_no_sweep(ledger: Any, settings: Any, submit
     sweeper = Sweeper(ledger, settings().ledger, ring)
     sweeper.start()
     try:
-        eventually(lambda: rung[1:] == [job_id])
+        eventually(lambda: len(rung) > 1)
     finally:
         sweeper.stop()
+    assert set(rung) == {job_id}
 
 
 def test_a_worker_without_a_broker_leaves_the_doorbells_to_those_who_have_one(

@@ -35,7 +35,7 @@ def agent(ledger: Engine, settings: Any) -> Iterator[Any]:
         return made[-1]
 
     yield start
-    assert all(each.drain() for each in made)
+    assert all(each.drain(240) for each in made)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_withheld_device_is_not_offered_until_its_time_is_over(
     now = [0.0]
     fitness = Fitness(lambda: now[0])
     well, sick = fake_gpu("node", 0, 2**34), fake_gpu("node", 1, 2**35)
-    registration = Registration(ledger, settings(lease_seconds=5), lambda: (well, sick), fitness)
+    registration = Registration(ledger, settings(lease_seconds=600), lambda: (well, sick), fitness)
 
     def offered() -> set[str]:
         return {each.uuid for each in list_devices(ledger) if not each.stale}
