@@ -5,19 +5,22 @@ import secrets
 import threading
 import urllib.request
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
 from obstore.store import S3Store
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select
 
 from jobs.artifacts import open_artifacts
 from jobs.claims import claim
+from jobs.database import reading
 from jobs.records import LOCAL_TENANT, Job
 from jobs.results import list_artifacts
 from jobs.s3_settings import S3Settings
+from jobs.tables import jobs
 from worker.settings import WorkerSettings
 from worker.supervisor import Supervisor
 
@@ -51,6 +54,12 @@ def supervise(ledger: Engine, to_bucket: Any, scripted: Any) -> Callable[..., Wo
     return run
 
 
+def leased_until(ledger: Engine) -> Any:
+    """Of the one job that is held."""
+    with reading(ledger) as connection:
+        return connection.execute(select(jobs.c.lease_expires_at)).scalar_one()
+
+
 def test_a_store_that_does_not_answer_is_waited_for(
     ledger: Engine, submitted: Any, supervise: Any, bucket: S3Settings, job: Callable[[str], Job], log_lines: Any,
     eventually: Any,
@@ -62,11 +71,11 @@ def test_a_store_that_does_not_answer_is_waited_for(
     running.start()
     eventually(lambda: [line for line in log_lines() if "store of artifacts does not answer" in line["event"]])
     assert list_artifacts(ledger, LOCAL_TENANT, job_id) == ()
-    # for longer than a lease lasts without heartbeats
-    running.join(6)
+    leased = leased_until(ledger)
+    eventually(lambda: leased_until(ledger) > leased + timedelta(seconds=1))
     made = urllib.request.Request(f"{later.endpoint}/{later.bucket}", method="PUT")
     with urllib.request.urlopen(made, timeout=300):
-        running.join(60)
+        running.join(240)
     assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("succeeded", 1, 0)
     assert [each.name for each in list_artifacts(ledger, LOCAL_TENANT, job_id)] == ["a.json"]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import signal
@@ -187,6 +188,7 @@ def test_one_that_nobody_can_look_after_is_ended_and_leaves_no_pipe(
 
     made: list[int] = []
     monkeypatch.setattr(child_module, "began", made.append)
+    gc.collect()  # what earlier tests left open is not closed meanwhile
     before = set(Path("/proc/self/fd").iterdir())
     with monkeypatch.context() as without_threads:
         without_threads.setattr(threading.Thread, "start", refused)

@@ -318,15 +318,21 @@ def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_
 
 
 def test_a_run_ends_at_its_deadline(foreground: Any, tmp_path: Any) -> None:
-    document = DOCUMENT | {"schedule": {"within": "5s"}}
-    request = json.dumps({"document": document, "threads": 1}).encode()
-    process = foreground(["layer", 0], ["wait_for_sigterm"], request=request)
-    last = frames_of(process)[-1]
-    assert process.wait(240) == 2
-    assert (last.category, last.code, last.pointer) == ("usage", "deadline_exceeded", "/schedule")
-    job = json_file(tmp_path / "out" / "job.json")
-    assert (job["state"], job["document"]) == ("failed", DOCUMENT)
-    assert [row["ordinal"] for row in json_file(tmp_path / "out" / "results.json")["layers"]] == [0]
+    for within in ("3s", "240s"):  # the second where the machine is too busy to do a layer within the first
+        out = tmp_path / within
+        document = DOCUMENT | {"schedule": {"within": within}}
+        request = json.dumps({"document": document, "threads": 1}).encode()
+        process = foreground(["layer", 0], ["wait_for_sigterm"], request=request, output=out)
+        frames = frames_of(process)
+        assert process.wait(240) == 2
+        last = frames[-1]
+        assert (last.category, last.code, last.pointer) == ("usage", "deadline_exceeded", "/schedule")
+        job = json_file(out / "job.json")
+        assert (job["state"], job["document"]) == ("failed", DOCUMENT)
+        rows = [row["ordinal"] for row in json_file(out / "results.json")["layers"]]
+        if rows:
+            break
+    assert rows == [0]
 
 
 def test_a_run_whose_deadline_has_passed_does_not_begin(foreground: Any, tmp_path: Any) -> None:
