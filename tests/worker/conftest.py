@@ -106,6 +106,55 @@ def job(ledger: Engine) -> Callable[[str], Job]:
     return read
 
 
+class Gated:
+    """A job that goes on for minutes until its gate is opened, and reaches a checkpoint several times a second."""
+
+    _MODEL = """
+import time
+from pathlib import Path
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, folder):
+        super().__init__()
+        self.head, self.folder = nn.Linear(12, 3), Path(folder)
+
+    def forward(self, x):
+        (self.folder / "begun").touch()
+        if not (self.folder / "open").exists():
+            time.sleep(0.3)
+        return self.head(x)
+"""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "kronoscope_test_gated.py").write_text(self._MODEL)
+        name = "kronoscope_test_gated:Model"
+        self.document = {
+            "model": {"source": "factory", "factory": name, "kwargs": {"folder": str(folder)}},
+            "data": {"source": "synthetic", "shape": [12], "examples": 4000, "classes": 3},
+            "collection": {"batch_size": 4},
+        }
+        self.environment = {"KRONOSCOPE_ALLOW_FACTORIES": name, "KRONOSCOPE_FACTORY_PATH": str(folder)}
+
+    def begun(self) -> bool:
+        """Whether any attempt has come to compute."""
+        return (self._folder / "begun").exists()
+
+    def open(self) -> None:
+        """Let attempts come to their end."""
+        (self._folder / "open").touch()
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Gated:
+    """What to submit, and what a worker's environment must hold for it."""
+    folder = tmp_path / "gated"
+    folder.mkdir()
+    return Gated(folder)
+
+
 @pytest.fixture
 def events(ledger: Engine) -> Callable[..., list[Event]]:
     """``events(id, "crash")``: the job's events of one type."""

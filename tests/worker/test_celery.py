@@ -17,7 +17,11 @@ import pytest
 import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
+from sqlalchemy import update
 
+from jobs.clock import ledger_now
+from jobs.database import writing
+from jobs.tables import jobs
 from worker.agent import DRAIN_SECONDS
 
 CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q"]
@@ -124,7 +128,7 @@ def test_it_does_a_job_to_the_end_without_torch(
     assert {"job": job_id, "attempt": 1, "fence": 1}.items() <= next(
         line for line in process.lines() if line["event"] == "job claimed"
     ).items()
-    assert process.lines()[-1]["event"] == "worker ends"
+    assert "worker ends" in [line["event"] for line in process.lines()]
 
 
 def test_the_doorbell_is_answered_before_any_poll(
@@ -205,27 +209,29 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
-    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any
+    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:
-    first = worker(celery_command())
-    job_id = submitted(model={"source": "builtin", "name": "digits_cnn"})  # is trained first: time enough
-    eventually(lambda: (job(job_id).progress or {}).get("stage") == "model")
+    first = worker(celery_command(), **gated.environment)
+    job_id = submitted(**gated.document)
+    eventually(gated.begun)
     running = children_of(first.popen.pid)
     assert len(running) >= 2  # guardian and child
     assert first.stop() == 0
     assert ended(running)
     handed = job(job_id)
     assert (handed.state, handed.attempt, handed.failures) == ("queued", 0, 0)
-    worker(celery_command())
+    gated.open()
+    worker(celery_command(), **gated.environment)
     eventually(lambda: job(job_id).ended)
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0), done.failure
     assert done.summary["capacity"]["coverage"]["covered_share"] == 1.0
 
 
-def test_under_slurm_a_job_is_handed_back_before_the_wall_time(
-    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, ledger_url: str, broker: str, tmp_path: Path
-) -> None:
+def test_under_slurm_a_job_is_handed_back_before_the_wall_time(  # noqa: PLR0917 - it takes what it needs
+    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any, ledger_url: str, broker: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """What `--signal=B:TERM@…` does: SIGTERM to the batch shell, and to no other process of the job."""
     (tmp_path / "database-url").write_text(ledger_url)
     (tmp_path / "redis-url").write_text(broker)
@@ -238,16 +244,17 @@ def test_under_slurm_a_job_is_handed_back_before_the_wall_time(
         KRONOSCOPE_REDIS_URL_FILE=str(tmp_path / "redis-url"),
         SLURM_JOB_ID="17",
         SLURM_CPUS_PER_TASK="1",
+        **gated.environment,
     )
-    job_id = submitted(model={"source": "builtin", "name": "digits_cnn"})
-    eventually(lambda: (job(job_id).progress or {}).get("stage") == "model")
+    job_id = submitted(**gated.document)
+    eventually(gated.begun)
     running = children_of(first.popen.pid)
     assert len(running) >= 3  # worker, guardian and child
     assert first.stop() == 0
     assert ended(running)
     handed = job(job_id)
     assert (handed.state, handed.attempt, handed.failures) == ("queued", 0, 0)
-    assert first.lines()[-1] | {"drained": True, "event": "worker ends"} == first.lines()[-1]
+    assert [line["drained"] for line in first.lines() if line["event"] == "worker ends"] == [True]
 
 
 def test_slurm_is_asked_for_more_time_than_a_drain_takes() -> None:
@@ -256,16 +263,19 @@ def test_slurm_is_asked_for_more_time_than_a_drain_takes() -> None:
 
 
 def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
-    worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any
+    ledger: Any, worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:
-    quick = {"KRONOSCOPE_HEARTBEAT_SECONDS": "0.5", "KRONOSCOPE_LEASE_SECONDS": "3"}
-    first = worker(celery_command(), **quick)
-    job_id = submitted(model={"source": "builtin", "name": "digits_cnn"})
-    eventually(lambda: (job(job_id).progress or {}).get("stage") == "model")
+    first = worker(celery_command(), **gated.environment)
+    job_id = submitted(**gated.document)
+    eventually(gated.begun)
     running = children_of(first.popen.pid)
     first.stop(signal.SIGKILL)
     assert ended(running)
-    second = worker(EMBEDDED, **quick)
+    assert (job(job_id).state, job(job_id).attempt) == ("running", 1)
+    with writing(ledger) as connection:  # as it does by itself when nobody renews it any more
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(lease_expires_at=ledger_now(-1)))
+    gated.open()
+    second = worker(EMBEDDED, **gated.environment)
     eventually(lambda: job(job_id).ended)
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1), done.failure
@@ -279,7 +289,7 @@ def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any,
     assert process.popen.wait(240) == 0
     assert [job(each).state for each in ids] == ["failed", "failed"]  # each through a real child
     process.reader.join()
-    assert process.lines()[-1]["event"] == "worker ends"
+    assert "worker ends" in [line["event"] for line in process.lines()]
 
 
 @pytest.mark.parametrize(
@@ -296,39 +306,37 @@ def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: li
     process = worker(command, **given)
     assert process.popen.wait(240) == 0
     process.reader.join()
-    assert process.lines()[-1]["event"] == "worker ends"
+    assert "worker ends" in [line["event"] for line in process.lines()]
 
 
 @pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
 def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
-    worker: Any, submitted: Any, job: Any, tmp_path: Path, command: list[str]
+    worker: Any, submitted: Any, job: Any, gated: Any, command: list[str]
 ) -> None:
     """Its machine goes so many seconds from now; 4 s before that it has ended, so its jobs are told 24 s before."""
-    (tmp_path / "slow.py").write_text("import time\n\n\ndef build():\n    time.sleep(900)\n")
-    job_id = submitted(model={"source": "factory", "factory": "slow:build"})
-    given = {"KRONOSCOPE_ALLOW_FACTORIES": "slow:build", "KRONOSCOPE_FACTORY_PATH": str(tmp_path)}
+    job_id = submitted(**gated.document)
     for wall in (45, 240):  # the second where the machine is too busy to begin within the first
-        began = time.time()
+        started = time.time()
         if command == EMBEDDED:
-            process = worker([*command, "--wall", f"{wall}s", "--drain-before", "4s"], **given)
+            process = worker([*command, "--wall", f"{wall}s", "--drain-before", "4s"], **gated.environment)
         else:
-            process = worker(
-                command, KRONOSCOPE_DRAIN_BEFORE="4s", SLURM_JOB_END_TIME=str(round(began + wall)), **given
-            )
+            end = {"KRONOSCOPE_DRAIN_BEFORE": "4s", "SLURM_JOB_END_TIME": str(round(started + wall))}
+            process = worker(command, **end, **gated.environment)
         ran = False
         while process.popen.poll() is None:
             ran = ran or job(job_id).state == "running"
             time.sleep(0.1)
-        ended = time.time()
-        assert process.popen.returncode == 0
+        process.reader.join()
+        assert process.popen.returncode == 0, process.raw[-5:]
         assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("queued", 0, 0)
         if ran:
             break
     assert ran
-    process.reader.join()
-    if command == EMBEDDED:  # which counts from its own start
-        began = datetime.fromisoformat(process.lines()[0]["timestamp"]).timestamp()
-    assert wall - 29 < ended - began < wall
+    at = {line["event"]: datetime.fromisoformat(line["timestamp"]).timestamp() for line in process.lines()}
+    began = at["worker starts"] if command == EMBEDDED else started  # the one counts from its own start
+    assert at["worker ends by itself"] > started + wall - 25
+    assert at["worker ends by itself"] < began + wall - 4
+    assert [line["drained"] for line in process.lines() if line["event"] == "worker ends"] == [True]
 
 
 def test_a_worker_that_cannot_start_ends(worker: Any) -> None:

@@ -47,7 +47,7 @@ def supervise(ledger: Any, settings: Any, scripted: Any) -> Any:
         if not background:
             supervisor.run()
             return supervisor
-        thread = threading.Thread(target=supervisor.run)
+        thread = threading.Thread(target=supervisor.run, daemon=True)
         thread.start()
         return supervisor, thread
 
