@@ -13,7 +13,7 @@ from typing import Literal
 from sqlalchemy import Engine, select
 from structlog.typing import FilteringBoundLogger
 
-from jobs.claims import heartbeat
+from jobs.claims import heartbeat, last_heartbeat
 from jobs.clock import ledger_now
 from jobs.database import reading
 from jobs.errors import LeaseLost, LedgerUnavailable
@@ -49,6 +49,7 @@ class LeaseWatch:
         self._ended = threading.Event()
         self._nudge = threading.Event()
         self._lock = threading.Lock()
+        self._beating = threading.Lock()
         self._held_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"lease-{claim.job_id}", daemon=True)
 
@@ -91,7 +92,7 @@ class LeaseWatch:
 
     def settle(self) -> None:
         """Nothing is left to kill, and the job is about to leave this attempt: that it is gone then is no loss."""
-        with self._lock:
+        with self._beating, self._lock:  # a heartbeat under way is still one of the holder's
             self._settling = True
 
     def end(self) -> None:
@@ -154,7 +155,9 @@ class LeaseWatch:
         """Renew the lease; whether the database answered."""
         asked = time.monotonic()  # the lease runs from before the question, not from after the answer
         try:
-            cancel = heartbeat(self._engine, self._claim, self._settings.ledger.lease_seconds)
+            with self._beating:
+                beat = last_heartbeat if self._settling else heartbeat
+                cancel = beat(self._engine, self._claim, self._settings.ledger.lease_seconds)
         except LeaseLost as error:
             self._lose_unless_settling(str(error))
         except Exception as error:  # noqa: BLE001 - without this thread nothing would beat, stop or kill
