@@ -53,12 +53,16 @@ def stolen_seconds() -> list[float]:
 
 
 def until(question: Callable[[], T], seconds: float = 60, what: str | Callable[[], object] = "it is so") -> T:
-    """The first true answer; other processes can only be asked again."""
+    """The first true answer; other processes can only be asked again.
+
+    The last question is asked when the time is up: who asks may itself have stood still since the one before.
+    """
     watch = Stopwatch()
     while True:
+        late = watch.seconds() > seconds
         answer = question()
         if answer:
             return answer
-        if watch.seconds() > seconds:
+        if late:
             raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
         time.sleep(0.02)

@@ -33,6 +33,19 @@ def test_the_kernel_counts_by_processor() -> None:
     assert all(0 <= first <= second for first, second in zip(before, after, strict=True))
 
 
+def test_who_stood_still_asks_once_more() -> None:
+    """Between an answer and the look at the clock, that is; what was asked before is no answer any more."""
+    began = time.monotonic()
+
+    def in_a_moment() -> bool:
+        if time.monotonic() - began > 0.3:
+            return True
+        time.sleep(0.4)
+        return False
+
+    assert until(in_a_moment, 0.1)
+
+
 def test_a_wait_has_an_end() -> None:
     answers = iter([0, "", "yes"])
     assert until(lambda: next(answers), 60) == "yes"
