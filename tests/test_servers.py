@@ -1,6 +1,7 @@
 """The tests' own servers: real, private, and gone afterwards."""
 
 import os
+import socket
 from pathlib import Path
 
 import psycopg
@@ -36,6 +37,16 @@ def test_both_answer_and_leave_nothing(nothing_given: None) -> None:
     with redis.Redis.from_url(redis_url) as client, pytest.raises(redis.ConnectionError):
         client.ping()
     assert leftovers() <= before
+
+
+def test_a_port_that_is_held_is_listened_on_again_and_again_and_given_to_nobody() -> None:
+    with servers.hold_port() as held:
+        place = held.getsockname()
+        for _ in range(2):
+            with socket.create_server(place) as listener, socket.create_connection(place, timeout=60):
+                listener.accept()[0].close()
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(place)
 
 
 def test_what_is_given_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 _COMMIT = b"Q\x00\x00\x00\x0bCOMMIT\x00"
 _COMMITTED = b"COMMIT\x00"
 _BYTES = 65_536
+_SERVER_SECONDS = 120
+"""A server that stands still for a while has not lost what it was asked for."""
 
 
 @dataclass
@@ -75,7 +77,7 @@ class LossyProxy:
         with contextlib.ExitStack() as held:
             held.callback(_shut, client)
             try:
-                server = socket.create_connection((self.host, self.upstream_port), timeout=5)
+                server = socket.create_connection((self.host, self.upstream_port), timeout=_SERVER_SECONDS)
             except OSError:
                 return
             server.settimeout(None)
@@ -120,7 +122,7 @@ class LossyProxy:
     def _swallow(self, server: socket.socket) -> None:
         """Count it only where the server said that it has committed."""
         reply = b""
-        server.settimeout(10)
+        server.settimeout(_SERVER_SECONDS)
         while _COMMITTED not in reply:
             data = server.recv(_BYTES)
             if not data:
