@@ -1,4 +1,4 @@
-"""One stack with short leases for the faults of this room that leave it whole."""
+"""One stack with quick rounds and long leases for the faults of this room that leave it whole."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.cells import MATRIX
 from tests.chaos.gated_jobs import document, outcomes
-from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
+from tests.chaos.stack import LONG_LEASES, Stack, running_stack
 
 CHECKPOINTS = {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.001"}
 """As many as the engine makes at most."""
@@ -15,7 +15,7 @@ CHECKPOINTS = {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.001"}
 @pytest.fixture(scope="session")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack for every test of this room; ``stack`` hands it over whole."""
-    with running_stack(tmp_path_factory.mktemp("stack"), settings=SHORT_LEASES | CHECKPOINTS, **MATRIX) as stack:
+    with running_stack(tmp_path_factory.mktemp("stack"), settings=LONG_LEASES | CHECKPOINTS, **MATRIX) as stack:
         yield stack
 
 
@@ -37,7 +37,7 @@ def undisturbed(shared_stack: Stack) -> list[object]:
 @pytest.fixture(scope="session")
 def quick_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two workers whose children compute nothing."""
-    settings = SHORT_LEASES | {"CHAOS_QUICK": "1", "KRONOSCOPE_SLOTS": "2"}
+    settings = LONG_LEASES | {"CHAOS_QUICK": "1", "KRONOSCOPE_SLOTS": "2"}
     with running_stack(tmp_path_factory.mktemp("quick"), settings=settings) as stack:
         yield stack
 

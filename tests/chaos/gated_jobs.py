@@ -36,14 +36,14 @@ class GatedJob:
         """Have it kill -9 its worker there, in every attempt."""
         self._file(point, "murder").touch()
 
-    def await_at(self, point: str, seconds: float = 120, *, writers: int = 1) -> None:
+    def await_at(self, point: str, seconds: float = 300, *, writers: int = 1) -> None:
         """Wait until so many attempts wait there."""
 
         def there() -> bool:
             path = self._file(point, "seen")
             return path.exists() and path.stat().st_size >= writers
 
-        until(there, seconds, f"{self.name} comes to {point}; {self.stack.describe(self.id)}")
+        until(there, seconds, lambda: f"{self.name} comes to {point}; {self.stack.describe(self.id)}")
 
     def seen_again(self, point: str) -> None:
         """Wait next for somebody else who comes there."""

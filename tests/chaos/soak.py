@@ -76,7 +76,10 @@ class Soak:
                             return
                         try:
                             recovery = run_cell(
-                                stack, part, point, undisturbed, down=DOWN_SECONDS, seconds=CELL_SECONDS
+                                *(stack, part, point, undisturbed),
+                                down=DOWN_SECONDS,
+                                seconds=CELL_SECONDS,
+                                timed=True,
                             )
                         except Exception:  # noqa: BLE001 - one cell's failure is a result, and the others run on
                             self._fail(part, point, traceback.format_exc(limit=3))

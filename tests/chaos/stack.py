@@ -9,31 +9,32 @@ Everything listens on free ports of loopback; only processes that were started h
 """
 
 import contextlib
+import functools
 import os
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psycopg
 import redis
 from celery import Celery
-from sqlalchemy import Engine, make_url, select
+from sqlalchemy import Engine, event, make_url, select, update
 
 from jobs.artifacts import ArtifactFolder
-from jobs.database import open_database, reading, upgrade_schema
+from jobs.clock import ledger_now
+from jobs.database import open_database, reading, writing
 from jobs.errors import LedgerUnavailable
 from jobs.keys import create_key
-from jobs.lifecycle import TERMINAL
+from jobs.lifecycle import HELD, TERMINAL
 from jobs.records import Artifact, Event
 from jobs.results import events_after, list_artifacts
 from jobs.tables import artifacts, job_events, jobs, layer_results
 from tests import servers
-from tests.api.server import KEY_SECRET, free_port
+from tests.api.server import KEY_SECRET
+from tests.chaos.databases import migrated_database
 from tests.chaos.processes import Part, below, command_of
 from tests.stopwatch import Stopwatch, until
 
@@ -50,12 +51,13 @@ SHORT_LEASES = {
     "KRONOSCOPE_CANCEL_SECONDS": "0.2",
 }
 """Recovery in seconds; without them a stack runs with the defaults."""
+LONG_LEASES = SHORT_LEASES | {"KRONOSCOPE_LEASE_SECONDS": "600"}
+"""As quick, but that no process which stands still for some seconds is taken to be gone; `take_from` says who is."""
 START_SECONDS = 180
+_PATIENCE = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
+"""Of the tests' own connections: whoever looks may stand still as well."""
 DURABLE = {"synchronous_commit": "on", "log_min_messages": "fatal"}
 """What was answered must survive a kill -9 of PostgreSQL; it need not survive the machine's power."""
-
-_TEMPLATES: dict[str, str] = {}
-_MIGRATING = threading.Lock()
 
 
 class Stack:
@@ -77,11 +79,13 @@ class Stack:
         self.artifacts = folder / "artifacts"
         self.postgres = postgres
         self.redis = broker
-        self.database_url = _migrated_database(postgres.url)
-        patient = make_url(self.database_url).update_query_dict({"connect_timeout": "30"})
+        self.database_url = migrated_database(postgres.url)
+        patient = make_url(self.database_url).update_query_dict({"connect_timeout": "120"})
         self.engine: Engine = open_database(patient.render_as_string(hide_password=False))
+        event.listen(self.engine, "connect", _be_patient)
         self.key = create_key(self.engine, KEY_SECRET, "chaos")
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self._port = servers.hold_port()
+        self.url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
         self.environment = {**_inherited(), **self._settings(), **settings}
         self.api = Part("api", API, {**self.environment, **own.get("api", {})}, folder)
         (folder / "gates").mkdir(exist_ok=True)
@@ -107,7 +111,8 @@ class Stack:
     def await_ready(self, *parts: Part) -> None:
         """Wait until each answers, or takes jobs."""
         for part in parts:
-            until(lambda part=part: self._ready(part), START_SECONDS, f"{part.name} is ready:\n{part.tail()}")
+            what = functools.partial(_is_ready, part)
+            until(lambda part=part: self._ready(part), START_SECONDS, what)
 
     def revive(self) -> None:
         """Start again whatever was killed, wake whatever sleeps, and wait until all of it answers."""
@@ -123,21 +128,38 @@ class Stack:
     def client(self, timeout: float = 40) -> httpx.Client:
         """A client of the API with a key."""
         return httpx.Client(
-            base_url=self.url, headers={"authorization": f"Bearer {self.key}"}, trust_env=False, timeout=timeout
+            base_url=self.url,
+            headers={"authorization": f"Bearer {self.key}"},
+            trust_env=False,
+            timeout=timeout,
+            verify=False,  # nothing here is encrypted, and reading the certificates takes 60 ms of a core
         )
 
     def submit(self, document: Mapping[str, Any], key: str | None = None) -> str:
         """The id of an accepted job."""
-        with self.client() as client:
-            answer = client.post(
-                "/v1/jobs", json=dict(document), headers={"idempotency-key": key or secrets.token_hex()}
-            )
+        headers = {"idempotency-key": key or secrets.token_hex()}
+        answer = self._insist(lambda client: client.post("/v1/jobs", json=dict(document), headers=headers))
         assert answer.status_code == 202, answer.text
         return str(answer.json()["id"])
 
-    def cancel(self, job_id: str) -> int:
+    def cancel(self, job_id: str) -> None:
+        """Ask for it, and be heard."""
+        answer = self._insist(lambda client: client.post(f"/v1/jobs/{job_id}:cancel"))
+        assert answer.status_code in (200, 202), answer.text
+
+    def _insist(self, send: Callable[[httpx.Client], httpx.Response]) -> httpx.Response:
+        """Ask, and again as clients do where the service is not there for a moment: both may be asked twice."""
+
+        def answered() -> httpx.Response | None:
+            with contextlib.suppress(httpx.TransportError):
+                answer = send(client)
+                return None if answer.status_code in (408, 409, 429) or answer.status_code >= 500 else answer
+            return None
+
         with self.client() as client:
-            return client.post(f"/v1/jobs/{job_id}:cancel").status_code
+            found = until(answered, 200, "the API takes what it is asked")
+        assert found is not None
+        return found
 
     def row(self, job_id: str) -> Any:
         """The job as the database has it."""
@@ -214,11 +236,24 @@ class Stack:
         """The part that runs as this process."""
         return next((part for part in self.parts if part.started and part.pid == pid), None)
 
-    def await_holder(self, job_id: str, seconds: float = 60) -> Part:
+    def await_holder(self, job_id: str, seconds: float = 200) -> Part:
         """The worker that takes the job."""
-        found = until(lambda: self.holder(job_id), seconds, f"{job_id} is taken; it is {self.state(job_id)}")
+        found = until(lambda: self.holder(job_id), seconds, lambda: f"{job_id} is taken; {self.describe(job_id)}")
         assert found is not None
         return found
+
+    def take_from(self, worker: Part) -> None:
+        """Have all that this worker holds, which is frozen or dead, taken away as if its leases had run out."""
+        until(lambda: not self.age_leases(worker), 200, f"what {worker.name} held is taken away")
+
+    def age_leases(self, worker: Part) -> int:
+        """Make its leases run out now; how many there are.
+
+        What it asked of the database before it froze or died may still be done after this.
+        """
+        with writing(self.engine) as connection:
+            held = update(jobs).where(jobs.c.lease_owner.endswith(f":{worker.pid}"), jobs.c.state.in_(HELD))
+            return connection.execute(held.values(lease_expires_at=ledger_now(-1))).rowcount
 
     def computing(self, worker: Part) -> list[int]:
         """The computing processes of a worker (not their guardians); each does one job."""
@@ -230,29 +265,31 @@ class Stack:
         assert any(pid in below(worker.pid) for worker in self.workers if worker.alive), f"{pid} is none of ours"
         os.kill(pid, signal.SIGKILL)
 
-    def await_state(self, job_id: str, *states: str, seconds: float = 60) -> str:
+    def await_state(self, job_id: str, *states: str, seconds: float = 200) -> str:
         def reached() -> str | None:
             now = self.state(job_id)
             assert now in states or now not in TERMINAL, f"{job_id} is {now}: {self.row(job_id).failure}"
             return now if now in states else None
 
-        found = until(reached, seconds, f"{job_id} is {' or '.join(states)}; {self.describe(job_id)}")
+        found = until(reached, seconds, lambda: f"{job_id} is {' or '.join(states)}; {self.describe(job_id)}")
         assert found is not None
         return found
 
-    def await_end(self, *job_ids: str, seconds: float = 120) -> list[str]:
+    def await_end(self, *job_ids: str, seconds: float = 300) -> list[str]:
         """The states in which they ended."""
         watch = Stopwatch()
         for job_id in job_ids:
             left = max(0.0, seconds - watch.seconds())
-            until(lambda job_id=job_id: self._ended(job_id), left, f"{job_id} ends; {self.describe(job_id)}")
+            what = functools.partial(self.describe, job_id)
+            until(lambda job_id=job_id: self._ended(job_id), left, what)
         return [self.state(job_id) for job_id in job_ids]
 
     def describe(self, job_id: str) -> str:
         """For the message of a failed test."""
         row = self.row(job_id)
         told = [f"{event.seq} {event.type} {str(event.data)[:120]}" for event in self.events(job_id)[-12:]]
-        return "\n".join([f"{row.state}, attempt {row.attempt}, failures {row.failures}, {row.progress}", *told])
+        said = f"{job_id} is {row.state}, attempt {row.attempt}, failures {row.failures}, {row.progress}"
+        return "\n".join([said, *told])
 
     def broker(self) -> redis.Redis:
         """A client of Redis with every right."""
@@ -268,6 +305,7 @@ class Stack:
         """End everything that was started here."""
         for part in self.parts:
             part.close()
+        self._port.close()
         self.engine.dispose()
 
     def _ready(self, part: Part) -> bool:
@@ -275,7 +313,7 @@ class Stack:
         if part is not self.api:  # without a broker it never says so, and takes jobs all the same
             return bool(part.said(" ready." if self.redis.alive else "worker starts"))
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/livez", trust_env=False, timeout=2).is_success
+            return httpx.get(f"{self.url}/livez", trust_env=False, timeout=30, verify=False).is_success
         return False
 
     def _ended(self, job_id: str) -> bool:
@@ -333,21 +371,13 @@ def running_stack(
         yield stack
 
 
-def _migrated_database(server: str) -> str:
-    """A new database; what was migrated once on this server is copied from then on."""
-    with _MIGRATING:  # Alembic keeps its state in the module
-        if server not in _TEMPLATES:
-            template = _new_database(server, "template0")
-            upgrade_schema(template)
-            _TEMPLATES[server] = str(make_url(template).database)
-        return _new_database(server, _TEMPLATES[server])
+def _is_ready(part: Part) -> str:
+    return f"{part.name} is ready:\n{part.tail()}"
 
 
-def _new_database(server: str, template: str) -> str:
-    name = f"kronoscope_{secrets.token_hex(6)}"
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
-    return make_url(server).set(database=name).render_as_string(hide_password=False)
+def _be_patient(connection: Any, _record: object) -> None:
+    connection.execute(_PATIENCE)
+    connection.commit()
 
 
 def _inherited() -> dict[str, str]:

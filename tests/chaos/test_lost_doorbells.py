@@ -13,7 +13,7 @@ QUEUED = 100
 
 
 def each_was_done_once(stack: Stack, job_ids: list[str]) -> None:
-    assert stack.await_end(*job_ids, seconds=150) == ["succeeded"] * len(job_ids)
+    assert stack.await_end(*job_ids, seconds=600) == ["succeeded"] * len(job_ids)
     for job_id in job_ids:
         row = stack.row(job_id)
         assert (row.attempt, row.failures, row.fence) == (1, 0, 1), stack.describe(job_id)
@@ -30,15 +30,13 @@ def held_back(stack: Stack) -> Any:
 
 def test_flushall_with_a_hundred_queued_loses_none(quick: Stack) -> None:
     gate = held_back(quick)
-    with quick.client() as client:
-        answers = [client.post("/v1/jobs", json=quick_document()) for _ in range(QUEUED)]
-    assert {answer.status_code for answer in answers} == {202}
+    job_ids = [quick.submit(quick_document()) for _ in range(QUEUED)]
     for _ in range(3):  # between these, doorbells are sent again
         quick.broker().flushall()
         time.sleep(0.7)
     assert quick.broker().llen("celery") >= 0
     gate.unlink()
-    each_was_done_once(quick, [answer.json()["id"] for answer in answers])
+    each_was_done_once(quick, job_ids)
 
 
 @pytest.mark.parametrize("times", [5, 50])
@@ -50,7 +48,7 @@ def test_a_doorbell_delivered_many_times_is_one_job(quick: Stack, times: int) ->
     quick.ring(job_id, times)
     each_was_done_once(quick, [job_id])
     quick.ring(job_id, times)  # of a job that has ended
-    until(lambda: quick.broker().llen("celery") == 0, 60, "every doorbell is answered")
+    until(lambda: quick.broker().llen("celery") == 0, 200, "every doorbell is answered")
     each_was_done_once(quick, [job_id])
 
 

@@ -9,12 +9,14 @@ from typing import Any
 from tests.chaos.gated_jobs import BATCHES, GatedJob, outcomes, quick_document
 from tests.chaos.processes import Part, gone
 from tests.chaos.stack import Stack
-from tests.stopwatch import Stopwatch, until
+from tests.stopwatch import until
 
 DRY_RUNS = 2
 """Forward passes before the first batch."""
 MAX_FAILURES = 5
-HANDED_BACK_SECONDS = 10
+HANDED_BACK_SECONDS = 60
+"""Ten on a machine that does nothing else. A worker that does not hand back keeps its lease for much longer."""
+HEARTBEATS = 8
 SKEWS = {"worker0": 7200, "worker1": -7200}
 SHIFT = Path(__file__).parent / "shifted_clock"
 
@@ -34,12 +36,13 @@ def test_two_zombies_write_nothing(stack: Stack, undisturbed: list[Any]) -> None
         zombie.pause()
         zombies.append((zombie, stack.computing(zombie)))
         job.seen_again("batch12")
+        stack.take_from(zombie)
     job.await_at("batch12")
     finisher = stack.holder(job_id)
     assert finisher not in [zombie for zombie, _ in zombies]
     job.hold("row3")
     job.release("batch12")
-    until(lambda: len(stack.layers(job_id)) == 3, 60, "the successor's rows are stored")
+    until(lambda: len(stack.layers(job_id)) == 3, 200, "the successor's rows are stored")
     job.await_at("row3", writers=3)
     during = stack.fingerprint(job_id, running=True)
     wakes(*zombies[0])
@@ -60,8 +63,8 @@ def test_two_zombies_write_nothing(stack: Stack, undisturbed: list[Any]) -> None
 def wakes(zombie: Part, computing: list[int]) -> None:
     """It goes on where it was frozen, tries to write, and lets go."""
     zombie.resume()
-    until(lambda: zombie.said("nothing more is written"), 90, f"{zombie.name} sees that it lost")
-    assert gone(computing, 60)
+    until(lambda: zombie.said("nothing more is written"), 200, f"{zombie.name} sees that it lost")
+    assert gone(computing, 200)
 
 
 def test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoint(
@@ -77,13 +80,11 @@ def test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoin
     for each in others:
         each.pause()  # or one of them would take the job before it is looked at
     worker.terminate()
-    told = Stopwatch()
     job.release("batch12")
     stack.await_state(job_id, "queued", seconds=HANDED_BACK_SECONDS)
-    assert told.seconds() <= HANDED_BACK_SECONDS
     handed = stack.row(job_id)
     assert (handed.attempt, handed.failures, handed.lease_owner) == (0, 0, None)
-    assert worker.ended(60) == 0
+    assert worker.ended(300) == 0
     kept = checkpointed_batches(stack.artifacts / job_id)
     passed = job.forward_passes() - DRY_RUNS
     assert 0 < kept <= passed
@@ -119,11 +120,12 @@ def test_a_job_that_kills_its_worker_ends_after_its_failures_and_others_go_on(qu
         for worker in quick.workers:
             if not worker.alive:
                 deaths += 1
+                quick.take_from(worker)
                 worker.start()
                 others.append(quick.submit(quick_document()))
         return quick.state(murderer) == "failed"
 
-    until(restarted, 200, "the murderer ends")
+    until(restarted, 400, "the murderer ends")
     row = quick.row(murderer)
     assert (row.failures, row.attempt, deaths) == (MAX_FAILURES, MAX_FAILURES, MAX_FAILURES)
     assert row.failure["code"] == "worker_lost"
@@ -132,7 +134,7 @@ def test_a_job_that_kills_its_worker_ends_after_its_failures_and_others_go_on(qu
 
 
 def test_clocks_two_hours_off_steal_nothing(quick: Stack, tmp_path: Path) -> None:
-    """One worker lives in the future and one in the past; between them they hold four jobs beyond their leases."""
+    """One worker lives in the future and one in the past; between them they hold four jobs, and renew their leases."""
     paths = {worker.name: worker.environment["PYTHONPATH"] for worker in quick.workers}
     for worker in quick.workers:
         folder = tmp_path / worker.name
@@ -148,8 +150,16 @@ def test_clocks_two_hours_off_steal_nothing(quick: Stack, tmp_path: Path) -> Non
     gate = tmp_path / "gate"
     held = [quick.submit(quick_document(["started"], ["wait_for", str(gate)], ["finish"])) for _ in range(4)]
     for job_id in held:
-        quick.await_state(job_id, "running", seconds=120)
-    time.sleep(7)  # twice the lease, and a dozen rounds of each reaper
+        quick.await_state(job_id, "running")
+    seen: dict[str, set[Any]] = {job_id: set() for job_id in held}
+
+    def renewed() -> bool:
+        """By the hours that the clocks are off a lease would have run out, or been seen to have, at the first."""
+        for job_id in held:
+            seen[job_id].add(quick.row(job_id).lease_expires_at)
+        return all(len(leases) > HEARTBEATS for leases in seen.values())
+
+    until(renewed, 200, lambda: f"all leases are renewed: {[quick.describe(job_id) for job_id in held]}")
     assert [(row.state, row.fence) for row in map(quick.row, held)] == [("running", 1)] * 4
     gate.touch()
     assert quick.await_end(*held) == ["succeeded"] * 4
