@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from sqlalchemy import text
 
+from jobs.database import reading
 from tests import servers
 from tests.chaos import audit, removals
 from tests.chaos.campaign import drain, put_proxy_before
@@ -20,17 +22,22 @@ from tests.chaos.clients import Customer, History
 from tests.chaos.documents import GATED, LABEL, Truth
 from tests.chaos.evidence import Evidence, gather
 from tests.chaos.gated_jobs import GatedJob
-from tests.chaos.processes import gone
+from tests.chaos.processes import Part, gone
 from tests.chaos.proxy import LossyProxy
-from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
+from tests.chaos.stack import LONG_LEASES, Stack, running_stack
 from tests.chaos.violation import Violation
 from tests.stopwatch import until
 
 _CHANGES = "changes"
-_STALL_SECONDS = 12
-_DRAIN_SECONDS = 400
-_SETTINGS = SHORT_LEASES | {"KRONOSCOPE_CANCEL_SECONDS": SHORT_LEASES["KRONOSCOPE_HEARTBEAT_SECONDS"]}
+_STALL_SECONDS = 240
+"""Nothing has moved for so long; a machine that stands still is not to look like a job that is lost."""
+_GIVEN_UP_SECONDS = 12
+"""The same where a protection is missing, and jobs are to be lost."""
+_DRAIN_SECONDS = 600
+_SETTINGS = LONG_LEASES | {"KRONOSCOPE_CANCEL_SECONDS": LONG_LEASES["KRONOSCOPE_HEARTBEAT_SECONDS"]}
 """Looking for a cancellation as often as beating, the holder learns of its loss by the fence alone."""
+_SERVED = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = :name AND datname = current_database()")
+_ROUND = text("SELECT max(changed_at) FROM counters WHERE name = 'rounds' AND label = 'relay'")
 
 
 @dataclass
@@ -43,8 +50,7 @@ class Scene:
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
-        now = time.monotonic()
-        self.customer = Customer(self.client, self.history, now, now + _DRAIN_SECONDS)
+        self.customer = Customer(self.client, self.history, time.monotonic(), _DRAIN_SECONDS)
 
     def job(self, name: str) -> GatedJob:
         """A job that is not submitted yet."""
@@ -90,7 +96,7 @@ def run_slice(name: str, folder: Path, truth: Truth, postgres: servers.PrivateSe
     """Run one of ``SLICES`` and have it judged; with ``removed``, without the protection of that name."""
     with _scene(name, folder, postgres, removed=removed) as scene:
         SLICES[name].act(scene)
-        drain(scene.stack.engine, _DRAIN_SECONDS, _STALL_SECONDS)
+        drain(scene.stack.engine, _DRAIN_SECONDS, _GIVEN_UP_SECONDS if removed else _STALL_SECONDS)
         for key, ids in scene.history.accepted.items():
             for job_id in ids:
                 scene.customer.look(key, job_id)
@@ -131,18 +137,19 @@ def _zombie(scene: Scene) -> None:
     job = scene.job("zombie")
     job.hold("row2")
     job_id = scene.submit(job)
-    job.await_at("row2", 150)
+    job.await_at("row2")
     holder = scene.stack.await_holder(job_id)
     child = scene.stack.computing(holder)
     fence = scene.stack.row(job_id).fence
     job.hold("start")
     holder.pause()
     job.release("row2")
-    until(lambda: scene.stack.row(job_id).fence > fence, 150, "another worker takes the job")
-    assert gone(child, 30)
+    scene.stack.take_from(holder)
+    until(lambda: scene.stack.row(job_id).fence > fence, 200, "another worker takes the job")
+    assert gone(child, 200)
     holder.resume()
     ends = ("nothing more is written", "attempt ended", "the supervisor failed")
-    until(lambda: any(map(holder.said, ends)), 150, f"the zombie is done:\n{holder.tail()}")
+    until(lambda: any(map(holder.said, ends)), 200, lambda: f"the zombie is done:\n{holder.tail()}")
     job.release("start")
 
 
@@ -150,7 +157,10 @@ def _lost_doorbell(scene: Scene) -> None:
     """A job's doorbell is lost before there is a worker to hear it."""
     scene.submit(scene.job("unheard"))
     with scene.stack.broker() as broker:
-        until(lambda: broker.llen("celery") > 0, 150, "the doorbell rings")
+        until(lambda: broker.llen("celery") > 0, 200, "the doorbell rings")
+        # a relay that heard of that too late would ring once more, whether or not there is who rings again
+        rung = _last_round(scene.stack)
+        until(lambda: _last_round(scene.stack) != rung, 200, "the relay's round has ended well")
         broker.flushall()
     scene.stack.await_ready(scene.stack.add_worker("late"))
 
@@ -160,11 +170,13 @@ def _killed_holder(scene: Scene) -> None:
     job = scene.job("orphan")
     job.hold("row2")
     job_id = scene.submit(job)
-    job.await_at("row2", 150)
+    job.await_at("row2")
     holder = scene.stack.await_holder(job_id)
     child = scene.stack.computing(holder)
     holder.kill()
-    assert gone(child, 10)
+    assert gone(child, 200)
+    until(lambda: not _served(scene.stack, holder), 200, "nothing that it asked of the database is under way")
+    scene.stack.age_leases(holder)
     job.release("row2")
     holder.start()
     scene.stack.await_ready(holder)
@@ -180,12 +192,26 @@ def _lost_reply(scene: Scene) -> None:
 
 def _torn_object(scene: Scene) -> None:
     """A worker dies while it writes an object that an earlier job has listed; its own job is cancelled then."""
-    scene.stack.await_end(scene.submit(scene.job("reader")), seconds=200)
+    (worker,) = scene.stack.workers
+    scene.stack.await_end(scene.submit(scene.job("reader")))
     (scene.stack.folder / _CHANGES / removals.DIE).touch()
     writer = scene.job("writer")
     job_id = scene.submit(writer)
-    scene.stack.await_holder(job_id).ended(150)
+    worker.ended(300)
     scene.customer.cancel(writer.name, job_id)
+    scene.stack.take_from(worker)
+
+
+def _served(stack: Stack, part: Part) -> int:
+    """How many processes of the database still serve it."""
+    with reading(stack.engine) as connection:
+        return int(connection.execute(_SERVED, {"name": part.name}).scalar_one())
+
+
+def _last_round(stack: Stack) -> object:
+    """When a relay has last ended a round well."""
+    with reading(stack.engine) as connection:
+        return connection.execute(_ROUND).scalar_one()
 
 
 SLICES: Mapping[str, Slice] = {
