@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import httpx
 
+from tests.stopwatch import Stopwatch, until
+
 Action = Literal["submit", "cancel", "look"]
 Outcome = Literal["ok", "failed", "unknown"]
 TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
@@ -76,11 +78,12 @@ class History:
 class Customer:
     """One intention after another, each to its known outcome."""
 
-    def __init__(self, client: httpx.Client, history: History, began: float, deadline: float) -> None:
+    def __init__(self, client: httpx.Client, history: History, began: float, patience_seconds: float) -> None:
         self._client = client
         self._history = history
         self._began = began
-        self._deadline = deadline
+        self._patience_seconds = patience_seconds
+        self._watch = Stopwatch()
 
     def submit(self, key: str, document: Mapping[str, Any], times: int = 1) -> str | None:
         """Put the job until its fate is known, ``times`` over; the id, or None where it has none."""
@@ -105,7 +108,7 @@ class Customer:
     def _insist(self, action: Action, key: str, job_id: str | None, send: Callable[[], httpx.Response]) -> Entry:
         while True:
             entry = self._history.add(self._ask(action, key, job_id, send))
-            if entry.outcome != "unknown" or time.monotonic() > self._deadline:
+            if entry.outcome != "unknown" or self._watch.seconds() > self._patience_seconds:
                 return entry
             time.sleep(_AGAIN_SECONDS)
 
@@ -150,7 +153,7 @@ class Crowd:
         customers: int,
         open_jobs: int,
         cancel_every: int,
-        deadline: float,
+        patience_seconds: float,
     ) -> None:
         """``document(number, label)`` makes the job of one intention; each customer keeps ``open_jobs`` open.
 
@@ -162,10 +165,12 @@ class Crowd:
         self._document = document
         self._open_jobs = open_jobs
         self._cancel_every = cancel_every
-        self._deadline = deadline
+        self._patience_seconds = patience_seconds
         self._enough = threading.Event()
         self._gone = threading.Event()
         self._faults: list[BaseException] = []
+        self._settled = [threading.Event() for _ in range(customers)]
+        self._kept: list[str] = []
         self._threads = [
             threading.Thread(target=self._live, args=(number, random.Random(f"{seed} {number}")), daemon=True)
             for number in range(customers)
@@ -175,9 +180,18 @@ class Crowd:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def kept(self) -> int:
+        """How many jobs were accepted that nobody is going to cancel."""
+        return len(self._kept)
+
     def enough(self) -> None:
         """No new jobs; those that are open are waited for."""
         self._enough.set()
+
+    def settle(self, seconds: float) -> None:
+        """Wait, after that, until no request to submit or cancel is under way: what has no answer may yet be done."""
+        until(lambda: all(each.is_set() for each in self._settled), seconds, "every request is answered")
 
     def leave(self, seconds: float) -> None:
         """Stop looking.
@@ -195,10 +209,12 @@ class Crowd:
     def _live(self, number: int, chance: random.Random) -> None:
         try:
             with self._client() as client:
-                self._spend(number, chance, Customer(client, self.history, self.began, self._deadline))
+                self._spend(number, chance, Customer(client, self.history, self.began, self._patience_seconds))
         except BaseException as fault:  # a customer who vanishes would be a test that checks less
             self._faults.append(fault)
             raise
+        finally:
+            self._settled[number].set()
 
     def _spend(self, number: int, chance: random.Random, customer: Customer) -> None:
         open_jobs: dict[str, str] = {}
@@ -215,6 +231,10 @@ class Crowd:
                     if regretted:
                         self._gone.wait(chance.uniform(0, 6))
                         customer.cancel(key, job_id)
+                    else:
+                        self._kept.append(job_id)
+            if self._enough.is_set():
+                self._settled[number].set()
             for key, job_id in list(open_jobs.items()):
                 entry = customer.look(key, job_id)
                 if entry.outcome == "ok" and entry.told in TERMINAL:

@@ -84,7 +84,7 @@ def run_alone(asked: Mapping[str, Any], folder: Path) -> Truth:
         cwd=FACTORIES,  # where the command looks for factories
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -89,10 +89,12 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self._enough.set()
-        self._thread.join(30)
+        self._thread.join()
 
     def _read(self) -> None:
-        while not self._enough.wait(0.5):
+        last = False
+        while not last:
+            last = self._enough.wait(0.5)  # and once more when all is done
             with contextlib.suppress(SQLAlchemyError), self._engine.connect() as connection:
                 for row in connection.execute(text("SELECT job_id, name, uri, sha256, size_bytes FROM artifacts")):
                     fault = _fault(self._root / row.uri, row.sha256, row.size_bytes)
@@ -121,14 +123,17 @@ def _fault(path: Path, sha256: str, size_bytes: int) -> str | None:
 
 
 def _is_whole(path: Path, sha256: str | None) -> bool:
-    if path.name in MEASURED:
-        with contextlib.suppress(ValueError, OSError):
-            json.loads(path.read_bytes())
-            return True
-        return False
     with contextlib.suppress(FileNotFoundError):  # its attempt has just cleared it away
-        return sha256 == _sha256(path)
+        return _can_be_read(path) if path.name in MEASURED else sha256 == _sha256(path)
     return True
+
+
+def _can_be_read(path: Path) -> bool:
+    content = path.read_bytes()
+    with contextlib.suppress(ValueError):
+        json.loads(content)
+        return True
+    return False
 
 
 def _sha256(path: Path) -> str:

@@ -5,25 +5,32 @@ what a job may not survive by its own rules: one that has failed nearly as often
 second crash of a child where the first would make it poison.
 """
 
+import contextlib
 import json
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 from sqlalchemy import text
 
 from jobs.errors import LedgerUnavailable
+from jobs.lifecycle import TERMINAL
 from tests.chaos.processes import Part, below, command_of
 from tests.chaos.proxy import LossyProxy
 from tests.chaos.stack import Stack
+from tests.stopwatch import Stopwatch
 
 _SPARED_FAILURES = 2
 """Failures that a job keeps for what happens by itself."""
 _AIM_SECONDS = 60
+_PATIENCE_SECONDS = 60
+"""At least so long a fault is waited for to have its effect."""
+_END_SECONDS = 300
+_STILL_HELD = text("SELECT count(*) FROM jobs WHERE id = :job AND fence = :fence AND state = 'running'")
 _HELD = text(
     "SELECT id, lease_owner, fence FROM jobs WHERE state = 'running' AND lease_owner IS NOT NULL "
     "AND failures < max_failures - :spared AND (NOT :crash OR NOT EXISTS ("
@@ -83,21 +90,23 @@ class Nemesis:
             "lose replies": self._lose_replies,
         }
 
-    def rage(self, until: float, content: Callable[[], bool], limit: float) -> None:
+    def rage(self, seconds: float, lacking: Callable[[], Sequence[str]], limit: float) -> None:
         """Every fault once, in an order of the seed's; then more of them until the time is over and there was enough.
 
         Args:
-            until: When it may end, on the monotonic clock.
-            content: Whether enough has happened for the campaign to count.
-            limit: When it ends in any case.
+            seconds: When it may end.
+            lacking: Faults that would help where too little has happened for the campaign to count.
+            limit: When it ends in any case; what is taken from this machine's processors makes both later.
         """
         plan = list(self._faults)
         self._chance.shuffle(plan)
-        while time.monotonic() < limit:
+        watch = Stopwatch()
+        while watch.seconds() < limit:
             if not plan:
-                if time.monotonic() >= until and content():
+                wanted = list(lacking())
+                if watch.seconds() >= seconds and not wanted:
                     return
-                plan.append(self._chance.choice(list(self._faults)))
+                plan.append(self._chance.choice(wanted or list(self._faults)))
             time.sleep(self._chance.uniform(0.5, 1.5) * self.gap_seconds)
             struck = self._faults[plan.pop(0)]()
             if struck is not None:
@@ -115,8 +124,8 @@ class Nemesis:
 
     def _aim(self, *, crash: bool = False) -> Aim | None:
         """Some job that is held, once there is one."""
-        deadline = time.monotonic() + _AIM_SECONDS
-        while time.monotonic() < deadline:
+        watch = Stopwatch()
+        while watch.seconds() < _AIM_SECONDS:
             with self.stack.engine.connect() as connection:
                 held = connection.execute(_HELD, {"spared": _SPARED_FAILURES, "crash": crash}).all()
             aims = [(row, self.stack.part_of(int(row.lease_owner.rpartition(":")[2]))) for row in held]
@@ -145,11 +154,14 @@ class Nemesis:
         aim = self._aim(crash=True)
         if aim is None:
             return None
-        for pid in below(aim.part.pid):
-            if meant(command_of(pid)):
-                os.kill(pid, signal.SIGKILL)
-                return _at(aim, fault)
-        return None
+        meaning = [pid for pid in below(aim.part.pid) if meant(command_of(pid))]
+        with self.stack.engine.connect() as connection:
+            held = connection.execute(_STILL_HELD, {"job": aim.job_id, "fence": aim.fence}).scalar_one()
+        if not meaning or not held:  # else they may be another job's, to which this would be the crash too many
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(meaning[0], signal.SIGKILL)
+        return _at(aim, fault)
 
     def _kill_api(self) -> Struck:
         self.stack.api.kill()
@@ -164,11 +176,16 @@ class Nemesis:
             return None
         aim.part.pause()
         struck = _at(aim, "stop beyond the lease")
-        deadline = time.monotonic() + 3 * self.lease_seconds
-        while time.monotonic() < deadline and self.stack.row(aim.job_id).fence == aim.fence:
+        watch, patience = Stopwatch(), max(_PATIENCE_SECONDS, 3 * self.lease_seconds)
+        while watch.seconds() < patience and self._still_first(aim):
             time.sleep(0.05)
         aim.part.resume()
         return struck
+
+    def _still_first(self, aim: Aim) -> bool:
+        """Whether nobody has taken the job since, and somebody may."""
+        row = self.stack.row(aim.job_id)
+        return row.fence == aim.fence and row.state not in TERMINAL
 
     def _pause(self) -> Struck | None:
         aim = self._aim()
@@ -185,7 +202,7 @@ class Nemesis:
             return None
         aim.part.terminate()
         struck = _at(aim, "sigterm")
-        aim.part.ended(40)
+        aim.part.ended(_END_SECONDS)
         aim.part.start()
         return struck
 
@@ -230,8 +247,11 @@ class Nemesis:
         """Half of what is committed while this lasts is never heard of by those behind the proxy."""
         struck = Struck(time.time(), "lose replies", "postgres")
         self.proxy.lose(0.5, seed=self._chance.randrange(2**32))
-        deadline, before = time.monotonic() + self.lease_seconds, self.proxy.lost
-        while time.monotonic() < deadline and self.proxy.lost < before + 5:
+        watch, before = Stopwatch(), self.proxy.lost
+        while self.proxy.lost < before + 5:
+            limit = _PATIENCE_SECONDS if self.proxy.lost == before else self.lease_seconds
+            if watch.seconds() > limit:
+                break
             time.sleep(0.02)
         self.proxy.keep()
         return struck
