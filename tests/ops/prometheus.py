@@ -3,14 +3,13 @@
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 from ruamel.yaml import YAML
 
-from tests.api.server import free_port
-from tests.servers import prometheus_binary
+from tests.servers import hold_port, prometheus_binary
 from tests.stopwatch import until
 
 START_SECONDS = 180
@@ -21,13 +20,12 @@ RULES = Path(__file__).resolve().parents[2] / "ops/alerts.yml"
 class Prometheus:
     """One that runs."""
 
-    def __init__(self, url: str, log: Path) -> None:
-        self._url = url
-        self._log = log
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
 
     def query(self, expression: str) -> list[dict[str, str]]:
         """The labels of what the expression finds now."""
-        answer = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}, trust_env=False, timeout=10)
+        answer = self._client.get("/api/v1/query", params={"query": expression})
         assert answer.status_code == 200, answer.text
         return [dict(each["metric"]) for each in answer.json()["data"]["result"]]
 
@@ -39,17 +37,26 @@ class Prometheus:
         """The names of those that fired since the start."""
         return {each["alertname"] for each in self.query('last_over_time(ALERTS{alertstate="firing"}[1h])')}
 
-    def await_firing(self, *names: str, seconds: float = 90) -> None:
-        """Wait until all of them fire at once."""
-        until(lambda: set(names) <= self.firing(), seconds, lambda: f"{set(names) - self.firing()} do not fire")
+    def await_firing(self, *names: str, seconds: float = 300, meanwhile: Callable[[], object] = bool) -> None:
+        """Wait until all of them fire at once; ``meanwhile`` is called before each look."""
 
-    def await_silence(self, *names: str, seconds: float = 90) -> None:
+        def fire() -> bool:
+            meanwhile()
+            return set(names) <= self.firing()
+
+        until(fire, seconds, lambda: f"{set(names) - self.firing()} do not fire")
+
+    def await_silence(self, *names: str, seconds: float = 300) -> None:
         """Wait until none of them fires."""
         until(lambda: not set(names) & self.firing(), seconds, lambda: f"{set(names) & self.firing()} still fire")
 
+    def standing(self) -> set[str]:
+        """The names of the alerts that fire now, or will soon if nothing changes."""
+        return {each["alertname"] for each in self.query("ALERTS")}
+
     def scrapes(self) -> bool:
-        """Whether it has read the API's metrics."""
-        return bool(self.query("kronoscope_database_up"))
+        """Whether it has read the API's metrics, with all that the ledger tells."""
+        return bool(self.query("kronoscope_leases_reaped_total"))
 
 
 def hurried(pending: str) -> str:
@@ -80,26 +87,30 @@ def running_prometheus(folder: Path, target: str, token: str, pending: str, ever
         ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(configuration))
-    port = free_port()
     log = folder / "prometheus.log"
     command = [
         str(prometheus_binary("prometheus")),
         f"--config.file={folder / 'prometheus.yml'}",
         f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
     ]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    server = Prometheus(f"http://127.0.0.1:{port}", log)
-    try:
-        until(lambda: _ready(server) or process.poll() is not None, START_SECONDS, log.read_text)
-        assert process.poll() is None, log.read_text()
-        yield server
-    finally:
-        process.terminate()
+    with (
+        hold_port() as port,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port.getsockname()[1]}", trust_env=False, timeout=120, verify=False
+        ) as client,
+    ):
+        command.append(f"--web.listen-address={client.base_url.netloc.decode()}")
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        server = Prometheus(client)
         try:
-            process.wait(STOP_SECONDS)
+            until(lambda: _ready(server) or process.poll() is not None, START_SECONDS, log.read_text)
+            assert process.poll() is None, log.read_text()
+            yield server
         finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
             process.kill()
             process.wait()
 

@@ -19,31 +19,29 @@ from jobs.clock import ledger_now
 from jobs.database import writing
 from jobs.identifiers import new_id
 from jobs.records import LOCAL_TENANT
-from jobs.tables import counters, device_leases, jobs, metadata, worker_devices
+from jobs.tables import counters, device_leases, jobs, metadata, worker_devices, workers
 from tests.api.server import KEY_SECRET
 from tests.chaos.gated_jobs import GatedJob
 from tests.chaos.processes import below
-from tests.chaos.stack import ROOT, SHORT_LEASES, Stack, running_stack
+from tests.chaos.stack import LONG_LEASES, ROOT, Stack, running_stack
 from tests.ops.prometheus import Prometheus, running_prometheus
 from tests.ops.test_alert_rules import rules
-from tests.stopwatch import Stopwatch, until
+from tests.stopwatch import until
 
 TOKEN = "a-token-that-only-the-tests-know"
-PENDING, PATIENTLY = "2s", "12s"
+PENDING, PATIENTLY = "2s", "60s"
+"""The second for what must not fire: a machine that stands still for a while makes scrapes fail, and nothing else."""
 SECRETS = {
     "KRONOSCOPE_METRICS_TOKEN": TOKEN,
     "AWS_SECRET_ACCESS_KEY": "canary-of-the-store",
     "HF_TOKEN": "canary-of-the-hub",
 }
 SETTINGS = {
-    **SHORT_LEASES,
+    **LONG_LEASES,
     **SECRETS,
     "KRONOSCOPE_METRICS_SECONDS": "0.5",
-    # a loaded machine must not look like a worker that hangs
-    "KRONOSCOPE_HEARTBEAT_SECONDS": "1",
-    "KRONOSCOPE_LEASE_SECONDS": "10",
 }
-DEAF = {"KRONOSCOPE_POLL_SECONDS": "3600"}
+DEAF = {"CHAOS_IDLE": "1"}
 BROKEN_NODE = """
 import os, sys
 if "worker.execution" in sys.orig_argv:
@@ -66,9 +64,19 @@ def prometheus(stack: Stack) -> Iterator[Prometheus]:
 
 def readiness(stack: Stack) -> tuple[int, str]:
     """Status and body of `/readyz`, whose answers are kept for a second."""
-    time.sleep(1.1)
-    answer = httpx.get(f"{stack.url}/readyz", trust_env=False, timeout=10)
+    answer = httpx.get(f"{stack.url}/readyz", trust_env=False, timeout=300, verify=False)
     return answer.status_code, answer.text
+
+
+def await_readiness(stack: Stack, status: int, text: str) -> None:
+    """Wait for this answer: a probe that takes longer than its second says that something does not answer."""
+    until(lambda: (said := readiness(stack))[0] == status and text in said[1], 120, lambda: f"{readiness(stack)}")
+
+
+def forget_workers(stack: Stack) -> None:
+    """As if every worker had been silent for the length of its lease; those that live come back."""
+    with writing(stack.engine) as connection:
+        connection.execute(update(workers).values(expires_at=ledger_now(-1)))
 
 
 def cancel_all(stack: Stack, *ids: str) -> None:
@@ -86,12 +94,11 @@ def test_while_jobs_are_done_none_fires(stack: Stack, tmp_path: Path) -> None:
 def stay_quiet(stack: Stack, prometheus: Prometheus) -> None:
     first = [GatedJob(stack, f"quiet{number}").submit() for number in range(2)]
     assert stack.await_end(*first) == ["succeeded", "succeeded"]
-    until(lambda: prometheus.query('kronoscope_jobs_ended_total{state="succeeded"} == 2'), 20, "Prometheus sees both")
+    until(lambda: prometheus.query('kronoscope_jobs_ended_total{state="succeeded"} == 2'), 120, "Prometheus sees both")
     time.sleep(5)
+    until(lambda: not prometheus.standing(), 120, lambda: f"nothing is wrong: {prometheus.standing()}")
     assert prometheus.ever_fired() == set()
-    status, said = readiness(stack)
-    assert status == 200
-    assert '"ready"' in said
+    await_readiness(stack, 200, '"ready"')
 
 
 def test_a_worker_that_hangs_beyond_its_lease(stack: Stack, prometheus: Prometheus) -> None:
@@ -106,6 +113,7 @@ def test_a_worker_that_hangs_beyond_its_lease(stack: Stack, prometheus: Promethe
     assert len(seen) >= 5
     assert found_in(stack, b"\n".join(seen)) == []
     worker.pause()
+    stack.take_from(worker)
     leave_a_lease_of_its_device(stack)
     prometheus.await_firing("KronoscopeLeasesReaped", "KronoscopeDeviceDraining")
     worker.resume()
@@ -138,29 +146,37 @@ def leave_a_lease_of_its_device(stack: Stack) -> None:
 def test_jobs_wait_and_no_worker_lives(stack: Stack, prometheus: Prometheus) -> None:
     (worker,) = stack.workers
     worker.kill()
+    forget_workers(stack)
     job_id = GatedJob(stack, "alone").submit()
     assert "KronoscopeQueueOld" not in prometheus.firing()
     with writing(stack.engine) as connection:
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(queued_at=ledger_now(-1200)))
-    prometheus.await_firing("KronoscopeNoWorker", "KronoscopeQueueOld")
+    prometheus.await_firing("KronoscopeNoWorker", "KronoscopeQueueOld", meanwhile=lambda: forget_workers(stack))
 
     stack.redis.kill()
-    until(lambda: "degraded" in readiness(stack)[1], 20, "without Redis the service is degraded")
-    assert readiness(stack)[0] == 200
-    with writing(stack.engine) as connection:
-        connection.execute(update(counters).where(counters.c.label == "relay").values(changed_at=ledger_now(-300)))
-    prometheus.await_firing("KronoscopeReconcilerSilent")
-    silent = prometheus.query('ALERTS{alertname="KronoscopeReconcilerSilent",alertstate="firing"}')
-    assert [each["reconciler"] for each in silent] == ["relay"]
+    await_readiness(stack, 200, "degraded")
+    silent: set[str] = set()
+
+    def long_ago() -> None:
+        """The relay's last round; the one that the loss of Redis surprised may still end."""
+        with writing(stack.engine) as connection:
+            connection.execute(update(counters).where(counters.c.label == "relay").values(changed_at=ledger_now(-300)))
+        found = prometheus.query('ALERTS{alertname="KronoscopeReconcilerSilent",alertstate="firing"}')
+        silent.update(each["reconciler"] for each in found)
+
+    prometheus.await_firing("KronoscopeReconcilerSilent", meanwhile=long_ago)
+    until(lambda: long_ago() or silent, 120, "the alert says whose round it is")
+    assert silent == {"relay"}
 
     cancel_all(stack, job_id)
     prometheus.await_silence("KronoscopeNoWorker", "KronoscopeQueueOld")
     deaf = stack.add_worker("deaf", **DEAF)
-    until(lambda: prometheus.query('kronoscope_worker_slots{state="idle"} == 1'), 60, f"it is seen:\n{deaf.tail()}")
+    until(lambda: prometheus.query('kronoscope_worker_slots{state="idle"} == 1'), 300, deaf.tail)
     waiting = GatedJob(stack, "unheard").submit()
     prometheus.await_firing("KronoscopeWorkerIdle")
     cancel_all(stack, waiting)
     deaf.kill()
+    forget_workers(stack)
     stack.redis.restart()
     prometheus.await_silence("KronoscopeReconcilerSilent")
 
@@ -173,8 +189,8 @@ def test_a_node_on_which_no_process_lives_long(stack: Stack, prometheus: Prometh
     ids = [GatedJob(stack, f"crash{number}").submit() for number in range(3)]
     assert stack.await_end(*ids) == ["failed"] * 3
     prometheus.await_firing("KronoscopeJobsFail")
-    found = prometheus.query('kronoscope_attempts_failed_total{category="fatal",code="crashed"} == 3')
-    assert len(found) == 1
+    crashed = 'kronoscope_attempts_failed_total{category="fatal",code="crashed"} == 3'
+    until(lambda: len(prometheus.query(crashed)) == 1, 120, "each of them crashed")
     broken.kill()
 
 
@@ -188,29 +204,23 @@ def test_a_disk_below_its_floor(stack: Stack, prometheus: Prometheus, tmp_path: 
     stack.api.start(KRONOSCOPE_DISK_FLOOR_BYTES=str(10**15))
     stack.await_ready(stack.api)
     prometheus.await_firing("KronoscopeDiskLow")
-    status, said = readiness(stack)
-    assert status == 503
-    assert "disk_failing" in said
+    await_readiness(stack, 503, "disk_failing")
     prometheus.await_silence("KronoscopeAbsent")
 
 
 def test_a_database_that_is_gone(stack: Stack, prometheus: Prometheus) -> None:
     stack.postgres.kill()
     prometheus.await_firing("KronoscopeDatabaseDown")
-    watch = Stopwatch()
+    # that it answers within a second all the same is what the alert fired by
     answer = httpx.get(
         f"{stack.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=300
     )
-    took = watch.seconds()
     assert answer.status_code == 200
     assert "kronoscope_database_up 0.0" in answer.text
     assert "kronoscope_disk_free_bytes" in answer.text
     assert "kronoscope_jobs" not in answer.text
-    assert took < 8
-    status, said = readiness(stack)
-    assert status == 503
-    assert "database_failing" in said
-    with stack.client() as client:
+    await_readiness(stack, 503, "database_failing")
+    with stack.client(timeout=300) as client:
         refused = client.get("/v1/jobs")
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
