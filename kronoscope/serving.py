@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kronoscope.client import Client
 
-_READY_SECONDS = 60.0
+_READY_SECONDS = 300.0
+"""A process that ended is noticed at once; one that lives may have a slow disk to be read from."""
 _END_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 
