@@ -61,7 +61,7 @@ def run(given: dict[str, Any]) -> tuple[list[Frame], int]:
     child = start(given)
     try:
         frames = list(child.frames())
-        return frames, child.wait(60)
+        return frames, child.wait(300)
     finally:
         child.close()
 
@@ -136,19 +136,28 @@ def test_factors_of_an_earlier_job_are_read_where_the_parent_found_them(
     assert {row.ordinal: row.outcome["metrics"] for row in frames if isinstance(row, LayerDone)} == first
 
 
+ENDLESS = """
+import torch
+
+def data():
+    while True:
+        yield torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+"""
+
+
 def test_sigterm_stops_at_a_checkpoint(store: Path, tmp_path: Path) -> None:
-    # training takes seconds and has a checkpoint at every step
-    child = start(
-        assignment(tmp_path / "empty-store", tmp_path, {**DOCUMENT, "model": {"source": "builtin", "name": "tiny_gpt"}})
-    )
+    # there is one at every batch, and it comes to no end by itself, however late the signal is
+    (tmp_path / "endless_for_kronoscope.py").write_text(ENDLESS)
+    document = DOCUMENT | {"data": {"source": "factory", "factory": "endless_for_kronoscope:data"}}
+    child = start(assignment(store, tmp_path, document, paths=[str(tmp_path)]))
     try:
         frames: list[Frame] = []
         for frame in child.frames():
             frames.append(frame)
-            if isinstance(frame, Progress) and frame.done > 0:
+            if isinstance(frame, Progress) and frame.stage == "collection" and frame.done > 0:
                 child.terminate()
         assert isinstance(frames[-1], Stopped)
-        assert child.wait(30) == 5
+        assert child.wait(300) == 5
     finally:
         child.close()
 

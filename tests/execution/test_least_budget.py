@@ -52,7 +52,7 @@ def run_wide(folder: Path, width: int, host: str, **bounds: int) -> tuple[list[F
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with contextlib.closing(Child.start(given, subprocess.DEVNULL, environment)) as child:
         frames = list(child.frames())
-        return frames, child.wait(60)
+        return frames, child.wait(300)
 
 
 def the(kind: type[Frame], frames: list[Frame]) -> Any:

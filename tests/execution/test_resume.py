@@ -61,6 +61,14 @@ from worker.execution import main
 sys.exit(main(sys.argv[1:]))
 """
 
+AT_EVERY_BATCH = """
+import sys
+from engine.curvature import checkpoints
+checkpoints._SHARE = 0
+from worker.execution import main
+sys.exit(main(sys.argv[1:]))
+"""
+
 DIE_BETWEEN = """
 import os, signal, sys
 from worker import frame_pipe
@@ -127,10 +135,10 @@ class Place:
         finally:
             child.close()
 
-    def killed_at_the_gate(self) -> list[Frame]:
+    def killed_at_the_gate(self, *command: str) -> list[Frame]:
         """Run until the model waits and a checkpoint stands, and kill the whole group."""
         self.gate.touch()
-        child = self.start()
+        child = self.start(*command)
         try:
             self._kill_when_it_waits(child)
             return list(child.frames())
@@ -215,7 +223,10 @@ def test_gradient_rows_survive_a_kill(tmp_path: Path) -> None:
 
 def test_killed_in_the_second_pass(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
     place = Place(tmp_path, PARTS, at=2 + BATCHES + 20)
-    place.killed_at_the_gate()
+    # else a disk that takes its time for one of the first pass leaves none for the second
+    program = tmp_path / "saves.py"
+    program.write_text(AT_EVERY_BATCH)
+    place.killed_at_the_gate(sys.executable, "-P", str(program))
     frames = place.run()
     assert digests(frames) == undisturbed
     batch, batches = resumed_at(frames)

@@ -47,7 +47,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert serving.returncode == 0
     assert oct((home / "data").stat().st_mode)[-3:] == "700"
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", port), timeout=1)
+        socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_job_is_scheduled_from_the_command_line(folder: Path, kronoscope: Run,
     assert job.created_at is not None
     assert job.deadline_at is not None
     left = datetime.fromisoformat(job.deadline_at) - datetime.fromisoformat(job.created_at)
-    assert abs(left.total_seconds() - 7200) < 60
+    assert abs(left.total_seconds() - 7200) < 600
     assert client.reschedule(job.id, {"priority": 2}).deadline_at is None
     client.cancel(job.id)
     late = submit("--deadline", "2020-01-01T00:00Z")
