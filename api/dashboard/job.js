@@ -45,6 +45,7 @@ export async function showJob(main, id, signal) {
   const base = `/v1/jobs/${encodeURIComponent(id)}`;
   const first = await watchJob(id, null, signal);
   const menu = await get("/v1/analyses", signal).catch(() => ({ items: [] }));
+  signal.throwIfAborted(); // by now another view may have the place
   const titles = new Map(menu.items.map((item) => [item.kind, item.title]));
   const top = h("div", { class: "stack" });
   const live = h("div", { class: "stack" });

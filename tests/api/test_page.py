@@ -134,6 +134,17 @@ def test_a_layer_chosen_before_the_spectra_are_there_is_the_one_that_is_opened(p
     expect(page.get_by_role("combobox", name="Layer")).to_have_value("features.3")
 
 
+def test_a_view_that_was_left_before_it_was_there_does_not_come_back(page: Page, finished: str) -> None:
+    with held(page, "**/v1/analyses"):
+        with page.expect_request("**/v1/analyses"):
+            page.goto(f"/#/jobs/{finished}")
+        page.get_by_role("link", name="Jobs", exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Jobs")
+        expect(page.locator("table.jobs")).to_be_visible()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Jobs")
+    assert page.title().startswith("Jobs")
+
+
 @pytest.mark.parametrize("path", ["**/results", "**/layers?*"])
 def test_what_cannot_be_had_for_a_moment_is_asked_for_again(
     browser: Browser, embedded: Embedded, finished: str, path: str
