@@ -19,10 +19,11 @@ from rich.table import Table
 
 from catalog import ANALYSES
 from catalog.record import plain
-from kronoscope.client import Client, ClientError, ServiceUnreachable
+from kronoscope.client import Client, ClientError, DownloadFailed, ServiceUnreachable
 from kronoscope.device_command import devices
 from kronoscope.documents import DocumentUnreadable, read_document
 from kronoscope.key_commands import CODES, keys
+from kronoscope.patience import AGAIN
 from kronoscope.plan_tables import show_plan
 from kronoscope.progress import display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
@@ -369,8 +370,8 @@ def exit_code_of(command: Callable[[], object]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
     except ClientError as error:
-        usage = not isinstance(error, ServiceUnreachable) and error.status < 500
-        return _told(USAGE if usage else TRANSIENT, error.lines)
+        later = isinstance(error, (ServiceUnreachable, DownloadFailed)) or error.status in AGAIN or error.status >= 500
+        return _told(TRANSIENT if later else USAGE, error.lines)
     except (DocumentUnreadable, NotInstalled, ServiceFailed) as error:
         return _told(TRANSIENT if isinstance(error, ServiceFailed) else USAGE, [str(error)])
     return OK

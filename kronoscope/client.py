@@ -10,8 +10,9 @@ import json
 import os
 import re
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,9 @@ from urllib.parse import quote
 
 import httpx
 
-from catalog.complaints import Complaint
 from kronoscope.event_stream import follow_events
+from kronoscope.patience import AGAIN, Patience
+from kronoscope.refusals import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
 from kronoscope.views import (
     Artifact,
     Device,
@@ -37,38 +39,14 @@ from kronoscope.views import (
     results_of,
 )
 
+__all__ = ["DEFAULT_URL", "MEMORY_CURVE", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
+
 MEMORY_CURVE = "memory_curve.json"
 DEFAULT_URL = "http://127.0.0.1:8000"
 _WAIT_SECONDS = 20.0
+_ASK_EVERY_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 _VISIBLE = re.compile(r"[!-~]{1,255}")  # what a header can carry
-
-
-class ClientError(Exception):
-    """The service refused; ``lines`` are its sentences, one per fault."""
-
-    def __init__(self, status: int, title: str, detail: str, complaints: tuple[Complaint, ...] = ()) -> None:
-        self.status = status
-        self.title = title
-        self.detail = detail
-        self.complaints = complaints
-        super().__init__("; ".join(self.lines))
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """What to mend: each fault with the field it is about, else the service's one sentence."""
-        if self.complaints:
-            return tuple(f"{each.pointer} {each.message}".strip() for each in self.complaints)
-        return (self.detail or self.title,)
-
-
-class ServiceUnreachable(ClientError):
-    """Nobody answers at the address."""
-
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(
-            0, "The service does not answer", f"nothing answers at {url} ({reason}); is `kronoscope serve` running?"
-        )
 
 
 class Client:
@@ -82,6 +60,7 @@ class Client:
             raise ClientError(
                 0, "No key", "KRONOSCOPE_KEY is no key of a service; it has visible ASCII characters only"
             )
+        self._timeout_seconds = timeout_seconds
         self._http = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -118,10 +97,11 @@ class Client:
         """
         headers = _idempotent(idempotency_key)
         found = estimate_of(self._call("POST", "/v1/estimates", json=dict(document), headers=headers))
-        while not found.ended:
-            address = f"/v1/estimates/{quote(found.id, safe='')}"
-            found = estimate_of(self._call("GET", address, params={"wait": str(_WAIT_SECONDS)}))
-        return found
+        if found.ended:
+            return found
+        address = f"/v1/estimates/{quote(found.id, safe='')}"
+        news = self._news(address, {}, Patience(60), lambda answer: estimate_of(content_of(answer)).ended)
+        return estimate_of(content_of(news))
 
     def validate(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """The document as it would be stored, every default written out; nothing is stored."""
@@ -132,22 +112,26 @@ class Client:
 
     def job(self, job_id: str, *, wait_seconds: float = 0) -> Job:
         """One job, now or when it has ended, whichever comes first within ``wait_seconds`` (at most 30)."""
-        return job_of(self._call("GET", _path(job_id), params={"wait": str(wait_seconds)} if wait_seconds else None))
+        return job_of(self._call("GET", _path(job_id), **(self._waiting(wait_seconds) if wait_seconds else {})))
 
-    def follow(self, job_id: str) -> Iterator[Job]:
-        """The job each time that it has changed, until it has ended."""
-        tag: str | None = None
+    def follow(self, job_id: str, *, patience_seconds: float = 60) -> Iterator[Job]:
+        """The job each time that it has changed, until it has ended.
+
+        Once it was seen, it goes on where the service is away for less than ``patience_seconds``.
+
+        Raises:
+            ClientError: If there is no such job, or the service does not come back in time.
+        """
+        patience = Patience(patience_seconds)
+        answer = self._send("GET", _path(job_id))
         while True:
-            headers = {"if-none-match": tag} if tag else {}
-            answer = self._send("GET", _path(job_id), params={"wait": str(_WAIT_SECONDS)} if tag else None,
-                                headers=headers)  # fmt: skip
-            if answer.status_code == httpx.codes.NOT_MODIFIED:
-                continue
-            tag = answer.headers.get("etag")
-            job = job_of(answer.json())
+            job = job_of(content_of(answer))
             yield job
             if job.ended:
                 return
+            tag = answer.headers.get("etag")
+            known = {"if-none-match": tag} if tag else {}
+            answer = self._news(_path(job_id), known, patience, lambda found: found.status_code == httpx.codes.OK)
 
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60) -> Iterator[Event]:
         """What happens to a job, as it happens, until it has ended; begins behind the event numbered ``after``.
@@ -167,7 +151,7 @@ class Client:
             )
 
         try:
-            yield from follow_events(connect, _refusal, after, patience_seconds)
+            yield from follow_events(connect, refusal_of, after, patience_seconds)
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
@@ -238,7 +222,7 @@ class Client:
                     digest.update(part)
                     file.write(part)
             if digest.hexdigest() != artifact.sha256:
-                raise ClientError(0, "Damaged file", f"{artifact.name} arrived damaged; download it again")
+                raise DownloadFailed(0, "Damaged file", f"{artifact.name} arrived damaged; download it again")
             Path(temporary).replace(target)
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -279,7 +263,7 @@ class Client:
                 elsewhere = answer.headers.get("location") if answer.is_redirect else None
                 if elsewhere is None and (answer.is_error or answer.is_redirect):
                     answer.read()
-                    raise _refusal(answer)
+                    raise refusal_of(answer)
                 if elsewhere is None:
                     yield from answer.iter_bytes()
             if elsewhere is not None:
@@ -287,7 +271,7 @@ class Client:
         except httpx.RemoteProtocolError as error:
             # also how a service ends a file whose last bytes are not what it recorded
             message = f"{path} broke off; try again, and if it breaks off again, the file is damaged in the service"
-            raise ClientError(0, "Download broke off", message) from error
+            raise DownloadFailed(0, "Download broke off", message) from error
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
@@ -301,11 +285,34 @@ class Client:
         ):
             if not answer.is_success:
                 message = f"{path} is kept in a store that answered {answer.status_code}; try again"
-                raise ClientError(answer.status_code, "The store refused", message)
+                raise DownloadFailed(answer.status_code, "The store refused", message)
             yield from answer.iter_bytes()
 
+    def _waiting(self, seconds: float) -> dict[str, Any]:
+        # what the service may take for its answer begins when the wait is over
+        timeout = httpx.Timeout(seconds + self._timeout_seconds, connect=_CONNECT_SECONDS)
+        return {"params": {"wait": str(seconds)}, "timeout": timeout}
+
+    def _news(
+        self, path: str, headers: dict[str, str], patience: Patience, is_news: Callable[[httpx.Response], bool]
+    ) -> httpx.Response:
+        """The first answer that is news, of a service that may be away, or answer at once for want of room to wait."""
+        while True:
+            asked = time.monotonic()
+            try:
+                answer = self._send("GET", path, headers=headers, **self._waiting(_WAIT_SECONDS))
+            except ClientError as error:
+                if not isinstance(error, ServiceUnreachable) and error.status not in AGAIN:
+                    raise
+                patience.bear(error, error.retry_seconds)
+                continue
+            patience.heard()
+            if is_news(answer):
+                return answer
+            time.sleep(max(0.0, asked + _ASK_EVERY_SECONDS - time.monotonic()))
+
     def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - httpx's options, JSON back
-        return self._send(method, path, **options).json()
+        return content_of(self._send(method, path, **options))
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's options
         try:
@@ -313,26 +320,8 @@ class Client:
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
         if answer.is_error or (answer.is_redirect and answer.status_code != httpx.codes.NOT_MODIFIED):
-            raise _refusal(answer)
+            raise refusal_of(answer)
         return answer
-
-
-def _refusal(answer: httpx.Response) -> ClientError:
-    """The service's problem document, or as much as can be said without one."""
-    try:
-        problem = answer.json()
-        complaints = tuple(
-            Complaint(
-                pointer=str(fault.get("pointer") or fault.get("parameter") or ""),
-                code=str(fault.get("code")),
-                message=str(fault.get("message")),
-            )
-            for fault in problem.get("errors") or ()
-        )
-        return ClientError(answer.status_code, str(problem["title"]), str(problem.get("detail") or ""), complaints)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        detail = f"{answer.request.url} answered {answer.status_code}, not as Kronoscope does; check the address"
-        return ClientError(answer.status_code, "Unexpected answer", detail)
 
 
 def _idempotent(key: str | None) -> dict[str, str]:

@@ -8,11 +8,8 @@ from typing import Any
 
 import httpx
 
+from kronoscope.patience import AGAIN, PAUSE_SECONDS, Patience, pause_of
 from kronoscope.views import Event, build
-
-_PAUSE_SECONDS = 2.0
-_AGAIN = frozenset({429, 502, 503, 504})
-"""Answers that later may be others."""
 
 
 def follow_events(
@@ -28,7 +25,7 @@ def follow_events(
             refused, or not answered, for ``patience_seconds``.
         httpx.HTTPError: The last one, where it did not answer at all.
     """
-    pause, heard = _PAUSE_SECONDS, time.monotonic()
+    pause, patience = PAUSE_SECONDS, Patience(patience_seconds)
     while True:
         trouble: Exception | None = None
         try:
@@ -36,7 +33,7 @@ def follow_events(
                 if answer.status_code == httpx.codes.NO_CONTENT:
                     return
                 for told in _told(_lines(answer, refusal)):
-                    heard = time.monotonic()
+                    patience.heard()
                     if isinstance(told, float):
                         pause = told
                     elif told is not None and told.seq > after:
@@ -48,9 +45,10 @@ def follow_events(
             trouble, pause = later.refusal, later.seconds
         except httpx.HTTPError as error:
             trouble = error
-        if trouble is not None and time.monotonic() - heard > patience_seconds:
-            raise trouble
-        time.sleep(pause)
+        if trouble is None:
+            time.sleep(pause)
+        else:
+            patience.bear(trouble, pause)
 
 
 class _Later(Exception):
@@ -66,8 +64,8 @@ def _lines(answer: httpx.Response, refusal: Callable[[httpx.Response], Exception
     if answer.is_success:
         return answer.iter_lines()
     answer.read()
-    if answer.status_code in _AGAIN:
-        raise _Later(refusal(answer), _seconds(answer.headers.get("retry-after")))
+    if answer.status_code in AGAIN:
+        raise _Later(refusal(answer), pause_of(answer.headers.get("retry-after")))
     raise refusal(answer)
 
 
@@ -87,7 +85,3 @@ def _told(lines: Iterable[str]) -> Iterator[Event | float | None]:
             told: dict[str, Any] = json.loads("\n".join(data))
             data = []
             yield build(Event, told)
-
-
-def _seconds(header: str | None) -> float:
-    return float(header) if header is not None and header.isdigit() else _PAUSE_SECONDS
