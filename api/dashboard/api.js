@@ -50,8 +50,17 @@ export async function request(path, options = {}) {
   throw await problemOf(response);
 }
 
+async function read(response) {
+  try {
+    return await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(0, { detail: "The service's answer broke off." });
+  }
+}
+
 export async function get(path, signal) {
-  return (await request(path, { signal })).json();
+  return read(await request(path, { signal }));
 }
 
 /** The job, once it differs from the one with `etag`, or null when nothing changed within the wait. */
@@ -59,7 +68,7 @@ export async function watchJob(id, etag, signal) {
   const path = `/v1/jobs/${encodeURIComponent(id)}` + (etag ? "?wait=20" : "");
   const response = await request(path, { signal, headers: etag ? { "If-None-Match": etag } : {} });
   if (response.status === 304) return null;
-  return { job: await response.json(), etag: response.headers.get("ETag") };
+  return { job: await read(response), etag: response.headers.get("ETag") };
 }
 
 export async function allPages(path, signal) {
@@ -74,20 +83,35 @@ export async function allPages(path, signal) {
   return items;
 }
 
+let unanswered = { text: null, key: null };
+
+/** Submits; a text whose answer was lost keeps its key, so that the service does not take it for a second job. */
 export async function submit(text, validateOnly) {
+  if (!validateOnly && unanswered.text !== text) unanswered = { text, key: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}` };
+  try {
+    const answer = await send(text, validateOnly);
+    if (!validateOnly) unanswered = { text: null, key: null };
+    return answer;
+  } catch (error) {
+    if (!validateOnly && error.status >= 400 && error.status < 500) unanswered = { text: null, key: null };
+    throw error;
+  }
+}
+
+async function send(text, validateOnly) {
   const response = await request(`/v1/jobs${validateOnly ? "?validate_only=true" : ""}`, {
     method: "POST",
     headers: {
       "Content-Type": "application/json",
-      ...(validateOnly ? {} : { "Idempotency-Key": crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}` }),
+      ...(validateOnly ? {} : { "Idempotency-Key": unanswered.key }),
     },
     body: text,
   });
-  return response.json();
+  return read(response);
 }
 
 export async function cancel(id) {
-  return (await request(`/v1/jobs/${encodeURIComponent(id)}:cancel`, { method: "POST" })).json();
+  return read(await request(`/v1/jobs/${encodeURIComponent(id)}:cancel`, { method: "POST" }));
 }
 
 /** Saves a file of the API; through a blob, since a plain link could not carry the key. */

@@ -6,6 +6,8 @@ import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
 import { showSubmission } from "./submission.js";
 
+// a service that says nothing for so long is not ready, whatever it said before
+const SILENT_MS = 20_000;
 const main = document.getElementById("main");
 const dialog = document.getElementById("key-dialog");
 const input = document.getElementById("key-input");
@@ -49,8 +51,14 @@ function askForKey(message) {
   input.focus();
 }
 
-document.getElementById("key-form").addEventListener("submit", () => {
-  rememberKey(input.value.trim());
+document.getElementById("key-form").addEventListener("submit", (event) => {
+  const key = input.value.trim();
+  if (!/^[!-~]*$/.test(key)) {
+    event.preventDefault(); // no header can carry it: the browser would send nothing at all
+    document.getElementById("key-problem").textContent = "This is no key of a service: it has visible ASCII characters only.";
+    return;
+  }
+  rememberKey(key);
   input.value = "";
   show(false);
 });
@@ -66,12 +74,15 @@ window.addEventListener("hashchange", () => show(true));
 async function watchService() {
   const badge = document.getElementById("service");
   let status = "away";
+  const silent = new AbortController();
+  const patience = setTimeout(() => silent.abort(), SILENT_MS);
   try {
-    const answer = await fetch("/readyz", { cache: "no-store" });
+    const answer = await fetch("/readyz", { cache: "no-store", signal: silent.signal });
     if (answer.ok) status = (await answer.json()).status;
   } catch {
     // shown as away
   }
+  clearTimeout(patience);
   const said = { ready: "Service ready", degraded: "Service degraded", away: "Service not ready" }[status];
   if (badge.dataset.status !== status) {
     badge.dataset.status = status;

@@ -76,19 +76,18 @@ function fileLine(path, name, note) {
   return h(
     "li",
     {},
-    h("button", { type: "button", class: "file mono", onclick: (event) => save(event.currentTarget, path, name) }, name),
+    h("button", { type: "button", class: "file mono", onclick: (event) => save(event.currentTarget, path, name, note) }, name),
     h("span", { class: "muted small" }, note),
   );
 }
 
-async function save(button, path, name) {
-  const note = button.nextElementSibling;
-  const said = note.textContent;
+async function save(button, path, name, note) {
+  const said = button.nextElementSibling;
   try {
     await download(path, name.split("/").pop());
-    note.textContent = said;
+    said.textContent = note;
   } catch (error) {
-    note.textContent = error.message;
+    said.textContent = error.message;
   }
 }
 

@@ -80,6 +80,14 @@ def held(page: Page, path: str) -> Iterator[None]:
     page.unroute(path)
 
 
+@contextlib.contextmanager
+def tab_of(browser: Browser, embedded: Embedded) -> Iterator[Page]:
+    """A tab that may complain."""
+    with contextlib.closing(browser.new_context(base_url=embedded.server.url)) as context:
+        context.set_default_timeout(PATIENCE_MS)
+        yield context.new_page()
+
+
 @pytest.fixture(scope="module")
 def finished(embedded: Embedded) -> str:
     return seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT)
@@ -143,6 +151,57 @@ def test_a_view_that_was_left_before_it_was_there_does_not_come_back(page: Page,
         expect(page.locator("table.jobs")).to_be_visible()
     expect(page.get_by_role("heading", level=1)).to_have_text("Jobs")
     assert page.title().startswith("Jobs")
+
+
+def test_a_submission_whose_answer_was_lost_is_no_second_job(browser: Browser, embedded: Embedded) -> None:
+    with tab_of(browser, embedded) as tab:
+        tab.goto("/#/new")
+        tab.get_by_label("Job document").fill(json.dumps({**seeding.DOCUMENT, "labels": {"lost": "answer"}}))
+        tab.route("**/v1/jobs", lambda route: (route.fetch(), route.abort()), times=1)
+        tab.get_by_role("button", name="Submit job").click()
+        expect(tab.get_by_text("The service does not answer.")).to_be_visible()
+        tab.get_by_role("button", name="Submit job").click()
+        expect(tab.get_by_text("Waiting for a worker")).to_be_visible()
+        again = tab.request.get("/v1/jobs", params={"label": "lost=answer"})
+        assert len(again.json()["items"]) == 1
+        # what was answered is over: the same document is another job from here on
+        tab.goto("/#/new")
+        tab.get_by_label("Job document").fill(json.dumps({**seeding.DOCUMENT, "labels": {"lost": "answer"}}))
+        tab.get_by_role("button", name="Submit job").click()
+        expect(tab.get_by_text("Waiting for a worker")).to_be_visible()
+        again = tab.request.get("/v1/jobs", params={"label": "lost=answer"})
+        assert len(again.json()["items"]) == 2
+
+
+def test_a_file_that_came_at_last_has_its_note_again(browser: Browser, embedded: Embedded, finished: str) -> None:
+    with tab_of(browser, embedded) as tab:
+        tab.route("**/log", lambda route: route.fulfill(status=503, json={"detail": "The disk is asleep."}), times=1)
+        tab.goto(f"/#/jobs/{finished}")
+        file = tab.get_by_role("listitem").filter(has_text="log.jsonl")
+        file.get_by_role("button").click()
+        expect(file).to_contain_text("The disk is asleep.")
+        with tab.expect_download():
+            file.get_by_role("button").click()
+        expect(file).to_contain_text("reproducibility record of every layer")
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(browser: Browser, embedded: Embedded, finished: str) -> None:
+    with tab_of(browser, embedded) as tab:
+        tab.route("**/results", lambda route: route.fulfill(body='{"job": {', content_type="application/json"), times=1)
+        tab.goto(f"/#/jobs/{finished}")
+        expect(tab.get_by_text("broke off. Trying again.")).to_be_visible()
+        expect(tab.locator("#spectrum svg.spectrum path.curve")).to_have_count(2)
+
+
+def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> None:
+    page.clock.install()
+    page.goto("/")
+    expect(page.locator("#service")).to_have_text("Service ready")
+    with held(page, "**/readyz"):
+        with page.expect_request("**/readyz"):
+            page.clock.fast_forward(15_000)
+        page.clock.fast_forward(20_000)
+        expect(page.locator("#service")).to_have_text("Service not ready")
 
 
 @pytest.mark.parametrize("path", ["**/results", "**/layers?*"])
@@ -334,6 +393,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, keyed: Keyed) 
     dialog.get_by_label("Key").fill("wrong")
     dialog.get_by_role("button", name="Use this key").click()
     expect(dialog.get_by_role("alert")).to_contain_text("not valid")
+    dialog.get_by_label("Key").fill("no key…")
+    dialog.get_by_role("button", name="Use this key").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("visible ASCII characters only")
     dialog.get_by_label("Key").fill(keyed.key)
     dialog.get_by_role("button", name="Use this key").click()
     expect(dialog).to_be_hidden()
