@@ -24,6 +24,35 @@ export function s(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+let pressed = false;
+let ending = 0;
+const letGo = [];
+
+function released() {
+  pressed = false;
+  for (const go of letGo.splice(0)) go();
+}
+
+function press(event) {
+  clearTimeout(ending);
+  pressed = event.button === 0;
+}
+
+function release() {
+  clearTimeout(ending);
+  ending = setTimeout(released, 50); // the click itself comes behind what ends the press
+}
+
+addEventListener("pointerdown", press, true);
+for (const name of ["pointerup", "pointercancel", "contextmenu"]) addEventListener(name, release, true);
+addEventListener("blur", release); // of the window alone
+addEventListener("pointermove", (event) => pressed && !event.buttons && release(), true);
+
+/** When nothing is pressed: a click is lost where what it began on is exchanged before it ends. */
+export async function unpressed() {
+  while (pressed) await new Promise((resolve) => letGo.push(resolve));
+}
+
 export function replace(node, ...children) {
   node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
 }

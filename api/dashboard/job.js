@@ -2,7 +2,7 @@
 
 import { allPages, cancel, get, watchJob } from "./api.js";
 import { coverageCard } from "./coverage.js";
-import { h, replace } from "./dom.js";
+import { h, replace, unpressed } from "./dom.js";
 import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
 import { seconds } from "./format.js";
@@ -13,6 +13,7 @@ import { SpectrumPanel } from "./spectrum_panel.js";
 import { bar, ENDED, shareDone, stageSentence } from "./progress.js";
 
 const ROWS_EVERY_MS = 1_500;
+const ASK_EVERY_MS = 1_000;
 
 function progressCard(job) {
   const progress = job.progress ?? {};
@@ -62,15 +63,17 @@ export async function showJob(main, id, signal) {
   let rowsSeen = -1;
   let rowsAt = 0;
   let rowsLater = 0;
+  let rowsTurn = 0;
   let finalShown = false;
 
   async function stop(event) {
     event.target.disabled = true;
     try {
-      draw(await cancel(id));
+      const asked = await cancel(id);
+      if (!ENDED.has(job.state)) draw(asked); // else the end was seen before this answer
     } catch (error) {
       event.target.disabled = false;
-      if (!signal.aborted) replace(live, h("div", { class: "notice bad", role: "alert" }, error.message));
+      if (!signal.aborted && !ENDED.has(job.state)) replace(live, h("div", { class: "notice bad", role: "alert" }, error.message));
     }
   }
 
@@ -90,7 +93,11 @@ export async function showJob(main, id, signal) {
       return;
     }
     rowsAt = Date.now();
+    rowsTurn += 1;
+    const turn = rowsTurn;
     const rows = await again(() => allPages(`${base}/layers`, signal));
+    await unpressed();
+    if (turn !== rowsTurn) return; // rows that were asked for later are there, or will be
     rowsSeen = done;
     if (!rows.length || signal.aborted) return;
     const kinds = job.kinds.filter((kind) => rows.some((row) => row.kind === kind));
@@ -101,6 +108,7 @@ export async function showJob(main, id, signal) {
     if (finalShown) return;
     finalShown = true;
     const results = await again(() => get(`${base}/results`, signal));
+    await unpressed();
     replace(summary, ...summaryParts(results, titles, job.kinds));
     replace(files, filesCard(job, base, results));
     showModelSpectrum(model, results.summary?.capacity, signal);
@@ -110,6 +118,7 @@ export async function showJob(main, id, signal) {
   signal.addEventListener("abort", () => clearTimeout(rowsLater));
   let { job, etag } = first;
   for (;;) {
+    await unpressed();
     draw(job);
     document.title = `${job.kinds.join(" + ")} · Kronoscope`;
     const ended = ENDED.has(job.state);
@@ -118,8 +127,11 @@ export async function showJob(main, id, signal) {
       await finish(job);
       return;
     }
+    const asked = Date.now();
     const next = await again(() => watchJob(id, etag, signal));
     if (next) ({ job, etag } = next);
+    // a service that has no room for one more who waits answers at once
+    else await new Promise((resolve) => setTimeout(resolve, asked + ASK_EVERY_MS - Date.now()));
   }
 
   /** Waits out a service that restarts; everything else is the caller's. */
@@ -127,10 +139,13 @@ export async function showJob(main, id, signal) {
     for (let wait = 1_000; ; wait = Math.min(wait * 2, 15_000)) {
       try {
         const answer = await call();
-        if (wait > 1_000) draw(job); // in place of the notice
+        if (wait > 1_000) {
+          await unpressed();
+          draw(job); // in place of the notice
+        }
         return answer;
       } catch (error) {
-        if (signal.aborted || ![0, 502, 503, 504].includes(error.status)) throw error;
+        if (signal.aborted || ![0, 429, 502, 503, 504].includes(error.status)) throw error;
         replace(live, h("div", { class: "notice warn", role: "status" }, `${error.message} Trying again.`));
         await new Promise((resolve) => setTimeout(resolve, wait));
       }

@@ -1,7 +1,7 @@
 // The list of jobs: filtered by state, refreshed while it is looked at, paged to older ones.
 
 import { get } from "./api.js";
-import { h, replace } from "./dom.js";
+import { h, replace, unpressed } from "./dom.js";
 import { age, clock, modelName, percent, sourceName } from "./format.js";
 import { bar, ENDED, shareDone, stageSentence, statePill } from "./progress.js";
 
@@ -73,6 +73,7 @@ export async function showJobs(main, signal) {
   let state = "";
   let pages = 1;
   let timer = 0;
+  let turn = 0;
   const body = h("div", { class: "stack" });
   const filter = h(
     "div",
@@ -114,10 +115,12 @@ export async function showJobs(main, signal) {
   async function refresh() {
     clearTimeout(timer);
     let wait = CALM_MS;
+    turn += 1;
+    const mine = turn;
     try {
-      const wanted = state;
       const { jobs, more } = await load();
-      if (wanted !== state || signal.aborted) return;
+      await unpressed();
+      if (mine !== turn || signal.aborted) return;
       const focused = document.activeElement?.getAttribute?.("href");
       replace(
         body,
@@ -127,7 +130,7 @@ export async function showJobs(main, signal) {
       if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
       if (jobs.some((job) => !ENDED.has(job.state))) wait = BUSY_MS;
     } catch (error) {
-      if (signal.aborted) return;
+      if (mine !== turn || signal.aborted) return;
       replace(body, h("div", { class: "empty", role: "alert" }, h("p", {}, error.message)));
       if (error.status === 401) return;
     }

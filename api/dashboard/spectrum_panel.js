@@ -5,6 +5,8 @@ import { h, replace } from "./dom.js";
 import { number } from "./format.js";
 import { drawSpectrum } from "./spectrum.js";
 
+const LATE_MS = 300;
+
 function facts(row) {
   const record = row.record ?? {};
   const clipped = (count, size) => (count === null || count === undefined ? "–" : `${number(count)} of ${number(size)}`);
@@ -93,13 +95,20 @@ export class SpectrumPanel {
     this.mark(shown.ordinal);
     replace(this.facts, facts(shown));
     if (bringIntoView) this.place.firstElementChild.scrollIntoView({ block: "nearest", behavior: "smooth" });
+    clearTimeout(this.late);
+    this.late = setTimeout(() => {
+      this.drawn = null; // the layer before must not pass for this one
+      replace(this.plot, h("p", { class: "muted pad" }, "…"));
+    }, LATE_MS);
     try {
       const spectrum = await get(`${this.base}/artifacts/spectra/${shown.ordinal}.json?direct=false`, this.signal);
       if (this.select.selectedIndex !== index) return;
+      clearTimeout(this.late);
       this.drawn = () => drawSpectrum(this.plot, spectrum, shown.record?.kappa_max);
       this.redraw(true);
     } catch (error) {
       if (this.signal.aborted || this.select.selectedIndex !== index) return;
+      clearTimeout(this.late);
       this.drawn = null; // a change of width must not bring back the layer before
       replace(this.plot, h("p", { class: "muted pad", role: "alert" }, error.message));
     }

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,17 @@ def held(page: Page, path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def answered_late(page: Page, path: str) -> Iterator[list[Any]]:
+    """The next request for ``path`` is answered when the block ends, with what was so when it was asked."""
+    answers: list[tuple[Route, Any]] = []
+    page.route(path, lambda route: answers.append((route, route.fetch())), times=1)
+    yield answers
+    for route, answer in answers:
+        route.fulfill(response=answer)
+    page.wait_for_timeout(200)
+
+
+@contextlib.contextmanager
 def tab_of(browser: Browser, embedded: Embedded) -> Iterator[Page]:
     """A tab that may complain."""
     with contextlib.closing(browser.new_context(base_url=embedded.server.url)) as context:
@@ -153,6 +165,67 @@ def test_a_view_that_was_left_before_it_was_there_does_not_come_back(page: Page,
     assert page.title().startswith("Jobs")
 
 
+def test_a_cancellation_that_is_answered_late_does_not_undo_the_end(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    ended = page.get_by_text("Cancelled", exact=True)
+    with answered_late(page, "**/v1/jobs/*:cancel") as late:
+        page.get_by_role("button", name="Cancel job").click()
+        expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
+        claims.cancelled(embedded.engine, claim)
+        expect(ended).to_be_visible()
+        assert len(late) == 1
+    expect(ended).to_be_visible()
+
+
+def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto("/")
+    for path, target in (
+        ("**/v1/jobs?limit=25", page.locator(f'a[href="#/jobs/{claim.job_id}"]')),
+        (f"**/v1/jobs/{claim.job_id}?wait=20", page.get_by_role("button", name="Cancel job")),
+    ):
+        target.hover()
+        page.mouse.down()
+        with page.expect_response(path):
+            seeding.progress(embedded.engine, claim, stage="collection", done=25, total=29, unit="batches", percent=60)
+        page.wait_for_timeout(200)
+        page.mouse.up()
+        expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
+        seeding.progress(embedded.engine, claim, stage="collection", done=26, total=29, unit="batches", percent=61)
+    expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
+    expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "61")
+    claims.cancelled(embedded.engine, claim)
+
+
+def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
+    picture = page.locator("#spectrum svg.spectrum")
+    page.goto(f"/#/jobs/{finished}")
+    expect(picture).to_have_attribute("aria-label", re.compile("features.0"))
+    with held(page, "**/spectra/2.json?*"):
+        page.get_by_role("button", name="features.3", exact=True).click()
+        expect(picture).to_have_count(0)
+    expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
+
+
+def test_a_list_that_fails_late_does_not_take_the_place_of_a_later_one(browser: Browser, embedded: Embedded) -> None:
+    seeding.failed(embedded.engine, LOCAL_TENANT)
+    with tab_of(browser, embedded) as tab:
+        tab.goto("/")
+        failed = tab.locator("table.jobs tbody tr[data-state=failed]")
+        expect(failed.first).to_be_visible()
+        waiting: list[Route] = []
+        tab.route("**/v1/jobs?limit=25", lambda route: waiting.append(route), times=1)  # noqa: PLW0108 - as above
+        with tab.expect_request("**/v1/jobs?limit=25"):
+            tab.get_by_role("button", name="all", exact=True).click()
+        tab.get_by_role("button", name="failed", exact=True).click()
+        expect(tab.locator("table.jobs tbody tr:not([data-state=failed])")).to_have_count(0)
+        waiting[0].fulfill(status=503, json={"detail": "The disk is asleep."})
+        tab.wait_for_timeout(200)
+        assert tab.get_by_text("The disk is asleep.").count() == 0
+        expect(failed.first).to_be_visible()
+
+
 def test_a_submission_whose_answer_was_lost_is_no_second_job(browser: Browser, embedded: Embedded) -> None:
     with tab_of(browser, embedded) as tab:
         tab.goto("/#/new")
@@ -191,6 +264,23 @@ def test_an_answer_that_breaks_off_is_asked_for_again(browser: Browser, embedded
         tab.goto(f"/#/jobs/{finished}")
         expect(tab.get_by_text("broke off. Trying again.")).to_be_visible()
         expect(tab.locator("#spectrum svg.spectrum path.curve")).to_have_count(2)
+
+
+def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    asked: list[float] = []
+
+    def at_once(route: Route) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=304)
+
+    page.route("**/v1/jobs/*?wait=20", at_once)
+    began = time.monotonic()
+    page.goto(f"/#/jobs/{claim.job_id}")
+    expect(page.get_by_role("progressbar", name="Progress of the job")).to_be_visible()
+    page.wait_for_timeout(700)
+    assert 1 <= len(asked) <= 2 + (time.monotonic() - began)
+    claims.cancelled(embedded.engine, claim)
 
 
 def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> None:
