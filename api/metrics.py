@@ -34,6 +34,9 @@ def _text(settings: Settings, seen: Sight, streams_under_way: int) -> bytes:
     registry.register(LedgerMetrics(seen.census))
     streams = Gauge("kronoscope_http_event_streams", "Streams of events to readers now.", registry=registry)
     streams.set(streams_under_way)
+    if settings.ledger.bucket is not None:
+        # a bucket has no disk, and what workers stage on is theirs
+        return generate_latest(registry)
     floor = Gauge("kronoscope_disk_floor_bytes", "Below this the service is not ready.", registry=registry)
     floor.set(settings.disk_floor_bytes)
     if seen.disk_free_bytes is not None:

@@ -25,7 +25,7 @@ from kronoscope.client import Client, ClientError
 from kronoscope.views import Artifact
 from tests.api import seeding
 from tests.api.expect import problem
-from tests.api.server import KEY_SECRET, Server, ready, serve
+from tests.api.server import KEY_SECRET, METRICS_TOKEN, Server, ready, serve
 from tests.conftest import Databases, new_bucket
 
 CONTENT = bytes(range(256)) * 2000  # more than is read before an answer begins
@@ -102,6 +102,7 @@ def stored(databases: Databases, s3_url: str, tmp_path_factory: pytest.TempPathF
     threading.Thread(target=watched.serve_forever, daemon=True).start()
     more = {
         "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
+        "KRONOSCOPE_METRICS_TOKEN": METRICS_TOKEN,
         "KRONOSCOPE_ARTIFACTS": f"s3://{bucket.bucket}/{bucket.prefix}",
         "KRONOSCOPE_STAGING": "/proc/not-to-be-made",  # an API stages nothing
         "KRONOSCOPE_S3_ENDPOINT": s3_url,
@@ -198,6 +199,15 @@ def test_a_flipped_byte_reaches_nobody_as_if_it_were_good(stored: Stored, ours: 
 
 def test_an_api_over_a_bucket_needs_no_folder(ours: httpx.Client) -> None:
     assert ready(ours)["checks"] == {"database": "ok", "disk": "ok"}
+
+
+def test_an_api_over_a_bucket_tells_of_no_disk(stored: Stored) -> None:
+    """Its alert for a disk that nobody tells of would never be silent."""
+    with stored.server.client(METRICS_TOKEN) as scraper:
+        answer = scraper.get("/metrics")
+    assert answer.status_code == 200
+    assert "kronoscope_database_up" in answer.text
+    assert "kronoscope_disk" not in answer.text
 
 
 def test_a_client_goes_nowhere_but_to_an_address(stored: Stored, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ NEVER: dict[str, dict[str, str]] = {
         'kronoscope_jobs_ended_total{state="succeeded"}': "900",
         'kronoscope_jobs_failed_total{category="usage"}': "50",
     },
+    "artifacts in a bucket": {"kronoscope_disk_free_bytes": GONE, "kronoscope_disk_floor_bytes": GONE},
     "another process cannot reach the disk of the first": {'kronoscope_disk_free_bytes{instance="b"}': "9e9"},
 }
 
