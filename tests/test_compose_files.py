@@ -26,6 +26,19 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+def test_what_another_file_has_another_default_for_is_left_to_them() -> None:
+    """What `make env` writes would else stand in its way."""
+    defaults: dict[str, set[str]] = {}
+    for path in ROOT.glob("docker-compose*.yml"):
+        for name, default in re.findall(r"\$\{(\w+):-([^}]*)\}", path.read_text()):
+            defaults.setdefault(name, set()).add(default)
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    written = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    several = {name for name, values in defaults.items() if len(values) > 1}
+    assert several == {"WORKER_PIDS"}
+    assert {name: written.get(name, "") for name in several} == dict.fromkeys(several, "")
+
+
 def test_a_nodes_worker_is_confined_as_the_first_machines() -> None:
     first, node = read(FIRST)["services"]["worker"], read(NODE)["services"]["worker"]
     assert {name: value for name, value in node.items() if name not in ITS_OWN} == {
