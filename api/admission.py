@@ -100,7 +100,7 @@ def _hub(name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settin
     if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
         yield _complaint(f"/{name}/revision", "invalid_value", "is no branch, tag or commit")
         return
-    if settings.hub_fetch or _in_store(settings.model_store, name, source.id):
+    if _in_store(settings.model_store, name, source.id):
         return
     yield _complaint(
         f"/{name}/id",

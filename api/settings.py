@@ -37,8 +37,6 @@ class Settings:
     """Folders whose contents jobs may name, or `*`."""
     model_store: Path = Path(".kronoscope/models")
     """Where a fetch step leaves hub models for offline reading."""
-    hub_fetch: bool = False
-    """Whether a worker may fetch from the hub itself, so that absent models are no reason to refuse."""
     body_limit_bytes: int = 256 * 1024
     body_seconds: float = 10
     """How long a request's body may take to arrive."""
@@ -109,7 +107,6 @@ class Settings:
             allowed_factories=_listed(environ, "KRONOSCOPE_ALLOW_FACTORIES"),
             allowed_directories=_listed(environ, "KRONOSCOPE_ALLOW_DIRECTORIES"),
             model_store=Path(environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models").absolute(),
-            hub_fetch=environ.get("KRONOSCOPE_HUB") == "fetch",
             body_seconds=seconds(environ, "KRONOSCOPE_BODY_SECONDS", 10),
             estimate_seconds=seconds(environ, "KRONOSCOPE_ESTIMATE_SECONDS", 10),
             signed_seconds=_whole(environ, "KRONOSCOPE_SIGNED_SECONDS", 300),

@@ -59,7 +59,7 @@ def test_what_the_operator_lists_is_taken(ledger: Engine, tmp_path: Path) -> Non
     inside.mkdir()
     outside.mkdir()
     (inside / "link").symlink_to(outside)
-    chosen = settings(tmp_path, allowed_factories=(FACTORY,), allowed_directories=(str(inside),), hub_fetch=True)
+    chosen = settings(tmp_path, allowed_factories=(FACTORY,), allowed_directories=(str(inside),))
 
     def taken(source: dict[str, str]) -> bool:
         return not refused(ledger, chosen, {**seeding.DOCUMENT, "model": source})
@@ -70,7 +70,6 @@ def test_what_the_operator_lists_is_taken(ledger: Engine, tmp_path: Path) -> Non
     assert not taken({"source": "directory", "path": str(inside / ".." / "other")})
     assert not taken({"source": "directory", "path": str(inside / "link" / "model")})
     assert not taken({"source": "directory", "path": "model"})
-    assert taken({"source": "huggingface", "id": "owner/name"})
 
 
 def test_a_model_in_the_store_needs_no_hub(ledger: Engine, tmp_path: Path) -> None:
