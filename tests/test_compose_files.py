@@ -108,3 +108,11 @@ def test_every_setting_that_is_named_is_read(path: Path) -> None:
     known |= set(re.findall(r"\$\{(KRONOSCOPE_[A-Z_]+)", FIRST.read_text()))
     named = {each.removesuffix("_FILE") for each in re.findall(r"KRONOSCOPE_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
     assert named - known == set()
+
+
+def test_every_setting_that_is_read_is_told_to_operators() -> None:
+    rooms = ("api/settings.py", "jobs/settings.py", "worker/settings.py", "worker/lifetime.py")
+    read_here = {name for room in rooms for name in re.findall(r'"(KRONOSCOPE_[A-Z0-9_]+)"', (ROOT / room).read_text())}
+    assert len(read_here) > 50
+    page = (ROOT / "docs/operations.md").read_text()
+    assert {name for name in read_here if f"`{name}`" not in page} == set()
