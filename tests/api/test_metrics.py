@@ -23,6 +23,7 @@ from jobs.settings import LedgerSettings
 from tests.api.conftest import Embedded, Keyed
 from tests.api.server import METRICS_TOKEN
 from tests.conftest import Databases
+from tests.stopwatch import until
 
 LABELS = {"state", "reconciler", "category", "code", "kind", "route", "method", "status", "le"}
 UNITS = (
@@ -135,7 +136,11 @@ def test_it_tells_what_other_processes_did(keyed: Keyed, scraper: httpx.Client, 
     assert grown("kronoscope_jobs_failed_total", category="fatal") == 1
     assert grown("kronoscope_attempts_failed_total", category="fatal", code="unexpected") == 1
     assert value(after, "kronoscope_queue_oldest_age_seconds") > 0  # type: ignore[operator]
-    assert value(after, "kronoscope_reconciler_last_round_age_seconds", reconciler="reaper") < 60  # type: ignore[operator]
+
+    def since_a_round() -> float:
+        return value(families(scraper), "kronoscope_reconciler_last_round_age_seconds", reconciler="reaper") or 1e9
+
+    until(lambda: since_a_round() < 60)
 
 
 def test_a_poll_that_waits_is_seen(keyed: Keyed, scraper: httpx.Client, ours: httpx.Client) -> None:
@@ -143,15 +148,13 @@ def test_a_poll_that_waits_is_seen(keyed: Keyed, scraper: httpx.Client, ours: ht
 
     def poll() -> int:
         with keyed.server.client(keyed.key) as other:
-            return other.get(f"/v1/jobs/{job_id}", params={"wait": 2}).status_code
+            return other.get(f"/v1/jobs/{job_id}", params={"wait": 30}).status_code
 
     with ThreadPoolExecutor(1) as pool:
         polled = pool.submit(poll)
-        seen = set()
-        while not polled.done():
-            seen.add(value(families(scraper), "kronoscope_http_long_polls"))
+        until(lambda: value(families(scraper), "kronoscope_http_long_polls") == 1)
+        assert ours.post(f"/v1/jobs/{job_id}:cancel").status_code == 202
         assert polled.result() == 200
-    assert 1 in seen
     assert value(families(scraper), "kronoscope_http_long_polls") == 0
 
 
@@ -189,7 +192,7 @@ def test_a_look_that_ended_when_nobody_waited_is_not_told_later(
         await lookout._pending
         with engine.begin() as connection:
             connection.execute(text(FILL), {"state": "queued", "first": 1, "last": 3})
-        monkeypatch.setattr("api.lookout._CENSUS_SECONDS", 30)
+        monkeypatch.setattr("api.lookout._CENSUS_SECONDS", 300)
         return late, await lookout.look()
 
     try:
@@ -214,6 +217,7 @@ def test_a_census_costs_no_more_with_many_jobs(databases: Databases) -> None:
     """What it reads, as PostgreSQL plans it: no sequential scan over jobs, so ended ones cost nothing."""
     engine = open_database(databases.migrated("postgresql"))
     with engine.begin() as connection:
+        connection.execute(text("SET LOCAL statement_timeout = 0"))
         connection.execute(text(FILL), {"state": "succeeded", "first": 1, "last": 30_000})
         connection.execute(text(FILL), {"state": "queued", "first": 30_001, "last": 32_000})
         connection.execute(
