@@ -38,7 +38,8 @@ def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        opened = playwright.chromium.launch(executable_path=found, args=arguments, timeout=PATIENCE_MS)
         yield opened
         opened.close()
 
@@ -299,11 +300,13 @@ def test_what_cannot_be_had_for_a_moment_is_asked_for_again(
     browser: Browser, embedded: Embedded, finished: str, path: str
 ) -> None:
     with contextlib.closing(browser.new_context(base_url=embedded.server.url)) as context:
+        context.set_default_timeout(PATIENCE_MS)
         tab = context.new_page()
-        tab.route(path, lambda route: route.fulfill(status=503, json={"detail": "The disk is asleep."}), times=2)
+        tab.route(path, lambda route: route.fulfill(status=503, json={"detail": "The disk is asleep."}))
         tab.goto(f"/#/jobs/{finished}")
         notice = tab.get_by_text("The disk is asleep. Trying again.")
         expect(notice).to_be_visible()
+        tab.unroute(path)
         expect(tab.locator("#spectrum svg.spectrum")).to_have_attribute("aria-label", re.compile("features.0"))
         expect(tab.locator("table.layers tbody tr")).to_have_count(8)
         expect(notice).to_have_count(0)
@@ -477,6 +480,7 @@ def test_nothing_sticks_out_where_it_is_narrow(page: Page, finished: str, width:
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, keyed: Keyed) -> None:
     context = browser.new_context(base_url=keyed.server.url)
+    context.set_default_timeout(PATIENCE_MS)
     tab = context.new_page()
     tab.goto("/")
     dialog = tab.get_by_role("dialog", name="API key")
