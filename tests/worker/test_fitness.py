@@ -106,7 +106,7 @@ def test_a_job_whose_device_does_not_come_up_is_done_by_another_worker(  # noqa:
     ledger: Engine, submitted: Any, agent: Any, scripted: Any, eventually: Any, job: Any, events: Any,
     returned: Any, log_lines: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(supervisor_module, "_SICK_DEVICE_PAUSE_SECONDS", 900.0)
+    monkeypatch.setattr(supervisor_module, "_SICK_PAUSE_SECONDS", 900.0)
     job_id = submitted()
     sick = agent(scripted(["fail", "transient", "device_lost"]), node="sick", slots=2)
     eventually(lambda: returned(job_id))
@@ -132,7 +132,7 @@ def test_a_worker_of_failed_devices_alone_takes_one_job_once_and_no_other(
     ledger: Engine, submitted: Any, agent: Any, scripted: Any, eventually: Any, job: Any, returned: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(supervisor_module, "_SICK_DEVICE_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor_module, "_SICK_PAUSE_SECONDS", 0.0)
     ids = [submitted() for _ in range(3)]
     sick = agent(scripted(["fail", "transient", "device_lost"]), poll=False)
     assert sick.take()
