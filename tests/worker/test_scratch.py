@@ -19,7 +19,7 @@ from jobs.s3_settings import S3Settings
 from jobs.scratch import Scratch, sweep_scratch
 from jobs.settings import LedgerSettings
 from jobs.store import request_cancel
-from worker import scratch_mirror
+from worker import awaited_objects, scratch_mirror
 from worker.child import EXECUTION
 from worker.scratch_folder import take_over
 from worker.settings import WorkerSettings
@@ -109,7 +109,9 @@ def test_a_job_goes_on_from_its_checkpoint_on_a_machine_that_shares_no_folder(
     ledger: Engine, submitted: Any, settings: Any, bucket: S3Settings, job: Callable[[str], Job], events: Any,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(scratch_mirror, "_LAST_COPY_SECONDS", 240)  # a slow machine copies more slowly
+    # a slow machine copies, and clears, more slowly
+    monkeypatch.setattr(scratch_mirror, "_LAST_COPY_SECONDS", 240)
+    monkeypatch.setattr(awaited_objects, "UPLOAD_SECONDS", 240)
     (tmp_path / "kronoscope_test_mortal.py").write_text(MODEL)
     job_id = submitted(
         kind="factors",
