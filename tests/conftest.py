@@ -19,6 +19,7 @@ from jobs.database import open_database, upgrade_schema
 from jobs.s3_settings import S3Settings
 from tests import servers
 from tests.robbed import pytest_collection_modifyitems, pytest_runtest_logstart
+from tests.stopwatch import until
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_logstart"]
 
@@ -105,8 +106,16 @@ class Databases:
             self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
     def _create(self, name: str, template: str) -> str:
-        statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
-        self._execute(statement.format(sql.Identifier(name), sql.Identifier(template)))
+        statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template))
+
+        def made() -> bool:
+            # whoever has migrated the template is gone, but the process that served it may not have seen that
+            with contextlib.suppress(psycopg.errors.ObjectInUse):
+                self._execute(statement)
+                return True
+            return False
+
+        until(made, 120, f"{template} is nobody's")
         self._made.append(name)
         # on a machine that is taken away for seconds a test's own connection is no test of anything
         patient = make_url(self._postgres()).set(database=name).update_query_dict({"connect_timeout": "60"})
