@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import itertools
 import json
 import os
 import signal
@@ -10,12 +11,14 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from catalog.frames import MAX_FRAME_BYTES, Finished, LogLine, Stopped
 from worker import child as child_module
+from worker import process_group
 from worker.child import Child, MalformedFrame, child_environment
 
 
@@ -204,3 +207,14 @@ def test_its_own_words_can_be_read(start: Any) -> None:
     child = start(["say", "a line for humans"], ["finish"], output=subprocess.PIPE)
     assert list(child.output(1_000)) == [b"a line for humans\n"]
     assert child.wait(240) == 0
+
+
+def test_a_machine_that_stood_still_gave_nobody_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock finds it 100 s later."""
+    clock = SimpleNamespace(monotonic=itertools.count(step=100).__next__, sleep=lambda _: None)
+    monkeypatch.setattr(process_group, "time", clock)
+    runs = iter([True, True, False])
+    monkeypatch.setattr(process_group, "_runs", lambda _: next(runs))
+    assert process_group.wait_until_gone(1, 5)
+    monkeypatch.setattr(process_group, "_runs", lambda _: True)
+    assert not process_group.wait_until_gone(1, 5)
