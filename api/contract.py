@@ -31,7 +31,7 @@ _ERRORS = {
     422: "A field or parameter is not accepted; `errors` names each",
     429: "This key has as many under way, or its tenant as many bytes, as it may; see Retry-After",
     500: "The service failed; its operator finds the request by `instance`",
-    503: "The database does not answer; see Retry-After",
+    503: "Not now: a part of the service is silent, or has no room; see Retry-After",
 }
 _ALWAYS = (400, 401, 403, 405, 500, 503)
 

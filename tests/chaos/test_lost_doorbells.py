@@ -34,7 +34,6 @@ def test_flushall_with_a_hundred_queued_loses_none(quick: Stack) -> None:
     for _ in range(3):  # between these, doorbells are sent again
         quick.broker().flushall()
         time.sleep(0.7)
-    assert quick.broker().llen("celery") >= 0
     gate.unlink()
     each_was_done_once(quick, job_ids)
 
