@@ -182,8 +182,7 @@ class Cell:
         if isinstance(victim, Part):
             computing = self.stack.computing(victim) if victim in self.stack.workers else []
             victim.kill()
-            orphan_seconds = ORPHAN_SECONDS if self._timed else self._seconds
-            assert gone(computing, orphan_seconds), f"{self}: {computing} outlive their worker"
+            assert gone(computing, ORPHAN_SECONDS), f"{self}: {computing} outlive their worker"
             if not self._timed:
                 self.stack.take_from(victim)
             return self._later(victim.start) if victim is self.stack.api else None
@@ -258,8 +257,7 @@ def run_cell(
 ) -> Recovery:
     """Run one cell and leave the stack whole again.
 
-    Unless it is ``timed``, what a killed worker held is taken away at once, in place of waiting for its lease, and its
-    children may take their time to go: on a machine that stands still now and then seconds say nothing.
+    Unless it is ``timed``, what a killed worker held is taken away at once, in place of waiting for its lease.
     """
     try:
         return Cell(stack, part, point, down=down, seconds=seconds, timed=timed).run(undisturbed)

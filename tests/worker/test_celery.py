@@ -217,7 +217,7 @@ def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
     running = children_of(first.popen.pid)
     assert len(running) >= 2  # guardian and child
     assert first.stop() == 0
-    assert ended(running)
+    assert ended(running, 2)
     handed = job(job_id)
     assert (handed.state, handed.attempt, handed.failures) == ("queued", 0, 0)
     gated.open()
@@ -251,7 +251,7 @@ def test_under_slurm_a_job_is_handed_back_before_the_wall_time(  # noqa: PLR0917
     running = children_of(first.popen.pid)
     assert len(running) >= 3  # worker, guardian and child
     assert first.stop() == 0
-    assert ended(running)
+    assert ended(running, 2)
     handed = job(job_id)
     assert (handed.state, handed.attempt, handed.failures) == ("queued", 0, 0)
     assert [line["drained"] for line in first.lines() if line["event"] == "worker ends"] == [True]
@@ -270,7 +270,7 @@ def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
     eventually(gated.begun)
     running = children_of(first.popen.pid)
     first.stop(signal.SIGKILL)
-    assert ended(running)
+    assert ended(running, 2)
     assert (job(job_id).state, job(job_id).attempt) == ("running", 1)
     with writing(ledger) as connection:  # as it does by itself when nobody renews it any more
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(lease_expires_at=ledger_now(-1)))

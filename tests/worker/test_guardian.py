@@ -59,7 +59,7 @@ def test_a_parent_killed_with_minus_9_leaves_no_orphan(scripted: Any, ended: Any
         assert {os.getpgid(pid) for pid in pids} == {pids[0]}
         assert os.getpgid(parent.pid) != pids[0]
         parent.kill()
-    assert ended(pids)
+    assert ended(pids, 2)
 
 
 @pytest.mark.parametrize("code", [0, 1, 5, 77])
@@ -88,7 +88,7 @@ def test_the_end_of_the_lifeline_kills_the_group(guarded: Any, ended: Any) -> No
     pid = int(process.stdout.readline())
     os.close(lifeline)
     assert process.wait(240) == -signal.SIGKILL
-    assert ended([pid])
+    assert ended([pid], 2)
 
 
 def test_the_command_does_not_hold_the_lifeline(guarded: Any) -> None:
