@@ -70,7 +70,7 @@ bench: $(STAMP) ## run benchmarks/*.py and the conformance table; each writes be
 	done
 	@echo "==> benchmarks/conformance"; $(PY) -P -m benchmarks.conformance
 
-soak: $(STAMP) ## kill every part at every point with the default leases; writes benchmarks/results/soak.json (11 minutes measured)
+soak: $(STAMP) ## kill every part at every point with the default leases; writes benchmarks/results/soak.json (8 to 10 minutes measured)
 	@$(PY) -m tests.servers install
 	@OMP_NUM_THREADS=1 $(PY) -m tests.chaos.soak
 
