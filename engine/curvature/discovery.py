@@ -59,34 +59,50 @@ class Uses:
             self.unknown.setdefault(name, operation)
 
 
-def candidates(model: nn.Module, survey: Survey, called: set[TreatedLayer], mixed: frozenset[str]) -> dict[str, Tensor]:
-    """Trainable parameters whose layers the operations may show, by name.
+def candidates(
+    model: nn.Module,
+    survey: Survey,
+    called: set[TreatedLayer],
+    mixed: frozenset[str],
+    forced: frozenset[str] = frozenset(),
+) -> dict[str, Tensor]:
+    """Return the trainable parameters whose layers the operations may show, by name.
 
-    Of modules that no family treats, of treated ones that were not ``called``, and of those that
-    cannot tell their examples apart by the shape of what enters them.
+    Of modules that no family treats, of treated ones that were not ``called``, of those that
+    cannot tell their examples apart by the shape of what enters them, and of the ``forced``.
     """
     parameters = dict(model.named_parameters())
     rows = [row for row in survey.declared if row.open]
     layers = [
         layer
         for layer in survey.treated
-        if (layer.name in mixed or called.isdisjoint(layer.roles)) and not layer.also and layer.roles == (layer,)
+        if layer.name in forced
+        or ((layer.name in mixed or called.isdisjoint(layer.roles)) and not layer.also and layer.roles == (layer,))
     ]
     names = [name for row in rows for name in row.parameters] + [name for layer in layers for name in layer.parameters]
     return {name: parameters[name] for name in names if name in parameters}
 
 
 def discovered(
-    model: nn.Module, survey: Survey, watched: Mapping[str, Tensor], uses: tuple[Uses, ...], mixed: frozenset[str]
+    model: nn.Module,
+    survey: Survey,
+    watched: Mapping[str, Tensor],
+    uses: tuple[Uses, ...],
+    mixed: frozenset[str],
+    forced: frozenset[str] = frozenset(),
 ) -> Survey:
-    """``survey`` with the layers that ``uses`` show in the place of what they cover."""
+    """Return ``survey`` with the layers that ``uses`` show in the place of what they cover.
+
+    A layer among the ``forced`` is never kept: it is covered by its operations, or declared.
+    """
     found = _Found(dict(model.named_modules()), watched, uses)
     layers = list(found.layers())
     covered = {name for layer in layers for name in layer.watched}
     treated: list[TreatedLayer] = list(layers)
     declared: list[DeclaredLayer] = []
     for layer in survey.treated:
-        if covered.isdisjoint(layer.parameters):
+        refused = layer.name not in mixed and not found.refused.keys().isdisjoint(layer.parameters)
+        if covered.isdisjoint(layer.parameters) and not refused and layer.name not in forced:
             treated.append(layer)
         else:
             rest = tuple(name for name in layer.parameters if name not in covered)

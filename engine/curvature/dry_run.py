@@ -81,16 +81,24 @@ def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Surv
 
 
 def looked_into(
-    job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str]
+    job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str], forced: frozenset[str] = frozenset()
 ) -> tuple[Survey, DryRun, frozenset[str]]:
-    """Look again, into the operations, where modules alone do not show what the parameters do."""
-    parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed)
+    """Look again, into the operations, where modules alone do not show what the parameters do.
+
+    Args:
+        job: What passes need.
+        survey: Layers that modules show.
+        seen: Their calls.
+        mixed: Names of layers whose positions belong to no one example.
+        forced: Names of treated layers whose calls do not show what their parameters do, whatever their class says.
+    """
+    parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
         return survey, seen, mixed
     batch = next(job.batches())
     several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
     runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
-    survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed)
+    survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
     seen = dataclasses.replace(seen, calls=calls[0], examples=several[0])

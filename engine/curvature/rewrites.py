@@ -168,6 +168,26 @@ def _group_norm(
     return _affine(mode, plain, weight, bias, (1, -1, *[1] * (entered.ndim - 2)))
 
 
+def _batch_norm(
+    mode: Watch,
+    entered: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    *rest: Any,  # noqa: ANN401 - as torch takes them: momentum, eps, whether cudnn may
+) -> Any:  # noqa: ANN401
+    """By running statistics: with those of the batch one example's output depends on the others."""
+    _, eps, _ = rest
+    if training or mean is None or variance is None or any(map(mode.is_derived, (entered, mean, variance))):
+        return NotImplemented
+    shape = (1, -1, *[1] * (entered.ndim - 2))
+    with mode:
+        plain = ((entered - mean.view(shape)) * torch.rsqrt(variance + eps).view(shape)).to(entered.dtype)
+    return _affine(mode, plain, weight, bias, shape)
+
+
 def _prelu(mode: Watch, entered: Tensor, weight: Tensor) -> Any:  # noqa: ANN401
     shape = (1, -1, *[1] * (entered.ndim - 2)) if weight.numel() > 1 else (1,) * entered.ndim
     with mode:
@@ -221,5 +241,6 @@ REWRITES: Mapping[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
     "prelu": _prelu,
 }

@@ -27,6 +27,8 @@ from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.patches import Geometry, Patches, in_parameter_order_
 
 _FORWARDS = {cls.forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+_COMPUTES = {cls._conv_forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+"""What those call."""
 _TRANSPOSED_FORWARDS = {cls.forward for cls in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
 
 
@@ -211,5 +213,7 @@ def _patches(
 
 def treats_convolution(module: nn.modules.conv._ConvNd) -> str | None:
     """None where ``module`` is treated, else why not."""
-    known = _TRANSPOSED_FORWARDS if module.transposed else _FORWARDS
-    return None if type(module).forward in known else "overridden_forward"
+    if module.transposed:
+        return None if type(module).forward in _TRANSPOSED_FORWARDS else "overridden_forward"
+    plain = type(module).forward in _FORWARDS and getattr(type(module), "_conv_forward", None) in _COMPUTES
+    return None if plain and "_conv_forward" not in vars(module) else "overridden_forward"

@@ -202,8 +202,8 @@ def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:
 
 def _treat(name: str, module: nn.Module, trainable: set[str]) -> tuple[TreatedLayer | None, str]:
     for kind, refusal in _families(module):
-        if refusal is not None or "forward" in vars(module):
-            # the class is known, but this one module's forward may have been replaced
+        if refusal is not None or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+            # the class is known, but this one module's forward may have been replaced, or may not be what is called
             return None, refusal or "overridden_forward"
         if hasattr(module, "parametrizations"):
             return None, "parametrised"

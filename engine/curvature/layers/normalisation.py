@@ -195,6 +195,8 @@ def treats_group_norm(module: nn.Module) -> str | None:
     """None where ``module`` is treated, else why not."""
     if isinstance(module, nn.GroupNorm):
         return None if type(module).forward is nn.GroupNorm.forward else "overridden_forward"
+    if type(module).forward is not nn.InstanceNorm2d.forward:
+        return "overridden_forward"
     known = isinstance(module, (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d))
     # with running statistics it normalises otherwise in evaluation
     return None if known and getattr(module, "running_mean", None) is None else "unsupported_layer"
@@ -207,9 +209,9 @@ def treats_layer_norm(module: nn.LayerNorm) -> str | None:
 
 def treats_batch_norm(module: nn.Module) -> str | None:
     """None where ``module`` is treated, else why not."""
-    if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-        return "overridden_forward"
-    if module.running_mean is None or module.training:
+    if getattr(module, "running_mean", None) is None or module.training:
         # without frozen statistics one example's output depends on the others: there is no per-example gradient
         return "batch_statistics"
-    return None
+    known = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+    # a subclass that overrides forward (an activation behind, say) computes something else
+    return None if known and type(module).forward is nn.BatchNorm2d.forward else "overridden_forward"
