@@ -93,6 +93,8 @@ class CapacitySummary:
 
     coverage: Coverage
     layers: int
+    branches: Mapping[str, int]
+    """Covered layers by `branch`: they add up to `layers`."""
     eigendecompositions: int
     dimension: int
     trace: float | None
@@ -103,6 +105,7 @@ class CapacitySummary:
     logdet_damped: float | None
     damping: float
     damping_mode: str
+    damping_split: str
     kappa_max: float | None
     fisher: str
     sharing: str

@@ -35,7 +35,8 @@ class Collection:
     seed: int = 0
     """Key of the sampled labels, together with each example's index."""
     update_freq: int = option(1, known_as="update_freq")
-    """Every Nth batch enters the factors."""
+    """Every Nth batch enters the factors, from the first; the other N − 1 are dropped. With 10, as many scripts have
+    it, nine of ten batches are never computed with, and the factors are means over a tenth of the data."""
     ema_decay: float | None = option(None, known_as="ema")
     """Weight that the past keeps at each update; null is the plain average."""
     nested: bool = False
@@ -78,11 +79,23 @@ class Stabilisation:
     damping: float = option(1e-4, known_as="damping")
     damping_mode: Literal["relative", "absolute"] = "relative"
     """`relative`: λ = damping · mean eigenvalue of the layer's `G ⊗ A`; `absolute`: λ = damping."""
+    damping_split: Literal["each", "pi"] = "pi"
+    """How A and G share λ in (A + λ_A I) ⊗ (G + λ_G I). `pi`: λ_A = π√λ and λ_G = √λ/π with
+    π = √(mean eigenvalue of A / mean eigenvalue of G), so that λ_A λ_G = λ (Martens & Grosse 2015); `each`: both
+    sides get `damping` itself, by `damping_mode`: in absolute numbers, or relative to each side's own mean eigenvalue.
+    Scripts that add one damping to A and to G mean `each` and `absolute`."""
     damping_A: float | None = None
     """Overrides the damping of A, read by the same mode (relative to A's own mean eigenvalue)."""
     damping_G: float | None = None
     """Overrides the damping of G, read by the same mode (relative to G's own mean eigenvalue)."""
-    kappa_max: float | None = option(1e6, known_as="max_condition_number")
+    kappa_max: float | None = option(
+        1e6,
+        known_as={
+            "max_condition_number": "",
+            "use_eigenvalue_correction": "false is null; it means clipping, and EK-FAC's correction is "
+            "`collection.ekfac`",
+        },
+    )
     """Eigenvalues below λ_max/κ_max count as clipped; null is no clipping."""
 
     def __post_init__(self) -> None:

@@ -151,7 +151,7 @@ def _unknown(wrong: str, owners: list[type], document: type) -> str:
     """Say where the field's meaning lives here, or the nearest spelling, or what there is."""
     known = spellings(document)
     if wrong in known:
-        return f"is no field here; it is `{known[wrong]}`"
+        return f"is no field here; it is {known[wrong].written}"
     names = sorted(set().union(*(_names(member) for member in owners)))
     near = difflib.get_close_matches(wrong, names, n=1)
     if near:
@@ -159,16 +159,31 @@ def _unknown(wrong: str, owners: list[type], document: type) -> str:
     return f"is no field here; there are {', '.join(names)}"
 
 
-def spellings(document: type, prefix: str = "") -> dict[str, str]:
+@record
+class Spelling:
+    """What an older or bare name of a field is here."""
+
+    place: str
+    """The field, with the blocks that it stands in."""
+    note: str = ""
+    """How the older values read here; empty where they are the same."""
+
+    @property
+    def written(self) -> str:
+        """The place, as a message or a table names it."""
+        return f"`{self.place}`{f' ({self.note})' if self.note else ''}"
+
+
+def spellings(document: type, prefix: str = "") -> dict[str, Spelling]:
     """Older and bare spellings of the document's nested fields, with the place each has here."""
-    found: dict[str, str] = {}
+    found: dict[str, Spelling] = {}
     hints = get_type_hints(document, include_extras=True)
     for field in dataclasses.fields(document):
         place = f"{prefix}{field.name}"
-        if "known_as" in field.metadata:
-            found.setdefault(str(field.metadata["known_as"]), place)
+        for name, note in field.metadata.get("known_as", {}).items():
+            found.setdefault(str(name), Spelling(place=place, note=str(note)))
         if prefix:
-            found.setdefault(field.name, place)
+            found.setdefault(field.name, Spelling(place=place))
         nested = _records(hints[field.name])
         if len(nested) == 1:
             found.update(

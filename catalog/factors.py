@@ -1,5 +1,7 @@
 """`factors`: collect the Kronecker factors of every layer and keep them."""
 
+from collections.abc import Mapping
+
 from catalog.analysis import Analysis, Coverage
 from catalog.nested import NestedTraces
 from catalog.record import record
@@ -34,6 +36,8 @@ class FactorsSummary:
 
     coverage: Coverage
     layers: int
+    branches: Mapping[str, int]
+    """Covered layers by `branch`: they add up to `layers`."""
     eigendecompositions: int
     woodbury_layers: int
     """Layers whose G is kept as its gradient rows."""

@@ -34,6 +34,8 @@ class LayerRecord:
     """Why this branch."""
     policy: str | None
     """`woodbury.policy`."""
+    damping_split: str | None
+    """How λ_A and λ_G follow from `stabilisation.damping`: `pi` or `each`."""
     lambda_A: float | None
     """Damping of A in absolute numbers."""
     lambda_G: float | None
@@ -47,6 +49,10 @@ class LayerRecord:
     """λ_max/λ_min of A; null where A is singular."""
     kappa_G: float | None
     """λ_max/λ_min of G; null where G is singular."""
+    kappa_A_clipped: float | None
+    """λ_max/λ_min of A once eigenvalues below λ_max/κ_max are raised to it, also where A is singular."""
+    kappa_G_clipped: float | None
+    """The same of G."""
     clipped_A: int | None
     """Eigenvalues of A below λ_max/κ_max."""
     clipped_G: int | None

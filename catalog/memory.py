@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from catalog.record import FieldError, record
+from catalog.record import FieldError, option, record
 
 _UNITS = {
     "": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -29,7 +29,9 @@ class Memory:
 
     device: str | float = "auto"
     host: str | float = "auto"
-    micro_batch: int | None = None
+    micro_batch: int | None = option(
+        None, known_as={"gradient_accumulation_steps": "examples of a slice: `collection.batch_size` over the steps"}
+    )
     """Examples that go through the model at once: a batch goes in slices of this size, which changes the
     statistics by rounding only. Null: the whole batch, or the fewest equal slices that fit."""
     offload: Literal["auto", "on", "off"] = "auto"

@@ -1,5 +1,6 @@
 """`reconstruction`: each layer's factors with their spectra clipped at κ_max, rebuilt or kept as an eigenbasis."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from catalog.analysis import Analysis, Coverage
@@ -98,6 +99,8 @@ class ReconstructionSummary:
 
     coverage: Coverage
     layers: int
+    branches: Mapping[str, int]
+    """Covered layers by `branch`: they add up to `layers`."""
     factors: int
     """Sides that were stabilised, a shared A once."""
     kappa_max: float

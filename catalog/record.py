@@ -40,9 +40,15 @@ def record(cls: type[T]) -> type[T]:
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
-def option(default: Any, *, known_as: str | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
-    """A field with a default and, where people know it from older scripts, that spelling."""
-    metadata = {"known_as": known_as} if known_as else {}
+def option(default: Any, *, known_as: str | Mapping[str, str] = "") -> Any:  # noqa: ANN401 - as dataclasses.field
+    """A field with a default and, where people know it from older scripts, those spellings.
+
+    Args:
+        default: The value, or what makes it.
+        known_as: An older spelling; or several, each with what its values are here (empty: the same).
+    """
+    spellings = {known_as: ""} if isinstance(known_as, str) else dict(known_as)
+    metadata = {"known_as": spellings} if known_as else {}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -14,7 +14,9 @@ MAX_SKETCH_RANK = 65_536
 class Woodbury:
     """When G is kept as its gradient rows instead of their sum, and in which form."""
 
-    policy: Literal["auto", "all", "hybrid", "dense"] = option("auto", known_as="kfac_policy")
+    policy: Literal["auto", "all", "hybrid", "dense"] = option(
+        "auto", known_as={"kfac_policy": "", "kfac_use_woodbury": "true is `all`, false is `dense`"}
+    )
     """`auto`: where the rows of all positions number at most (√2 − 1) times the outputs, so that they and their T×T
     Gram matrix take less than G; `all`: every layer with a dense G; `hybrid`: layers of `hybrid_from` outputs or more;
     `dense`: none."""

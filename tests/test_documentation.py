@@ -31,7 +31,8 @@ def parse(path: Path) -> JobDocument:
 
 
 def spelling_table() -> str:
-    rows = [f"| `{name}` | `{place}` |" for name, place in sorted(spellings(DOCUMENT).items()) if name != place]
+    known = sorted(spellings(DOCUMENT).items())
+    rows = [f"| `{name}` | {place.written} |" for name, place in known if name != place.place]
     return "\n".join(["| you write | it is here |", "|---|---|", *rows]) + "\n"
 
 
@@ -49,6 +50,8 @@ def test_the_paper_preset_is_what_such_a_script_used() -> None:
     document = parse(ROOT / "examples" / "paper.yaml")
     assert document.stabilisation.damping == 1e-4
     assert document.stabilisation.damping_mode == "absolute"
+    assert document.stabilisation.damping_split == "each"
+    assert "reconstruction" in document.kinds
     assert document.stabilisation.kappa_max == 1e6
     assert document.collection.update_freq == 10
     assert document.collection.ema_decay is None

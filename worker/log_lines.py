@@ -1,7 +1,8 @@
 """What a job says at INFO: one line per layer, one closing line per analysis, warnings where the numbers need one.
 
 The symbols stand in the text literally (``λ_G=``, ``policy=``, ``T=``, ``κ_A=``, ``κ_G=``), so that a log
-can be searched for them. A dash is a value of a stage that did not run, or that is undefined.
+can be searched for them. A dash is a value of a stage that did not run, or that is undefined. A condition
+number stands before and after clipping, ``κ_A=inf→1e+06``; a singular side's is ``inf``.
 """
 
 from collections import Counter
@@ -10,6 +11,16 @@ from typing import Any
 
 from catalog.frames import Frame, LayerDone, LogLine, Summarised
 
+_COUNTED = {
+    "woodbury": "woodbury",
+    "softmax_head": "softmax",
+    "eigendecomposition": "eigendecomposition",
+    "block": "block",
+    "diagonal": "diagonal",
+    "diagonal_block": "diagonal",
+}
+"""What the closing line calls each branch of a layer; one that is new keeps its name."""
+
 
 class Narrator:
     """Says of each frame what is to be said, and remembers what the closing line needs."""
@@ -17,19 +28,20 @@ class Narrator:
     def __init__(self, document: object) -> None:
         self._document = document if isinstance(document, Mapping) else {}
         self._policies: set[str] = set()
-        self._woodbury: Counter[str] = Counter()
+        self._branches: dict[str, Counter[str]] = {}
 
     def lines(self, frame: Frame) -> list[LogLine]:
         """Zero or more lines."""
         if isinstance(frame, LayerDone):
             record = frame.outcome.get("record") or {}
-            self._woodbury[frame.kind] += record.get("branch") == "woodbury"
+            if frame.outcome.get("status") != "declared" and record.get("branch"):
+                self._branches.setdefault(frame.kind, Counter())[str(record["branch"])] += 1
             policy = record.get("policy")
             if policy is not None:
                 self._policies.add(str(policy))
             return layer_lines(frame)
         if isinstance(frame, Summarised):
-            return closing_lines(frame, self._document, self._policies, self._woodbury[frame.kind])
+            return closing_lines(frame, self._document, self._policies, self._branches.get(frame.kind, {}))
         return []
 
 
@@ -46,9 +58,9 @@ def layer_lines(frame: LayerDone) -> list[LogLine]:
                 f" λ_A={_value(record, 'lambda_A')} λ_G={_value(record, 'lambda_G')}"
                 f" policy={_value(record, 'policy')} T={_value(record, 'positions')}"
                 + (f" rows={record['gradient_rows']}" if record.get("gradient_rows") is not None else "")
-                + f" κ_A={_value(record, 'kappa_A')} κ_G={_value(record, 'kappa_G')}"
+                + f" κ_A={_condition(record, 'A')} κ_G={_condition(record, 'G')}{_reached(outcome)}"
                 f" κ_max={_value(record, 'kappa_max')} update={_value(record, 'update_index')}"
-                f" fisher={_value(record, 'fisher')} dtype={_value(record, 'dtype')}"
+                f" fisher={_value(record, 'fisher')} {_stored(record)}"
                 f" seconds={_value(frame.observed, 'seconds')}"
                 f" peak_bytes={_value(frame.observed, 'measured_peak_bytes')}"
                 + (f" reason={outcome['reason']}" if outcome.get("reason") else "")
@@ -65,7 +77,7 @@ def layer_lines(frame: LayerDone) -> list[LogLine]:
 
 
 def closing_lines(
-    frame: Summarised, document: Mapping[str, Any], policies: Iterable[str], woodbury: int = 0
+    frame: Summarised, document: Mapping[str, Any], policies: Iterable[str], branches: Mapping[str, int] | None = None
 ) -> list[LogLine]:
     """The closing INFO line of one analysis, and its warnings.
 
@@ -73,12 +85,13 @@ def closing_lines(
         frame: The summary.
         document: The job document; its collection and stabilisation complete a summary without them.
         policies: The policies that the layers' records named.
-        woodbury: How many layers' records name the branch `woodbury`; a summary that counts them goes before.
+        branches: Covered layers by the branch that their records name; a summary that counts them goes before.
     """
     asked = {
         "update_freq": 1,
         "damping": 1e-4,
         "damping_mode": "relative",
+        "damping_split": "pi",
         "kappa_max": 1e6,
         **(document.get("collection") or {}),
         **(document.get("stabilisation") or {}),
@@ -90,10 +103,10 @@ def closing_lines(
             level="info",
             message=(
                 f"{frame.kind} done: layers={_value(summary, 'layers')}"
-                f" woodbury={summary.get('woodbury_layers', woodbury)}"
-                f" {_counted(frame.kind, summary)}"
+                f" {_by_branch(summary.get('branches') or branches or {})}"
+                f"{_clipped(frame.kind, summary)}"
                 f" policy={','.join(sorted(set(policies))) or '-'} update_freq={_value(summary, 'update_freq')}"
-                f" damping={_value(summary, 'damping')} ({summary['damping_mode']})"
+                f" damping={_value(summary, 'damping')} ({summary['damping_mode']}, {summary['damping_split']})"
                 f" κ_max={_value(summary, 'kappa_max')} coverage={_value(coverage, 'covered_share')}"
                 f" ({_value(coverage, 'covered_parameters')} of {_value(coverage, 'trainable_parameters')} parameters,"
                 f" {_value(coverage, 'layers_declared')} layers declared)"
@@ -116,13 +129,54 @@ def closing_lines(
     return lines
 
 
-def _counted(kind: str, summary: Mapping[str, Any]) -> str:
-    """What an analysis counts: decompositions, or what was clipped of them."""
-    if kind != "reconstruction":
-        return f"eigendecompositions={_value(summary, 'eigendecompositions')}"
+def _by_branch(branches: Mapping[str, int]) -> str:
+    """Covered layers by branch, each layer once."""
+    counts = dict.fromkeys(_COUNTED.values(), 0)
+    for branch, count in branches.items():
+        name = _COUNTED.get(branch, printable(branch))
+        counts[name] = counts.get(name, 0) + count
+    return " ".join(f"{name}={count}" for name, count in counts.items())
+
+
+def _condition(record: Mapping[str, Any], side: str) -> str:
+    """The condition number of one side before and after clipping; `inf` where the side is singular."""
+    before, after = record.get(f"kappa_{side}"), record.get(f"kappa_{side}_clipped")
+    # whoever counted what lies below the floor knows the spectrum
+    singular = before is None and record.get(f"clipped_{side}") is not None
+    shown = "inf" if singular else _value(record, f"kappa_{side}")
+    return shown if after is None or after == before else f"{shown}→{after:.6g}"
+
+
+def _reached(outcome: Mapping[str, Any]) -> str:
+    """The condition numbers that a reconstruction came to, as its sides are stored."""
+    metrics = outcome.get("metrics") or {}
+    sides = {name: metrics.get(name) for name in ("A", "G")}
+    return "".join(
+        f" κ_{name}_stored={_value(side, 'kappa_reached')}"
+        for name, side in sides.items()
+        if isinstance(side, Mapping) and "kappa_reached" in side
+    )
+
+
+def _stored(record: Mapping[str, Any]) -> str:
+    """In which precision the factors are kept, in how many bytes, and where."""
+    rows = record.get("gradient_rows_dtype")
+    place = "" if record.get("gradient_rows_device") is None else f" rows_on={record['gradient_rows_device']}"
     return (
-        f"factors={_value(summary, 'factors')} clipped={_value(summary, 'clipped')} of {_value(summary, 'eigenvalues')}"
-        f" floor_kept={_value(summary, 'floor_kept')} κ_reached={_value(summary, 'kappa_reached')}"
+        f"dtype_A={_value(record, 'dtype')} dtype_G={_value(record, 'dtype') if rows is None else rows}"
+        f" bytes={_value(record, 'factor_bytes')} on={_value(record, 'storage_device')}"
+        f" ({_value(record, 'storage_policy')}){place}"
+    )
+
+
+def _clipped(kind: str, summary: Mapping[str, Any]) -> str:
+    """What a reconstruction clipped; nothing of another analysis."""
+    if kind != "reconstruction":
+        return ""
+    return (
+        f" factors={_value(summary, 'factors')} clipped={_value(summary, 'clipped')}"
+        f" of {_value(summary, 'eigenvalues')} floor_kept={_value(summary, 'floor_kept')}"
+        f" κ_reached={_value(summary, 'kappa_reached')}"
     )
 
 

@@ -88,7 +88,7 @@ function besideExact(exact) {
 function notes(kind, summary) {
   if (kind !== "capacity") return null;
   const parts = [
-    `damping ${number(summary.damping)} (${summary.damping_mode})`,
+    `damping ${number(summary.damping)} (${[summary.damping_mode, summary.damping_split].filter(Boolean).join(", ")})`,
     summary.kappa_max ? `κ_max = ${number(summary.kappa_max)}` : "no clipping",
     `${summary.fisher} Fisher`,
     summary.sharing,

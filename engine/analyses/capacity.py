@@ -9,6 +9,7 @@ from catalog.capacity import CapacityParams, CapacitySummary
 from catalog.capacity_metrics import CapacityMetrics
 from engine.analyses.convergence import Followed, followed, model_convergence, summed
 from engine.analyses.cross_check import cross_checked
+from engine.analyses.gradient_side import branch_counts
 from engine.analyses.layer_capacity import layer_metrics, sides_of
 from engine.analyses.measured import coverage, covered_result, declared_results, measured_layers
 from engine.analyses.model_capacity import ModelLayer, model_metrics
@@ -61,6 +62,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     return CapacitySummary(
         coverage=coverage(whole),
         layers=total,
+        branches=branch_counts(whole.layers),
         eigendecompositions=decompositions,
         dimension=dimension,
         trace=_sum("trace", rows, curved) if "trace" in wanted else None,
@@ -70,6 +72,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         logdet_damped=_sum("logdet_damped", rows, curved) if "logdet_damped" in wanted else None,
         damping=workspace.stabilisation.damping,
         damping_mode=workspace.stabilisation.damping_mode,
+        damping_split=workspace.stabilisation.damping_split,
         kappa_max=workspace.stabilisation.kappa_max,
         fisher=whole.collection.fisher,
         sharing=whole.collection.sharing,

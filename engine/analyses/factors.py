@@ -4,6 +4,7 @@ from collections.abc import Generator
 
 from catalog.analysis import LayerResult
 from catalog.factors import FactorsMetrics, FactorsSummary
+from engine.analyses.gradient_side import branch_counts
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.analyses.sample_sizes import nested_traces
 from engine.curvature.collected import Collected
@@ -30,6 +31,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
     return FactorsSummary(
         coverage=coverage(whole),
         layers=total,
+        branches=branch_counts(whole.layers),
         eigendecompositions=sum(layer.facts.form not in ("diagonal", "diagonal_block") for layer in layers),
         woodbury_layers=sum(layer.facts.representation_G == "woodbury" for layer in layers),
         examples=whole.examples,

@@ -1,5 +1,7 @@
 """The gradient side: what a layer's record says of how its G is kept, and of what inverting it takes."""
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from catalog.layer_record import Branch
@@ -25,6 +27,11 @@ _BRANCHES: dict[str, Branch] = {
 def branch(facts: LayerFacts) -> Branch:
     """How the layer's curvature is represented: by what stands for G, or by the form of both sides."""
     return _BRANCHES[facts.form if facts.representation_G == "dense" else facts.representation_G]
+
+
+def branch_counts(layers: Iterable[LayerFacts]) -> dict[str, int]:
+    """Return how many of ``layers`` each branch has; each layer has one."""
+    return dict(Counter(branch(facts) for facts in layers))
 
 
 def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:

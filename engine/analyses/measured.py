@@ -32,7 +32,7 @@ from engine.curvature.coverage_law import reason_counts
 from engine.curvature.eigenbasis import Decomposition
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.layers.coverage import DeclaredLayer
-from engine.curvature.stabilisation import Clipping, Damping, clipping, damping
+from engine.curvature.stabilisation import Clipping, Damping, clipping, damping, identity_warnings
 from engine.curvature.streaming import Arrived, streamed
 from engine.curvature.structured import Structured
 from engine.memory.budget import device_bytes, resident_bytes
@@ -148,7 +148,8 @@ def _measure(
         workspace.stabilisation,
         block=facts.form in ("block", "diagonal_block"),
     )
-    _warn_of_identity(workspace, facts, damped, side_a.largest * side_g.largest)
+    for warning in identity_warnings(facts.name, damped, workspace.stabilisation, side_a.largest, side_g.largest):
+        workspace.log("warning", warning)
     clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
     clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
     taken = factorised(workspace, factors, damped.G)
@@ -183,6 +184,7 @@ def _measure(
             branch=branch(facts),
             why=facts.why,
             policy=whole.woodbury.policy,
+            damping_split=workspace.stabilisation.damping_split,
             lambda_A=damped.A,
             lambda_G=damped.G,
             lambda_A_relative=damped.relative_A,
@@ -190,6 +192,8 @@ def _measure(
             kappa_max=workspace.stabilisation.kappa_max,
             kappa_A=clipped_a.kappa,
             kappa_G=clipped_g.kappa,
+            kappa_A_clipped=clipped_a.kappa_clipped,
+            kappa_G_clipped=clipped_g.kappa_clipped,
             clipped_A=clipped_a.clipped,
             clipped_G=clipped_g.clipped,
             update_freq=whole.collection.update_freq,
@@ -282,16 +286,6 @@ def _kept(measured: Measured) -> Kept:
 
 def _digests(corrected: Corrected) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in stored_correction(corrected, own_a=True).items()}
-
-
-def _warn_of_identity(workspace: Workspace, facts: LayerFacts, damped: Damping, largest: float) -> None:
-    """Say where λ exceeds λ_max: whatever is measured, that layer's preconditioner is the identity."""
-    if damped.joint is not None and damped.joint > largest:
-        workspace.log(
-            "warning",
-            f"layer `{facts.name}`: λ = {damped.joint:.3g} exceeds λ_max = {largest:.3g}; "
-            "the damped inverse is the identity there: lower `stabilisation.damping` or take `relative`",
-        )
 
 
 def _size(factors: Factors, *, own_a: bool) -> int:

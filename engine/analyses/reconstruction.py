@@ -16,6 +16,7 @@ from catalog.reconstruction import (
     ReconstructionParams,
     ReconstructionSummary,
 )
+from engine.analyses.gradient_side import branch_counts
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
 from engine.curvature.collected import GIVEN_MATRIX, Collected, Kept, write_factors, write_index
@@ -33,9 +34,10 @@ FOLDER = "stabilised"
 FORMAT = "kronoscope-stabilised/1"
 INDEX = f"{FOLDER}/stabilised.index.json"
 _COLLECTED = (
-    "policy", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq", "update_index",
-    "positions", "positions_local", "terms", "world_size", "reduction", "accumulation_dtype", "amp", "fisher",
-    "sharing", "samples", "seed", "passes", "digest_A", "kappa_A", "clipped_A", "scale_A", "scale_G",
+    "policy", "damping_split", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq",
+    "update_index", "positions", "positions_local", "terms", "world_size", "reduction", "accumulation_dtype", "amp",
+    "fisher", "sharing", "samples", "seed", "passes", "digest_A", "kappa_A", "kappa_A_clipped", "clipped_A",
+    "scale_A", "scale_G",
 )  # fmt: skip
 
 
@@ -373,6 +375,7 @@ def _summary(run: _Run) -> ReconstructionSummary:
     return ReconstructionSummary(
         coverage=coverage(run.whole),
         layers=len(run.whole.layers),
+        branches=branch_counts(run.whole.layers),
         factors=len(own),
         kappa_max=run.kappa_max,
         route=run.params.route,

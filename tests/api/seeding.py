@@ -369,6 +369,7 @@ def summary(kind: str) -> CapacitySummary | FactorsSummary:
         return FactorsSummary(
             coverage=coverage(),
             layers=len(LAYERS),
+            branches={"eigendecomposition": len(LAYERS)},
             eigendecompositions=0,
             woodbury_layers=0,
             examples=1797,
@@ -383,6 +384,7 @@ def summary(kind: str) -> CapacitySummary | FactorsSummary:
     return CapacitySummary(
         coverage=coverage(),
         layers=len(LAYERS),
+        branches={"eigendecomposition": len(LAYERS)},
         eigendecompositions=14,
         dimension=31_764,
         trace=1.2837,
@@ -392,6 +394,7 @@ def summary(kind: str) -> CapacitySummary | FactorsSummary:
         logdet_damped=-412_833.2,
         damping=1e-4,
         damping_mode="relative",
+        damping_split="pi",
         kappa_max=1e6,
         fisher="mc",
         sharing="expand",

@@ -92,6 +92,10 @@ def test_every_analysis_has_its_block() -> None:
         ),
         ({"damping": 1e-3}, "/damping", "it is `stabilisation.damping`"),
         ({"max_condition_number": 1e6}, "/max_condition_number", "it is `stabilisation.kappa_max`"),
+        ({"kfac_use_woodbury": True}, "/kfac_use_woodbury", "it is `woodbury.policy` (true is `all`"),
+        ({"use_eigenvalue_correction": True}, "/use_eigenvalue_correction", "it is `stabilisation.kappa_max` (false"),
+        ({"gradient_accumulation_steps": 4}, "/gradient_accumulation_steps", "it is `memory.micro_batch` (examples"),
+        ({"collection": {"gradient_accumulation_steps": 4}}, "/collection/gradient_accumulation_steps", "`memory.mi"),
         ({"memory": {"host": "20 parsecs"}}, "/memory/host", "is not a size"),
         ({"memory": {"device": 2.5}}, "/memory/device", "a fraction in (0, 1]"),
         (
@@ -139,7 +143,7 @@ def test_many_unknown_keys_are_answered_shortly() -> None:
 def test_old_spellings_point_to_fields_that_exist() -> None:
     for place in spellings(DOCUMENT).values():
         value: Any = parse(GOOD)
-        steps = place.split(".")
+        steps = place.place.split(".")
         if steps[0] in ("model", "data", "factors", "task"):
             continue
         for step in steps:

@@ -1,5 +1,8 @@
 """Damping, clipping, and what holds of spectra at the ends of float64."""
 
+import math
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,7 @@ from engine.curvature import kronecker_sums
 from engine.curvature.condensed import condensed
 from engine.curvature.eigenbasis import decompose
 from engine.curvature.kronecker_sums import effective_dimensions, logdet_damped
-from engine.curvature.stabilisation import clipping, damping
+from engine.curvature.stabilisation import clipping, damping, identity_warnings
 from tests.oracles import workspace
 
 
@@ -51,6 +54,42 @@ def test_absolute_damping_and_overrides() -> None:
     assert pytest.approx(0.2) == overridden.A
     assert pytest.approx(0.8) == overridden.G
     assert damping(0.0, 4.0, Stabilisation(), block=False).joint is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "split", "expected"),
+    [
+        ("absolute", "each", (1e-4, 1e-4)),
+        ("absolute", "pi", (math.sqrt(1e-4 * 2 / 8), math.sqrt(1e-4 * 8 / 2))),
+        ("relative", "each", (2e-4, 8e-4)),
+        ("relative", "pi", (2e-2, 8e-2)),
+    ],
+)
+def test_damping_is_split_by_scale_or_stands_on_each_side_as_it_is(
+    mode: Literal["absolute", "relative"], split: Literal["each", "pi"], expected: tuple[float, float]
+) -> None:
+    options = Stabilisation(damping=1e-4, damping_mode=mode, damping_split=split)
+    found = damping(2.0, 8.0, options, block=False)
+    assert pytest.approx(expected, rel=1e-14) == (found.A, found.G)
+    assert (found.relative_A, found.relative_G) == pytest.approx((expected[0] / 2, expected[1] / 8), rel=1e-14)
+    # λ of F + λI is another question, which the split does not touch
+    assert found.joint == pytest.approx(1e-4 * (16 if mode == "relative" else 1))
+    block = damping(1.0, 8.0, options, block=True)
+    assert (0, block.joint) == (block.A, block.G)
+
+
+def test_a_side_whose_own_damping_exceeds_it_is_warned_of() -> None:
+    def warnings(split: Literal["each", "pi"], largest_a: float, largest_g: float) -> list[str]:
+        options = Stabilisation(damping=1e-4, damping_mode="absolute", damping_split=split)
+        found = damping(largest_a / 2, largest_g / 2, options, block=False)
+        return list(identity_warnings("fc", found, options, largest_a, largest_g))
+
+    assert warnings("pi", 1e3, 1e-5) == []
+    (line,) = warnings("each", 1e3, 1e-5)
+    assert line.startswith("layer `fc`: λ_G = 0.0001 exceeds λ_max(G) = 1e-05")
+    assert len(warnings("each", 1e-5, 1e-5)) == 2
+    (line,) = warnings("pi", 1e-3, 1e-2)
+    assert "λ = 0.0001 exceeds λ_max = 1e-05" in line
 
 
 def test_clipping_counts_what_lies_below_the_floor() -> None:

@@ -95,7 +95,7 @@ class Script:
         self.send(ArtifactWritten(name=name, sha256=digest, size_bytes=len(content), media_type="application/json"))
 
     def summary(self, kind: Any = "capacity", **values: Any) -> None:
-        self.send(Summarised(kind=kind, summary={"layers": 1, "eigendecompositions": 2, **values}))
+        self.send(Summarised(kind=kind, summary={"layers": 1, "branches": {"eigendecomposition": 2}, **values}))
 
     def say(self, text: Any) -> None:
         sys.stdout.write(f"{text}\n")

@@ -14,7 +14,7 @@ import pytest
 
 from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode, encode
 from catalog.reconstruction import ReconstructionSummary
-from worker.log_lines import Narrator, closing_lines
+from worker.log_lines import Narrator, closing_lines, layer_lines
 
 RUNNER = "import json, sys; from worker.foreground import main; sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
 DOCUMENT = {"kind": "capacity", "stabilisation": {"damping": 0.25}}
@@ -76,7 +76,7 @@ def test_a_run_fills_its_folder(foreground: Any, tmp_path: Any) -> None:
     assert [each["name"] for each in job["artifacts"]] == ["spectra/0.json"]
     assert (out / "artifacts" / "spectra" / "0.json").read_text() == "{}"
     results = json_file(out / "results.json")
-    assert results["summary"] == {"capacity": {"layers": 1, "eigendecompositions": 2}}
+    assert results["summary"] == {"capacity": {"layers": 1, "branches": {"eigendecomposition": 2}}}
     assert [row["layer"] for row in results["layers"]] == ["conv", "fc"]
     assert results["layers"][0]["observed"]["seconds"] == 0.1
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -96,17 +96,47 @@ def test_it_says_one_line_per_layer_and_one_at_the_end(foreground: Any) -> None:
     for symbol in ("λ_G=0.5", "policy=dense", "T=17", "κ_A=10", "κ_G=-"):
         assert symbol in info[0]
     assert "\n" not in info[0]
-    for part in ("layers=1", "eigendecompositions=2", "policy=dense", "update_freq=1", "damping=0.25", "κ_max=1e+06"):
+    for part in ("layers=1", "eigendecomposition=2", "policy=dense", "update_freq=1", "damping=0.25", "κ_max=1e+06"):
         assert part in info[1]
 
 
-def test_the_closing_line_counts_the_layers_whose_gradient_rows_are_kept() -> None:
+def test_the_closing_line_counts_each_layer_once_by_its_branch() -> None:
     narrator = Narrator({})
-    for ordinal, branch in enumerate(["woodbury", "eigendecomposition", "woodbury", "softmax_head"]):
+    branches = ["woodbury", "eigendecomposition", "woodbury", "softmax_head", "diagonal", "diagonal_block", "block"]
+    for ordinal, branch in enumerate(branches):
         outcome = {"status": "covered", "record": {"branch": branch, "policy": "auto"}}
         narrator.lines(LayerDone(kind="capacity", ordinal=ordinal, layer=f"l{ordinal}", outcome=outcome, observed={}))
-    assert " woodbury=2 " in narrator.lines(Summarised(kind="capacity", summary={}))[0].message
+    declared = {"status": "declared", "record": {"branch": "declared"}}
+    narrator.lines(LayerDone(kind="capacity", ordinal=7, layer="l7", outcome=declared, observed={}))
+    (line,) = narrator.lines(Summarised(kind="capacity", summary={}))
+    assert " woodbury=2 softmax=1 eigendecomposition=1 block=1 diagonal=2 policy=auto " in line.message
+    # a summary speaks of earlier attempts' rows too
+    (line,) = narrator.lines(Summarised(kind="capacity", summary={"branches": {"woodbury": 9, "new": 1}}))
+    assert " woodbury=9 softmax=0 eigendecomposition=0 block=0 diagonal=0 new=1 " in line.message
     assert " woodbury=0 " in narrator.lines(Summarised(kind="reconstruction", summary={}))[0].message
+
+
+def test_a_layers_line_says_what_is_stored_and_how_well_it_is_conditioned() -> None:
+    record = {
+        "branch": "woodbury", "dtype": "float32", "gradient_rows": 10, "gradient_rows_dtype": "float16",
+        "gradient_rows_device": "host", "factor_bytes": 1_052_956, "storage_device": "cpu",
+        "storage_policy": "resident",
+        "kappa_A": None, "kappa_A_clipped": 1e6, "clipped_A": 321, "kappa_G": 40.5, "kappa_G_clipped": 40.5,
+        "clipped_G": 0,
+    }  # fmt: skip
+    sides = {"A": {"kappa_reached": 1.0125e6}, "G": None}
+    outcome = {"status": "covered", "record": record, "metrics": sides}
+    (line,) = [line for line in layer_lines(done(outcome)) if line.level == "info"]
+    assert " κ_A=inf→1e+06 κ_G=40.5 κ_A_stored=1.0125e+06 " in line.message
+    assert " dtype_A=float32 dtype_G=float16 bytes=1052956 on=cpu (resident) rows_on=host " in line.message
+    # without a limit nothing is clipped, and without a decomposition nothing is known
+    for known, shown in ({"clipped_A": 0}, "κ_A=inf κ_G=-"), ({}, "κ_A=- κ_G=-"):
+        (line, *_) = layer_lines(done({"status": "covered", "record": known}))
+        assert shown in line.message
+
+
+def done(outcome: dict[str, Any]) -> LayerDone:
+    return LayerDone(kind="capacity", ordinal=0, layer="fc", outcome=outcome, observed={})
 
 
 def test_the_closing_line_of_a_reconstruction_says_what_was_clipped() -> None:

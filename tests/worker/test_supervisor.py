@@ -107,7 +107,7 @@ def test_a_whole_job(ledger: Any, submitted: Any, supervise: Any, job: Any, sett
     assert done.manifest["environment"] == {"device": "cpu", "threads": 1}
     assert done.plan == {"device_peak_bytes": 10, "threads": 1}
     assert done.needs_bytes == 12  # a tenth stays free beside the peak
-    assert done.summary == {"capacity": {"layers": 1, "eigendecompositions": 2}}
+    assert done.summary == {"capacity": {"layers": 1, "branches": {"eigendecomposition": 2}}}
     assert done.progress["stage"] == "capacity"
     assert (done.progress["layers_done"], done.progress["layers_total"], done.progress["percent"]) == (2, 2, 100.0)
     rows = layer_rows(ledger, LOCAL_TENANT, job_id).items
@@ -125,7 +125,7 @@ def test_every_layer_is_said_in_one_line_that_carries_the_job(submitted: Any, su
     assert (line["job"], line["attempt"], line["fence"]) == (job_id, 1, 1)
     for symbol in ("λ_G=", "policy=", "T=", "κ_A=", "κ_G="):
         assert symbol in line["event"]
-    assert any("eigendecompositions=2" in each["event"] for each in said)
+    assert any("eigendecomposition=2" in each["event"] for each in said)
 
 
 def test_the_child_is_told_what_is_allowed_and_nothing_secret(
