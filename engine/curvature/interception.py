@@ -9,12 +9,14 @@ it meets the data. There it is one of these:
   that example's gradient;
 - something else: its parameters are declared, and the operation is named.
 
+What the model gets is what the plain operation gives it, strides included. Where following one fails,
+the plain operation is run and the parameters are declared: no error of ours becomes the model's.
+
 The mode costs a few microseconds an operation, so it is entered only for a model that has such
 parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from engine.curvature.layers.place import Place, place_of
+from engine.curvature.marks import Marks, alike_along
 from engine.curvature.provenance import Rows, batch_first, followed
-from engine.curvature.rewrites import REWRITES
+from engine.curvature.rewrites import REWRITES, expansion_of
 from engine.curvature.sightings import Product, Sink
 from engine.curvature.storages import storage_of
 from engine.curvature.torch_functions import (
@@ -35,21 +38,9 @@ from engine.curvature.torch_functions import (
     operation_name,
     tensors_of,
     visible,
+    with_tensors,
 )
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What is known of one tensor in the current forward pass."""
-
-    epoch: object
-    sources: frozenset[str] | None = None
-    """The parameters that it was made of alone; None for data."""
-    rows: Rows | None = None
-    """Of data, where its examples are, if that is known."""
-
-
-_MARK = "kronoscope"
+from engine.memory.exhaustion import is_unexplained
 
 
 class Interception(TorchFunctionMode):
@@ -61,24 +52,25 @@ class Interception(TorchFunctionMode):
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._sink = sink
         self._examples = 0
-        self._epoch = object()
+        self._marks = Marks()
         self._leaves: dict[str, Tensor] = {}
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
         """Prepare for one forward pass on ``inputs``, whose examples lead."""
-        self._examples, self._epoch = examples, object()
+        self._examples = examples
+        self._marks.begin()
         self._waiting.clear()
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
             self._leaves = {name: parameter.detach().requires_grad_() for name, parameter in self._parameters.items()}
         for name, leaf in self._leaves.items():
-            self._mark(leaf, frozenset({name}))
+            self._marks.put(leaf, frozenset({name}))
         for tensor in inputs:
             self.enters(tensor)
 
     def enters(self, tensor: Tensor) -> None:
         """Take ``tensor`` for data, whose examples lead."""
-        self._mark(tensor, rows=batch_first(tensor, self._examples))
+        self._marks.put(tensor, rows=batch_first(tensor, self._examples))
 
     def returned(self) -> Iterator[tuple[str, Tensor]]:
         """Close one backward pass: (name, gradient of each example (N, numbers)) of what it reached."""
@@ -130,34 +122,27 @@ class Interception(TorchFunctionMode):
 
     # ---- marks
 
-    def _known(self, tensor: Tensor) -> _Mark | None:
-        mark = vars(tensor).get(_MARK)
-        return mark if isinstance(mark, _Mark) and mark.epoch is self._epoch else None
-
-    def _mark(self, tensor: Tensor, sources: frozenset[str] | None = None, rows: Rows | None = None) -> None:
-        vars(tensor)[_MARK] = _Mark(self._epoch, sources, rows)
-
     def _sources(self, tensor: Tensor) -> frozenset[str]:
         name = self._names.get(id(tensor))
         if name is not None:
             return frozenset({name})
-        mark = self._known(tensor)
+        mark = self._marks.of(tensor)
         return frozenset() if mark is None or mark.sources is None else mark.sources
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on what entered the model."""
         if self._sources(tensor):
             return False
-        return tensor.requires_grad or self._known(tensor) is not None
+        return tensor.requires_grad or self._marks.of(tensor) is not None
 
     def _rows(self, tensor: Tensor) -> Rows | None:
         """Where the examples of data are; what came out of an operation that no mode sees leads with them."""
-        mark = self._known(tensor)
+        mark = self._marks.of(tensor)
         return batch_first(tensor, self._examples) if mark is None else mark.rows
 
     def _follow(self, operation: Operation, left: object) -> None:
         """Mark the results of an operation on data."""
-        data = [tensor for tensor in operation.tensors if self._known(tensor) is not None]
+        data = [tensor for tensor in operation.tensors if self._marks.of(tensor) is not None]
         if not data:
             return
         for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
@@ -165,23 +150,38 @@ class Interception(TorchFunctionMode):
             for tensor in data:
                 before = self._rows(tensor)
                 if before is not None and rows is None:
-                    rows = followed(
-                        operation.name, tensor, before, operation.args, operation.kwargs, result, self._examples
-                    )
-            self._mark(result, rows=rows)
+                    rows = self._followed(operation, tensor, before, result)
+            self._marks.put(result, rows=rows)
+
+    def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
+        try:
+            return followed(operation.name, entered, rows, operation.args, operation.kwargs, left, self._examples)
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return None
 
     # ---- operations on derived tensors
 
     def _derive(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         if operation.func.__name__ in ("__get__", "__set__"):
             return self._property(operation, sources)
+        try:
+            return self._understood(operation, sources)
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return self._strange(operation, sources)
+
+    def _understood(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         if hides(operation.func):
             return self._opened(operation)
         if not any(self.is_data(tensor) for tensor in operation.tensors):
             return self._alone(operation, sources)
         rewrite = REWRITES.get(operation.name)
         if rewrite is not None and not operation.writes:
-            left = rewrite(self, *operation.args, **operation.kwargs)
+            args, kwargs = with_tensors((tuple(operation.args), dict(operation.kwargs)), self._marks.expanded)
+            left = rewrite(self, *args, **kwargs)
             if left is not NotImplemented:
                 return left
         lifted = self._lifted(operation)
@@ -198,9 +198,7 @@ class Interception(TorchFunctionMode):
             return operation.run()
         if operation.func.__self__.__name__ not in VIEW_PROPERTIES:  # type: ignore[attr-defined]
             return operation.run()
-        left = operation.run(self._leaf)
-        self._mark(left, sources)
-        return left
+        return self._alone(operation, sources)
 
     def _opened(self, operation: Operation) -> Any:  # noqa: ANN401
         """Run a function that would keep the operations within to itself."""
@@ -211,12 +209,16 @@ class Interception(TorchFunctionMode):
         """An operation without data: what comes out is derived too, unless it stands for all examples already."""
         if operation.writes:
             return self._strange(operation, sources)
-        left = self._repeated(operation) if operation.name == "repeat" else operation.run(self._leaf)
+        left = operation.run(self._parameter_leaf)
         results = [result for result in tensors_of((left,)) if result.is_floating_point()]
         if operation.name in ("detach", "data") or not results:
             return left
+        expansions = self._expansions(operation, results)
         storages = {storage_of(tensor) for tensor in operation.tensors}
-        if any(storage_of(result) not in storages for result in results):
+        if not expansions and (
+            any(storage_of(result) not in storages for result in results)
+            or any(self._repeats(tensor) for tensor in operation.tensors)
+        ):
             over = {
                 id(tensor): self._spread(tensor) for tensor in operation.tensors if self._stands_for_examples(tensor)
             }
@@ -224,20 +226,28 @@ class Interception(TorchFunctionMode):
                 with self:
                     return operation.run(lambda tensor: over.get(id(tensor), tensor))
         for result in results:
-            self._mark(result, sources)
+            self._marks.put(result, sources)
+        for result, expansion in zip(results, expansions, strict=False):
+            self._marks.put(result, sources, expansion=expansion)
+            self._marks.put(expansion, sources)
         return left
 
-    def _repeated(self, operation: Operation) -> Tensor:
-        """A repetition as an expansion where that is the same: its copies are then known to be alike."""
-        tensor = self._leaf(operation.args[0])
-        times = (
-            operation.args[1:] if len(operation.args) > 2 or isinstance(operation.args[1], int) else operation.args[1]
-        )
-        shape = [1] * (len(times) - tensor.ndim) + list(tensor.shape)
-        if all(size == 1 or time == 1 for size, time in zip(shape, times, strict=True)):
-            return tensor.expand([max(size, time) for size, time in zip(shape, times, strict=True)])
-        repeated: Tensor = operation.run(self._leaf)
-        return repeated
+    def _expansions(self, operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
+        """Of each result of a repetition, or of a view of one, the expansion that is the same; or none of them."""
+        if operation.name == "repeat":
+            expansion = expansion_of(self._leaf(operation.args[0]), *operation.args[1:], **operation.kwargs)
+            return [] if expansion is None else [expansion]
+        repeated = {storage_of(self._leaf(tensor)) for tensor in operation.tensors if self._repeats(tensor)}
+        try:
+            views = list(tensors_of((operation.run(self._leaf),))) if repeated else []
+        except RuntimeError:
+            # a repetition has views that its expansion has not
+            return []
+        shapes = [view.shape for view in views] == [result.shape for result in results]
+        return views if shapes and all(storage_of(view) in repeated for view in views) else []
+
+    def _repeats(self, tensor: Tensor) -> bool:
+        return self._marks.expanded(tensor) is not tensor
 
     def _strange(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         self._sink.strange(sources, operation.name)
@@ -246,6 +256,10 @@ class Interception(TorchFunctionMode):
         return left
 
     def _leaf(self, tensor: Tensor) -> Tensor:
+        """What stands for a derived tensor in operations of our own."""
+        return self._marks.expanded(self._parameter_leaf(tensor))
+
+    def _parameter_leaf(self, tensor: Tensor) -> Tensor:
         name = self._names.get(id(tensor))
         return tensor if name is None else self._leaves[name]
 
@@ -304,15 +318,9 @@ class Interception(TorchFunctionMode):
             return False
         if self._examples == 1:
             return True
-        return self._dim_of_examples(tensor) is not None and self._sink.expanded(names, examples=self._examples)
-
-    def _dim_of_examples(self, tensor: Tensor) -> int | None:
-        alike = [
-            dim
-            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-            if stride == 0 and size == self._examples > 1
-        ]
-        return alike[0] if len(alike) == 1 else None
+        return alike_along(self._leaf(tensor), self._examples) is not None and self._sink.expanded(
+            names, examples=self._examples
+        )
 
     def _spread(self, tensor: Tensor) -> Tensor:
         """Data out of a derived tensor that stands for all examples already."""
@@ -320,15 +328,16 @@ class Interception(TorchFunctionMode):
             with self:
                 single = self._leaf(tensor).unsqueeze(0)
             copies = self._copies(single, Rows(dim=0, minor=1, size=1)).squeeze(0)
-            self._mark(copies, rows=batch_first(copies, 1))
-            return copies
-        dim = self._dim_of_examples(tensor)
-        if dim is None:
-            raise ValueError("no dimension of this tensor is the examples'")
-        rows = Rows(dim=dim, minor=1, size=self._examples)
+            self._marks.put(copies, rows=batch_first(copies, 1))
+        else:
+            dim = alike_along(self._leaf(tensor), self._examples)
+            if dim is None:
+                raise ValueError("no dimension of this tensor is the examples'")
+            with self:
+                single = self._leaf(tensor).narrow(dim, 0, 1)
+            copies = self._copies(single, Rows(dim=dim, minor=1, size=self._examples))
         with self:
-            single = self._leaf(tensor).narrow(dim, 0, 1)
-        return self._copies(single, rows)
+            return copies.contiguous() if self._repeats(tensor) else copies
 
     def _copies(self, single: Tensor, rows: Rows) -> Tensor:
         """``single`` repeated along the examples' dimension, each copy with its own gradient."""
@@ -348,7 +357,7 @@ class Interception(TorchFunctionMode):
                     self._waiting.append((single, summed))
 
             copies.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-        self._mark(copies, rows=rows)
+        self._marks.put(copies, rows=rows)
         return copies
 
     # ---- products
@@ -366,7 +375,7 @@ class Interception(TorchFunctionMode):
             return NotImplemented
         left = run()
         stands = self._sink.multiplied(Product(weight=places[0], bias=places[1], entered=entered, rows=rows, left=left))
-        self._mark(stands, rows=rows)
+        self._marks.put(stands, rows=rows)
         return stands
 
     def _place(self, tensor: Tensor | None) -> Place | None:
@@ -382,7 +391,7 @@ class Interception(TorchFunctionMode):
 
     def lies_as(self, tensor: Tensor, other: Tensor) -> Tensor:
         """``tensor``, its rows known to be those of ``other``."""
-        self._mark(tensor, rows=self._rows(other))
+        self._marks.put(tensor, rows=self._rows(other))
         return tensor
 
     def leads(self, tensor: Tensor) -> bool:

@@ -125,6 +125,15 @@ def _einsum(mode: Watch, equation: str, *operands: Any) -> Any:  # noqa: ANN401
         return product.permute([(kept + free).index(letter) for letter in leaving])
 
 
+def expansion_of(tensor: Tensor, *times: Any, repeats: Sequence[int] | None = None) -> Tensor | None:  # noqa: ANN401
+    """Return ``tensor.repeat(*times)`` as an expansion, its copies alike by their stride; None where it is none."""
+    given = repeats if repeats is not None else times[0] if isinstance(times[0], (tuple, list)) else times
+    shape = [1] * (len(given) - tensor.ndim) + list(tensor.shape)
+    if any(size != 1 and time != 1 for size, time in zip(shape, given, strict=True)):
+        return None
+    return tensor.expand([size if time == 1 else time for size, time in zip(shape, given, strict=True)])
+
+
 def _affine(mode: Watch, plain: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
     """A normalised tensor, scaled and shifted by operations that are seen."""
     with mode:

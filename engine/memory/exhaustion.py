@@ -8,6 +8,7 @@ import gc
 
 import torch
 
+from engine.errors import EngineError, Unwinding
 from engine.memory.budget import give_back_host_memory
 
 _SAID = (
@@ -34,6 +35,11 @@ def lost_device(error: BaseException) -> bool:
     told = kind is not None and isinstance(error, kind)
     told = told or (isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_FAULT))
     return told and not ran_out_of_memory(error)
+
+
+def is_unexplained(error: BaseException) -> bool:
+    """Whether ``error`` is none of the engine's own, no failed allocation and no lost device."""
+    return not (isinstance(error, (EngineError, Unwinding)) or ran_out_of_memory(error) or lost_device(error))
 
 
 def first_line(error: BaseException) -> str:

@@ -1,0 +1,134 @@
+"""Interception: what it shows the model is what the plain operation gives, and its own failures stay its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.curvature import interception
+from tests.oracles import collect, curvature_traces
+
+EXACT = 1e-10
+
+
+class Queried(nn.Module):
+    """A net whose parameter ``p`` enters as a test says, between two linear layers."""
+
+    def __init__(self, use: Callable[["Queried", Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.p = nn.Parameter(torch.randn(shape))
+        self.use = use
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.use(self, torch.tanh(self.first(x))).mean(1))
+
+
+def data(examples: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(examples, 5, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 3, (examples,), generator=generator)
+
+
+def traces_by_layer(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> tuple[dict[str, float], dict[str, str]]:
+    """Each covered layer's error of its exact trace against autodiff, and each declared parameter's reason."""
+    whole = collect(model, [(x, y)], "classification", exact_trace=True, **options)
+    truth = curvature_traces(model, x, y, "cross_entropy")
+    errors = {}
+    for layer in whole.layers:
+        own = sum(float(truth[name].sum()) for name in layer.parameters) / x.shape[0]
+        assert layer.exact_trace is not None
+        errors[layer.name] = abs(layer.exact_trace - own) / own
+    return errors, {name: row.reason for row in whole.declared for name in row.parameters}
+
+
+def detection_queries(model: Queried, h: Tensor) -> Tensor:
+    """Queries as DETR makes them: repeated, and seen as if they were one long list."""
+    n = h.shape[0]
+    queries = model.p.unsqueeze(0).repeat(n, 1, 1).view(n * 2, 3, 4)
+    attended = torch.softmax(queries.reshape(n, 6, 4) @ h.transpose(1, 2), -1) @ h
+    return attended + queries.view(n, 6, 4)
+
+
+def gated_positions(model: Queried, h: Tensor) -> Tensor:
+    """A bias of attention as WavLM makes it: repeated, then joined with the heads."""
+    n = h.shape[0]
+    index = (torch.arange(5)[:, None] - torch.arange(5)) + 4
+    bias = model.p[index].permute(2, 0, 1).unsqueeze(0).repeat(n, 1, 1, 1).view(n * 2, 5, 5)
+    gate = torch.sigmoid(h.sum(-1))[:, None, :, None].expand(n, 2, 5, 1).reshape(n * 2, 5, 1)
+    heads = h.view(n, 5, 2, 2).transpose(1, 2).reshape(n * 2, 5, 2)
+    weights = torch.softmax(heads @ heads.transpose(1, 2) + (gate * bias).view(-1, 5, 5), -1)
+    return (weights @ heads).view(n, 2, 5, 2).transpose(1, 2).reshape(n, 5, 4)
+
+
+def time_first(model: Queried, h: Tensor) -> Tensor:
+    n = h.shape[0]
+    repeated = model.p.repeat(1, n, 1).view(5 * n, 4)
+    return (h.transpose(0, 1).reshape(5 * n, 4) * repeated).view(5, n, 4).transpose(0, 1)
+
+
+def several_views(model: Queried, h: Tensor) -> Tensor:
+    scale, shift = model.p.repeat(h.shape[0], 1, 1).chunk(2, dim=1)
+    return h * scale.transpose(0, 1).transpose(0, 1) + shift.contiguous().view(h.shape[0], 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("use", "shape"),
+    [(detection_queries, (6, 4)), (gated_positions, (9, 2)), (time_first, (5, 1, 4)), (several_views, (1, 2, 4))],
+)
+@pytest.mark.parametrize("batch_size", [4, 5])
+def test_repeated_parameters_are_covered_however_the_model_views_them(
+    use: Callable[[Queried, Tensor], Tensor], shape: tuple[int, ...], batch_size: int
+) -> None:
+    errors, reasons = traces_by_layer(Queried(use, *shape), *data(), batch_size=batch_size)
+    assert reasons == {}
+    assert set(errors) == {"first", "head", "p"}
+    assert max(errors.values()) < EXACT
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_a_repetition_that_is_written_to_holds_what_the_model_wrote(*, through_a_view: bool) -> None:
+    def use(model: Queried, h: Tensor) -> Tensor:
+        queries = model.p.repeat(h.shape[0], 1, 1)
+        written = queries[:, 0] if through_a_view else queries
+        written.mul_(3.0)
+        return h * queries
+
+    errors, reasons = traces_by_layer(Queried(use, 5, 4), *data())
+    assert reasons == {"p": "unknown_operation"}
+    assert set(errors) == {"first", "head"}
+    assert max(errors.values()) < EXACT
+
+
+@pytest.mark.parametrize("failing", ["rewrite", "provenance"])
+def test_an_error_in_the_following_declares_the_parameter_and_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("an error of our own")
+
+    if failing == "rewrite":
+        monkeypatch.setattr(interception, "REWRITES", dict(interception.REWRITES, layer_norm=fail))
+    else:
+        monkeypatch.setattr(interception, "followed", fail)
+    model = Queried(lambda own, h: functional.layer_norm(torch.sin(h), (4,), own.p), 4)
+    errors, reasons = traces_by_layer(model, *data())
+    assert reasons == {"p": "unknown_operation"}
+    assert set(errors) == {"first", "head"}
+    assert max(errors.values()) < EXACT
+
+
+def test_an_error_of_the_models_own_is_still_its_own() -> None:
+    def use(model: Queried, h: Tensor) -> Tensor:
+        try:
+            return h @ model.p
+        except RuntimeError:
+            return h * model.p[0]
+
+    errors, _ = traces_by_layer(Queried(use, 3, 4), *data())
+    assert max(errors.values()) < EXACT
