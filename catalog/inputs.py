@@ -221,8 +221,14 @@ class Task:
     """One number for each output, or one for all, for `bce`: what a positive label weighs against a negative
     one, as torch's `BCEWithLogitsLoss(pos_weight=…)`."""
 
+    output: str | None = None
+    """Name of the tensor that the loss is taken of, where the model returns a mapping or an object of several.
+    Null takes `logits` (`last_hidden_state` for sentence embeddings), or the only tensor there is."""
+
     def __post_init__(self) -> None:
         """Refuse losses that the task has no outputs for, and weights that the loss has no use for."""
+        if self.output is not None and self.likelihood == "model":
+            raise FieldError("output", "has no place in `loss: model`: the model's own loss is taken; leave it out")
         classes = self.type in ("causal_lm", "masked_lm")
         if classes and self.loss not in (None, "cross_entropy", "model"):
             raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`; take `cross_entropy` or `model`")

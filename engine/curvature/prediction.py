@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from catalog.inputs import Task
 from engine.curvature.batches import Batch
+from engine.curvature.outputs import loss_of, output_of
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.exhaustion import lost_device, ran_out_of_memory
 
@@ -138,24 +139,8 @@ def _call(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: AN
         ) from error
 
 
-def _tensor(returned: Any, *names: str) -> Tensor:  # noqa: ANN401
-    """The output tensor: itself, one of the named fields of a model's output or mapping, or a tuple's first."""
-    for name in names:
-        value = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
-        if isinstance(value, Tensor):
-            return value
-    if isinstance(returned, Tensor):
-        return returned
-    if isinstance(returned, (tuple, list)) and returned and isinstance(returned[0], Tensor):
-        return returned[0]
-    raise WrongShape(
-        f"the model returned {type(returned).__name__}; the task needs a tensor, or an output with {', '.join(names)}",
-        pointer="/model",
-    )
-
-
 def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
-    loss = _tensor(returned, "loss")
+    loss = loss_of(returned)
     if loss.numel() != 1:
         raise WrongShape(f"`loss: model` needs a scalar; the model returned shape {tuple(loss.shape)}", pointer="/task")
     targets = batch.targets
@@ -175,7 +160,7 @@ def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: A
 
 
 def _classified(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
-    outputs, targets = _tensor(returned, "logits"), batch.targets
+    outputs, targets = output_of(returned, task, "logits"), batch.targets
     if outputs.ndim < 2 or outputs.shape[0] != batch.size:
         raise WrongShape(
             f"outputs of shape {tuple(outputs.shape)} for {batch.size} examples; "
@@ -191,7 +176,7 @@ def _classified(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
 
 
 def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
-    outputs = _tokens(returned, batch)
+    outputs = _tokens(returned, batch, task)
     ids = batch.targets if batch.targets is not None else _ids(batch)
     if not isinstance(ids, Tensor) or ids.shape != outputs.shape[:2]:
         raise WrongShape(
@@ -208,7 +193,7 @@ def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
 
 
 def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
-    outputs, targets = _tokens(returned, batch), batch.targets
+    outputs, targets = _tokens(returned, batch, task), batch.targets
     if not isinstance(targets, Tensor):
         raise WrongShape(
             f"`masked_lm` needs targets: the token at each masked position, {task.ignore_index} elsewhere",
@@ -218,11 +203,11 @@ def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
 
 
 def _regressed(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
-    return _numbers(_tensor(returned, "logits"), batch.targets, batch, task)
+    return _numbers(output_of(returned, task, "logits"), batch.targets, batch, task)
 
 
 def _pooled(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
-    outputs = _tensor(returned, "last_hidden_state")
+    outputs = output_of(returned, task, "last_hidden_state")
     if outputs.ndim == 3:
         mask = batch.mask
         if mask is None:
@@ -234,8 +219,8 @@ def _pooled(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN
     return _numbers(outputs, None, batch, task)
 
 
-def _tokens(returned: Any, batch: Batch) -> Tensor:  # noqa: ANN401
-    outputs = _tensor(returned, "logits")
+def _tokens(returned: Any, batch: Batch, task: Task) -> Tensor:  # noqa: ANN401
+    outputs = output_of(returned, task, "logits")
     if outputs.ndim != 3 or outputs.shape[0] != batch.size:
         raise WrongShape(
             f"outputs of shape {tuple(outputs.shape)}; a language model needs ({batch.size}, tokens, vocabulary)",
