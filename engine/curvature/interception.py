@@ -395,6 +395,6 @@ class Interception(TorchFunctionMode):
         return tensor
 
     def leads(self, tensor: Tensor) -> bool:
-        """Whether the examples of ``tensor`` are along its first dimension, or unknown."""
+        """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
         rows = self._rows(tensor)
-        return rows is None or rows.dim == 0
+        return self._examples > 1 and (rows is None or rows.dim == 0)

@@ -132,3 +132,44 @@ def test_an_error_of_the_models_own_is_still_its_own() -> None:
 
     errors, _ = traces_by_layer(Queried(use, 3, 4), *data())
     assert max(errors.values()) < EXACT
+
+
+class Ensemble(nn.Module):
+    """Three nets side by side, their weights stacked, whose means are the outputs."""
+
+    def __init__(self, multiply: Callable[["Ensemble", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.w, self.b = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.randn(3, 1, 4))
+        self.multiply = multiply
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.multiply(self, torch.tanh(self.first(x)).mean(1))).mean(0))
+
+
+MULTIPLIED: list[Callable[[Ensemble, Tensor], Tensor]] = [
+    lambda model, h: torch.bmm(h.unsqueeze(0).expand(3, -1, -1), model.w) + model.b,
+    lambda model, h: torch.baddbmm(model.b, h.unsqueeze(0).repeat(3, 1, 1), model.w),
+    lambda model, h: h.unsqueeze(1).expand(-1, 3, -1).transpose(0, 1) @ model.w + model.b,
+]
+
+
+@pytest.mark.parametrize("multiply", MULTIPLIED)
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+def test_stacked_weights_are_layers_of_their_own_at_every_batch_size(
+    multiply: Callable[[Ensemble, Tensor], Tensor], batch_size: int
+) -> None:
+    model, (x, y) = Ensemble(multiply), data()
+    whole = collect(model, [(x, y)], "classification", exact_trace=True, batch_size=batch_size, min_coverage=1.0)
+    truth = curvature_traces(model, x, y, "cross_entropy")
+    hidden = torch.tanh(model.first(x)).mean(1).detach()
+    for parameter in ("w", "b"):
+        layers = [layer for layer in whole.layers if layer.parameters[0].partition("[")[0] == parameter]
+        own = float(truth[parameter].sum()) / x.shape[0]
+        assert abs(sum(layer.exact_trace or 0.0 for layer in layers) - own) < EXACT * own
+        assert len(layers) == (3 if parameter == "w" else 1)
+    for layer in whole.layers:
+        if layer.name.startswith("w"):
+            assert torch.allclose(whole.load(layer.ordinal).A, hidden.T @ hidden / 7, rtol=EXACT, atol=0)
