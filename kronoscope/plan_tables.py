@@ -6,12 +6,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from catalog.foreseen_seconds import written_seconds
 from catalog.memory import PLANNED_STAGES
 from kronoscope.tables import number, shortened
 
 _HEAVIEST = 8
 _SHORT_SECONDS = 1.0
-"""A stage of less, foreseen and found, is mostly what begins everything: its share of error says nothing."""
+"""A stage of less, foreseen or found, is mostly what begins everything: its share of error says nothing."""
 _MANY = 10.0
 """An error from which it reads as a multiple."""
 
@@ -34,26 +35,41 @@ def stage_table(plan: Mapping[str, Any]) -> Table:
     for name in sorted(stages, key=_place):
         stage = stages[name]
         sizes = (readable(stage[f"{place}_bytes"]) for place in ("device", "host", "disk"))
-        table.add_row(name, *sizes, number(stage["seconds"]))
+        table.add_row(name, *sizes, _written(stage["seconds"], plan.get("pace")))
     return table
 
 
-def taken_table(stages: Iterable[Mapping[str, Any]]) -> Table:
-    """What each stage took beside what was planned; only places that something was measured in."""
+def _written(seconds: float | None, pace: str | None) -> str:
+    """Foreseen seconds with their bounds; a dash where they are not worth showing."""
+    return written_seconds(seconds, "measured" if pace == "measured" else "usual").replace(" s ", " ") or "–"
+
+
+def taken_table(stages: Iterable[Mapping[str, Any]], pace: str | None = None) -> Table:
+    """Tabulate what each stage took beside what was planned.
+
+    Args:
+        stages: Of the memory curve; only places that something was measured in are shown.
+        pace: What the seconds were foreseen by.
+
+    Returns:
+        A row for each stage; seconds that were not worth showing beforehand have no error afterwards.
+    """
     stages = list(stages)
     table = Table(title="stages: planned, measured, error", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("stage", no_wrap=True)
-    quantities = [("device_bytes", readable), ("host_bytes", readable), ("seconds", number)]
-    there = [(name, show) for name, show in quantities if any(stage.get(f"measured_{name}") for stage in stages)]
-    for name, _ in there:
+    quantities = [("device_bytes", readable, readable), ("host_bytes", readable, readable),
+                  ("seconds", lambda seconds: _written(seconds, pace), number)]  # fmt: skip
+    there = [each for each in quantities if any(stage.get(f"measured_{each[0]}") for stage in stages)]
+    for name, _, _ in there:
         for heading in (name.partition("_")[0], "measured", "error"):
             table.add_column(heading, justify="right", no_wrap=True)
     for stage in stages:
         cells = []
-        for name, show in there:
+        for name, foretell, show in there:
             planned, measured, error = (stage.get(f"{part}_{name}") for part in ("planned", "measured", "error"))
-            cells += [show(planned or 0) if planned else "–", show(measured or 0) if measured else "–"]
-            short = name == "seconds" and max(planned or 0, measured or 0) < _SHORT_SECONDS
+            foretold = foretell(planned) if planned else "–"
+            cells += [foretold, show(measured) if measured else "–"]
+            short = foretold == "–" or (name == "seconds" and min(planned or 0, measured or 0) < _SHORT_SECONDS)
             cells.append(
                 "–" if error is None or short else f"{error:+.0%}" if error < _MANY else f"×{number(round(1 + error))}"
             )
@@ -91,8 +107,10 @@ def _place(stage: str) -> int:
 def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """What was chosen and why, what it is held against, and what would do."""
     yield plan["why"]
-    if plan.get("pace"):
-        yield f"seconds: by the pace that {'was measured here' if plan['pace'] == 'measured' else 'is usual'}"
+    if plan.get("pace") == "measured":
+        yield "seconds: by the pace that was measured here, with bounds for a job that has the machine to itself"
+    elif plan.get("pace"):
+        yield "seconds: by a pace that is usual, from ten on: what is shorter is not foreseen"
     budget, smallest = plan.get("budget") or {}, plan.get("smallest_budget") or {}
     keeping = plan.get("smallest_budget_keeps") or {}
     for place in ("device", "host"):

@@ -34,7 +34,7 @@ def show_results(
             console.print(summary_line(kind, summary[kind]), markup=False, soft_wrap=True)
         console.print()
     if curve is not None and curve.get("stages"):
-        console.print(taken_table(curve["stages"]))
+        console.print(taken_table(curve["stages"], curve.get("pace")))
         console.print()
     for line in reuse_lines(rows):
         console.print(line, markup=False, soft_wrap=True)

@@ -105,7 +105,7 @@ function table(curve) {
 }
 
 /** What each stage took beside what was planned for it; one that held more than planned is marked. */
-function stageTable(stages) {
+function stageTable(stages, pace) {
   const quantities = [
     ["device_bytes", "Device", bytes],
     ["host_bytes", "Host", bytes],
@@ -121,9 +121,10 @@ function stageTable(stages) {
     quantities.flatMap(([name, , show]) => {
       const [planned, measured, error] = ["planned", "measured", "error"].map((part) => stage[`${part}_${name}`]);
       const over = name !== "seconds" && error > 0;
-      // below a second, foreseen and found, it is mostly what begins everything
-      const short = name === "seconds" && Math.max(planned ?? 0, measured ?? 0) < 1;
-      return [planned ? show(planned) : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, short ? "–" : signed(error))].map((value) => h("td", {}, value));
+      // at a usual pace less than ten seconds are not foreseen, and below one it is mostly what begins everything
+      const hidden = name === "seconds" && pace !== "measured" && (planned ?? 0) < 10;
+      const short = hidden || (name === "seconds" && Math.min(planned ?? 0, measured ?? 0) < 1);
+      return [planned && !hidden ? `${name === "seconds" ? "about " : ""}${show(planned)}` : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, short ? "–" : signed(error))].map((value) => h("td", {}, value));
     });
   return h(
     "div",
@@ -150,7 +151,7 @@ export async function showMemory(place, base, artifacts, signal) {
   if (signal.aborted || !curve?.samples?.length) return;
   // never empty: what is empty in a stack is not laid out, and so has no width to draw for
   const plot = h("div", { class: "plot low" }, h("p", { class: "muted pad" }, "…"));
-  replace(place, h("section", { class: "card stack tight", "aria-label": "Memory" }, h("h2", {}, "Memory"), plot, stageTable(curve.stages ?? []), table(curve)));
+  replace(place, h("section", { class: "card stack tight", "aria-label": "Memory" }, h("h2", {}, "Memory"), plot, stageTable(curve.stages ?? [], curve.pace), table(curve)));
   let width = 0;
   const watcher = new ResizeObserver(() => {
     if (Math.abs(plot.clientWidth - width) < 8) return;

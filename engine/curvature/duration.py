@@ -8,6 +8,7 @@ until they do not fit, and a further pass may be faster than many small slices.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from catalog.foreseen_seconds import WORTH_SECONDS
 from engine.curvature.choosing import batch_size, total_seconds
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
@@ -19,8 +20,6 @@ from engine.workspace import Workspace
 
 _OPERATIONS_A_CALL = 12
 """Operations that the passes start for each call of a treated layer, there and back, and around it."""
-_WORTH_MEASURING_SECONDS = 10.0
-"""A job of fewer foreseen seconds does not wait for the machine to be measured."""
 _ROOM = 4
 """Times what measuring holds: with less left of the budget it is not done."""
 _USUAL_BATCHES = 16
@@ -124,7 +123,8 @@ def calibrated(workspace: Workspace, plan: Plan) -> bool:
     if workspace.pace is not None or workspace.chosen is not None or not plan.fits(workspace.memory):
         return False
     room = _ROOM * MEASURING_BYTES
-    if total_seconds(plan) < _WORTH_MEASURING_SECONDS or not workspace.guard.fits(device_bytes=room, host_bytes=room):
+    # a shorter job does not wait for the machine to be measured
+    if total_seconds(plan) < WORTH_SECONDS or not workspace.guard.fits(device_bytes=room, host_bytes=room):
         return False
     workspace.pace = workspace.measure_pace()
     give_back_host_memory()

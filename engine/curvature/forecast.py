@@ -20,7 +20,7 @@ from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.terms import corrected_plan, correction_bytes, plan_of
 from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
-from engine.memory.smallest import smallest_budget
+from engine.memory.smallest import named_budget, smallest_budget
 from engine.workspace import Workspace
 
 
@@ -61,7 +61,10 @@ def smallest_budgets(
         narrow = smallest_budget(planning(less.seen), workspace.memory, place, below=whole)
         return whole if narrow is None else replace(narrow, keeping=less.kept)
 
-    return {place: least(place) for place in BUDGETED}
+    # measured terms are the same whatever the budget
+    plan = planning(seen)(workspace.memory)
+    found = {place: least(place) for place in BUDGETED}
+    return {place: each and named_budget(each, plan, place) for place, each in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,7 @@ class MemoryCurve:
             "planned_host_peak_bytes": None if plan is None else plan.peak_bytes("host"),
             "measured_peak_bytes": self.stages.peak_bytes(device),
             "plan_error": self.stages.plan_error(),
+            "pace": None if plan is None else plan.pace,
             "stages": self.stages.as_json(),
             "samples": [asdict(sample) for sample in self.samples],
         }

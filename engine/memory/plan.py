@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from catalog.foreseen_seconds import Paced, seconds_range
 from catalog.memory import PLANNED_STAGES, PlannedStage
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
@@ -117,7 +118,7 @@ class Plan:
     """What was weighed, in words."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Foreseen for each stage."""
-    pace: Literal["measured", "usual"] = "usual"
+    pace: Paced = "usual"
     """Whether the seconds are foreseen from what this machine was measured to do, or from what is usual."""
 
     @property
@@ -162,6 +163,7 @@ class Plan:
                 stage: {
                     **{f"{place}_bytes": self.stage_bytes(place, stage) for place in ("device", "host", "disk")},
                     "seconds": self.seconds.get(stage),
+                    "seconds_range": seconds_range(self.seconds.get(stage), self.pace),
                 }
                 for stage in self.stages
             },

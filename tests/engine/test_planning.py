@@ -156,5 +156,18 @@ def test_a_job_that_is_refused_names_the_smallest_budget_that_takes_it() -> None
         collected(job(2**20))
     named = re.search(r"`memory.host` to (\d+)MiB", str(refused.value))
     assert named is not None
-    # another process by then: what it holds meanwhile is part of what it needs
-    assert collected(job((int(named[1]) + 16) * 2**20)).layers
+    assert collected(job(int(named[1]) * 2**20)).layers
+
+
+def test_a_named_budget_is_not_refused_to_a_process_that_holds_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 400 * 2**20
+    monkeypatch.setattr(planning, "resident_bytes", lambda: held)
+    named = within(2**20)["smallest_budget"]["host_bytes"]
+    for more in (0, 12 * 2**20):
+        monkeypatch.setattr(planning, "resident_bytes", lambda more=more: held + more)
+        again = within(named)
+        assert again["fits"], more
+        assert again["host_peak_bytes"] <= named
+    # it leaves no more than that: a budget is not named to be on the safe side
+    monkeypatch.setattr(planning, "resident_bytes", lambda: held + 24 * 2**20)
+    assert not within(named)["fits"]

@@ -54,13 +54,16 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
 
 @pytest.mark.parametrize(
     ("planned", "measured", "said"),
-    [(0.07, 0.9, "–"), (0.07, 2.17, "×31"), (8.0, 4.0, "-50%"), (2.0, 3.0, "+50%"), (3.0, 0.5, "-83%")],
+    [(0.07, 0.9, "–"), (0.07, 205.8, "–"), (8.0, 4.0, "-50%"), (2.0, 3.0, "+50%"), (3.0, 0.5, "–"), (2.0, 62.0, "×31")],
 )
 def test_seconds_that_are_mostly_a_start_have_no_error(planned: float, measured: float, said: str) -> None:
     stage = {"stage": "collection", "planned_seconds": planned, "measured_seconds": measured,
              "error_seconds": measured / planned - 1}  # fmt: skip
-    row = printed(taken_table([stage])).splitlines()[-1]
+    row = printed(taken_table([stage], "measured")).splitlines()[-1]
     assert row.rpartition("│")[2].strip() == said
+    # what was not worth showing beforehand has no error afterwards
+    *_, foretold, _, error = printed(taken_table([stage], "usual")).splitlines()[-1].split("│")
+    assert (foretold.strip(), error.strip()) == ("–", "–")
 
 
 def test_columns_that_a_narrow_terminal_has_no_room_for_are_named() -> None:
