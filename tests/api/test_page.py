@@ -468,7 +468,7 @@ def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) ->
     assert device / host == pytest.approx(2 * 2**30 / (900 * 2**20), rel=1e-3)
     stages = card.get_by_role("region", name="Stages, planned and measured").locator("tbody tr")
     expect(stages).to_have_count(2)
-    expect(stages.nth(0)).to_have_text("collection2.0 GiB1.6 GiB−21 %500 MiB550 MiB+10 %10 s13 s+25 %")
+    expect(stages.nth(0)).to_have_text("collection2.0 GiB1.6 GiB−21 %500 MiB550 MiB+10 %about 10 s13 s+25 %")
     expect(stages.nth(0).locator("strong")).to_have_text("+10 %")
     card.get_by_text("Operation by operation").click()
     rows = card.get_by_role("region", name="Memory by operation").locator("tbody tr")
