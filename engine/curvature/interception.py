@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from engine.curvature.layers.place import Place, place_of
 from engine.curvature.marks import Marks, alike_along
 from engine.curvature.provenance import Rows, batch_first, followed
+from engine.curvature.recurrent_rewrites import RECURRENT
 from engine.curvature.rewrites import REWRITES, expansion_of
 from engine.curvature.sightings import Product, Sink
 from engine.curvature.storages import storage_of
@@ -135,7 +136,7 @@ class Interception(TorchFunctionMode):
             return False
         return tensor.requires_grad or self._marks.of(tensor) is not None
 
-    def _rows(self, tensor: Tensor) -> Rows | None:
+    def rows_of(self, tensor: Tensor) -> Rows | None:
         """Where the examples of data are; what came out of an operation that no mode sees leads with them."""
         mark = self._marks.of(tensor)
         return batch_first(tensor, self._examples) if mark is None else mark.rows
@@ -148,7 +149,7 @@ class Interception(TorchFunctionMode):
         for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
             rows = None
             for tensor in data:
-                before = self._rows(tensor)
+                before = self.rows_of(tensor)
                 if before is not None and rows is None:
                     rows = self._followed(operation, tensor, before, result)
             self._marks.put(result, rows=rows)
@@ -178,7 +179,7 @@ class Interception(TorchFunctionMode):
             return self._opened(operation)
         if not any(self.is_data(tensor) for tensor in operation.tensors):
             return self._alone(operation, sources)
-        rewrite = REWRITES.get(operation.name)
+        rewrite = REWRITES.get(operation.name) or RECURRENT.get(operation.name)
         if rewrite is not None and not operation.writes:
             args, kwargs = with_tensors((tuple(operation.args), dict(operation.kwargs)), self._marks.expanded)
             left = rewrite(self, *args, **kwargs)
@@ -292,7 +293,7 @@ class Interception(TorchFunctionMode):
     def _rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
         """Where the examples of a result with that many dimensions are, broadcast from the last."""
         for tensor in data:
-            rows = self._rows(tensor)
+            rows = self.rows_of(tensor)
             if rows is not None:
                 dim = rows.dim + dimensions - tensor.ndim
                 return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels)
@@ -366,7 +367,7 @@ class Interception(TorchFunctionMode):
         """``entered Wᵀ + b`` with W (out, in) or b derived, or NotImplemented."""
         if self._sources(entered):
             return NotImplemented
-        rows = self._rows(entered)
+        rows = self.rows_of(entered)
         places = [self._place(tensor) for tensor in (weight, bias)]
         for tensor, place in zip((weight, bias), places, strict=True):
             if tensor is not None and place is None and (self._sources(tensor) or self.is_data(tensor)):
@@ -375,8 +376,7 @@ class Interception(TorchFunctionMode):
             return NotImplemented
         left = run()
         stands = self._sink.multiplied(Product(weight=places[0], bias=places[1], entered=entered, rows=rows, left=left))
-        self._marks.put(stands, rows=rows)
-        return stands
+        return self.with_rows(stands, rows)
 
     def _place(self, tensor: Tensor | None) -> Place | None:
         names = frozenset[str]() if tensor is None else self._sources(tensor)
@@ -389,12 +389,12 @@ class Interception(TorchFunctionMode):
         """Whether a tensor was made of the watched parameters alone."""
         return isinstance(tensor, Tensor) and bool(self._sources(tensor))
 
-    def lies_as(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """``tensor``, its rows known to be those of ``other``."""
-        self._marks.put(tensor, rows=self._rows(other))
-        return tensor
-
     def leads(self, tensor: Tensor) -> bool:
         """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
-        rows = self._rows(tensor)
+        rows = self.rows_of(tensor)
         return self._examples > 1 and (rows is None or rows.dim == 0)
+
+    def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
+        """``tensor``, its examples known to be where ``rows`` say."""
+        self._marks.put(tensor, rows=rows)
+        return tensor

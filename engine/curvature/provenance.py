@@ -77,8 +77,9 @@ def followed(
     """The rows of ``left``, which the operation ``name`` made of ``entered``; None where they are not known."""
     if name in _PLACES and _rearranges(name, args, kwargs, left.ndim, rows.dim):
         return replace(rows, labels=None) if _puts_back(name, entered, rows, args, left) else None
-    if left is entered:
-        return rows
+    packing = _PACKINGS.get(name)
+    if left is entered or packing is not None:
+        return rows if packing is None else packing(rows, args, left)
     special = {"getitem": _indexed_by, "index_select": _selected, "repeat_interleave": _repeated}.get(name)
     found = special(entered, rows, args, kwargs) if special is not None and args and args[0] is entered else None
     if found is not None or special in (_selected, _repeated):
@@ -186,7 +187,33 @@ def _viewed(
 
 def _picked(rows: Rows, index: Tensor, dim: int) -> Rows:
     index = index.to(torch.int64)
-    return replace(rows, dim=dim, labels=index if rows.labels is None else rows.labels[index])
+    labels = index if rows.labels is None else _unless_in_order(rows.labels[index], rows.size)
+    return replace(rows, dim=dim, labels=labels)
+
+
+def _unless_in_order(labels: Tensor, size: int) -> Tensor | None:
+    """``labels``, unless what was picked is everything as it was: sorted for packing, say, and put back."""
+    same = labels.shape == (size,) and torch.equal(labels, torch.arange(size, device=labels.device))
+    return None if same else labels
+
+
+def _packed(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
+    """The rows of padded sequences, put step after step without their padding."""
+    lengths = args[1].tolist()
+    if rows.dim != (0 if args[2] else 1) or left.shape[0] != sum(lengths):
+        # or it is how many run at each step
+        return None
+    own = torch.arange(rows.size, device=left.device) if rows.labels is None else rows.labels
+    running = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    return replace(rows, dim=0, labels=torch.cat([own[:count] for count in running]))
+
+
+def _padded(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
+    """The rows of packed sequences, padded again, or of their lengths."""
+    if rows.labels is None or rows.dim != 0:
+        return None
+    own = rows.labels[: int(args[1][0])]
+    return replace(rows, dim=0 if args[2] or left.ndim == 1 else 1, labels=_unless_in_order(own, rows.size))
 
 
 def _indexed(entered: Tensor, rows: Rows, index: object) -> Rows | None:
@@ -246,3 +273,6 @@ def _repeated(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[
     if rows.labels is None:
         return replace(rows, minor=rows.minor * times, size=rows.size * times)
     return replace(rows, labels=rows.labels.repeat_interleave(times))
+
+
+_PACKINGS = {"pack_padded_sequence": _packed, "pad_packed_sequence": _padded}

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.curvature.provenance import Rows
+
 
 class Watch(AbstractContextManager["Watch"], Protocol):
     """Who shows the operations: entered, the operations within are shown too."""
@@ -26,11 +28,14 @@ class Watch(AbstractContextManager["Watch"], Protocol):
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on what entered the model."""
 
-    def lies_as(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """``tensor``, its rows known to be those of ``other``."""
-
     def leads(self, tensor: Tensor) -> bool:
-        """Whether the examples of ``tensor`` are along its first dimension, or unknown."""
+        """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
+
+    def rows_of(self, tensor: Tensor) -> Rows | None:
+        """Where the examples of data are, if that is known."""
+
+    def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
+        """``tensor``, its examples known to be where ``rows`` say."""
 
 
 def _linear(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
@@ -97,7 +102,7 @@ def _grouped(
             start = stop
         if start < left.shape[0]:
             parts.append(left.new_zeros(left.shape[0] - start, right.shape[2]))
-        return mode.lies_as(torch.cat(parts), left)
+        return mode.with_rows(torch.cat(parts), mode.rows_of(left))
 
 
 def _einsum(mode: Watch, equation: str, *operands: Any) -> Any:  # noqa: ANN401

@@ -190,13 +190,13 @@ def test_every_trainable_parameter_is_covered_or_declared() -> None:
     whole = collect(model, [(ids, ids)], "causal_lm", fisher="mc")
     reasons = {layer.name: layer.reason for layer in whole.declared}
     assert reasons == {
-        "recurrent": "unsupported_layer",
         "unused": "no_gradient",
         "ignored": "no_gradient",
         "normed": "parametrised",
         "normed.parametrizations.weight": "parametrised",
     }
-    assert [layer.name for layer in whole.layers] == ["scale", "table", "inner", "grouped[0]", "grouped[1]"]
+    recurrent = ["recurrent.weight_ih_l0", "recurrent.weight_hh_l0"]
+    assert [layer.name for layer in whole.layers] == ["scale", "table", "inner", "grouped[0]", "grouped[1]", *recurrent]
     assert whole.layers[4].parameters == ("grouped.weight[1]",)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert whole.trainable_parameters == trainable

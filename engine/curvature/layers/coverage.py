@@ -55,7 +55,7 @@ from engine.curvature.layers.normalisation import (
 from engine.curvature.layers.tied import untied
 
 _OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward"})
-_CLOSED = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.Bilinear)
+_CLOSED = (nn.EmbeddingBag, nn.Bilinear)
 """Each computes with all its parameters in one operation of its own."""
 
 
