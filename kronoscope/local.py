@@ -236,7 +236,8 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
 def load_stabilised(path: str | Path) -> StabilisedLayers:
     """What a reconstruction with `sides: both` left as eigenbases: by that route, or of gradients kept as rows.
 
-    Where all are matrices, of `route: rebuild`, they are read by ``load_factors``.
+    Where all are matrices, of `route: rebuild`, they are read by ``load_factors``. A matrix of one's own is read here
+    by either route: it is G, and A is 1.
 
     Args:
         path: The folder `stabilised`, a run's output, or its `artifacts`.
@@ -248,15 +249,16 @@ def load_stabilised(path: str | Path) -> StabilisedLayers:
     for candidate in (folder, folder / "stabilised", folder / "artifacts" / "stabilised"):
         if (candidate / "stabilised.index.json").is_file():
             index = json.loads((candidate / "stabilised.index.json").read_bytes())
-            return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate))
+            files = {int(entry["ordinal"]): entry.get("file") for entry in index["layers"]}
+            return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate, files))
     raise BrokenFactors(
         f"{folder} holds no stabilised.index.json; give the folder that `reconstruction` wrote with `route: eigenbasis`"
         "; matrices alone are read by `load_factors`"
     )
 
 
-def _load_ordinal(folder: Path, ordinal: int) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(folder / f"{ordinal}.safetensors")
+def _load_ordinal(folder: Path, files: Mapping[int, str | None], ordinal: int) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(folder / (files[ordinal] or f"{ordinal}.safetensors"))
 
 
 def _verify(folder: Path, found: LayersFactors) -> None:

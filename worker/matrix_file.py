@@ -146,8 +146,9 @@ def _mean_triangle(matrix: Tensor) -> Tensor:
     triangle = torch.empty(size * (size + 1) // 2, dtype=matrix.dtype)
     start = 0
     for row in range(size):
-        # halves first: the sum of two entries near the end of float16 is beyond it
-        triangle[start : start + size - row] = matrix[row, row:] / 2 + matrix[row:, row] / 2
+        right, below = matrix[row, row:], matrix[row:, row]
+        # halves first: the sum of two entries near the end of float16 is beyond it, but the least number has no half
+        triangle[start : start + size - row] = torch.where(right == below, right, right / 2 + below / 2)
         start += size - row
     return triangle
 

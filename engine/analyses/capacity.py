@@ -9,6 +9,7 @@ from catalog.capacity import CapacityParams, CapacitySummary
 from catalog.capacity_metrics import CapacityMetrics
 from engine.analyses.convergence import Followed, followed, model_convergence, summed
 from engine.analyses.cross_check import cross_checked
+from engine.analyses.finite_numbers import finite_summary
 from engine.analyses.gradient_side import branch_counts
 from engine.analyses.layer_capacity import layer_metrics, sides_of
 from engine.analyses.measured import coverage, covered_result, declared_results, measured_layers
@@ -59,7 +60,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     model = model_metrics([found[facts.ordinal][0] for facts in whole.layers], params)
     over_all = [over_sizes[facts.ordinal] for facts in whole.layers if facts.ordinal in over_sizes]
     effective = _sum("effective_dimension", rows, curved) if "effective_dimension" in wanted else None
-    return CapacitySummary(
+    summary = CapacitySummary(
         coverage=coverage(whole),
         layers=total,
         branches=branch_counts(whole.layers),
@@ -82,6 +83,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         model=dataclasses.replace(model, convergence=model_convergence(over_all, model, params)),
         cross_check=None if exact is None else exact.of_model(row.cross_check for row in rows),
     )
+    return finite_summary(summary, workspace.log)
 
 
 def _sum(metric: str, rows: Sequence[CapacityMetrics], curved: Sequence[bool]) -> float | None:

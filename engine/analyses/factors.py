@@ -4,6 +4,7 @@ from collections.abc import Generator
 
 from catalog.analysis import LayerResult
 from catalog.factors import FactorsMetrics, FactorsSummary
+from engine.analyses.finite_numbers import finite_summary
 from engine.analyses.gradient_side import branch_counts
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.analyses.sample_sizes import nested_traces
@@ -28,7 +29,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
             yield covered_result("factors", layer, _metrics(layer, whole))
         workspace.report("factors", done, total, "layers")
     yield from declared_results("factors", workspace)
-    return FactorsSummary(
+    summary = FactorsSummary(
         coverage=coverage(whole),
         layers=total,
         branches=branch_counts(whole.layers),
@@ -43,6 +44,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
         factor_bytes=sum(layer.record.factor_bytes or 0 for layer in layers),
         dense_factor_bytes=sum(_dense_bytes(layer) for layer in layers),
     )
+    return finite_summary(summary, workspace.log)
 
 
 def _metrics(layer: Measured, whole: Collected) -> FactorsMetrics:

@@ -7,7 +7,7 @@ collection neither decompose nor write anything twice.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from catalog.analysis import Coverage, LayerResult
 from catalog.layer_record import LayerRecord, Observed
 from engine.analyses.decomposed import Side, least_precise, load_basis, measured_side, refused_rungs
+from engine.analyses.finite_numbers import nullified, reason
 from engine.analyses.gradient_side import branch, factorised, row_facts, with_factorisation
 from engine.analyses.sample_sizes import MeasuredSize, smaller_sizes
 from engine.curvature.collected import (
@@ -324,8 +325,12 @@ def _observed(
 
 
 def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
-    """The row of a covered layer with one analysis's metrics."""
+    """Return the row of a covered layer with one analysis's metrics; what is not finite is null, as its record says."""
     facts = layer.facts
+    metrics, of_metrics = nullified(metrics)
+    record, of_record = nullified(layer.record)
+    if of_metrics or of_record:
+        record = replace(record, why="; ".join(filter(None, (record.why, reason((*of_metrics, *of_record))))))
     return LayerResult(
         kind=kind,
         ordinal=facts.ordinal,
@@ -336,7 +341,7 @@ def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
         parameters=facts.parameters,
         parameter_count=facts.parameter_count,
         metrics=metrics,
-        record=layer.record,
+        record=record,
         observed=layer.observed,
     )
 

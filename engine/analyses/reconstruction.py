@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from catalog.analysis import LayerResult
-from catalog.layer_record import LayerRecord, Observed
+from catalog.layer_record import Observed
 from catalog.reconstruction import (
     ReconstructedSide,
     ReconstructionMetrics,
     ReconstructionParams,
     ReconstructionSummary,
 )
+from engine.analyses.finite_numbers import finite_summary
+from engine.analyses.given_matrix import index_entry, record_without_collection
 from engine.analyses.gradient_side import branch_counts
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
@@ -33,12 +35,6 @@ KIND = "reconstruction"
 FOLDER = "stabilised"
 FORMAT = "kronoscope-stabilised/1"
 INDEX = f"{FOLDER}/stabilised.index.json"
-_COLLECTED = (
-    "policy", "damping_split", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq",
-    "update_index", "positions", "positions_local", "terms", "world_size", "reduction", "accumulation_dtype", "amp",
-    "fisher", "sharing", "samples", "seed", "passes", "digest_A", "kappa_A", "kappa_A_clipped", "clipped_A",
-    "scale_A", "scale_G",
-)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -86,17 +82,11 @@ def reconstruct(
         run.rows[facts.ordinal] = known
         if (KIND, facts.ordinal) not in workspace.completed:
             row = replace(covered_result(KIND, layer, known), observed=_observed(workspace, layer, begun))
-            yield row if facts.module != GIVEN_MATRIX else replace(row, record=_of_nobody(layer.record))
+            yield row if facts.module != GIVEN_MATRIX else replace(row, record=record_without_collection(row.record))
         workspace.report(KIND, done, len(run.whole.layers), "layers")
     _write_indices(run)
     yield from declared_results(KIND, workspace)
-    return _summary(run)
-
-
-def _of_nobody(record: LayerRecord) -> LayerRecord:
-    """The record of a matrix that no collection made: what would describe one is null."""
-    unknown: dict[str, Any] = dict.fromkeys(_COLLECTED)
-    return replace(record, **unknown)
+    return finite_summary(_summary(run), workspace.log)
 
 
 def _holders_first(workspace: Workspace, whole: Collected) -> Iterator[Measured]:
@@ -268,6 +258,7 @@ def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> No
         return
     matrix = made.content
     tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, StabilisedSide) else {layer.facts.name: matrix}
+    run.entries[layer.facts.ordinal] = index_entry(layer.facts, made, name.removeprefix(f"{FOLDER}/"))
     metadata = {"format": FORMAT, "kappa_max": repr(run.kappa_max), "floor": repr(made.side.floor)}
     run.workspace.artifacts.save_tensors(name, tensors, metadata)
 
@@ -277,9 +268,9 @@ def _write_indices(run: _Run) -> None:
 
     Where every side is a matrix, they are factors as a collection leaves them, for whoever reads those.
     """
-    if not run.params.keep_matrices or any(facts.module == GIVEN_MATRIX for facts in run.whole.layers):
-        return
     artifacts, layers = run.workspace.artifacts, run.whole.layers
+    if not run.params.keep_matrices or any(facts.ordinal not in run.kept | run.entries for facts in layers):
+        return
     if len(run.kept) == len(layers):
         collection = replace(run.whole.collection, ekfac=False)
         write_index(artifacts, replace(run.whole, collection=collection), run.kept, f"{FOLDER}/factors.index.json")

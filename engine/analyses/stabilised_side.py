@@ -10,7 +10,7 @@ from torch import Tensor
 
 from catalog.reconstruction import ReconstructedSide
 from engine.curvature.factors import digest
-from engine.curvature.reached import Reached, checking_bytes, reached
+from engine.curvature.reached import Reached, checking_bytes, reached, relative_difference
 from engine.curvature.stabilise import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
 from engine.curvature.stabilised_inverse import StabilisedSide
 from engine.memory.guard import Rung
@@ -173,7 +173,7 @@ def _clipped_diagonal(factor: Tensor, values: Tensor, kappa_max: float, scale: f
             floor_reached=smallest * scale,
             kappa_reached=largest / smallest if smallest > 0 else None,
             found_by="eigenvalues",
-            relative_error=float((wide - truth).norm() / truth.norm()) if largest > 0 else 0.0,
+            relative_error=relative_difference(wide, truth),
             digest=digest(diagonal),
         ),
     )

@@ -41,6 +41,8 @@ SINGLE_SUFFICES = 1e-4
 _ROWS_AT_ONCE = 128
 _PROBES = 8
 _STRUCTURED_RESIDUAL = 1e-9
+_LEAST_NUMBER = 5e-324
+"""Distance of neighbouring denormal numbers of float64."""
 _FULL_PROBES = 128
 """Up to so many rows the residual is that of the whole matrix, not of probes."""
 
@@ -158,6 +160,12 @@ def decompose(
     expected = _Expected.of(factor, need)
     if not math.isfinite(expected.norm):
         raise _not_finite(factor, layer)
+    if expected.norm > torch.finfo(torch.float64).max / expected.unit:
+        raise NonFiniteFactor(
+            f"layer `{layer}`: eigenvalues must be below {torch.finfo(torch.float64).max:.2g}, the largest of float64 "
+            f"(got a matrix with {expected.unit:.3g} on its diagonal); divide it by a power of two",
+            layer=layer,
+        )
     steps = [
         Rung(
             name=solver.cost.name,
@@ -293,7 +301,9 @@ def _attempt(solver: Solver, factor: Tensor, expected: _Expected, rank_bound: in
         RungFailed: If it fails, or what it gives is not the factor's: some library versions err without an error.
     """
     size = factor.shape[0]
-    tolerance = 100 * math.sqrt(size) * torch.finfo(solver.precision).eps
+    # values of a matrix of denormal numbers are themselves rounded to multiples of the least of them
+    coarse = size * _LEAST_NUMBER / expected.unit
+    tolerance = 100 * math.sqrt(size) * torch.finfo(solver.precision).eps + coarse
     solved, vectors = solver.solve(factor)
     values = solved.to("cpu", torch.float64)
     if not expected.values_agree(values, tolerance):

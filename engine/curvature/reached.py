@@ -7,6 +7,7 @@ itself it would take some √κ of them; ``θ · f`` bounds N's own from below. 
 both do to a few random vectors.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ from engine.curvature.panels import PANEL_NUMBERS, wide_product, wide_transposed
 EXACT_ROWS = 1024
 _STEPS = 32
 _PROBES = 8
+_LEAST_NORM = 1e-140
+"""Of a norm whose squares, and those of a difference of 1e-16 of it, are normal numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Re
         return Reached(
             smallest=float(spectrum[0]),
             largest=float(spectrum[-1]),
-            relative_error=float((wide - truth).norm() / truth.norm()),
+            relative_error=relative_difference(wide, truth),
             found_by="eigenvalues",
         )
     here = vectors.device
@@ -67,13 +70,29 @@ def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Re
     wanted = definition.power(draws, 1.0)
     found = wide_product(matrix, draws.to(matrix.device)).to(here)
     top = definition.vectors[:, -1:].to(torch.float64)
-    smallest = max(float(values[0]), floor) * _smallest_ratio(matrix, definition, draws[:, :1])
+    # a floor that float64 rounds to zero clipped nothing, and divides by nothing
+    ratio = _smallest_ratio(matrix, definition, draws[:, :1]) if floor > 0 else 1.0
+    smallest = max(float(values[0]), floor) * ratio
     return Reached(
         smallest=smallest,
         largest=float((top * wide_product(matrix, top.to(matrix.device)).to(here)).sum() / top.square().sum()),
-        relative_error=float((found - wanted).norm() / wanted.norm()),
+        relative_error=relative_difference(found, wanted),
         found_by="lanczos",
     )
+
+
+def relative_difference(found: Tensor, truth: Tensor) -> float:
+    """Return ‖found − truth‖_F / ‖truth‖_F of two float64 tensors of any magnitude; 0 where both are zero.
+
+    Squares of entries near the ends of float64 are beyond it, so there all is divided by the largest entry.
+    """
+    norm = float(truth.norm())
+    if _LEAST_NORM < norm < math.inf:
+        return float((found - truth).norm()) / norm
+    unit = float(truth.abs().max()) or float(found.abs().max()) or 1.0
+    scaled = truth / unit
+    difference, norm = float((found / unit - scaled).norm()), float(scaled.norm())
+    return difference / norm if norm > 0 else difference
 
 
 @dataclass(frozen=True, kw_only=True)

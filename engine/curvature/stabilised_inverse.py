@@ -142,7 +142,8 @@ def _of_matrix(stored: Tensor, scale: float, *, diagonal: bool) -> StabilisedSid
     if diagonal:
         return StabilisedSide(values=stored.to(torch.float64) * scale, vectors=None, floor=0.0)
     size = (math.isqrt(8 * stored.numel() + 1) - 1) // 2
-    values, vectors = torch.linalg.eigh(unpacked(stored, size).to(torch.float64))
+    matrix = stored if stored.ndim == 2 else unpacked(stored, size)
+    values, vectors = torch.linalg.eigh(matrix.to(torch.float64))
     return StabilisedSide(values=values * scale, vectors=vectors, floor=0.0)
 
 
@@ -190,13 +191,17 @@ class StabilisedLayers(Mapping[str, StabilisedInverse]):
     def _side(
         self, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], side: Literal["A", "G"], *, diagonal: bool
     ) -> StabilisedSide:
-        prefix, said = PREFIX[side], entry["sides"].get(side, {})
+        said = entry["sides"].get(side, {})
+        # a matrix of the caller's is stored under its own name
+        prefix = str(said.get("stored_as", PREFIX[side]))
         if said.get("kind", "none") == "none":
             raise BrokenFactors(
                 f"layer `{entry['name']}`: its {side} was not stabilised; ask for `reconstruction.sides: both`, and "
                 "see `why` in its row",
                 layer=str(entry["name"]),
             )
+        if said["kind"] == "matrix" and prefix in tensors:
+            return _of_matrix(tensors[prefix], 1.0, diagonal=False)
         if said["kind"] == "matrix" and f"{prefix}_covariance" in tensors:
             return _of_matrix(tensors[f"{prefix}_covariance"], float(said.get("scale", 1.0)), diagonal=diagonal)
         return StabilisedSide.read(tensors, prefix)

@@ -1,5 +1,6 @@
 """A matrix of one's own: every fault named, and the reconstruction against the definition in float64."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from catalog.capacity import CapacityParams
 from catalog.collection import Stabilisation
 from catalog.reconstruction import ReconstructionParams
+from catalog.record import plain
+from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import reconstruct
-from engine.errors import BrokenFactors
+from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.workspace import Workspace
+from kronoscope.local import load_stabilised
 from tests.oracles import MemoryArtifacts
 from worker.execution import parse_document
 from worker.matrix_file import MatrixFile
@@ -37,9 +42,8 @@ def saved(folder: Path, **tensors: Tensor) -> Path:
     return path
 
 
-def stabilised(path: Path, tensor: str | None = None, **options: Any) -> tuple[Any, Tensor, list[str]]:
-    said: list[str] = []
-    space = Workspace(
+def space_of(path: Path, tensor: str | None, said: list[str]) -> Workspace:
+    return Workspace(
         model=None,
         batches=None,
         task=None,
@@ -49,6 +53,11 @@ def stabilised(path: Path, tensor: str | None = None, **options: Any) -> tuple[A
         decomposition="vectors",
         log=lambda level, message: said.append(f"{level}: {message}"),
     )
+
+
+def stabilised(path: Path, tensor: str | None = None, **options: Any) -> tuple[Any, Tensor, list[str]]:
+    said: list[str] = []
+    space = space_of(path, tensor, said)
     (row,) = reconstruct(ReconstructionParams(**options), space)
     kept: Any = space.artifacts
     tensors = kept.tensors["stabilised/matrix.safetensors"]
@@ -106,6 +115,81 @@ def test_its_eigenbasis_alone(tmp_path: Path) -> None:
     row, found, _ = stabilised(saved(tmp_path, m=given), route="eigenbasis")
     assert found is None
     assert row.metrics.G.update == "eigenbasis"
+
+
+@pytest.mark.parametrize("route", ["rebuild", "eigenbasis"])
+@pytest.mark.parametrize("placement", ["device", "panels", "host"])
+@pytest.mark.parametrize("named", ["m", "activation"])
+def test_what_it_left_is_read_back_and_inverted_through(tmp_path: Path, route: str, placement: str, named: str) -> None:
+    given = symmetric(SPECTRUM)
+    space = space_of(saved(tmp_path, **{named: given}), None, [])
+    list(reconstruct(ReconstructionParams(route=route, placement=placement), space))  # type: ignore[arg-type]
+    left: Any = space.artifacts
+    for name in (*left.tensors, *left.tables):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name, tensors in left.tensors.items():
+        safetensors.torch.save_file(tensors, tmp_path / name)
+    for name, table in left.tables.items():
+        (tmp_path / name).write_text(json.dumps(table, allow_nan=False))
+    inverses = load_stabilised(tmp_path)
+    assert list(inverses) == [named]
+    right = torch.randn(90, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    values, basis = torch.linalg.eigh(given)
+    truth = basis @ ((basis.T @ right) / (values.clamp_min(1e-3) + 0.1)[:, None])
+    torch.testing.assert_close(inverses[named].solve(right, damping_G=0.1), truth, rtol=1e-9, atol=1e-9)
+
+
+LEAST = 5e-324
+MAGNITUDES = [1e300, 1e154, 1e-154, 1e-300, 1e-310, 1e-318]
+
+
+@pytest.mark.parametrize("route", ["rebuild", "eigenbasis"])
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_every_number_of_a_matrix_of_any_magnitude_is_finite(tmp_path: Path, magnitude: float, route: str) -> None:
+    given = symmetric(torch.logspace(-5, 0, 20, dtype=torch.float64))
+    # in two steps, for what is below the least normal number
+    matrix = given * math.sqrt(magnitude) * math.sqrt(magnitude)
+    space = space_of(saved(tmp_path, m=matrix), None, [])
+    rows = reconstruct(ReconstructionParams(route=route), space)  # type: ignore[arg-type]
+    row = next(rows)
+    with pytest.raises(StopIteration) as ended:
+        next(rows)
+    json.dumps(plain([row, ended.value.value]), allow_nan=False)
+    side = row.metrics.G  # type: ignore[union-attr]
+    coarse = 1e-6 + 90 * LEAST / (1e-5 * magnitude)
+    assert side.kappa_reached / (1000 * (1 - coarse)) == pytest.approx(1, rel=2 * coarse)
+    assert side.trace == pytest.approx(float(matrix.trace()), rel=coarse)
+    assert side.relative_error is None or side.relative_error <= coarse
+    (kept,) = space.artifacts.tensors.values()  # type: ignore[attr-defined]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in kept.values())
+
+
+@pytest.mark.parametrize("magnitude", [1e300, 1e-310])
+def test_the_metrics_of_a_matrix_of_any_magnitude_are_finite_or_null_with_the_reason(
+    tmp_path: Path, magnitude: float
+) -> None:
+    given = symmetric(torch.logspace(-5, 0, 20, dtype=torch.float64))
+    matrix = given * math.sqrt(magnitude) * math.sqrt(magnitude)
+    rows = measure_capacity(CapacityParams(), space_of(saved(tmp_path, m=matrix), None, []))
+    row = next(rows)
+    with pytest.raises(StopIteration) as ended:
+        next(rows)
+    json.dumps(plain([row, ended.value.value]), allow_nan=False)
+    assert row.metrics.trace == pytest.approx(float(matrix.trace()), rel=1e-6)  # type: ignore[union-attr]
+
+
+def test_the_least_number_is_not_rounded_away(tmp_path: Path) -> None:
+    given = torch.diag(torch.tensor([LEAST, 1.0], dtype=torch.float64))
+    _, found, _ = stabilised(saved(tmp_path, m=given))
+    assert float(found[0, 0]) == 1e-3
+    read = MatrixFile(saved(tmp_path, m=given), None, quiet).load_tensors("factors/0.safetensors")
+    assert read["gradient_covariance"].tolist() == [LEAST, 0.0, 1.0]
+
+
+def test_eigenvalues_beyond_float64_are_refused_by_their_own_reason(tmp_path: Path) -> None:
+    given = torch.full((4, 4), 1.7e308, dtype=torch.float64)
+    with pytest.raises(NonFiniteFactor, match=r"must be below 1\.8e\+308.*divide it by a power of two"):
+        stabilised(saved(tmp_path, m=given))
 
 
 def test_rounding_between_the_triangles_is_averaged_and_told(tmp_path: Path) -> None:

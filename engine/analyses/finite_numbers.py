@@ -1,0 +1,54 @@
+"""Finite numbers: what float64 cannot hold is null in a result, and the result says which numbers those are.
+
+Curvature spans any magnitude: the square of 1e300 is beyond float64, and so is the quotient of two
+numbers of 1e-310. JSON has no word for either, and a job must not end for one of its many numbers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Record = TypeVar("Record")
+
+
+def nullified(record: Record) -> tuple[Record, tuple[str, ...]]:
+    """Return ``record`` with null for each NaN and infinity, and the dotted names of the fields that held one.
+
+    A tuple or mapping that holds one is null as a whole.
+    """
+    names: list[str] = []
+    return _finite(record, "", names), tuple(names)
+
+
+def reason(names: tuple[str, ...]) -> str:
+    """Return what is to be said of such fields; nothing where there are none."""
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f"null, since float64 does not hold it: {listed}" if names else ""
+
+
+def finite_summary(summary: Record, log: Callable[[str, str], None]) -> Record:
+    """Return a summary with null for what is not finite, and log which numbers those are."""
+    finite, names = nullified(summary)
+    if names:
+        log("warning", f"summary: {reason(names)}")
+    return finite
+
+
+def _finite(value: Any, name: str, names: list[str]) -> Any:  # noqa: ANN401 - any record's field
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else [value]
+    if any(isinstance(part, float) and not math.isfinite(part) for part in parts):
+        names.append(name)
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(part, f"{name}.{key}", names) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_finite(part, f"{name}[{place}]", names) for place, part in enumerate(value)])
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    before = len(names)
+    fields = {
+        field.name: _finite(getattr(value, field.name), f"{name}.{field.name}".lstrip("."), names)
+        for field in dataclasses.fields(value)
+    }
+    return value if len(names) == before else dataclasses.replace(value, **fields)

@@ -1,0 +1,40 @@
+"""A given matrix: what its row and its entry in the index say, where no collection made it."""
+
+from dataclasses import replace
+from typing import Any
+
+from catalog.layer_record import LayerRecord
+from engine.analyses.stabilised_side import Made
+from engine.curvature.collected import LayerFacts
+from engine.curvature.stabilised_inverse import StabilisedSide
+
+_COLLECTED = (
+    "policy", "damping_split", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq",
+    "update_index", "positions", "positions_local", "terms", "world_size", "reduction", "accumulation_dtype", "amp",
+    "fisher", "sharing", "samples", "seed", "passes", "digest_A", "kappa_A", "kappa_A_clipped", "clipped_A",
+    "scale_A", "scale_G",
+)  # fmt: skip
+
+
+def record_without_collection(record: LayerRecord) -> LayerRecord:
+    """Return the record of a matrix that no collection made: what would describe one is null."""
+    unknown: dict[str, Any] = dict.fromkeys(_COLLECTED)
+    return replace(record, **unknown)
+
+
+def index_entry(facts: LayerFacts, made: Made, file: str) -> dict[str, Any]:
+    """Return what the index of stabilised factors says of it: G, stored under the matrix's own name in ``file``."""
+    side = {
+        "kind": "eigenbasis" if isinstance(made.content, StabilisedSide) else "matrix",
+        "floor": made.side.floor,
+        "scale": 1.0,
+        "stored_as": facts.name,
+    }
+    return {
+        "ordinal": facts.ordinal,
+        "name": facts.name,
+        "form": facts.form,
+        "holder_of_A": facts.ordinal,
+        "file": file,
+        "sides": {"G": side},
+    }
