@@ -26,11 +26,17 @@ _Key = tuple[Place | None, Place | None]
 class Uses:
     """What the watched parameters did in one dry run; a sink of ``Interception``."""
 
+    examples: int = 1
+    """N of the run."""
     products: list[Product] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Writes to what entered each product, before it."""
     spread: set[str] = field(default_factory=set)
     """Parameters that were broadcast over examples."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Those that entered an operation whose examples never meet, and the numbers that are held of each example."""
+    multiplies: dict[str, int] = field(default_factory=dict)
+    """The same of products, which are held so where the parameter is taken as a whole."""
     leading: set[str] = field(default_factory=set)
     """Those with one dimension for the examples before they met any data."""
     unknown: dict[str, str] = field(default_factory=dict)
@@ -39,8 +45,24 @@ class Uses:
     def multiplied(self, product: Product) -> Tensor:
         """Note it."""
         self.products.append(product)
+        for place in (product.weight, product.bias):
+            if place is not None:
+                numbers = (product.entered.numel() + 2 * product.left.numel()) // self.examples
+                self.multiplies[place.parameter] = self.multiplies.get(place.parameter, 0) + numbers
         self.versions.append(version(product.entered))
         return product.left
+
+    def factorises(self, weight: Place | None, bias: Place | None) -> bool:
+        """Every product may be a layer, as far as is known yet."""
+        del weight, bias
+        return True
+
+    def contributed(self, names: frozenset[str], numbers: int) -> bool:
+        """Note it; a dry run wants no gradients."""
+        for name in names:
+            # held once, whoever of them is asked
+            self.held[name] = self.held.get(name, 0) + (numbers if name == min(names) else 0)
+        return False
 
     def broadcast(self, names: frozenset[str]) -> bool:
         """Note it; a dry run wants no gradients."""
@@ -145,7 +167,11 @@ class _Found:
         for product in (product for use in uses for product in use.products):
             widths = product.entered.shape[-1], product.left.shape[-1]
             self._keys.setdefault((product.weight, product.bias), widths)
-        self._spread = set().union(*(use.spread for use in uses))
+        self._bare = set().union(*(use.spread.union(use.held) for use in uses))
+        self._held = {
+            name: max(use.held.get(name, 0) + use.multiplies.get(name, 0) for use in uses)
+            for name in set().union(*({*use.held, *use.multiplies} for use in uses))
+        }
         self._leading = set.intersection(*(use.leading for use in uses))
         self._routed = self._complete()
         self.refused: dict[str, tuple[str, str]] = {}
@@ -155,7 +181,7 @@ class _Found:
                 self.refused[name] = "unknown_operation", f"it enters `{operation}`, which is not understood"
             for name in use.leading - self._leading:
                 self.refused[name] = "unknown_operation", "its uses change with the number of examples"
-        self._refuse_overlaps()
+        self._join()
 
     def _complete(self) -> set[_Key]:
         """Add the slices that the dry run did not choose: experts to which no token of it was routed."""
@@ -179,8 +205,8 @@ class _Found:
     def _slices(self, place: Place | None) -> int | None:
         return None if place is None else slices_of(place, self._watched[place.parameter])
 
-    def _refuse_overlaps(self) -> None:
-        mixed = "mixed_uses", "it is used in several ways that no one layer describes"
+    def _join(self) -> None:
+        """Take parameters whose uses overlap, or are of several kinds, as a whole."""
         for name, parameter in self._watched.items():
             seen = torch.zeros(parameter.numel(), dtype=torch.int16)
             for place in {place for key in self._keys for place in key if place is not None}:
@@ -188,24 +214,29 @@ class _Found:
                     place.mark_(seen)
             shared = len([key for key in self._keys if key[1] is not None and key[1].parameter == name])
             alone = len({key[1] for key in self._keys if key[1] is not None and key[1].parameter == name})
-            if bool((seen > 1).any()) or shared > alone or (name in self._spread and bool(seen.any())):
-                self.refused.setdefault(name, mixed)
+            if bool((seen > 1).any()) or shared > alone:
+                self._bare.add(name)
+        apart = self._bare | set(self.refused)
         while True:
-            # a layer is covered whole or not at all
+            # a matrix and its bias are a layer together, or each is taken as a whole
             more = {
                 place.parameter
                 for key in self._keys
                 for place in key
-                if place is not None and any(other and other.parameter in self.refused for other in key)
-            } - set(self.refused)
+                if place is not None and any(other and other.parameter in apart for other in key)
+            } - apart
             if not more:
                 return
-            self.refused |= dict.fromkeys(more, mixed)
+            self._bare |= more
+            apart |= more
 
     def layers(self) -> Iterator[TreatedLayer]:
         """The layers that are covered, parameter by parameter."""
         for name, parameter in self._watched.items():
             if name in self.refused:
+                continue
+            if name in self._bare:
+                yield self._whole(name, parameter)
                 continue
             keys = [key for key in self._keys if (key[0] or key[1]).parameter == name]  # type: ignore[union-attr]
             for weight, bias in sorted(keys, key=lambda key: (key[0] or key[1]).offset):  # type: ignore[union-attr]
@@ -223,17 +254,19 @@ class _Found:
                     routed=(weight, bias) in self._routed,
                     tensors={place.parameter: self._watched[place.parameter] for place in places},
                 )
-            if name in self._spread:
-                yield BareLayer(
-                    name=name.removesuffix(".weight"),
-                    module=self._owner(name),
-                    weight=True,
-                    bias=False,
-                    parameter=name,
-                    count=parameter.numel(),
-                    leading=name in self._leading,
-                    tensors={name: parameter},
-                )
+
+    def _whole(self, name: str, parameter: Tensor) -> BareLayer:
+        return BareLayer(
+            name=name.removesuffix(".weight"),
+            module=self._owner(name),
+            weight=True,
+            bias=False,
+            parameter=name,
+            count=parameter.numel(),
+            leading=name in self._leading,
+            tensors={name: parameter},
+            held=self._held.get(name),
+        )
 
     def _owner(self, name: str) -> nn.Module:
         return self._modules[name.rpartition(".")[0]]

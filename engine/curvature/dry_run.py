@@ -145,8 +145,8 @@ def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
 
 def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
     """What ``parameters`` do with ``batch``, and the calls of the modules."""
-    uses = Uses()
-    interception = Interception(parameters, uses)
+    uses = Uses(examples=batch.size)
+    interception = Interception(parameters, uses, proving=True)
     interception.begin(tensors(batch.inputs), batch.size)
     spread = [module for role, module in called(survey.treated) if role.name in job.tables]
     with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception:

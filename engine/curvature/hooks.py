@@ -150,17 +150,20 @@ class Collector:
     def returned(self) -> bool:
         """Close one backward pass; False where a gradient has overflowed, and nothing of it has entered anything."""
         held, self._held = self._held, []
-        bare = [] if self._interception is None else list(self._interception.returned())
+        interception = self._interception
         if self.scale is not None:
-            arrived = [gradient for _, gradient in (*held, *bare)]
+            arrived = [gradient for _, gradient in held] + ([] if interception is None else interception.arrived())
             if arrived and not bool(torch.stack([gradient.isfinite().all() for gradient in arrived]).all()):
+                if interception is not None:
+                    interception.forget()
                 return False
         for enter, gradient in held:
             enter(self._unscaled(gradient))
         for meeting in self._meetings.values():
             meeting.close()
-        for name, gradients in bare:
-            self._bare[name].add_example_gradients_(self._unscaled(gradients))
+        for name, start, gradients in () if interception is None else interception.returned():
+            if name in self._bare:
+                self._bare[name].add_example_gradients_(self._unscaled(gradients), start, self.examples)
         return True
 
     def receive(self, gradient: Tensor, enter: Callable[[Tensor], None]) -> None:
@@ -273,6 +276,16 @@ class Collector:
         for name in names:
             self._counts(self._bare[name])
         return self.gradients
+
+    def contributed(self, names: frozenset[str], numbers: int) -> bool:
+        """Parameters entered an operation whose examples never meet; whether their gradients are wanted."""
+        del numbers
+        return self.broadcast(names)
+
+    def factorises(self, weight: Place | None, bias: Place | None) -> bool:
+        """Whether a product is a layer of A and G, here or in another pass."""
+        names = {place.parameter for place in (weight, bias) if place is not None}
+        return names.isdisjoint(self._bare) or (weight, bias) in self.places
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
         """Whether a dimension as long as there are examples, all alike, is the examples'."""

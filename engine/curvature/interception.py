@@ -7,6 +7,8 @@ it meets the data. There it is one of these:
 - a matrix in a product with the data: the place it shows of its parameter is a linear layer;
 - a tensor that is broadcast over the examples: each example gets its own copy, whose gradient is
   that example's gradient;
+- something else in an operation whose examples never meet: the operation is run again for each of
+  them alone, see ``contributions``;
 - something else: its parameters are declared, and the operation is named.
 
 What the model gets is what the plain operation gives it, strides included. Where following one fails,
@@ -23,9 +25,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from engine.curvature.contributions import contribution, takes_shapes_alone
 from engine.curvature.layers.place import Place, place_of
 from engine.curvature.marks import Marks, alike_along
-from engine.curvature.provenance import Rows, batch_first, followed
+from engine.curvature.provenance import Rows, batch_first
+from engine.curvature.pullback import Arrived, Derived, Pullback, outliving
 from engine.curvature.recurrent_rewrites import RECURRENT
 from engine.curvature.rewrites import REWRITES, expansion_of
 from engine.curvature.sightings import Product, Sink
@@ -45,63 +49,54 @@ from engine.memory.exhaustion import is_unexplained
 
 
 class Interception(TorchFunctionMode):
-    """Shows ``sink`` what ``parameters`` do while inside."""
+    """Shows ``sink`` what ``parameters`` do while inside.
 
-    def __init__(self, parameters: Mapping[str, Tensor], sink: Sink) -> None:
+    Args:
+        parameters: Those to watch, by qualified name.
+        sink: Who is told.
+        proving: Run every operation without a rule for each example at once, to see whether that is possible;
+            else this is seen on the way back.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], sink: Sink, *, proving: bool = False) -> None:
         super().__init__()
+        self._proving = proving
         self._parameters = dict(parameters)
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._marks = Marks(self._parameters)
         self._sink = sink
-        self._examples = 0
-        self._marks = Marks()
-        self._leaves: dict[str, Tensor] = {}
-        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._pullback = Pullback(self._parameters)
 
     def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
         """Prepare for one forward pass on ``inputs``, whose examples lead."""
-        self._examples = examples
-        self._marks.begin()
-        self._waiting.clear()
+        self._marks.begin(examples)
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
-            self._leaves = {name: parameter.detach().requires_grad_() for name, parameter in self._parameters.items()}
-        for name, leaf in self._leaves.items():
+            self._pullback.begin()
+        for name, leaf in self._pullback.leaves.items():
             self._marks.put(leaf, frozenset({name}))
         for tensor in inputs:
             self.enters(tensor)
 
     def enters(self, tensor: Tensor) -> None:
         """Take ``tensor`` for data, whose examples lead."""
-        self._marks.put(tensor, rows=batch_first(tensor, self._examples))
+        self._marks.put(tensor, rows=batch_first(tensor, self._marks.examples))
 
-    def returned(self) -> Iterator[tuple[str, Tensor]]:
-        """Close one backward pass: (name, gradient of each example (N, numbers)) of what it reached."""
-        waiting, self._waiting = self._waiting, []
-        totals: dict[str, Tensor] = {}
+    def arrived(self) -> list[Tensor]:
+        """What the backward pass has brought so far, in whatever form."""
+        return [each.gradient for each in self._pullback.arrived]
+
+    def forget(self) -> None:
+        """Drop what the backward pass has brought."""
+        self._pullback.arrived.clear()
+
+    def returned(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Close one backward pass: (name, first example, gradients (n, numbers)) of what it reached."""
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
-            for derived, gradient in waiting:
-                for name, part in self._pulled_back(derived, gradient):
-                    totals[name] = totals[name].add_(part) if name in totals else part
-        yield from totals.items()
-
-    def _pulled_back(self, derived: Tensor, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Gradients with respect to the parameters from that of what was made of them, (N, *shape)."""
-        names = sorted(self._sources(derived))
-        place = place_of(derived, self._parameters[names[0]], names[0]) if len(names) == 1 else None
-        if place is not None:
-            alike = [1 + dim for dim, stride in enumerate(place.strides) if stride == 0]
-            summed = gradient.sum(alike, keepdim=True) if alike else gradient
-            count = self._parameters[names[0]].numel()
-            total = gradient.new_zeros(self._examples, count)
-            total.as_strided(summed.shape, (count, *place.strides), place.offset).add_(summed)
-            yield names[0], total
-            return
-        leaves = [self._leaves[name] for name in names]
-        found = torch.autograd.grad(
-            derived, leaves, gradient, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
-        for name, part in zip(names, found, strict=True):
-            if part is not None:
-                yield name, part.reshape(self._examples, -1).clone()
+            for each in self._pullback.close(self._marks.examples):
+                if isinstance(each, Arrived):
+                    operation = "" if each.contribution is None else each.contribution.operation.name
+                    self._sink.strange(each.names, operation)
+                else:
+                    yield each
 
     def __torch_function__(
         self,
@@ -114,53 +109,12 @@ class Interception(TorchFunctionMode):
         if operation.name == "backward":
             # what a checkpoint runs again within is to be seen too
             return self._opened(operation)
-        sources = frozenset().union(*(self._sources(tensor) for tensor in operation.tensors))
+        sources = frozenset().union(*(self._marks.sources(tensor) for tensor in operation.tensors))
         if sources:
             return self._derive(operation, sources)
         left = operation.run()
-        self._follow(operation, left)
+        self._marks.follow(operation, left)
         return left
-
-    # ---- marks
-
-    def _sources(self, tensor: Tensor) -> frozenset[str]:
-        name = self._names.get(id(tensor))
-        if name is not None:
-            return frozenset({name})
-        mark = self._marks.of(tensor)
-        return frozenset() if mark is None or mark.sources is None else mark.sources
-
-    def is_data(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on what entered the model."""
-        if self._sources(tensor):
-            return False
-        return tensor.requires_grad or self._marks.of(tensor) is not None
-
-    def rows_of(self, tensor: Tensor) -> Rows | None:
-        """Where the examples of data are; what came out of an operation that no mode sees leads with them."""
-        mark = self._marks.of(tensor)
-        return batch_first(tensor, self._examples) if mark is None else mark.rows
-
-    def _follow(self, operation: Operation, left: object) -> None:
-        """Mark the results of an operation on data."""
-        data = [tensor for tensor in operation.tensors if self._marks.of(tensor) is not None]
-        if not data:
-            return
-        for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
-            rows = None
-            for tensor in data:
-                before = self.rows_of(tensor)
-                if before is not None and rows is None:
-                    rows = self._followed(operation, tensor, before, result)
-            self._marks.put(result, rows=rows)
-
-    def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
-        try:
-            return followed(operation.name, entered, rows, operation.args, operation.kwargs, left, self._examples)
-        except Exception as error:
-            if not is_unexplained(error):
-                raise
-            return None
 
     # ---- operations on derived tensors
 
@@ -177,7 +131,7 @@ class Interception(TorchFunctionMode):
     def _understood(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         if hides(operation.func):
             return self._opened(operation)
-        if not any(self.is_data(tensor) for tensor in operation.tensors):
+        if not any(self._marks.is_data(tensor) for tensor in operation.tensors):
             return self._alone(operation, sources)
         rewrite = REWRITES.get(operation.name) or RECURRENT.get(operation.name)
         if rewrite is not None and not operation.writes:
@@ -187,11 +141,11 @@ class Interception(TorchFunctionMode):
                 return left
         lifted = self._lifted(operation)
         if lifted is None:
-            return self._strange(operation, sources)
+            return self._contributed(operation, sources)
         left = operation.run(lambda tensor: lifted.get(id(tensor), tensor))
         for tensor in lifted.values():
             operation.tensors.append(tensor)
-        self._follow(operation, left)
+        self._marks.follow(operation, left)
         return left
 
     def _property(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
@@ -250,10 +204,47 @@ class Interception(TorchFunctionMode):
     def _repeats(self, tensor: Tensor) -> bool:
         return self._marks.expanded(tensor) is not tensor
 
+    def _contributed(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        """An operation that is nothing else, where its examples never meet."""
+        if operation.writes:
+            return self._strange(operation, sources)
+        rows = {id(tensor): self._marks.rows(tensor) for tensor in operation.tensors if self._marks.is_data(tensor)}
+        left = operation.run(lambda tensor: tensor.detach() if self._marks.sources(tensor) else tensor)
+        known = {key: each for key, each in rows.items() if each is not None}
+        found = None
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            again, derived = outliving(operation, self._marks, self._leaf)
+            if len(known) == len(rows):
+                pairs = zip(operation.tensors, again.tensors, strict=True)
+                held = {id(plain): known[id(own)] for own, plain in pairs if id(own) in known}
+                found = contribution(again, [each.tensor for each in derived], held, left, self._marks.examples)
+                found = None if found is None or (self._proving and not found.holds()) else found
+            if found is None:
+                if not takes_shapes_alone(again, [each.tensor for each in derived]):
+                    self._sink.strange(sources, operation.name)
+                self._marks.follow(operation, left)
+                return left
+        wanted = self._sink.contributed(sources, found.numbers)
+        if not wanted or not torch.is_grad_enabled():
+            self._marks.put(left, rows=found.left_rows)
+            return left
+        stands = left
+        if not left.requires_grad:
+            leaf = left.detach().requires_grad_()
+            # a copy, since the next operation may work in place and a leaf forbids that
+            left, stands = leaf, leaf.clone()
+
+        def arrived(gradient: Tensor) -> None:
+            self._pullback.arrived.append(Arrived(derived=tuple(derived), gradient=gradient, contribution=found))
+
+        left.register_hook(arrived)
+        self._marks.put(stands, rows=found.left_rows)
+        return stands
+
     def _strange(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         self._sink.strange(sources, operation.name)
-        left = operation.run(lambda tensor: tensor.detach() if self._sources(tensor) else tensor)
-        self._follow(operation, left)
+        left = operation.run(lambda tensor: tensor.detach() if self._marks.sources(tensor) else tensor)
+        self._marks.follow(operation, left)
         return left
 
     def _leaf(self, tensor: Tensor) -> Tensor:
@@ -261,14 +252,13 @@ class Interception(TorchFunctionMode):
         return self._marks.expanded(self._parameter_leaf(tensor))
 
     def _parameter_leaf(self, tensor: Tensor) -> Tensor:
-        name = self._names.get(id(tensor))
-        return tensor if name is None else self._leaves[name]
+        name = self._marks.parameter(tensor)
+        return tensor if name is None else self._pullback.leaves[name]
 
-    # ---- tensors that are broadcast over examples
-
+    # ---- broadcast over examples
     def _lifted(self, operation: Operation) -> dict[int, Tensor] | None:
         """A copy for each example of every derived tensor among the arguments; None where that is not possible."""
-        data = [tensor for tensor in operation.tensors if self.is_data(tensor)]
+        data = [tensor for tensor in operation.tensors if self._marks.is_data(tensor)]
         if operation.writes and not (operation.tensors[0] is data[0] and operation.name in POINTWISE):
             return None
         broadcasts = operation.name in POINTWISE or operation.name == "scaled_dot_product_attention"
@@ -281,7 +271,7 @@ class Interception(TorchFunctionMode):
             return None
         lifted: dict[int, Tensor] = {}
         for tensor in operation.tensors:
-            if not self._sources(tensor):
+            if not self._marks.sources(tensor):
                 continue
             here = dimensions if broadcasts else tensor.ndim
             single = self._single(tensor, here, rows, alone=broadcasts or (joins and rows.size == 1))
@@ -293,7 +283,7 @@ class Interception(TorchFunctionMode):
     def _rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
         """Where the examples of a result with that many dimensions are, broadcast from the last."""
         for tensor in data:
-            rows = self.rows_of(tensor)
+            rows = self._marks.rows(tensor)
             if rows is not None:
                 dim = rows.dim + dimensions - tensor.ndim
                 return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels)
@@ -314,48 +304,49 @@ class Interception(TorchFunctionMode):
             return single.narrow(rows.dim, 0, 1) if single.stride(rows.dim) == 0 else None
 
     def _stands_for_examples(self, tensor: Tensor) -> bool:
-        names = self._sources(tensor)
+        names = self._marks.sources(tensor)
         if not names:
             return False
-        if self._examples == 1:
+        if self._marks.examples == 1:
             return True
-        return alike_along(self._leaf(tensor), self._examples) is not None and self._sink.expanded(
-            names, examples=self._examples
+        return alike_along(self._leaf(tensor), self._marks.examples) is not None and self._sink.expanded(
+            names, examples=self._marks.examples
         )
 
     def _spread(self, tensor: Tensor) -> Tensor:
         """Data out of a derived tensor that stands for all examples already."""
-        if self._examples == 1:
+        if self._marks.examples == 1:
             with self:
                 single = self._leaf(tensor).unsqueeze(0)
             copies = self._copies(single, Rows(dim=0, minor=1, size=1)).squeeze(0)
             self._marks.put(copies, rows=batch_first(copies, 1))
         else:
-            dim = alike_along(self._leaf(tensor), self._examples)
+            dim = alike_along(self._leaf(tensor), self._marks.examples)
             if dim is None:
                 raise ValueError("no dimension of this tensor is the examples'")
             with self:
                 single = self._leaf(tensor).narrow(dim, 0, 1)
-            copies = self._copies(single, Rows(dim=dim, minor=1, size=self._examples))
+            copies = self._copies(single, Rows(dim=dim, minor=1, size=self._marks.examples))
         with self:
             return copies.contiguous() if self._repeats(tensor) else copies
 
     def _copies(self, single: Tensor, rows: Rows) -> Tensor:
         """``single`` repeated along the examples' dimension, each copy with its own gradient."""
-        names = self._sources(single)
+        names = self._marks.sources(single)
         wanted = self._sink.broadcast(names)
         count = rows.size if rows.labels is None else rows.labels.shape[0]
         shape = [count if dim == rows.dim else -1 for dim in range(single.ndim)]
         copies = single.detach().expand(shape)
         if wanted and torch.is_grad_enabled():
             copies.requires_grad_()
-            examples = self._examples
+            examples = self._marks.examples
 
             def arrived(leaf: Tensor) -> None:
                 if leaf.grad is not None:
                     gradient, leaf.grad = leaf.grad, None
                     summed = rows.per_example(gradient, examples).unsqueeze(rows.dim + 1)
-                    self._waiting.append((single, summed))
+                    own = (Derived(tensor=single, names=names),)
+                    self._pullback.arrived.append(Arrived(derived=own, gradient=summed))
 
             copies.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._marks.put(copies, rows=rows)
@@ -365,34 +356,43 @@ class Interception(TorchFunctionMode):
 
     def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401 - NotImplemented where it is none
         """``entered Wᵀ + b`` with W (out, in) or b derived, or NotImplemented."""
-        if self._sources(entered):
+        if self._marks.sources(entered):
             return NotImplemented
-        rows = self.rows_of(entered)
+        rows = self._marks.rows(entered)
         places = [self._place(tensor) for tensor in (weight, bias)]
         for tensor, place in zip((weight, bias), places, strict=True):
-            if tensor is not None and place is None and (self._sources(tensor) or self.is_data(tensor)):
+            if tensor is not None and place is None and (self._marks.sources(tensor) or self._marks.is_data(tensor)):
                 return NotImplemented
         if rows is None or weight.ndim != 2 or rows.dim == entered.ndim - 1 or (bias is not None and bias.ndim != 1):
+            return NotImplemented
+        if not self._sink.factorises(*places):
             return NotImplemented
         left = run()
         stands = self._sink.multiplied(Product(weight=places[0], bias=places[1], entered=entered, rows=rows, left=left))
         return self.with_rows(stands, rows)
 
     def _place(self, tensor: Tensor | None) -> Place | None:
-        names = frozenset[str]() if tensor is None else self._sources(tensor)
+        names = frozenset[str]() if tensor is None else self._marks.sources(tensor)
         if tensor is None or len(names) != 1:
             return None
         (name,) = names
         return place_of(tensor, self._parameters[name], name)
 
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what entered the model."""
+        return self._marks.is_data(tensor)
+
     def is_derived(self, tensor: object) -> bool:
         """Whether a tensor was made of the watched parameters alone."""
-        return isinstance(tensor, Tensor) and bool(self._sources(tensor))
+        return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
 
     def leads(self, tensor: Tensor) -> bool:
         """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
-        rows = self.rows_of(tensor)
-        return self._examples > 1 and (rows is None or rows.dim == 0)
+        return self._marks.examples > 1 and getattr(self._marks.rows(tensor), "dim", 0) == 0
+
+    def rows_of(self, tensor: Tensor) -> Rows | None:
+        """Where the examples of data are, if that is known."""
+        return self._marks.rows(tensor)
 
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
         """``tensor``, its examples known to be where ``rows`` say."""

@@ -1,11 +1,18 @@
-"""Marks: what interception knows of each tensor in the current forward pass, kept on the tensor itself."""
+"""Marks: what interception knows of each tensor in the current forward pass, kept on the tensor itself.
 
+A tensor is *derived* where it was made of watched parameters alone, and *data* where anything that
+entered the model is in it; of data, a mark says where its examples are.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from engine.curvature.calls import version
-from engine.curvature.provenance import Rows
+from engine.curvature.provenance import Rows, batch_first, followed
+from engine.curvature.torch_functions import Operation, tensors_of
+from engine.memory.exhaustion import is_unexplained
 
 _MARK = "kronoscope"
 
@@ -28,12 +35,15 @@ class Mark:
 class Marks:
     """The marks of one forward pass; those of earlier passes do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._epoch = object()
+        self.examples = 0
+        """N of the pass."""
 
-    def begin(self) -> None:
-        """Forget all marks."""
-        self._epoch = object()
+    def begin(self, examples: int) -> None:
+        """Forget all marks, for a forward pass of that many examples."""
+        self.examples, self._epoch = examples, object()
 
     def of(self, tensor: Tensor) -> Mark | None:
         """Return the tensor's mark, if it has one of this pass."""
@@ -57,6 +67,50 @@ class Marks:
         if mark is None or mark.expansion is None or mark.version != version(tensor):
             return tensor
         return mark.expansion
+
+    def parameter(self, tensor: Tensor) -> str | None:
+        """Return the name of the watched parameter that ``tensor`` is."""
+        return self._names.get(id(tensor))
+
+    def sources(self, tensor: Tensor) -> frozenset[str]:
+        """Return the parameters that ``tensor`` was made of alone; none for data and constants."""
+        name = self.parameter(tensor)
+        if name is not None:
+            return frozenset({name})
+        mark = self.of(tensor)
+        return frozenset() if mark is None or mark.sources is None else mark.sources
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what entered the model."""
+        if self.sources(tensor):
+            return False
+        return tensor.requires_grad or self.of(tensor) is not None
+
+    def rows(self, tensor: Tensor) -> Rows | None:
+        """Return where the examples of data are; what came out of an operation that no mode sees leads with them."""
+        mark = self.of(tensor)
+        return batch_first(tensor, self.examples) if mark is None else mark.rows
+
+    def follow(self, operation: Operation, left: object) -> None:
+        """Mark the results of an operation on data."""
+        data = [tensor for tensor in operation.tensors if self.of(tensor) is not None]
+        if not data:
+            return
+        for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
+            rows = None
+            for tensor in data:
+                before = self.rows(tensor)
+                if before is not None and rows is None:
+                    rows = self._followed(operation, tensor, before, result)
+            self.put(result, rows=rows)
+
+    def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
+        try:
+            return followed(operation.name, entered, rows, operation.args, operation.kwargs, left, self.examples)
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return None
 
 
 def alike_along(tensor: Tensor, examples: int) -> int | None:

@@ -52,6 +52,17 @@ class Rows:
         shape = (*tensor.shape[: self.dim], major, examples, self.minor, *tensor.shape[self.dim + 1 :])
         return tensor.reshape(shape).movedim(self.dim + 1, 0)
 
+    def of_example(self, tensor: Tensor, example: int, examples: int) -> Tensor:
+        """The indices of one example among those of ``tensor``, which has them where the one described has."""
+        owners = self.owners(examples)
+        if owners is not None:
+            return tensor.index_select(self.dim, (owners == example).nonzero()[:, 0])
+        major = self.size // (self.minor * examples)
+        if major == 1:
+            return tensor.narrow(self.dim, example * self.minor, self.minor)
+        shape = (*tensor.shape[: self.dim], major, examples, self.minor, *tensor.shape[self.dim + 1 :])
+        return tensor.reshape(shape).select(self.dim + 1, example).flatten(self.dim, self.dim + 1)
+
     def per_example(self, tensor: Tensor, examples: int) -> Tensor:
         """``tensor`` summed over the indices of each example: (N, …), the other dimensions in order."""
         front = tensor.movedim(self.dim, 0)

@@ -263,14 +263,22 @@ class LayerStatistics:
             rows = rows[kept]
         self._add_rows_(rows)
 
-    def add_example_gradients_(self, gradients: Tensor) -> None:
-        """Add the squares of ``gradients`` (N, numbers), those of each example with respect to a bare parameter."""
+    def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
+        """Add the squares of the gradients of some examples with respect to a bare parameter.
+
+        Args:
+            gradients: Those of the examples from ``start`` on, shape (n, numbers).
+            start: The first of them.
+            examples: N of the batch.
+        """
         self.gradients += 1
         if self.G is not None:
             squares = gradients.to(self.G.dtype).square()
             self._add_small_(self.G, squares.sum(0))
             if self.traced:
-                self._add_norms_(squares.sum(1, keepdim=True).to(torch.float64))
+                norms = torch.zeros(examples, 1, dtype=torch.float64, device=squares.device)
+                norms[start : start + squares.shape[0]] = squares.sum(1, keepdim=True)
+                self._add_norms_(norms)
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> None:
         """Keep the probabilities of a head's loss terms, of ``logits`` (N, R, V)."""

@@ -12,8 +12,10 @@ from torch import nn
 
 from engine.curvature.activations import Saved
 from engine.curvature.calls import Call
+from engine.curvature.contributions import examples_at_once
 from engine.curvature.joint import squared_norms_numbers
 from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun, kept_terms, row_sizes, sides_of
+from engine.curvature.layers.bare import BareLayer
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
 from engine.curvature.nested import EIGHTHS
@@ -44,8 +46,6 @@ def plan_of(
     # the last passes hold no input of the first ones' layers; bases are rotated with all of a pass's
     mine = part if several and not workspace.collection.ekfac else None
     saved = _within(seen.recomputed if chosen.activation_checkpointing else seen.saved, mine)
-    # what arrives, and its sum over all uses
-    bare = 2 * sum(layer.out_dim for layer in treated if layer.form == "diagonal_block")
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
     gradients, formula, patches = _on_the_way_back(workspace, item, seen, chosen, examples, saved, mine, outputs)
@@ -59,7 +59,13 @@ def plan_of(
             "estimated",
             "collection",
         ),
-        ("example gradients", "2 · slice · bare", examples * bare * item, "estimated", "collection"),
+        (
+            "example gradients",
+            "2 · slice · bare, or 3 · some examples' and what their operations hold",
+            _example_gradients(treated, examples) * item,
+            "estimated",
+            "collection",
+        ),
     ]
     sizes += row_sizes(treated, seen, item)
     if several:
@@ -142,6 +148,17 @@ def plan_of(
     )
     terms += _weights(workspace, place)
     return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def _example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
+    """Numbers of the gradients of bare parameters by example, and of what waits for them."""
+    bare = [layer for layer in treated if isinstance(layer, BareLayer)]
+    # what arrives, and its sum over all uses
+    copied = 2 * examples * sum(layer.out_dim for layer in bare if layer.held is None)
+    again = sum(layer.out_dim for layer in bare if layer.held is not None)
+    # of some examples: those with respect to what was made of the parameters, stacked, and pulled back to them
+    made = 3 * examples_at_once(examples, again) * again
+    return copied + made + examples * sum(layer.held or 0 for layer in bare)
 
 
 def _heaviest(

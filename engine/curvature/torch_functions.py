@@ -42,6 +42,11 @@ class Operation:
             return self.func(*self.args, **self.kwargs)
         return self.func(*with_tensors(tuple(self.args), change), **with_tensors(dict(self.kwargs), change))
 
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Operation":
+        """The same operation on other tensors."""
+        args, kwargs = with_tensors(tuple(self.args), change), with_tensors(dict(self.kwargs), change)
+        return Operation(self.func, self.name, args, kwargs)
+
     @property
     def writes(self) -> bool:
         """Whether it writes to its first argument, or to one given as `out`."""

@@ -105,6 +105,28 @@ def masked(model: Used, x: Tensor) -> Tensor:
     return torch.where(x[..., :1] > 0, x, model.p.expand(x.shape[0], 5, -1))
 
 
+def transposed_and_scaled(model: Used, x: Tensor) -> Tensor:
+    return (x.transpose(0, 1).flatten(0, 1) @ (model.p * 0.5)).unflatten(0, (5, -1)).transpose(0, 1)
+
+
+def picked_and_scaled(model: Used, x: Tensor) -> Tensor:
+    token = (torch.tensor([3, 1, 1, 0, 4]) + 5 * torch.arange(x.shape[0]).flip(0)[:, None]).flatten()
+    return x.flatten(0, 1).index_add(0, token, x.flatten(0, 1)[token] @ (model.p * 2)).view_as(x)
+
+
+def repeated_keys(model: Used, x: Tensor) -> Tensor:
+    """A table of two heads, copied for each example, beside its heads."""
+    heads = x[:, :, None].expand(-1, -1, 2, -1).transpose(1, 2).flatten(0, 1)
+    scores = torch.bmm(heads, (model.p * 2).repeat(x.shape[0], 1, 1).mT).unflatten(0, (-1, 2))
+    return x * scores.sum((1, 3))[..., None]
+
+
+def attended(model: Used, x: Tensor) -> Tensor:
+    """One matrix for what comes of the data, and for another parameter."""
+    keys, queries = model.q @ model.p, x @ model.p
+    return torch.softmax(queries @ keys.T, -1) @ keys
+
+
 USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, ...] | None]] = [
     (lambda model, x: x + model.p, (4,), None),
     (lambda model, x: model.p - x, (1, 5, 4), None),
@@ -129,6 +151,22 @@ USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, .
     (flattened, (4,), (4,)),
     (picked, (4,), None),
     (masked, (1, 1, 4), None),
+    (lambda model, x: x @ model.p + torch.tanh(x) @ model.p.T, (4, 4), None),
+    (lambda model, x: x @ model.p + model.p[0], (4, 4), None),
+    (lambda model, x: functional.linear(x, model.p, model.q) + model.q, (4, 4), (4,)),
+    (lambda model, x: functional.conv1d(x.mT, model.p).mT, (4, 4, 1), None),
+    (lambda model, x: functional.conv1d(x.mT, model.p.unsqueeze(1), model.q, groups=4, padding=1).mT, (4, 3), (4,)),
+    (lambda model, x: x @ (model.p * 2), (4, 4), None),
+    (lambda model, x: x @ (torch.eye(4).double() + model.p @ model.q), (4, 2), (2, 4)),
+    (lambda model, x: x @ torch.cat([model.p.T, model.q], 0), (4, 3), (1, 4)),
+    (lambda model, x: functional.linear(x, functional.normalize(model.p)) * model.q, (4, 4), (1,)),
+    (lambda model, x: functional.linear(x, model.q * model.p / model.p.norm(dim=1, keepdim=True)), (4, 4), (4, 1)),
+    (lambda model, x: model.p[(x > 0).long().sum(-1)] + x, (5, 4), None),
+    (lambda model, x: functional.embedding((x > 0).long().sum(-1), model.p * 3) + x, (5, 4), None),
+    (transposed_and_scaled, (4, 4), None),
+    (picked_and_scaled, (4, 4), None),
+    (repeated_keys, (2, 3, 4), None),
+    (attended, (4, 4), (4, 4)),
 ]
 
 
@@ -156,10 +194,6 @@ def across_examples(model: Used, x: Tensor) -> Tensor:
 
 STRANGE: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], str, str]] = [
     (lambda _, x: x, (4, 4), "bare_parameter", ""),
-    (lambda model, x: functional.conv1d(x.mT, model.p).mT, (4, 4, 1), "unknown_operation", "conv1d"),
-    (lambda model, x: x @ (model.p * 2), (4, 4), "unknown_operation", "matmul"),
-    (lambda model, x: x @ model.p + torch.tanh(x) @ model.p.T, (4, 4), "mixed_uses", "several ways"),
-    (lambda model, x: x @ model.p + model.p[0], (4, 4), "mixed_uses", "several ways"),
     (overwriting, (4,), "unknown_operation", "setitem"),
     (across_examples, (1, 5, 4), "unknown_operation", "cat"),
 ]

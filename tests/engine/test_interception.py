@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.curvature import interception
+from engine.curvature import interception, marks
 from tests.oracles import collect, curvature_traces
 
 EXACT = 1e-10
@@ -115,7 +115,7 @@ def test_an_error_in_the_following_declares_the_parameter_and_blames_nobody(
     if failing == "rewrite":
         monkeypatch.setattr(interception, "REWRITES", dict(interception.REWRITES, layer_norm=fail))
     else:
-        monkeypatch.setattr(interception, "followed", fail)
+        monkeypatch.setattr(marks, "followed", fail)
     model = Queried(lambda own, h: functional.layer_norm(torch.sin(h), (4,), own.p), 4)
     errors, reasons = traces_by_layer(model, *data())
     assert reasons == {"p": "unknown_operation"}

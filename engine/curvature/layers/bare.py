@@ -2,7 +2,8 @@
 
 A class token, a table of positions, a scale per channel: the gradient of one example is a tensor
 like the parameter itself. Its exact second moment would be as wide as the parameter squared; the
-exact *diagonal* of it is kept.
+exact *diagonal* of it is kept. So is that of parameters from which a weight is made (a norm and its
+directions, two factors, a scale) or that are used in several ways at once.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from engine.curvature.layers.layer import Form, TreatedLayer
 
 @dataclass(eq=False)
 class BareLayer(TreatedLayer):
-    """One parameter, all of whose uses are broadcast over examples: A is the 1×1 matrix 1, G a vector."""
+    """One parameter, whose gradient is made example by example: A is the 1×1 matrix 1, G a vector."""
 
     form: ClassVar[Form] = "diagonal_block"
     why: ClassVar[str] = "no product to factorise: the exact diagonal of the block is kept"
@@ -29,6 +30,17 @@ class BareLayer(TreatedLayer):
     """It gets a dimension for the examples before it meets any data."""
     tensors: Mapping[str, Tensor]
     """The parameter, by its name."""
+    held: int | None = None
+    """Numbers of an example that wait for its gradient, where operations are run again for it; None where none are."""
+
+    @property
+    def explanation(self) -> str:
+        """Why only its diagonal is kept."""
+        return self.why if self.held is None else self._made
+
+    _made: ClassVar[str] = (
+        "no one product describes its uses: the exact diagonal of the block is kept, from each example's gradient"
+    )
 
     @property
     def roles(self) -> tuple[TreatedLayer, ...]:

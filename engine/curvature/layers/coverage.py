@@ -14,7 +14,6 @@ A parameter is counted once, by identity. Reasons:
 - ``batch_not_first``: its positions cannot be told apart by example;
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from;
 - ``unknown_operation``: a parameter enters an operation that is not understood (the row names it);
-- ``mixed_uses``: a parameter is used in several ways that no one layer describes;
 - ``unforeseen_use``: later data made the model use it in a way that the first example did not show;
 - ``never_routed``: an expert to which the data routed no token.
 
