@@ -36,7 +36,8 @@ def hold_device(budget: MemoryBudget, device: torch.device) -> None:
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / total), device)
+    # a device without an index is the current one everywhere in torch but here, where it is an error
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / total), device.index)
 
 
 def warm_up() -> None:

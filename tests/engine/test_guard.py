@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.memory import guard as guard_module
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
 from engine.memory.exhaustion import lost_device, ran_out_of_memory
 from engine.memory.guard import Guard, Rung, RungFailed
+from engine.memory.hold import hold_device
 from engine.memory.plan import Plan, Term
 
 MIB = 2**20
@@ -174,3 +176,17 @@ def test_freed_memory_is_given_back_before_a_rung_is_refused(monkeypatch: pytest
     assert keeper.fits(host_bytes=40)
     assert given_back
     assert not keeper.fits(host_bytes=60)
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_device_budget_is_held_with_an_index_and_without(
+    monkeypatch: pytest.MonkeyPatch, name: str, index: int
+) -> None:
+    """torch's own function, on a machine with a GPU or without: only what asks the driver is replaced."""
+    told: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * MIB))
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *given: told.append(given), raising=False)
+    hold_device(MemoryBudget(device_bytes=2 * MIB, host_bytes=0), torch.device(name))
+    assert told == [(0.25, index)]
