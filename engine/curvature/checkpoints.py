@@ -28,12 +28,13 @@ from engine.curvature.batches import Batch
 from engine.curvature.factors import digest
 from engine.curvature.gathered import Cursor, Gathered, Snapshot, bit_sum
 from engine.curvature.gradient_rows import GradientRows
+from engine.curvature.masks import Key
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import Waiting
 from engine.errors import Unwinding
 from engine.workspace import Artifacts, Workspace
 
-FORMAT = "kronoscope-checkpoint/1"
+FORMAT = "kronoscope-checkpoint/2"
 MANIFEST = "checkpoint/checkpoint.json"
 _FILE_BYTES = 64 * 2**20
 """A file holds as many tensors as fit, or one that is larger: what reading back holds at once."""
@@ -52,6 +53,7 @@ class Resumed:
     cursor: Cursor
     passes: int
     shared: dict[str, str]
+    unmasked: frozenset[Key]
     finished: dict[str, dict[str, Any]]
     """Counts of the layers of finished passes."""
     waiting: dict[str, Waiting]
@@ -106,11 +108,13 @@ class Checkpoints:
             self.discard(str(foreign))
             return None
 
-    def under_way(self, number: int, shared: Mapping[str, str]) -> Resumed | None:
+    def under_way(self, number: int, gathered: Gathered) -> Resumed | None:
         """The checkpoint of pass ``number``, where this attempt or an earlier one has made one in its midst."""
         found = self.find()
         inside = found is not None and found.cursor.number == number and bool(found.running)
-        return found if inside and found is not None and found.shared == shared else None
+        if not inside or found is None:
+            return None
+        return found if (found.shared, found.unmasked) == (gathered.shared, gathered.unmasked) else None
 
     def _read(self) -> Resumed:
         """Read the manifest.
@@ -140,6 +144,7 @@ class Checkpoints:
             cursor=Cursor(**body["cursor"]),
             passes=body["passes"],
             shared=body["shared"],
+            unmasked=frozenset((name, number) for name, number in body["unmasked"]),
             finished=body["finished"],
             waiting={name: Waiting(**waiting) for name, waiting in body["waiting"].items()},
             nondeterministic=tuple(body["nondeterministic"]),
@@ -239,6 +244,7 @@ class Checkpoints:
                 "cursor": asdict(cursor),
                 "passes": gathered.passes,
                 "shared": gathered.shared,
+                "unmasked": sorted(gathered.unmasked),
                 "finished": {name: counts(each) for name, each in gathered.statistics.items()},
                 "waiting": {name: asdict(each) for name, each in gathered.waiting.items()},
                 "nondeterministic": sorted(gathered.nondeterministic),

@@ -23,9 +23,10 @@ from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun
 from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.loss_head import head_of
+from engine.curvature.masks import Masking, try_masks
 from engine.curvature.padding import padding_decides_nothing
 from engine.curvature.passes import PassJob
-from engine.curvature.prediction import predict
+from engine.curvature.prediction import answer, predict
 from engine.curvature.representation import Foreseen, choose
 
 _DRY_EXAMPLES = (2, 3)
@@ -39,7 +40,8 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
         witness.look_at(batch, 0)
         if job.collection.batch_size == 1:
             # every position is the only example's
-            return job, _seen(job, survey, _repeated(batch, 1)), frozenset()
+            few = _seen(job, survey, _repeated(batch, 1))
+            return dataclasses.replace(job, masking=_masking(job, survey, batch)), few, frozenset()
         fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
         tables = shared_tables(few.calls, many.calls)
@@ -50,10 +52,11 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
             job = dataclasses.replace(job, tables=spread)
             few, many = _seen(job, survey, fewer), _seen(job, survey, more)
         run = partial(predict, job.model, task=job.task)
+        job = dataclasses.replace(job, masking=_masking(job, survey, batch))
         if shapes_alone:
             return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
         with torch.no_grad():
-            cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, run)
+            cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, job.masking, run)
         job = dataclasses.replace(job, cut_padding=cut)
     return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
 
@@ -115,7 +118,7 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
     copied = {role.module: AT_A_NORMALISATION for role in roles if isinstance(role, BlockLayer)}
 
     # whether any is, the first batch cannot say for the others
-    padded = batch.mask is not None or job.task.type in ("causal_lm", "masked_lm")
+    padded = batch.mask is not None
 
     def run(examples: int) -> Tensor:
         with job.precision.autocast(job.workspace.device):
@@ -167,6 +170,22 @@ def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str
     unlabelled = dataclasses.replace(job.task, loss=None)
     with torch.no_grad(), watched(survey.treated, batch.size, tables, disturb):
         return predict(job.model, batch, unlabelled).outputs
+
+
+def _masking(job: PassJob, survey: Survey, batch: Batch) -> Masking:
+    """The calls that have the positions of the mask of ``batch``."""
+    if batch.index.is_meta:
+        # only numbers can prove it
+        return Masking()
+
+    def run(trial: Batch) -> tuple[list[Call], list[Tensor]]:
+        # a model that draws numbers draws the same ones
+        torch.manual_seed(job.collection.seed)
+        with torch.no_grad(), watched(survey.treated, trial.size, job.tables) as calls:
+            returned = answer(job.model, trial, labelled=job.task.likelihood == "model")
+        return calls, tensors(returned)
+
+    return try_masks(batch, run, gradients=job.collection.fisher != "forward_only")
 
 
 def _repeated(batch: Batch, times: int) -> Batch:

@@ -69,6 +69,7 @@ def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) 
         Bases and eigenvalues of one pass's layers; those of all of them on the host, unless they
         are laid aside, which they are where there are several passes and a scratch place.
     """
+    job = job.without_masks(gathered.unmasked)
     scratch = job.workspace.scratch if len(parts) > 1 else None
     loads: dict[str, Load] = {}
     holders: dict[str, str] = {}
@@ -179,7 +180,7 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
     """One pass over the data."""
     workspace, collection = job.workspace, job.collection
     scale = job.precision.loss_scale(FIRST_SCALE, 0)
-    collector = Collector(statistics=sums, tables=job.tables, places=job.places, scale=scale)
+    collector = Collector(statistics=sums, tables=job.tables, places=job.places, masking=job.masking, scale=scale)
     count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     updates = 0
     # the numbers that the passes before this one drew

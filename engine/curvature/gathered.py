@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.curvature.batches import Batch, tensors
 from engine.curvature.factors import Factors
+from engine.curvature.masks import Key
 from engine.curvature.mixed_precision import FIRST_SCALE, LossScale
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.waiting import Waiting
@@ -41,6 +42,8 @@ class Gathered:
     """Of every covered layer."""
     shared: dict[str, str]
     """Follower → leader of the layers that share one A."""
+    unmasked: frozenset[Key] = frozenset()
+    """Calls that the mask is not laid on after all."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """Where those factors stand that are laid aside."""
     nested: dict[int, Snapshot] = field(default_factory=dict)

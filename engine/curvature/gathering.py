@@ -12,12 +12,13 @@ from typing import Any
 from engine.curvature.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
 from engine.curvature.finishing import keep
 from engine.curvature.gathered import Cursor, Gathered
-from engine.curvature.hooks import SharingBroken
 from engine.curvature.layers.coverage import Survey
+from engine.curvature.masks import MaskBroken
 from engine.curvature.numerics import Numerics
 from engine.curvature.passes import PassJob, Progress, run_pass, statistics_kind
 from engine.curvature.representation import DENSE
 from engine.curvature.retreat import described, lower
+from engine.curvature.sharing import SharingBroken
 from engine.memory.exhaustion import first_line, free_memory, ran_out_of_memory
 from engine.memory.guard import PlanningError
 from engine.memory.plan import Chosen, Plan
@@ -80,7 +81,7 @@ def _gather(
         free_memory(job.workspace.device)
         again = not again
         if again:
-            found = checkpoints.under_way(number, gathered.shared)
+            found = checkpoints.under_way(number, gathered)
             gathered.passes += found is not None
             continue
         gathered.chosen = _lower(job, gathered, number, missed)
@@ -166,6 +167,9 @@ def _pass(
         except SharingBroken as broken:
             # rare: a model that feeds its layers differently from batch to batch
             gathered.shared = {name: leader for name, leader in gathered.shared.items() if name not in broken.followers}
+        except MaskBroken as broken:
+            job.workspace.log("info", f"padding takes part in {broken}: all of its positions count")
+            gathered.unmasked |= broken.calls
     for each in statistics:
         each.end_pass_()
     gathered.statistics |= {each.layer.name: each for each in statistics}
@@ -201,6 +205,7 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
         shared=found.shared,
         waiting=found.waiting,
         nested=found.nested,
+        unmasked=found.unmasked,
         nondeterministic=job.heard,
         examples=found.cursor.examples,
         updates=found.cursor.updates,

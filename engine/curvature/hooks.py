@@ -6,7 +6,6 @@ output that then needs none either is made a leaf that does, so that gradients w
 """
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,32 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from engine.curvature.broadcast import lacks_examples, spread
-from engine.curvature.calls import called, entered_by, version
+from engine.curvature.calls import called, entered_by
 from engine.curvature.interception import Interception
 from engine.curvature.joint import Meeting
 from engine.curvature.layers.bare import BareLayer
-from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.coverage import Survey
-from engine.curvature.layers.embedding import EmbeddingLayer
 from engine.curvature.layers.functional_linear import FunctionalLinearLayer
 from engine.curvature.layers.layer import TreatedLayer, Use
 from engine.curvature.layers.place import Place
 from engine.curvature.loss_head import LossHead
+from engine.curvature.masks import RECOMPUTED, Key, MaskBroken, Masking, counted, position_count
 from engine.curvature.mixed_precision import LossScale
 from engine.curvature.prediction import Prediction
 from engine.curvature.provenance import Rows
+from engine.curvature.sharing import Sharing
 from engine.curvature.sightings import Product
 from engine.curvature.statistics import LayerStatistics
-from engine.errors import Unwinding
-
-
-class SharingBroken(Unwinding):
-    """Layers that shared their input with another in the dry run no longer do."""
-
-    def __init__(self, followers: tuple[str, ...]) -> None:
-        super().__init__(", ".join(followers))
-        self.followers = followers
-
 
 Places = frozenset[tuple[Place | None, Place | None]]
 """Of weights and their biases in parameters."""
@@ -51,14 +40,6 @@ def places_of(survey: Survey) -> Places:
     """The places of all layers that are places."""
     layers = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
     return frozenset((layer.weight_place, layer.bias_place) for layer in layers)
-
-
-@dataclass(frozen=True)
-class _Entered:
-    """What a sharing layer was last called with."""
-
-    tensor: "weakref.ref[Tensor]"
-    version: int
 
 
 @dataclass
@@ -75,8 +56,10 @@ class Collector:
     """Gradients are wanted: a call without a graph is none of the loss's."""
     examples: int = 0
     """Examples of the current batch."""
-    positions: Tensor | None = None
+    mask: Tensor | None = None
     """(N, T) booleans of the current batch; None where all positions count."""
+    masking: Masking = field(default_factory=Masking)
+    """The calls that the mask is laid on."""
     tables: frozenset[str] = frozenset()
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
     places: Places = frozenset()
@@ -89,12 +72,14 @@ class Collector:
     """What directions are multiplied by; None where that is one."""
     _held: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
     """Gradients of one direction, and where they go once all of them are known to be finite."""
-    _seen: dict[str, _Entered] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _ungraphed: Counter[str] = field(default_factory=Counter)
     """Calls of the forward pass that left no graph."""
-    _pairs: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    """(follower, leader) of every pair that a layer belongs to."""
+    _numbers: Counter[str] = field(default_factory=Counter)
+    """Calls of each part of a layer in the forward pass."""
+    _reached: list[tuple[Key, Tensor]] = field(default_factory=list)
+    """Whether a gradient reached positions that the mask dropped, () booleans, of the current batch."""
+    _sharing: Sharing = field(default_factory=Sharing)
     _meetings: dict[str, Meeting] = field(default_factory=dict)
     """Of the layers whose inputs and gradients are wanted together."""
     _products: dict[tuple[Place | None, Place | None], LayerStatistics] = field(default_factory=dict)
@@ -116,22 +101,21 @@ class Collector:
                 self._bare[layer.parameter] = statistics
             if statistics.joint:
                 self._meetings[statistics.layer.name] = Meeting(statistics.add_met_)
-        for follower in self.statistics:
-            if follower.leader is not None:
-                pair = follower.layer.name, follower.leader.layer.name
-                for name in pair:
-                    self._pairs.setdefault(name, []).append(pair)
+        leaders = [(each.layer.name, each.leader) for each in self.statistics]
+        pairs = [(name, leader.layer.name) for name, leader in leaders if leader is not None]
+        self._sharing = Sharing.of(pairs)
         if parameters:
             self._interception = Interception(parameters, self)
 
-    def begin(self, examples: int, positions: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
+    def begin(self, examples: int, mask: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
         """Prepare for one batch, of which ``inputs`` enter the model."""
         if self._interception is not None:
             self._interception.begin(inputs, examples)
         self.examples = examples
-        self.positions = None if positions is None or bool(positions.all()) else positions
+        self.mask = None if mask is None or bool(mask.all()) else mask
         self.returning = False
-        for record in (self._seen, self._calls, self._ungraphed):
+        self._sharing.begin()
+        for record in (self._calls, self._ungraphed, self._numbers, self._reached):
             record.clear()
         if self.head is not None:
             self.head.begin()
@@ -142,6 +126,9 @@ class Collector:
         for statistics in self.statistics:
             if head is not None and head.role in statistics.layer.roles and statistics.flaw is None:
                 terms = head.terms(prediction)
+                dropped = head.drops_terms(prediction)
+                if dropped is not None:
+                    self._reached.append(((head.role.name, 0), dropped))
                 if terms is None:
                     statistics.flaw = "unforeseen_use"
                 else:
@@ -183,16 +170,12 @@ class Collector:
         """Close one batch.
 
         Raises:
+            MaskBroken: If a gradient reached positions that the mask dropped.
             SharingBroken: If only one of two layers that share A was called.
         """
-        broken = tuple(
-            follower
-            for name, pairs in self._pairs.items()
-            for follower, leader in pairs
-            if name == follower and (follower in self._seen) != (leader in self._seen)
-        )
-        if broken:
-            raise SharingBroken(broken)
+        if self._reached and bool(torch.stack([reached for _, reached in self._reached]).any()):
+            raise MaskBroken(frozenset(key for key, reached in self._reached if bool(reached)))
+        self._sharing.end()
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -214,8 +197,11 @@ class Collector:
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             entered = entered_by(args, kwargs)
             counts = self._counts(statistics)
+            key = self._key(role)
             if counts:
-                self._check_sharing(statistics, entered)
+                self._sharing.check(
+                    statistics.layer.name, entered, masked=self.mask is not None and self.masking.covers(key)
+                )
             if len(args) + len(kwargs) > 1:
                 statistics.flaw = "several_inputs"
             instead = None
@@ -227,10 +213,11 @@ class Collector:
             if statistics.flaw is not None:
                 return instead
             plain = entered.detach()
-            use = Use(entered=plain, examples=self.examples, kept=self._kept(role, plain), role=role)
+            dropped = self._dropped(key, role, plain)
+            use = Use(entered=plain, examples=self.examples, kept=counted(role, plain, dropped), role=role)
             if counts:
                 statistics.add_input_(use)
-            followed = self._follow(statistics, use, output)
+            followed = self._follow(statistics, use, output, dropped=None if dropped is None else (key, dropped))
             return instead if followed is None else followed
 
         return after
@@ -245,22 +232,25 @@ class Collector:
             self._unforeseen(frozenset(place.parameter for place in places if place is not None))
             return product.left
         counts = self._counts(statistics)
+        key = self._key(statistics.layer)
         if counts:
-            self._check_sharing(statistics, product.entered)
+            self._sharing.check(statistics.layer.name, product.entered, masked=self.masking.permits(key))
         if statistics.flaw is not None:
             return product.left
         rows = product.rows
         arranged = rows.example_first(product.entered.detach(), self.examples)
         owners, kept = self._routing(rows, arranged.numel() // max(arranged.shape[-1], 1))
+        kept = kept if self.masking.permits(key) else None
         use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)
         if counts:
             statistics.add_input_(use)
-        followed = self._follow(statistics, use, product.left, rows)
+        dropped = None if kept is None else (key, ~kept)
+        followed = self._follow(statistics, use, product.left, rows, dropped=dropped)
         return product.left if followed is None else followed
 
     def _routing(self, rows: Rows, count: int) -> tuple[Tensor | None, Tensor | None]:
         """Whose each of ``count`` positions is, where they were picked, and which of them count."""
-        owners, kept, known = rows.owners(self.examples), None, self.positions
+        owners, kept, known = rows.owners(self.examples), None, self.mask
         if rows.labels is None or owners is None:
             return None, known.reshape(-1) if known is not None and known.numel() == count else None
         each = count // max(owners.shape[0], 1)
@@ -315,42 +305,33 @@ class Collector:
         self._ungraphed[name] += not graphed
         return graphed
 
-    def _check_sharing(self, statistics: LayerStatistics, entered: Tensor) -> None:
-        """Compare with what the layers that share this one's A were called with.
+    def _key(self, role: TreatedLayer) -> Key:
+        """The key of the call under way."""
+        if self.returning:
+            return role.name, RECOMPUTED
+        self._numbers[role.name] += 1
+        return role.name, self._numbers[role.name] - 1
 
-        Raises:
-            SharingBroken: If that was another tensor, the same one since overwritten, or a second call.
+    def _dropped(self, key: Key, layer: TreatedLayer, entered: Tensor) -> Tensor | None:
+        """(P,) booleans of the positions of this call that the mask drops; None where it is not laid on it."""
+        mask = self.mask
+        if mask is None or not self.masking.covers(key) or position_count(layer, entered) != mask.numel():
+            return None
+        return ~mask.reshape(-1)
+
+    def _follow(
+        self,
+        statistics: LayerStatistics,
+        use: Use,
+        output: Tensor,
+        rows: Rows | None = None,
+        *,
+        dropped: tuple[Key, Tensor] | None = None,
+    ) -> Tensor | None:
+        """Hand on the gradient of ``output``, its examples leading; returns what stands in its place, if anything.
+
+        ``dropped`` are the call's key and (P,) booleans of the positions that the mask drops.
         """
-        name = statistics.layer.name
-        again = name in self._seen
-        self._seen[name] = _Entered(weakref.ref(entered), version(entered))
-        broken = tuple(
-            follower for follower, leader in self._pairs.get(name, ()) if again or self._differ(follower, leader)
-        )
-        if broken:
-            raise SharingBroken(broken)
-
-    def _differ(self, left: str, right: str) -> bool:
-        one, other = self._seen.get(left), self._seen.get(right)
-        if one is None or other is None:
-            return False  # not yet called; ``end`` looks again
-        return one.tensor() is not other.tensor() or one.version != other.version
-
-    def _kept(self, layer: TreatedLayer, entered: Tensor) -> Tensor | None:
-        """(P,) booleans of the positions that count for this call."""
-        kept = None
-        count = entered.numel() if isinstance(layer, EmbeddingLayer) else entered.numel() // layer.fan_in
-        # a layer after pooling has other positions than the tokens, and all of them count
-        if self.positions is not None and count == self.positions.numel() and not isinstance(layer, ConvolutionLayer):
-            kept = self.positions.reshape(-1)
-        if isinstance(layer, EmbeddingLayer) and layer.module.padding_idx is not None:
-            # the padding row gets no gradient, whatever arrives at it
-            real = entered.reshape(-1) != layer.module.padding_idx
-            kept = real if kept is None else kept & real
-        return kept
-
-    def _follow(self, statistics: LayerStatistics, use: Use, output: Tensor, rows: Rows | None = None) -> Tensor | None:
-        """Hand on the gradient of ``output``, its examples leading; returns what stands in its place, if anything."""
         if not torch.is_grad_enabled():
             return None
         name = statistics.layer.name
@@ -367,6 +348,7 @@ class Collector:
         def enter(gradient: Tensor) -> None:
             if rows is not None:
                 gradient = rows.example_first(gradient, use.examples)
+            self._look_at(dropped, use.role or statistics.layer, gradient)
             statistics.add_gradient_(use, gradient)
             if meeting is not None:
                 meeting.arrive(use, gradient, self._calls[name])
@@ -381,3 +363,11 @@ class Collector:
         leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
         # a copy, since the next operation may work in place and a leaf forbids that
         return leaf.clone()
+
+    def _look_at(self, call: tuple[Key, Tensor] | None, layer: TreatedLayer, gradient: Tensor) -> None:
+        """Note whether ``gradient`` is anything but zero in positions that the mask drops from the call, if any."""
+        if call is None:
+            return
+        key, dropped = call
+        largest = torch.linalg.vector_norm(layer.gradient_rows(gradient), ord=torch.inf, dim=1)
+        self._reached.append((key, (largest[dropped] != 0).any()))

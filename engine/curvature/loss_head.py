@@ -69,6 +69,14 @@ class LossHead:
             squares += int(self.role.bias)
         self._calls.append(_PutOut(weakref.ref(output), version(output), use.kept, squares))
 
+    def drops_terms(self, prediction: Prediction) -> Tensor | None:
+        """Whether positions that do not count have loss terms, () boolean; None where all positions count."""
+        kept = self._calls[0].kept if len(self._calls) == 1 else None
+        if kept is None:
+            return None
+        examples, terms = prediction.valid.shape
+        return (prediction.valid & ~kept.view(examples, -1)[:, :terms]).any()
+
     def terms(self, prediction: Prediction) -> Terms | None:
         """The loss terms of ``prediction`` that count; None where the logits are not the head's output this time."""
         logits = prediction.logits

@@ -5,7 +5,7 @@ a forward and a backward pass and enters nothing. Grouped by length and cut to t
 group, the same examples bring the same sums, in another order.
 
 That holds where the padding decides nothing. So it is tried out before the first pass: every
-layer's positions must be the mask's, or one per example, and the outputs of a padded example must
+layer's positions must be proven to be the mask's, or one per example, and the outputs of a padded example must
 stay what they are when its padding is cut off.
 """
 
@@ -16,22 +16,20 @@ from torch import Tensor
 
 from catalog.inputs import Task
 from engine.curvature.batches import Batch, mapped
+from engine.curvature.broadcast import close
 from engine.curvature.calls import Call
-from engine.curvature.layers.convolution import ConvolutionLayer
-from engine.curvature.layers.embedding import EmbeddingLayer
+from engine.curvature.masks import Masking, numbered, position_count
 from engine.curvature.prediction import Prediction
 
 _SHORTER = 0.75
 """An example joins a group if it is at least this share of the group's longest."""
 _POSITIONS = 512
 """Or if the group has fewer positions than this: smaller products are no faster."""
-_ROUNDING = 1e-3
-"""Relative difference of outputs that may come from another order of additions."""
 
 
-def grouped(batch: Batch) -> Iterator[Batch]:
+def grouped(batch: Batch, task: Task) -> Iterator[Batch]:
     """``batch`` in groups of like length, each cut to its longest; itself where its padding is not all at the end."""
-    lengths = _lengths(batch)
+    lengths = _lengths(batch, task)
     if lengths is None:
         yield batch
         return
@@ -40,41 +38,50 @@ def grouped(batch: Batch) -> Iterator[Batch]:
 
 
 def padding_decides_nothing(
-    batch: Batch, task: Task, calls: list[Call], examples: int, run: Callable[[Batch], Prediction]
+    batch: Batch, task: Task, calls: list[Call], examples: int, masking: Masking, run: Callable[[Batch], Prediction]
 ) -> bool:
     """Whether ``run`` gives a padded example of ``batch`` the same outputs without its padding.
 
-    ``calls`` are those of a run of ``examples`` examples as long as the batch. False too where no
-    example is padded, since nothing can be tried out then.
+    ``calls`` are those of a run of ``examples`` examples as long as the batch; those on which the mask is not laid
+    must have one position per example. False too where no example is padded, since nothing can be tried out then.
     """
-    lengths = _lengths(batch)
+    lengths = _lengths(batch, task)
     if lengths is None or task.likelihood == "model" or batch.mask is None:
         return False
     width = batch.mask.shape[1]
     shortest = min(range(batch.size), key=lengths.__getitem__)
-    if lengths[shortest] == width or not all(_counted(call, examples, width) for call in calls):
+    if lengths[shortest] == width:
         return False
+    for key, call in numbered(calls):
+        count = position_count(call.layer, call.entered)
+        if count != examples and not (masking.covers(key) and count == examples * width):
+            return False
     padded, plain = (run(_cut(batch, [shortest], length)) for length in (width, lengths[shortest]))
     left, right = padded.outputs[padded.valid], plain.outputs[plain.valid]
     if padded.outputs.shape[-1] != plain.outputs.shape[-1] or left.shape != right.shape or not left.numel():
         return False
-    return bool((left - right).norm() <= _ROUNDING * left.norm())
+    return close(left, right)
 
 
-def _counted(call: Call, examples: int, width: int) -> bool:
-    """Whether the padding's positions, if the layer has any, are those that the mask leaves out."""
-    layer, entered = call.layer, call.entered
-    count = entered.numel() if isinstance(layer, EmbeddingLayer) else entered.numel() / layer.fan_in
-    return count == examples or (count == examples * width and not isinstance(layer, ConvolutionLayer))
+def _lengths(batch: Batch, task: Task) -> list[int] | None:
+    """Positions of each example up to its padding; None where the mask has holes or leads, or is shared.
 
-
-def _lengths(batch: Batch) -> list[int] | None:
-    """Positions of each example up to its padding; None where the mask has holes or leads, or is shared."""
+    A target that counts, though the mask leaves its position out, is not cut off.
+    """
     mask = batch.mask
     if mask is None or mask.shape[0] != batch.size or not bool((mask[:, 1:] <= mask[:, :-1]).all()):
         return None
     # the shortest sequences that a language model takes are of two tokens
-    return [max(int(length), min(2, mask.shape[1])) for length in mask.sum(1).tolist()]
+    least = min(2, mask.shape[1])
+    lengths = mask.sum(1).clamp_min(least)
+    targets = batch.targets
+    # those of a causal language model end with the mask
+    if task.type != "causal_lm" and isinstance(targets, Tensor) and targets.shape[:2] == mask.shape:
+        ends = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        answered = targets if targets.ndim == 2 else targets.flatten(2).ne(task.ignore_index).any(2).long()
+        ignored = task.ignore_index if targets.ndim == 2 else 0
+        lengths = torch.maximum(lengths, torch.where(answered != ignored, ends, 0).amax(1))
+    return [int(length) for length in lengths.tolist()]
 
 
 def _groups(lengths: list[int]) -> Iterator[list[int]]:

@@ -19,12 +19,13 @@ from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
 from engine.curvature.loss_head import LossHead
+from engine.curvature.masks import Key, Masking
 from engine.curvature.mixed_precision import Precision
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.numerics import Numerics
 from engine.curvature.offload import ROW_STAGING_NUMBERS, Staging, staging_numbers
 from engine.curvature.padding import grouped
-from engine.curvature.prediction import positions, predict
+from engine.curvature.prediction import predict
 from engine.curvature.representation import DENSE, Representation
 from engine.curvature.statistics import LayerStatistics, factor_sides
 from engine.curvature.tied_head import TiedHeadStatistics
@@ -60,6 +61,8 @@ class PassJob:
     """How the layers keep their G; dense where a layer is not named."""
     head: TreatedLayer | None = None
     """The linear layer whose outputs are the loss's logits, if there is one."""
+    masking: Masking = field(default_factory=Masking)
+    """The calls that a batch's mask is laid on."""
     cut_padding: bool = False
     """Padding decides nothing, so it need not go through the model."""
 
@@ -71,6 +74,10 @@ class PassJob:
         """The data, anew, in batches where the caller has them."""
         chunks = self.workspace.batches() if self.workspace.batches is not None else iter(())
         return batched(chunks, self.collection.batch_size)
+
+    def without_masks(self, calls: frozenset[Key]) -> "PassJob":
+        """The same job, with the mask not laid on ``calls``; then padding is not cut either."""
+        return replace(self, masking=self.masking.without(calls), cut_padding=self.cut_padding and not calls)
 
     def moved(self, batch: Batch) -> Batch:
         """A copy on the device, in the precision of the passes."""
@@ -108,12 +115,18 @@ def run_pass(
     found: Resumed | None,
 ) -> tuple[LayerStatistics, ...]:
     """One pass over the data, or the rest of the one that ``found`` was made in."""
+    job = job.without_masks(gathered.unmasked)
     workspace, collection = job.workspace, job.collection
     by_name = _allocated(job, treated, gathered.shared, mixed)
     all_statistics = tuple(by_name.values())
     wanted = collection.fisher != "forward_only"
     collector = Collector(
-        statistics=all_statistics, gradients=wanted, tables=job.tables, places=job.places, head=_head(job, treated)
+        statistics=all_statistics,
+        gradients=wanted,
+        tables=job.tables,
+        places=job.places,
+        masking=job.masking,
+        head=_head(job, treated),
     )
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     checked = workspace.checkpointed
@@ -224,7 +237,7 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
     Both factors are sums over examples, of the summed loss: slices change nothing but the order
     of the additions.
     """
-    groups = grouped(batch) if job.cut_padding else (batch,)
+    groups = grouped(batch, job.task) if job.cut_padding else (batch,)
     size = job.micro_batch or batch.size
     terms = sum(_enter(job, part, collector) for own in groups for part in own.slices(size))
     for staging in {each for found in collector.statistics for each in (found.staging, found.row_staging)}:
@@ -235,7 +248,7 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
 
 def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
     """Let examples that go through the model together enter the statistics; returns their loss terms."""
-    collector.begin(batch.size, positions(batch, job.task), tensors(batch.inputs))
+    collector.begin(batch.size, batch.mask, tensors(batch.inputs))
     with torch.set_grad_enabled(collector.gradients):
         with job.precision.autocast(job.workspace.device):
             prediction = predict(job.model, batch, job.task)

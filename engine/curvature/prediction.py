@@ -64,7 +64,7 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
         NonFiniteLoss: If the outputs hold NaN or Inf.
     """
     own_loss = task.likelihood == "model"
-    returned = _call(model, batch, labelled=own_loss)
+    returned = answer(model, batch, labelled=own_loss)
     arrange = {
         "classification": _classified,
         "sequence_classification": _classified,
@@ -87,24 +87,6 @@ def _finite(outputs: Tensor) -> bool:
     return bool(outputs.sum().isfinite()) or bool(torch.isfinite(outputs).all())
 
 
-def positions(batch: Batch, task: Task) -> Tensor | None:
-    """Positions (N, T) of the sequences that count; None where all do.
-
-    With an attention mask the mask alone selects them; without one the non-ignored targets of a
-    token task do, and with a causal shift also the position before such a target, whose output
-    answers for it.
-    """
-    if batch.mask is not None:
-        return batch.mask
-    targets = batch.targets
-    if task.type in ("causal_lm", "masked_lm") and isinstance(targets, Tensor) and targets.ndim == 2:
-        kept = targets != task.ignore_index
-        if task.type == "causal_lm":
-            kept[:, :-1] |= kept[:, 1:].clone()
-        return None if bool(kept.all()) else kept
-    return None
-
-
 def class_terms(batch: Batch, task: Task, each: int) -> int:
     """Loss terms of a batch that is to be classified, told without the model; ``each`` an example where it has none."""
     classes = batch.targets
@@ -115,7 +97,12 @@ def class_terms(batch: Batch, task: Task, each: int) -> int:
     return int((classes != task.ignore_index).sum()) if isinstance(classes, Tensor) else each * batch.size
 
 
-def _call(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
+def answer(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
+    """Return what ``model`` returns for ``batch``, which it is given the targets of where ``labelled``.
+
+    Raises:
+        ModelRefused: If the model raises; the message quotes it.
+    """
     inputs = batch.inputs
     try:
         if isinstance(inputs, Mapping):

@@ -273,18 +273,18 @@ def test_padding_counts_nowhere(sharing: str) -> None:
             assert relative_error(joined.load(ordinal).G, apart.load(ordinal).G) < 1e-13
 
 
-def test_without_a_mask_ignored_targets_are_no_positions() -> None:
+def test_ignored_targets_remove_loss_terms_and_no_positions() -> None:
     torch.manual_seed(0)
     model = Tokens().double()
     ids = torch.randint(0, 9, (2, 5))
     targets = ids.clone()
     targets[0, 3:] = -100
     whole = collect(model, [(ids, targets)], "causal_lm")
-    assert whole.layers[0].positions == 8
+    assert whole.layers[0].positions == 10
     assert whole.layers[0].terms == 2 + 4
 
 
-def test_last_prompt_position_answers_for_a_term_and_counts() -> None:
+def test_a_prompt_counts_and_has_no_terms() -> None:
     torch.manual_seed(0)
     model = Tokens().double()
     ids = torch.randint(0, 9, (3, 6))
@@ -292,7 +292,7 @@ def test_last_prompt_position_answers_for_a_term_and_counts() -> None:
     targets[:, :3] = -100
     whole = collect(model, [(ids, targets)], "causal_lm")
     head = whole.layers[3]
-    assert (head.positions, head.terms) == (3 * 4, 3 * 3)
+    assert (head.positions, head.terms) == (3 * 6, 3 * 3)
     probability = torch.softmax(model(ids)[:, 2:5], -1).detach().flatten(0, 1)
     exact = (torch.diag_embed(probability) - probability[:, :, None] * probability[:, None]).mean(0)
     assert relative_error(whole.load(3).G, exact) < 1e-12
