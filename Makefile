@@ -9,12 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
+ARCHITECTURES := .architectures
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # the first interpreter that is new enough; `make demo PYTHON=/path/to/python3.12` overrides
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench soak peers test-docker env clean
+.PHONY: help demo test check format bench soak architectures peers test-docker env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -66,13 +67,17 @@ bench: $(STAMP) ## run benchmarks/*.py and the conformance table; each writes be
 	@for script in benchmarks/*.py; do \
 		[ -e "$$script" ] || { echo "There is no benchmark yet."; break; }; \
 		grep -q '__main__' "$$script" || continue; \
-		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -P -m "benchmarks.$$(basename "$$script" .py)"; \
+		echo "==> $$script"; OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONPATH=$(CURDIR)/$(ARCHITECTURES) $(PY) -P -m "benchmarks.$$(basename "$$script" .py)"; \
 	done
 	@echo "==> benchmarks/conformance"; $(PY) -P -m benchmarks.conformance
 
 soak: $(STAMP) ## kill every part at every point with the default leases; writes benchmarks/results/soak.json (8 to 10 minutes measured)
 	@$(PY) -m tests.servers install
 	@OMP_NUM_THREADS=1 $(PY) -m tests.chaos.soak
+
+architectures: $(STAMP) ## what is covered of 170 architectures and how exactly, into docs/architectures.md; installs timm, diffusers, PEFT and torch_geometric beside the environment
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(ARCHITECTURES) -r benchmarks/architecture_cases/requirements.txt
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(ARCHITECTURES) $(PY) -P -m benchmarks.architectures
 
 peers: $(STAMP) ## make .peers, the environment of the libraries that benchmarks compare with
 	@benchmarks/conformance/environment.sh .peers $(PYTHON)
@@ -114,6 +119,6 @@ browser:
 	@echo "==> .env is written, with random passwords and mode 0600; docker compose up -d comes next"
 
 clean: ## remove the environment, the caches and the demo's data; .env and other data stay
-	@rm -rf $(VENV) .peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
+	@rm -rf $(VENV) $(ARCHITECTURES) .peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> Removed $(VENV), caches and .kronoscope/demo"

@@ -1,0 +1,1 @@
+"""The cases of the architecture table: models from tiny configurations, each with a few different examples."""
