@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,8 +49,9 @@ built from tiny configurations, and every weight has noise added, so that no gra
 to float32 in the packages' sources keep float64. timm is imported beside a stand-in for torchvision, of which it needs
 names only.
 
-{cases} cases: {counts}. Of the {measured} that were collected, {complete} are covered completely. *right*: every number
-that the oracle knows is; *refused*: the job ends with the error in the last column; *random*: the model draws numbers,
+{cases} cases: {counts}. Of the {measured} that were collected, {complete} are covered completely.
+
+*right*: every number that the oracle knows is; *refused*: the job ends with the error in the last column; *random*: the model draws numbers,
 so there is nothing to compare; *wrong*: a number is off, or a parameter neither covered nor declared; *false reason*:
 `no_gradient` or `never_routed` is said where the oracle finds a gradient.
 """
@@ -123,10 +125,8 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _counts(every: list[dict[str, Any]]) -> str:
-    verdicts = [row["verdict"] for row in every]
-    return ", ".join(
-        f"{verdicts.count(each)} {each}" for each in sorted(set(verdicts), key=verdicts.count, reverse=True)
-    )
+    verdicts = Counter(row["verdict"] for row in every)
+    return ", ".join(f"{number} {each}" for each, number in sorted(verdicts.items(), key=lambda own: (-own[1], own[0])))
 
 
 def _installed(package: str) -> str:
