@@ -51,9 +51,9 @@ names only.
 
 {cases} cases: {counts}. Of the {measured} that were collected, {complete} are covered completely.
 
-*right*: every number that the oracle knows is; *refused*: the job ends with the error in the last column; *random*: the model draws numbers,
-so there is nothing to compare; *wrong*: a number is off, or a parameter neither covered nor declared; *false reason*:
-`no_gradient` or `never_routed` is said where the oracle finds a gradient.
+*right*: every number that the oracle knows is; *refused*: the job ends with the error in the last column; *random*:
+the model draws numbers, so there is nothing to compare; *wrong*: a number is off, or a parameter is neither covered nor
+declared; *false reason*: `no_gradient` or `never_routed` is said where the oracle finds a gradient.
 """
 _WORST = ("wrong", "crashed", "false reason", "too slow", "no case")
 _SHOWN = 4
