@@ -103,16 +103,18 @@ class _Trace:
         """Storages that autograd itself holds."""
         return {each: size for group in self.held.values() for each, size in group.items()}
 
-    def met(self, *, copied: bool) -> int:
+    def met(self, *, copied: bool, retained: bool) -> int:
         """Most bytes at once where the gradients of a treated layer arrive, of those whose copies are known or others.
 
-        What autograd saved after its call has been let go of by then, and no treated layer's input has.
+        What autograd saved after its call has been let go of by then, unless the graph is ``retained``, and no treated
+        layer's input has.
         """
         held = [0]
         for each in self.order:
             held.append(held[-1] + (0 if each in self.wanted else self.order[each]))
         inputs = sum(self.wanted.values())
-        return max((inputs + held[count] + arriving for count, arriving in self.arrivals[copied]), default=0)
+        arrivals = self.arrivals[copied]
+        return max((inputs + held[-1 if retained else count] + arriving for count, arriving in arrivals), default=0)
 
     @property
     def checkpointed(self) -> int:
@@ -175,12 +177,14 @@ def traced(
     copied: Mapping[nn.Module, int] | None = None,
     *,
     padded: bool = False,
+    retained: bool = False,
 ) -> tuple[Saved, Saved | None, Saved, Saved]:
     """What ``run`` of so many examples saves; with checkpointing, where offered; and what is held on the way back.
 
     The latter where the gradients of a layer's input and output stand beside each other, and where those of one that
     is ``copied`` do. ``watched`` are the modules of treated layers, and whether their inputs are held, too; ``copied``
     says of some how many times its output one takes in all. Of what is ``padded`` the positions that count are copied.
+    A ``retained`` graph lets go of nothing on the way.
 
     Memory:
         What is saved of the largest of ``sizes``.
@@ -188,7 +192,9 @@ def traced(
     traces = [_trace(run, size, model, watched, copied or {}, padded=padded) for size in sizes]
     own = [trace.inputs(without=trace.autograd) for trace in traces]
     plain = _fit(sizes, [trace.plain for trace in traces], own)
-    met, met_copied = (_fit(sizes, [trace.met(copied=kind) for trace in traces], own) for kind in (False, True))
+    met, met_copied = (
+        _fit(sizes, [each.met(copied=kind, retained=retained) for each in traces], own) for kind in (False, True)
+    )
     if not checkpointing_layers(model):
         return plain, None, met, met_copied
     own = [trace.inputs(without=trace.held.get(None, {}) | trace.entered) for trace in traces]

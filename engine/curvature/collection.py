@@ -28,6 +28,7 @@ from engine.curvature.head_choice import narrowed
 from engine.curvature.hooks import places_of
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
 from engine.curvature.mixed_precision import usable
+from engine.curvature.model_bytes import weigh_model
 from engine.curvature.nested import by_ordinal, sizes_of
 from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.passes import PassJob
@@ -55,6 +56,8 @@ def collected(workspace: Workspace) -> Collected:
     if workspace.stored is not None:
         fresh = read_collected(workspace.stored)
     else:
+        # before its tensors are converted
+        weigh_model(workspace)
         fresh = _cached(workspace) or _collect(workspace)
     workspace.shared["collected"] = fresh
     return fresh

@@ -125,11 +125,17 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
             return predict(job.model, _repeated(batch, examples), job.task).outputs
 
     sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    saved, recomputed, met, normalised = traced(run, sizes, job.model, watched, copied, padded=padded)
+    # a direction that overflows is pulled back again, through the same graph
+    retained = job.precision.amp == "fp16"
+    saved, recomputed, met, normalised = traced(
+        run, sizes, job.model, watched, copied, padded=padded, retained=retained
+    )
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
-    return dataclasses.replace(seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised)
+    return dataclasses.replace(
+        seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, retained=retained
+    )
 
 
 def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:

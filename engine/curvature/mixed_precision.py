@@ -36,8 +36,8 @@ class Precision:
     """Why it is not what was asked for."""
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Where the forward pass runs."""
-        if self.amp == "off":
+        """Where the forward pass runs; shapes alone are planned at full width, since there torch has no such cast."""
+        if self.amp == "off" or device.type == "meta":
             return contextlib.nullcontext()
         return torch.autocast(device.type, torch.bfloat16 if self.amp == "bf16" else torch.float16)
 

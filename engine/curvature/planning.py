@@ -23,6 +23,7 @@ from engine.curvature.head_choice import narrowed
 from engine.curvature.layer_bytes import DryRun, Narrower
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.mixed_precision import usable
+from engine.curvature.model_bytes import weigh_model
 from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.passes import PassJob
 from engine.curvature.shapes import shapes_alone
@@ -87,6 +88,7 @@ def _looked_at(
     def batches() -> Iterator[tuple[Any, ...]]:
         yield chunk
 
+    weigh_model(workspace)
     model = _bare(workspace.model, meta)
     job = PassJob(
         workspace=dataclasses.replace(workspace, device=meta, batches=batches, model=model),

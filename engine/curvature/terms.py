@@ -18,6 +18,7 @@ from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun, kept_terms,
 from engine.curvature.layers.bare import BareLayer
 from engine.curvature.layers.convolution import ConvolutionLayer
 from engine.curvature.layers.layer import BlockLayer, TreatedLayer
+from engine.curvature.model_bytes import weight_terms
 from engine.curvature.nested import EIGHTHS
 from engine.curvature.offload import staging_numbers
 from engine.curvature.statistics import factor_sides
@@ -132,6 +133,18 @@ def plan_of(
             )
             for end in ends
         ]
+    if seen.retained:
+        waiting = sum(_arriving(call) for call in seen.calls) * examples // seen.examples
+        terms.append(
+            Term(
+                name="gradients that wait",
+                formula="slice · Σ outputs, until all of a direction are finite",
+                size_bytes=waiting,
+                place=place,
+                source="estimated",
+                stage="collection",
+            )
+        )
     terms.append(
         Term(
             name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"
@@ -146,7 +159,7 @@ def plan_of(
             source="measured",
         )
     )
-    terms += _weights(workspace, place)
+    terms += weight_terms(workspace, place)
     return Plan(terms=tuple(terms), chosen=chosen)
 
 
@@ -265,25 +278,10 @@ def correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
     return each * layer.groups * item
 
 
-def _weights(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
-    """The model's own numbers, where what the process holds does not count them."""
-    if workspace.model is None:
-        return []
-    # a search weighs a thousand plans of one model
-    if "model_bytes" not in workspace.shared:
-        tensors = (*workspace.model.parameters(), *workspace.model.buffers())
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        workspace.shared["model_bytes"] = size, any(tensor.is_meta for tensor in tensors)
-    size, absent = workspace.shared["model_bytes"]
-    found = []
-    if place == "device" or absent:
-        found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
-    if place == "device" and absent:
-        # they come from the files by way of the host
-        found.append(
-            Term(name="weights", formula="Σ bytes", size_bytes=size, place="host", source="exact", stage="model")
-        )
-    return found
+def _arriving(call: Call) -> int:
+    """Bytes of the gradient of one call's output under float16's autocast, which computes products in 16 bits."""
+    products = call.layer.form in ("kronecker", "block") and not isinstance(call.layer, BlockLayer)
+    return call.output.numel() * (2 if products else 4)
 
 
 def _scratch(call: Call, seen: int, examples: int, workspace: Workspace) -> int:

@@ -1,0 +1,51 @@
+"""Model bytes: what a model's weights take while it is measured, its own and those converted beside them.
+
+A model that is not kept in the precision it is measured in is converted, and what it was stands beside
+that until the measurement ends: it is given back as it was.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from engine.memory.plan import Term
+from engine.workspace import Workspace
+
+_KNOWN = "model_bytes"
+
+
+def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
+    """Return the bytes of the model's own tensors, of those converted, and whether they have no numbers yet.
+
+    The first answer stands: while the model is measured its tensors are the converted ones.
+    """
+    # a search weighs a thousand plans of one model
+    if _KNOWN not in workspace.shared and workspace.model is not None:
+        dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
+        every = (*workspace.model.parameters(), *workspace.model.buffers())
+        tensors = [tensor for tensor in every if not nn.parameter.is_lazy(tensor)]
+        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        others = [tensor.numel() for tensor in tensors if tensor.is_floating_point() and tensor.dtype != dtype]
+        workspace.shared[_KNOWN] = own, sum(others) * dtype.itemsize, any(tensor.is_meta for tensor in tensors)
+    found: tuple[int, int, bool] = workspace.shared.get(_KNOWN, (0, 0, False))
+    return found
+
+
+def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
+    """Return the model's own numbers and their copies, where what the process holds does not count them."""
+    if workspace.model is None:
+        return []
+    size, converted, absent = weigh_model(workspace)
+    found = []
+    if place == "device" or absent:
+        found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
+    if converted and (place == "device" or absent):
+        formula = "Σ numbers · item, of another precision than they are measured in"
+        found.append(Term(name="converted weights", formula=formula, size_bytes=converted, place=place, source="exact"))
+    if place == "device" and absent:
+        # they come from the files by way of the host
+        found.append(
+            Term(name="weights", formula="Σ bytes", size_bytes=size, place="host", source="exact", stage="model")
+        )
+    return found
