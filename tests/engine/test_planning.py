@@ -63,11 +63,11 @@ class Planned(Exception):
 
 
 def sizes(plan: Any) -> dict[tuple[str, ...], int]:
-    """Every term but the process's own bytes, which are another process's in each run."""
+    """Every term but the process's own bytes, another process's in each run, and the weights that they hold."""
     return {
         (term["name"], term["stage"], term["place"], str(term["layer"])): term["size_bytes"]
         for term in plan["terms"]
-        if term["source"] != "measured" and term["name"] != "weights"
+        if term["source"] != "measured" and term["name"] not in ("weights", "converted weights")
     }
 
 
