@@ -23,11 +23,12 @@ from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun
 from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.loss_head import head_of
-from engine.curvature.masks import Masking, try_masks
+from engine.curvature.masks import Masking, Run, try_masks
 from engine.curvature.padding import padding_decides_nothing
 from engine.curvature.passes import PassJob
 from engine.curvature.prediction import answer, predict
 from engine.curvature.representation import Foreseen, choose
+from engine.curvature.row_order import find_row_orders
 
 _DRY_EXAMPLES = (2, 3)
 """One example, repeated. Not once alone: a model may squeeze a batch of one away."""
@@ -55,10 +56,13 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
         job = dataclasses.replace(job, masking=_masking(job, survey, batch))
         if shapes_alone:
             return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
+        orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
+        job = dataclasses.replace(job, orders=orders)
         with torch.no_grad():
             cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, job.masking, run)
         job = dataclasses.replace(job, cut_padding=cut)
-    return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
+    # where rows have an order of their own, the operations may show it
+    return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
 
 
 def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
@@ -183,6 +187,11 @@ def _masking(job: PassJob, survey: Survey, batch: Batch) -> Masking:
     if batch.index.is_meta:
         # only numbers can prove it
         return Masking()
+    return try_masks(batch, _run(job, survey), gradients=job.collection.fisher != "forward_only")
+
+
+def _run(job: PassJob, survey: Survey) -> Run:
+    """A run of the model on a few examples, whose outputs nobody arranges."""
 
     def run(trial: Batch) -> tuple[list[Call], list[Tensor]]:
         # a model that draws numbers draws the same ones
@@ -191,7 +200,7 @@ def _masking(job: PassJob, survey: Survey, batch: Batch) -> Masking:
             returned = answer(job.model, trial, labelled=job.task.likelihood == "model")
         return calls, tensors(returned)
 
-    return try_masks(batch, run, gradients=job.collection.fisher != "forward_only")
+    return run
 
 
 def _repeated(batch: Batch, times: int) -> Batch:

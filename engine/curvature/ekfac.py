@@ -180,7 +180,9 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
     """One pass over the data."""
     workspace, collection = job.workspace, job.collection
     scale = job.precision.loss_scale(FIRST_SCALE, 0)
-    collector = Collector(statistics=sums, tables=job.tables, places=job.places, masking=job.masking, scale=scale)
+    collector = Collector(
+        statistics=sums, tables=job.tables, places=job.places, masking=job.masking, orders=job.orders, scale=scale
+    )
     count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     updates = 0
     # the numbers that the passes before this one drew

@@ -28,6 +28,7 @@ from engine.curvature.masks import RECOMPUTED, Key, MaskBroken, Masking, counted
 from engine.curvature.mixed_precision import LossScale
 from engine.curvature.prediction import Prediction
 from engine.curvature.provenance import Rows
+from engine.curvature.row_order import RowOrders, example_first
 from engine.curvature.sharing import Sharing
 from engine.curvature.sightings import Product
 from engine.curvature.statistics import LayerStatistics
@@ -60,6 +61,8 @@ class Collector:
     """(N, T) booleans of the current batch; None where all positions count."""
     masking: Masking = field(default_factory=Masking)
     """The calls that the mask is laid on."""
+    orders: RowOrders = field(default_factory=RowOrders)
+    """The calls whose rows do not stand example by example."""
     tables: frozenset[str] = frozenset()
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
     places: Places = frozenset()
@@ -208,16 +211,19 @@ class Collector:
             if statistics.layer.name in self.tables and lacks_examples(entered):
                 instead = output = spread(output, entered, self.examples)
                 entered = spread(entered, entered, self.examples)
-            if statistics.flaw is None and not role.batch_first(entered, self.examples):
+            if statistics.flaw is None and not self._has_examples(role, entered):
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:
                 return instead
-            plain = entered.detach()
+            arrange = example_first if self.orders.by_positions(key) else None
+            plain = entered.detach() if arrange is None else arrange(entered.detach(), self.examples)
             dropped = self._dropped(key, role, plain)
             use = Use(entered=plain, examples=self.examples, kept=counted(role, plain, dropped), role=role)
             if counts:
                 statistics.add_input_(use)
-            followed = self._follow(statistics, use, output, dropped=None if dropped is None else (key, dropped))
+            followed = self._follow(
+                statistics, use, output, arrange, dropped=None if dropped is None else (key, dropped)
+            )
             return instead if followed is None else followed
 
         return after
@@ -245,7 +251,7 @@ class Collector:
         if counts:
             statistics.add_input_(use)
         dropped = None if kept is None else (key, ~kept)
-        followed = self._follow(statistics, use, product.left, rows, dropped=dropped)
+        followed = self._follow(statistics, use, product.left, rows.example_first, dropped=dropped)
         return product.left if followed is None else followed
 
     def _routing(self, rows: Rows, count: int) -> tuple[Tensor | None, Tensor | None]:
@@ -305,6 +311,10 @@ class Collector:
         self._ungraphed[name] += not graphed
         return graphed
 
+    def _has_examples(self, role: TreatedLayer, entered: Tensor) -> bool:
+        """Whether the rows of a call are told apart by example, or need not be."""
+        return role.name in self.orders.unordered or role.batch_first(entered, self.examples)
+
     def _key(self, role: TreatedLayer) -> Key:
         """The key of the call under way."""
         if self.returning:
@@ -324,12 +334,13 @@ class Collector:
         statistics: LayerStatistics,
         use: Use,
         output: Tensor,
-        rows: Rows | None = None,
+        arrange: Callable[[Tensor, int], Tensor] | None = None,
         *,
         dropped: tuple[Key, Tensor] | None = None,
     ) -> Tensor | None:
         """Hand on the gradient of ``output``, its examples leading; returns what stands in its place, if anything.
 
+        ``arrange`` puts the examples of so many first, where they are not.
         ``dropped`` are the call's key and (P,) booleans of the positions that the mask drops.
         """
         if not torch.is_grad_enabled():
@@ -346,8 +357,8 @@ class Collector:
             use = use.without_input()
 
         def enter(gradient: Tensor) -> None:
-            if rows is not None:
-                gradient = rows.example_first(gradient, use.examples)
+            if arrange is not None:
+                gradient = arrange(gradient, use.examples)
             self._look_at(dropped, use.role or statistics.layer, gradient)
             statistics.add_gradient_(use, gradient)
             if meeting is not None:

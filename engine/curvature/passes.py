@@ -27,6 +27,7 @@ from engine.curvature.offload import ROW_STAGING_NUMBERS, Staging, staging_numbe
 from engine.curvature.padding import grouped
 from engine.curvature.prediction import predict
 from engine.curvature.representation import DENSE, Representation
+from engine.curvature.row_order import RowOrders
 from engine.curvature.statistics import LayerStatistics, factor_sides
 from engine.curvature.tied_head import TiedHeadStatistics
 from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
@@ -63,6 +64,8 @@ class PassJob:
     """The linear layer whose outputs are the loss's logits, if there is one."""
     masking: Masking = field(default_factory=Masking)
     """The calls that a batch's mask is laid on."""
+    orders: RowOrders = field(default_factory=RowOrders)
+    """The calls whose rows do not stand example by example."""
     cut_padding: bool = False
     """Padding decides nothing, so it need not go through the model."""
 
@@ -126,6 +129,7 @@ def run_pass(
         tables=job.tables,
         places=job.places,
         masking=job.masking,
+        orders=job.orders,
         head=_head(job, treated),
     )
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
@@ -196,6 +200,7 @@ def _allocated(
         staging = Staging(staging_numbers(sides), job.dtype, job.workspace.device)
     elif job.workspace.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
         row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.device)
+    unordered = job.orders.unordered_among(treated)
     for layer in treated:
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
         # a leader stands before its followers
@@ -205,12 +210,16 @@ def _allocated(
             layer=layer,
             sharing=sharing,
             leader=leader,
-            traced=traced,
+            traced=traced and layer.name not in unordered,
+            ordered=layer.name not in unordered,
             staging=staging,
             row_staging=row_staging if representation.on_host else None,
             representation=representation,
         )
+        needs_order = statistics.needs_order or job.collection.ekfac
         statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
+        if layer.name in unordered and needs_order and statistics.flaw is None:
+            statistics.flaw = "batch_not_first"
         statistics.allocate(job.dtype, job.workspace.device)
         by_name[layer.name] = statistics
     return by_name

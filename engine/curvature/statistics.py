@@ -32,6 +32,8 @@ from engine.curvature.probability_rows import ProbabilityRows, Terms
 from engine.curvature.representation import DENSE, Representation
 from engine.curvature.sketch_rows import SketchRows
 
+UNORDERED = "its rows do not stand example by example, so there is no exact trace"
+
 
 @dataclass(eq=False)
 class LayerStatistics:
@@ -71,6 +73,8 @@ class LayerStatistics:
     """How contributions reach the sums where these stand on the host."""
     row_staging: Staging | None = None
     """How gradient rows reach the host where they stand there and the sums do not."""
+    ordered: bool = True
+    """Whose each row is is known."""
     traced: bool = False
     """The exact trace is wanted."""
     squares: Tensor | None = None
@@ -95,7 +99,8 @@ class LayerStatistics:
     @property
     def explanation(self) -> str:
         """Why the layer is represented as it is."""
-        return "; ".join(filter(None, (self._layer_explanation, self.representation.why)))
+        unordered = "" if self.ordered else UNORDERED
+        return "; ".join(filter(None, (self._layer_explanation, unordered, self.representation.why)))
 
     @property
     def _layer_explanation(self) -> str:
@@ -103,6 +108,12 @@ class LayerStatistics:
         own = self.layer.explanation
         usual = self.representation.kind == "dense" or self.layer.why != TreatedLayer.why
         return own if usual else own.removeprefix(TreatedLayer.why).removeprefix("; ")
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether A and G are more than sums over all rows."""
+        plain = self.layer.roles == (self.layer,) and self.layer.form in ("kronecker", "diagonal")
+        return not plain or self.sharing == "reduce"
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums, on the host where there is a staging.
