@@ -159,6 +159,22 @@ def gradient_squares(model: nn.Module, inputs: Tensor, targets: Tensor, loss: st
     return {name: gradient.flatten(1).square().sum(1) for name, gradient in gradients.items()}
 
 
+def require_traces(model: nn.Module, whole: Collected, losses: Iterator[Tensor], terms: int) -> None:
+    """Each layer's exact trace of the empirical Fisher is that of plain autograd, each example alone.
+
+    ``losses`` makes the loss of one example after the other, summed over its terms.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    totals = dict.fromkeys(named, 0.0)
+    for loss in losses:
+        for name, part in zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True):
+            totals[name] += 0.0 if part is None else float(part.square().sum())
+    for layer in whole.layers:
+        truth = sum(totals[name] for name in layer.parameters) / terms
+        assert layer.exact_trace is not None, layer.name
+        assert abs(layer.exact_trace - truth) <= 1e-10 * truth, (layer.name, layer.exact_trace, truth)
+
+
 def row_vector(weight: str, bias: str | None) -> Callable[[dict[str, Tensor]], Tensor]:
     """Order (d_out, d_in + 1) with the bias as the last column."""
 

@@ -93,7 +93,7 @@ def candidates(
     Of modules that no family treats, of treated ones that were not ``called``, of those that
     cannot tell their examples apart by the shape of what enters them, and of the ``forced``.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = [row for row in survey.declared if row.open]
     layers = [
         layer
@@ -102,7 +102,9 @@ def candidates(
         or ((layer.name in mixed or called.isdisjoint(layer.roles)) and not layer.also and layer.roles == (layer,))
     ]
     names = [name for row in rows for name in row.parameters] + [name for layer in layers for name in layer.parameters]
-    return {name: parameters[name] for name in names if name in parameters}
+    # under one name each
+    own = {id(parameters[name]): name for name in reversed(names) if name in parameters}
+    return {name: parameters[name] for name in names if name in own.values()}
 
 
 def discovered(
@@ -130,7 +132,11 @@ def discovered(
             rest = tuple(name for name in layer.parameters if name not in covered)
             reason = "batch_not_first" if layer.name in mixed else "no_gradient"
             declared += found.left_over(layer.name, type(layer.module).__name__, reason, rest)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    numbers = {id(parameters[name]) for name in covered}
     for row in survey.declared:
+        if row.open and all(id(parameters[name]) in numbers for name in row.parameters):
+            continue
         # a second name of a parameter is none of those watched
         rest = tuple(name for name in row.parameters if name in watched and name not in covered)
         if row.open and (not covered.isdisjoint(row.parameters) or any(name in found.refused for name in rest)):
@@ -212,9 +218,9 @@ class _Found:
             for place in {place for key in self._keys for place in key if place is not None}:
                 if place.parameter == name:
                     place.mark_(seen)
-            shared = len([key for key in self._keys if key[1] is not None and key[1].parameter == name])
-            alone = len({key[1] for key in self._keys if key[1] is not None and key[1].parameter == name})
-            if bool((seen > 1).any()) or shared > alone:
+            # a matrix with several biases, or with and without one, or a bias of several matrices
+            own = [[key[side] for key in self._keys if key[side] and key[side].parameter == name] for side in (0, 1)]  # type: ignore[union-attr]
+            if bool((seen > 1).any()) or any(len(places) > len(set(places)) for places in own):
                 self._bare.add(name)
         apart = self._bare | set(self.refused)
         while True:

@@ -70,15 +70,19 @@ def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Surv
     called = {call.layer.name for call in seen.calls}
     batch = _repeated(next(job.batches()), seen.examples)
 
-    def run() -> None:
+    def run() -> Tensor:
         torch.manual_seed(job.collection.seed)
-        with torch.no_grad():
-            predict(job.model, batch, job.task)
+        return predict(job.model, batch, job.task).outputs
 
     elsewhere = used_elsewhere([layer for layer in survey.treated if layer.name in called], survey.aliases, run)
     if not elsewhere:
         return survey, seen
-    refused = tuple(declare(layer, "used_elsewhere") for layer in survey.treated if layer.name in elsewhere)
+    refused = tuple(
+        # the operations may still show what all their uses are
+        dataclasses.replace(declare(layer, "used_elsewhere"), open=True)
+        for layer in survey.treated
+        if layer.name in elsewhere
+    )
     kept = tuple(layer for layer in survey.treated if layer.name not in elsewhere)
     calls = [call for call in seen.calls if call.layer.name not in elsewhere]
     return (

@@ -9,6 +9,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.curvature.broadcast import lacks_examples, spread
 from engine.curvature.calls import called, entered_by
+from engine.curvature.elsewhere import StandIn, standing_in
 from engine.curvature.interception import Interception
 from engine.curvature.joint import Meeting
 from engine.curvature.layers.bare import BareLayer
@@ -189,9 +191,21 @@ class Collector:
             for statistics in self.statistics
             for role, module in called((statistics.layer,))
         ]
+        by_name = {statistics.layer.name: statistics for statistics in self.statistics}
+
+        def arrived(stand_in: StandIn, leaf: Tensor) -> None:
+            leaf.grad = None
+            by_name[stand_in.layer].flaw = by_name[stand_in.layer].flaw or "unforeseen_use"
+
         try:
-            with self._interception or contextlib.nullcontext():
-                yield
+            with standing_in([each.layer for each in self.statistics]) as stand_ins:
+                for stand_in in stand_ins:
+                    stand_in.leaf.register_post_accumulate_grad_hook(partial(arrived, stand_in))  # type: ignore[no-untyped-call]
+                with self._interception or contextlib.nullcontext():
+                    yield
+                for stand_in in stand_ins:
+                    if stand_in.replaced:
+                        arrived(stand_in, stand_in.leaf)
         finally:
             for handle in handles:
                 handle.remove()

@@ -192,11 +192,13 @@ def test_every_trainable_parameter_is_covered_or_declared() -> None:
     assert reasons == {
         "unused": "no_gradient",
         "ignored": "no_gradient",
-        "normed": "parametrised",
-        "normed.parametrizations.weight": "parametrised",
     }
     recurrent = ["recurrent.weight_ih_l0", "recurrent.weight_hh_l0"]
-    assert [layer.name for layer in whole.layers] == ["scale", "table", "inner", "grouped[0]", "grouped[1]", *recurrent]
+    normed = [
+        f"normed.{name}" for name in ("bias", "parametrizations.weight.original0", "parametrizations.weight.original1")
+    ]
+    plain = ["scale", "table", "inner", "grouped[0]", "grouped[1]"]
+    assert [layer.name for layer in whole.layers] == [*plain, *recurrent, *normed]
     assert whole.layers[4].parameters == ("grouped.weight[1]",)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert whole.trainable_parameters == trainable

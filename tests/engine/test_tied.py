@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
@@ -13,7 +14,7 @@ from engine.curvature import forecast
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected
 from engine.memory.plan import Chosen
-from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relative_error, workspace
+from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relative_error, require_traces, workspace
 
 EXACT = 1e-12
 
@@ -285,7 +286,7 @@ def test_passes_and_the_plan_hold_the_table_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tie", ["orientation", "stride", "kind"])
-def test_uses_of_no_known_kind_are_declared(tie: str) -> None:
+def test_uses_of_no_known_kind_are_measured_by_their_operations(tie: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -311,17 +312,15 @@ def test_uses_of_no_known_kind_are_declared(tie: str) -> None:
 
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 4, (6,))
     model = Net().double()
-    whole = collect(model, [(x, y)], "classification")
-    trainable = sum(parameter.numel() for parameter in model.parameters())
-    if tie == "kind":
-        # the bilinear layer is of no family: it is taken to hold a second name, and found to use it
-        assert {layer.name: layer.reason for layer in whole.declared} == {
-            "first": "used_elsewhere",
-            "second": "unsupported_layer",
-        }
-    else:
-        assert {layer.name: layer.reason for layer in whole.declared} == {"first": "tied", "second": "tied"}
-    assert whole.covered_parameters + sum(layer.parameter_count for layer in whole.declared) == trainable
+    whole = collect(model, [(x, y)], "classification", fisher="empirical")
+    assert (
+        whole.covered_parameters + sum(layer.parameter_count for layer in whole.declared) == whole.trainable_parameters
+    )
+    assert {layer.name: layer.reason for layer in whole.declared} == (
+        {"second": "unsupported_layer"} if tie == "kind" else {}
+    )
+    losses = (functional.cross_entropy(model(one[None])[0], target) for one, target in zip(x, y, strict=True))
+    require_traces(model, whole, losses, 6)
 
 
 def test_one_parameter_under_two_names_of_a_module_counts_once() -> None:
@@ -341,7 +340,7 @@ def test_one_parameter_under_two_names_of_a_module_counts_once() -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_a_second_name_is_covered_unless_it_is_computed_with(used: bool) -> None:
+def test_a_second_name_is_measured_with_the_first_where_it_is_computed_with(used: bool) -> None:
     class Keeper(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -357,8 +356,9 @@ def test_a_second_name_is_covered_unless_it_is_computed_with(used: bool) -> None
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
     model = Keeper().double()
     bias = model.bias
-    whole = collect(model, [(x, y)], "classification")
-    assert {layer.name: layer.reason for layer in whole.declared} == ({"decoder": "used_elsewhere"} if used else {})
+    whole = collect(model, [(x, y)], "classification", fisher="empirical", min_coverage=1.0)
+    losses = (functional.cross_entropy(model(one[None])[0], target) for one, target in zip(x, y, strict=True))
+    require_traces(model, whole, losses, 6)
     assert whole.trainable_parameters == 15 + 20
     assert model.bias is bias
     assert model.decoder.bias is bias

@@ -95,3 +95,42 @@ def test_a_batch_norm_without_running_statistics_is_declared_whatever_its_class(
     norm.forward = lambda x: nn.BatchNorm2d.forward(norm, x)  # type: ignore[method-assign]
     whole = collect(model, [images()], "classification")
     assert [(layer.name, layer.reason) for layer in whole.declared] == [("1", "batch_statistics")]
+
+
+class RootMeanSquare(nn.Module):
+    """An RMS normalisation as libraries write it, its epsilon under a name of its own."""
+
+    def __init__(self, name: str, form: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 4))
+        self.name, self.form = name, form
+        setattr(self, name, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.pow(2).mean(-1, keepdim=True)
+        epsilon = getattr(self, self.name)
+        if self.form == "clamped":
+            return self.weight * x / square.sqrt().clamp(min=epsilon)
+        return self.weight * x * torch.rsqrt(square + epsilon)
+
+
+class SomeRMSNorm(RootMeanSquare):
+    """Known by its name."""
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "kept"),
+    [
+        ("eps", "plain", "block"),
+        ("epsilon", "plain", "block"),
+        ("norm_eps", "plain", "block"),
+        ("tiny", "plain", "diagonal_block"),
+        ("eps", "clamped", "diagonal_block"),
+    ],
+)
+def test_an_rms_norm_is_taken_by_what_it_computes(name: str, form: str, kept: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), SomeRMSNorm(name, form), nn.Flatten(), nn.Linear(40, 3)).double().eval()
+    x, y = images()
+    whole = measured(model, x / 4, y)
+    assert [layer.form for layer in whole.layers] == ["kronecker", kept, "kronecker"]

@@ -53,7 +53,7 @@ from engine.curvature.layers.normalisation import (
 )
 from engine.curvature.layers.tied import untied
 
-_OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward"})
+_OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward", "parametrised", "tied"})
 _CLOSED = (nn.EmbeddingBag, nn.Bilinear)
 """Each computes with all its parameters in one operation of its own."""
 

@@ -149,9 +149,15 @@ def _channels_last(values: Tensor) -> Tensor:
     return values.movedim(1, -1).reshape(-1, values.shape[1])
 
 
+_EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "norm_epsilon")
+"""What libraries call it."""
+_SCALES = (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4)
+"""Of inputs, small ones among them, on which an epsilon or a smallest root mean square shows."""
+
+
 def _epsilon(module: nn.Module, dtype: torch.dtype) -> float:
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return float(found) if isinstance(found, (int, float)) else torch.finfo(dtype).eps
+    found = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), (int, float))), None)
+    return torch.finfo(dtype).eps if found is None else float(found)
 
 
 def _root_mean_square(rows: Tensor, epsilon: float) -> Tensor:
@@ -167,28 +173,31 @@ def treats_rms_norm(module: nn.Module) -> str | None:
     """None where ``module`` is treated, else why not.
 
     Libraries write their own, some with ``1 + w`` for the weight, some with more in it: how the
-    output moves with the weight on a sample decides, not the name.
+    output moves with the weight on samples of all magnitudes decides, not the name.
     """
     own = module._parameters  # noqa: SLF001 - those of the module itself
     parameter = own.get("weight")
     if parameter is None or len(own) > 1:
         return "unsupported_layer"
-    weight = parameter.detach()
-    sample = torch.linspace(-2, 3, 2 * weight.numel()).to(weight).view(2, *weight.shape)
-    step = torch.linspace(1, 2, weight.numel()).to(weight).view(weight.shape)
-    try:
-        with torch.no_grad():
-            moved = functional_call(module, {"weight": weight + step}, (sample,))
-            difference = (moved - functional_call(module, {"weight": weight}, (sample,))).double()
-    except Exception:  # noqa: BLE001 - it wants other inputs, so it is something else
-        return "unsupported_layer"
-    plain = _root_mean_square(sample.flatten(1).double(), _epsilon(module, weight.dtype)).view_as(sample)
+    shape, count = parameter.shape, parameter.numel()
+    weight, step = (torch.linspace(start, 2, count, dtype=torch.float64).view(shape) for start in (0.5, 1))
+    samples = torch.linspace(-2, 3, 2 * count, dtype=torch.float64).view(2, *shape)
     # some compute in float32 whatever they are given, and two nearly equal outputs were subtracted
-    coarsest = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps)
-    tolerance = 64 * coarsest * (1 + float(weight.abs().max()))
-    expected = plain * step.double()
-    same = difference.shape == expected.shape and torch.allclose(difference, expected, rtol=tolerance, atol=tolerance)
-    return None if same else "unsupported_layer"
+    tolerance = 64 * torch.finfo(torch.float32).eps
+    for scale in _SCALES:
+        sample = samples * scale
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                moved = functional_call(module, {"weight": weight + step}, (sample,))
+                difference = (moved - functional_call(module, {"weight": weight}, (sample,))).double()
+        except Exception:  # noqa: BLE001 - it wants other inputs, so it is something else
+            return "unsupported_layer"
+        expected = _root_mean_square(sample.flatten(1), _epsilon(module, sample.dtype)).view_as(sample) * step
+        if difference.shape != expected.shape:
+            return "unsupported_layer"
+        if float((difference - expected).abs().max()) > tolerance * float(expected.abs().max()):
+            return "unsupported_layer"
+    return None
 
 
 def treats_group_norm(module: nn.Module) -> str | None:
