@@ -24,6 +24,7 @@ from kronoscope.device_command import devices
 from kronoscope.documents import DocumentUnreadable, read_document
 from kronoscope.key_commands import CODES, keys
 from kronoscope.patience import AGAIN
+from kronoscope.plan_options import Budget, Device
 from kronoscope.plan_tables import show_plan
 from kronoscope.progress import display_for
 from kronoscope.running import NotInstalled, Outcome, run_job
@@ -59,6 +60,8 @@ Settings = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and no progress.")]
 Url = Annotated[str | None, typer.Option("--url", help="The service; default KRONOSCOPE_URL or http://127.0.0.1:8000.")]
+Store = Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 
 
@@ -89,11 +92,11 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Computing threads; default: as torch chooses.")
     ] = None,
-    store: Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")] = None,
+    store: Store = None,
     cache: Annotated[
         Path | None, typer.Option(help="Folder of factors that runs of the same collection share; default: none.")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")] = False,
+    offline: Offline = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every line of the job's log.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -121,11 +124,10 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
 def plan(
     document: Document,
     settings: Settings = None,
-    budget: Annotated[
-        str | None, typer.Option(help='Instead of what is free here: "20GiB", of the device and of the host.')
-    ] = None,
-    store: Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")] = False,
+    budget: Budget = None,
+    device: Device = None,
+    store: Store = None,
+    offline: Offline = False,
     url: Annotated[str | None, typer.Option("--url", help="A service that plans it where it would run it.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -133,8 +135,10 @@ def plan(
     wanted = _document(document, settings)
     if budget is not None:
         wanted["memory"] = {**(wanted.get("memory") or {}), "device": budget, "host": budget}
+    if url is not None and device is not None:
+        _fail(USAGE, ["--device is for a plan made here; a service plans for the devices it has"])
     if url is None:
-        found = _planned(wanted, store, offline=offline, silent=as_json)
+        found = _planned(wanted, store, device, offline=offline, silent=as_json)
     else:
         with Client(url) as client:
             found = client.estimate(wanted).plan or {}
@@ -304,8 +308,10 @@ def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> 
     }
 
 
-def _planned(document: dict[str, Any], store: Path | None, *, offline: bool, silent: bool) -> Mapping[str, Any]:
-    request = _request(document, store, offline=offline) | {"estimate": True}
+def _planned(
+    document: dict[str, Any], store: Path | None, device: str | None, *, offline: bool, silent: bool
+) -> Mapping[str, Any]:
+    request = _request(document, store, offline=offline) | {"estimate": True, "device": device}
     with tempfile.TemporaryDirectory(prefix="kronoscope-plan-") as folder, display_for(_err(), silent=silent) as shown:
         outcome = run_job(request, Path(folder) / "plan", shown)
     _require_success(outcome)

@@ -21,6 +21,7 @@ from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.curvature.batches import counted
 from engine.curvature.collected import INDEX, Collected, read_collected, stored_correction
+from engine.curvature.decomposition_bytes import eigendecomposition_bytes as eigendecomposition_bytes  # noqa: PLC0414 - offered here
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.stabilised_inverse import StabilisedLayers
 from engine.curvature.structured import Structured

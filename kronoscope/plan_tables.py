@@ -125,6 +125,8 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"{place}: a peak of {readable(peak)} {fits} into {held}{would}"
     if plan["disk_peak_bytes"]:
         yield f"disk: {readable(plan['disk_peak_bytes'])}, which no budget counts"
+    if plan.get("unmeasured"):
+        yield f"not measured, as no {plan['device']} device is here: " + "; ".join(plan["unmeasured"])
     if plan.get("assumed"):
         yield "taken for given, as no weight was read: " + "; ".join(plan["assumed"])
 

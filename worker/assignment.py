@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
@@ -45,6 +45,8 @@ class Assignment:
     """Between two checkpoints; 0 makes none."""
     estimate: bool
     """Plan the job, and do nothing of it."""
+    device: Literal["cpu", "cuda"] | None
+    """What an estimate is planned for; None is what this machine computes on."""
     bounds: MemoryBudget
     """What was leased for it: more may be free, and is others'."""
     leased: str | None
@@ -84,6 +86,7 @@ def read_assignment(raw: bytes) -> Assignment:
             earlier=tuple(Path(path) for path in value.get("earlier") or ()),
             checkpoint_seconds=float(value.get("checkpoint_seconds") or 0),
             estimate=bool(value.get("estimate", False)),
+            device=value.get("device"),
             leased=value.get("leased"),
             bounds=replace(MemoryBudget.unlimited(), **(value.get("bounds") or {})),
         )

@@ -33,16 +33,15 @@ from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
 from engine.curvature.coverage_law import surveyed
 from engine.errors import StopRequested
-from engine.memory.budget import MemoryBudget
 from engine.memory.curve import MemoryCurve
 from engine.memory.guard import Guard
-from engine.memory.hold import hold_device
 from engine.memory.stage_peaks import StagePeaks
 from engine.workspace import Artifacts, Workspace
 from worker.artifact_files import ArtifactFiles, find_factors
 from worker.assignment import Assignment, read_assignment
 from worker.calibration import Calibration
 from worker.computing_environment import computing_device, computing_environment
+from worker.computing_place import ComputingPlace, computing_place
 from worker.data_loading.examined import examined
 from worker.data_loading.request import DataRequest
 from worker.data_loading.stream import DataStream
@@ -145,13 +144,11 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     if assignment.estimate and (refused := unplannable(document)) is not None:
         raise DocumentRefused((refused,))
     _seed(document.collection.seed)
-    # before the model is there: the plan counts its weights
-    memory = MemoryBudget.measure(document.memory, device, assignment.bounds)
-    hold_device(memory, device)
+    place = computing_place(document, device, assignment.bounds, assignment.device if assignment.estimate else None)
     take_over(assignment.scratch, assignment.earlier)
     # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
     scratch = ArtifactFiles(assignment.scratch, None)
-    _compute(assignment, document, pipe, checkpoint, device, memory, scratch)
+    _compute(assignment, document, pipe, checkpoint, place, scratch)
     # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
     shutil.rmtree(assignment.scratch, ignore_errors=True)
 
@@ -161,10 +158,10 @@ def _compute(
     document: JobDocument,
     pipe: FramePipe,
     checkpoint: StopFlag,
-    device: torch.device,
-    memory: MemoryBudget,
+    place: ComputingPlace,
     scratch: ArtifactFiles,
 ) -> None:
+    device, memory = place.device, place.memory
     artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
     calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
     workspace = Workspace(
@@ -179,7 +176,7 @@ def _compute(
         # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
         guard=Guard(
             budget=memory,
-            device=device,
+            device=place.guarded,
             log=pipe.log,
             by_kernel=document.memory.host != "auto" and device.type != "cuda",
         ),
@@ -195,8 +192,8 @@ def _compute(
             "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
             "version of Kronoscope": importlib.metadata.version("kronoscope"),
         },
-        pace=calibration.read(),
-        measure_pace=calibration.measure,
+        pace=calibration.read() if place.here else None,
+        measure_pace=calibration.measure if place.here else lambda: None,
         memory_options=document.memory,
         chosen=assignment.chosen,
         numerics=assignment.numerics,
@@ -231,7 +228,8 @@ def _compute(
         workspace.batches, workspace.examples = data.batches, data.examples
         if assignment.estimate:
             workspace.model = loaded.model
-            pipe.planned(resolve(ESTIMATE)(workspace))
+            plan = resolve(ESTIMATE)(workspace)
+            pipe.planned({**plan, "device": device.type, "unmeasured": list(place.unmeasured)})
             return
         with workspace.operation("model to device"):
             workspace.model = loaded.model.to(device)

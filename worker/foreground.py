@@ -53,6 +53,7 @@ _PASSED_ON = (
     "cache_bytes",
     "job",
     "estimate",
+    "device",
 )
 
 

@@ -48,9 +48,7 @@ class Numerics:
         default = _ATTENTION if on_device else ("torch's own choice",)
         return cls(
             device=device.type,
-            instructions="sm_{}{}".format(*torch.cuda.get_device_capability(device))
-            if on_device
-            else torch.backends.cpu.get_cpu_capability(),
+            instructions=_instructions(device),
             threads=torch.get_num_threads(),
             version=str(torch.__version__),
             attention=tuple(str(name) for name in chosen) if chosen and on_device else default,
@@ -64,6 +62,14 @@ class Numerics:
             for name, value in own.items()
             if earlier is not None and name in earlier and _said(earlier[name]) != _said(value)
         )
+
+
+def _instructions(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(torch.backends.cpu.get_cpu_capability())
+    # a job may be planned where no such device is
+    known = torch.cuda.is_available()
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if known else "unknown"
 
 
 @contextlib.contextmanager

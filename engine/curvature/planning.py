@@ -40,6 +40,8 @@ ASSUMED = (
     "tables that a batch shares can be spread over its examples",
 )
 """What a plan without weights takes for given; each makes it larger, or ends the job before it is large."""
+WIDE = "what the model computes in 16 bits is as wide as the sums"
+"""The same of a job with `collection.amp`."""
 
 
 def estimate(workspace: Workspace) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def estimate(workspace: Workspace) -> dict[str, Any]:
         "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},
         "smallest_budget": {f"{place}_bytes": least and least.size_bytes for place, least in smallest.items()},
         "smallest_budget_keeps": {place: (least and least.keeping) or None for place, least in smallest.items()},
-        "assumed": list(ASSUMED),
+        "assumed": [*ASSUMED, *([] if workspace.collection.amp == "off" else [WIDE])],
     }
 
 

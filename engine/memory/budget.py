@@ -14,6 +14,7 @@ import torch
 
 from catalog.control_groups import free_group_bytes
 from catalog.memory import Memory, amount_bytes
+from catalog.record import FieldError
 
 _UNLIMITED = 2**62
 
@@ -50,6 +51,24 @@ class MemoryBudget:
         free, _ = torch.cuda.mem_get_info(device)
         on_device = min(amount_bytes("device", memory.device, min(free, bounds.device_bytes)), bounds.device_bytes)
         return cls(device_bytes=on_device, host_bytes=host, host_shared_by=shared_by)
+
+    @classmethod
+    def named(cls, memory: Memory) -> "MemoryBudget":
+        """Return the budget of a job that is planned here for a device of another machine.
+
+        The device's bytes must be named, as there is nothing to measure; the host's are this machine's where they
+        are not.
+
+        Raises:
+            FieldError: If an amount cannot be read, or the device's is `auto` or a fraction.
+        """
+        if memory.device == "auto" or isinstance(memory.device, (int, float)):
+            raise FieldError("device", f"is {memory.device}, and there is no device here to measure; name its bytes, "
+                             'such as "80GiB"')  # fmt: skip
+        on_device = amount_bytes("device", memory.device, 0)
+        return cls(
+            device_bytes=on_device, host_bytes=amount_bytes("host", memory.host, free_host_bytes() + resident_bytes())
+        )
 
     def remedy(self, place: Literal["device", "host"]) -> str:
         """What gives a job more of one place, up to the number of bytes that follows it."""

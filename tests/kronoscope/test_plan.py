@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from catalog.foreseen_seconds import Paced, written_seconds
 from kronoscope.plan_tables import heaviest_table, plan_lines
@@ -43,6 +44,36 @@ def test_seconds_are_shown_with_bounds_and_only_where_they_say_something(folder:
     assert {line.rpartition("│")[2].strip() for line in stages if "│" in line} == {"–"}
     assert "the fastest of" in small
     assert " s are foreseen" not in small
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here, and is measured")
+def test_a_plan_for_a_device_that_is_not_here_counts_its_bytes_and_says_what_it_did_not_measure(
+    folder: Path, kronoscope: Run
+) -> None:
+    # 83 weights in 16 bits and their copy in the precision that is computed in
+    narrow = "\ndef narrow():\n    return model().to(torch.bfloat16)\n"
+    (folder / "mine_for_kronoscope.py").write_text((folder / "mine_for_kronoscope.py").read_text() + narrow)
+    told = ("--device", "cuda", "--set", "model.factory=mine_for_kronoscope:narrow")
+    asked = kronoscope("plan", "job.yaml", *told, "--budget", "80GiB", "--json")
+    assert asked.returncode == 0, asked.stderr
+    plan = json.loads(asked.stdout)
+    assert (plan["device"], plan["fits"], plan["budget"]["device_bytes"]) == ("cuda", True, 80 * 2**30)
+    weights = {term["name"]: term["size_bytes"] for term in plan["terms"] if term["place"] == "device"}
+    assert (weights["weights"], weights["converted weights"]) == (2 * 83, 8 * 83)
+    assert all(rung in ("", "device_float64") for pair in plan["rungs"].values() for rung in pair)
+    assert 0 < plan["smallest_budget"]["device_bytes"] < 80 * 2**30
+    assert any(said.startswith("what CUDA takes for itself") for said in plan["unmeasured"])
+    shown = kronoscope("plan", "job.yaml", *told, "--budget", "80GiB", "--set", "collection.dtype=float32",
+                       "--set", "collection.amp=bf16")  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "not measured, as no cuda device is here: " in shown.stdout
+    assert "as wide as the sums" in shown.stdout
+    # without a budget there is nothing to hold it against
+    for refused in (kronoscope("plan", "job.yaml", *told), kronoscope("plan", "job.yaml", "--device", "cuda",
+                    "--set", "memory.device=0.5")):  # fmt: skip
+        assert refused.returncode == 2
+        assert "no device here to measure; name its bytes" in refused.stderr
+    assert kronoscope("plan", "job.yaml", "--device", "cuda", "--url", "http://127.0.0.1:9").returncode == 2
 
 
 @pytest.mark.parametrize(
