@@ -57,6 +57,9 @@ def usable(asked: Literal["off", "bf16", "fp16"], device: torch.device) -> Preci
 
 
 def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        # planned for a machine that has one
+        return True
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # torch has no public name for either
