@@ -24,6 +24,7 @@ from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.loss_head import head_of
 from engine.curvature.masks import Masking, Run, try_masks
+from engine.curvature.own_casts import settle_casts
 from engine.curvature.padding import padding_decides_nothing
 from engine.curvature.passes import PassJob
 from engine.curvature.prediction import answer, predict
@@ -39,6 +40,8 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
     batch = next(job.batches())
     with witnessed(job.model, job.task) as witness:
         witness.look_at(batch, 0)
+        times = 1 if job.collection.batch_size == 1 else _DRY_EXAMPLES[0]
+        settle_casts(job.model, partial(predict, job.model, _repeated(batch, times), job.task))
         if job.collection.batch_size == 1:
             # every position is the only example's
             few = _seen(job, survey, _repeated(batch, 1))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from catalog.inputs import Task
 from engine.curvature.batches import Batch
 from engine.curvature.outputs import loss_of, output_of
+from engine.curvature.own_casts import casts_of
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.exhaustion import lost_device, ran_out_of_memory
 
@@ -105,10 +106,11 @@ def answer(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: A
     """
     inputs = batch.inputs
     try:
-        if isinstance(inputs, Mapping):
-            return model(**inputs, labels=batch.targets) if labelled else model(**inputs)
-        positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        return model(*positional, batch.targets) if labelled else model(*positional)
+        with casts_of(model):
+            if isinstance(inputs, Mapping):
+                return model(**inputs, labels=batch.targets) if labelled else model(**inputs)
+            positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+            return model(*positional, batch.targets) if labelled else model(*positional)
     except (EngineError, Unwinding):
         raise
     except Exception as error:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.curvature.own_casts import note_conversion
+
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -23,6 +25,7 @@ def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for tensor in (*model.parameters(), *model.buffers())
         if tensor.is_floating_point() and tensor.dtype != dtype
     ]
+    note_conversion(model, frozenset(tensor.dtype for tensor, _ in contents), dtype)
     # a model may write to its buffers, or put others in their place
     buffers = [
         (module, name, buffer, buffer.data, buffer.detach().clone())

@@ -1,0 +1,126 @@
+"""Own casts: a model's casts inside its forward pass, where it is measured in another precision than it is kept in.
+
+A float32 model casts with `.float()`, and a bfloat16 one with `.to(torch.bfloat16)`, to what its
+weights already are: there that does nothing. Measured in float64 the same cast narrows, and the next
+product has operands of two precisions, which torch refuses. So the dtypes that the model's own
+tensors had stand for the one they were converted to; casts to any other dtype stay what they are, and
+operands of two precisions meet in the wider one.
+
+Only a model whose forward pass fails otherwise is run so: all others keep their numbers to the last bit.
+"""
+
+import contextlib
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_MISMATCH = re.compile(r"dtype|scalar type|mixed dtype|should be the same|result type", re.IGNORECASE)
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+"""Methods of a tensor that are casts by name."""
+
+
+class OwnCasts(TorchFunctionMode):
+    """Within, ``kept`` dtypes stand for ``dtype``, and operands of two precisions meet in the wider one.
+
+    Args:
+        kept: Dtypes of the model's tensors before they were converted.
+        dtype: What they were converted to.
+    """
+
+    def __init__(self, kept: frozenset[torch.dtype], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kept, self.dtype = kept, dtype
+        self.wanted = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        del types
+        name = getattr(func, "__name__", "")
+        if _CASTS.get(name) in self.kept and len(args) == 1 and isinstance(args[0], Tensor):
+            return args[0].to(self.dtype, **(kwargs or {}))
+        stated = [self._standing(value) for value in args]
+        named = {key: self._standing(value) for key, value in (kwargs or {}).items()}
+        try:
+            return func(*stated, **named)
+        except RuntimeError as error:
+            meeting = None if not is_mismatch(error) else _meeting(name, [*stated, *named.values()])
+            if meeting is None:
+                raise
+            widened = [_cast(value, meeting) for value in stated]
+            return func(*widened, **{key: _cast(value, meeting) for key, value in named.items()})
+
+    def _standing(self, value: Any) -> Any:  # noqa: ANN401 - any argument
+        return self.dtype if isinstance(value, torch.dtype) and value in self.kept else value
+
+
+_CONVERTED: "weakref.WeakKeyDictionary[nn.Module, OwnCasts]" = weakref.WeakKeyDictionary()
+
+
+def note_conversion(model: nn.Module, kept: frozenset[torch.dtype], dtype: torch.dtype) -> None:
+    """Remember that ``model``, whose tensors are of the dtypes ``kept``, is now measured in ``dtype``."""
+    before = _CONVERTED.get(model)
+    if not kept:
+        _CONVERTED.pop(model, None)
+    elif before is None or (before.kept, before.dtype) != (kept, dtype):
+        _CONVERTED[model] = OwnCasts(kept, dtype)
+
+
+def settle_casts(model: nn.Module, trial: Callable[[], object]) -> None:
+    """Find out by one ``trial`` run of a converted model whether its casts fail; others are not run.
+
+    Whatever else goes wrong in it is left to the run that counts.
+    """
+    casts = _CONVERTED.get(model)
+    if casts is None or casts.wanted:
+        return
+    try:
+        with torch.no_grad():
+            trial()
+    except Exception as error:  # noqa: BLE001 - the run that counts raises it again, and says what it means
+        casts.wanted = is_mismatch(error) or is_mismatch(error.__cause__)
+
+
+def casts_of(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Where the forward pass of ``model`` runs."""
+    casts = _CONVERTED.get(model)
+    return casts if casts is not None and casts.wanted else contextlib.nullcontext()
+
+
+def is_mismatch(error: BaseException | None) -> bool:
+    """Whether torch has refused operands of two precisions."""
+    return isinstance(error, RuntimeError) and _MISMATCH.search(str(error)) is not None
+
+
+def _meeting(name: str, values: Sequence[Any]) -> torch.dtype | None:
+    """The dtype in which floating operands meet: that of what is written to, or the widest; None if they agree."""
+    operands = [
+        part
+        for value in values
+        for part in (value if isinstance(value, (tuple, list)) else (value,))
+        if isinstance(part, Tensor) and part.is_floating_point()
+    ]
+    dtypes = {operand.dtype for operand in operands}
+    if len(dtypes) < 2:
+        return None
+    if name.rstrip("_") != name or name.startswith(("index_", "scatter")):
+        return operands[0].dtype
+    widest = operands[0].dtype
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - any argument
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return type(value)([_cast(part, dtype) for part in value]) if type(value) in (tuple, list) else value
