@@ -1,6 +1,5 @@
 """For a notebook: factors from a folder, and analyses in this very process. The one door to the engine."""
 
-import copy
 import json
 import pkgutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from engine.curvature.batches import counted
 from engine.curvature.collected import INDEX, Collected, read_collected, stored_correction
 from engine.curvature.decomposition_bytes import eigendecomposition_bytes as eigendecomposition_bytes  # noqa: PLC0414 - offered here
 from engine.curvature.factors import Corrected, Factors, digest
+from engine.curvature.preconditioning import precondition
 from engine.curvature.stabilised_inverse import StabilisedLayers
 from engine.curvature.structured import Structured
 from engine.curvature.woodbury import LowRank
@@ -31,6 +31,7 @@ from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
 from engine.workspace import Artifacts, Workspace
+from kronoscope.local_artifacts import Folder, Held
 
 _LARGEST_DENSE_BYTES = 2**31
 
@@ -110,6 +111,22 @@ class LayerFactors:
         stored = self._factors.widened_A
         return stored if stored.ndim == 1 else stored.diagonal()
 
+    def precondition(self, gradient: Tensor, *, damping_A: float, damping_G: float, of_rows: bool = False) -> Tensor:
+        """Return ``(G + damping_G I)⁻¹ V (A + damping_A I)⁻¹``, float64, without making G dense.
+
+        Args:
+            gradient: V (out_dim, in_dim), the bias as its last column; with ``of_rows`` C (T, in_dim), of
+                ``V = Uᵀ C / √w``, whose digits are kept where damping is tiny.
+            damping_A: As `lambda_A` of the layer's record.
+            damping_G: As `lambda_G`.
+            of_rows: Whether the gradient is given as C, where G is kept as its gradient rows U.
+
+        Raises:
+            BiasColumnMismatch: If the shapes disagree; the message names both.
+            ValueError: If a damping is not positive, or no gradient rows are kept.
+        """
+        return precondition(self._factors, gradient, damping_A, damping_G, of_rows=of_rows)
+
     @cached_property
     def _corrected(self) -> Corrected:
         if self._load_corrected is None:
@@ -158,58 +175,6 @@ class LayersFactors(Mapping[str, LayerFactors]):
         return len(self._layers)
 
 
-class _Folder:
-    """Stored factors as the engine reads them: names below ``factors/`` are files of one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def load_tensors(self, name: str) -> dict[str, Tensor]:
-        return safetensors.torch.load_file(self._folder / name.removeprefix("factors/"))
-
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        return json.loads((self._folder / name.removeprefix("factors/")).read_bytes())
-
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        del tensors, metadata
-        raise PermissionError(f"{name}: factors of an earlier job are read, never written")
-
-    def save_json(self, name: str, value: object) -> None:
-        del value
-        raise PermissionError(f"{name}: factors of an earlier job are read, never written")
-
-    def remove(self, name: str) -> None:
-        raise PermissionError(f"{name}: factors of an earlier job are read, never removed")
-
-
-class _Held:
-    """Artifacts of an analysis in this process: kept in memory."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Any] = {}
-
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        del metadata
-        self._kept[name] = {key: tensor.detach().to("cpu").clone() for key, tensor in tensors.items()}
-
-    def load_tensors(self, name: str) -> dict[str, Tensor]:
-        return dict(self._find(name))
-
-    def save_json(self, name: str, value: object) -> None:
-        self._kept[name] = copy.deepcopy(value)
-
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        return copy.deepcopy(self._find(name))
-
-    def remove(self, name: str) -> None:
-        self._kept.pop(name, None)
-
-    def _find(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        if name not in self._kept:
-            raise FileNotFoundError(name)
-        return self._kept[name]
-
-
 def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     """The factors in a folder: the one with ``factors.index.json``, a run's output, or its `artifacts`.
 
@@ -223,7 +188,7 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     folder = Path(path)
     for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
         if (candidate / "factors.index.json").is_file():
-            found = LayersFactors(read_collected(_Folder(candidate)))
+            found = LayersFactors(read_collected(Folder(candidate)))
             if verify:
                 _verify(candidate, found)
             return found
@@ -388,7 +353,7 @@ def _options(kind: str, params: Mapping[str, Any] | None) -> Any:  # noqa: ANN40
 
 
 def _artifacts() -> Artifacts:
-    return _Held()
+    return Held()
 
 
 def _pulled(rows: list[LayerResult], analysis: Generator[LayerResult, None, Any]) -> Any:  # noqa: ANN401 - its summary

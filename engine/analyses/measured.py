@@ -261,10 +261,6 @@ def _keep_spectra(
     workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
 
 
-def _dtype(factor: Tensor | Structured) -> torch.dtype:
-    return factor.storage_dtype if isinstance(factor, Structured) else factor.dtype
-
-
 def _kept(measured: Measured) -> Kept:
     record = measured.record
     return Kept(
