@@ -1,4 +1,4 @@
-"""A preconditioned gradient is what the dense matrices give, however a side is kept; by its rows it keeps its digits."""
+"""A preconditioned gradient is what the dense matrices give, however a side is kept; by its rows it keeps digits."""
 
 import pytest
 import torch
