@@ -110,7 +110,7 @@ def _unrolled(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as 
         data = data.transpose(0, 1) if leading else data
         sequences = _stepwise(data, rows, 0 if leading else 1)
         steps, data = data.shape[0], data.flatten(0, 1)
-    if sequences is None or 0 in data.shape:
+    if sequences is None:
         return NotImplemented
     ends: list[State] = []
     try:
@@ -147,7 +147,7 @@ def _cell(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torc
     rows = mode.rows_of(data)
     if any(mode.is_data(tensor) for tensor in weights) or mode.is_derived(data) or rows is None:
         return NotImplemented
-    if rows.dim != 0 or 0 in data.shape:
+    if rows.dim != 0:
         return NotImplemented
     sequences = _Sequences((data.shape[0],), rows)
     try:

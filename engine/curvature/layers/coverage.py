@@ -15,7 +15,8 @@ A parameter is counted once, by identity. Reasons:
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from;
 - ``unknown_operation``: a parameter enters an operation that is not understood (the row names it);
 - ``unforeseen_use``: later data made the model use it in a way that the first example did not show;
-- ``never_routed``: an expert to which the data routed no token.
+- ``never_routed``: an expert to which the data routed no token;
+- ``no_numbers``: a parameter with a dimension of zero holds nothing that could be measured.
 
 What a module says (``unsupported_layer``, ``bare_parameter``, ``overridden_forward``) is not the
 last word: the operations of a dry run may still show the layers.
@@ -116,6 +117,7 @@ def survey(model: nn.Module) -> Survey:
                     open=reason in _OPEN and not isinstance(module, _CLOSED),
                 )
             )
+    declared += _empty(model)
     covering = {parameter: layer.name for layer in treated for parameter in layer.parameters}
     names = {
         id(parameter): covering[_qualified(name, key)]
@@ -155,7 +157,7 @@ def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module,
         trainable = {
             key: parameter
             for key, parameter in module._parameters.items()  # noqa: SLF001 - likewise
-            if parameter is not None and parameter.requires_grad
+            if parameter is not None and parameter.requires_grad and parameter.numel()
         }
         if id(module) not in families:
             spare = [key for key, parameter in trainable.items() if id(parameter) in known]
@@ -163,6 +165,22 @@ def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module,
         if trainable:
             own.append((name, module, trainable))
     return own, aliases
+
+
+def _empty(model: nn.Module) -> Iterator[DeclaredLayer]:
+    """Rows for the trainable parameters that hold no number, those of one module in one."""
+    for name, module in model.named_modules():
+        own = module._parameters.items()  # noqa: SLF001 - likewise
+        keys = [key for key, each in own if each is not None and each.requires_grad and not each.numel()]
+        if keys:
+            yield DeclaredLayer(
+                name=name,
+                module=type(module).__name__,
+                reason="no_numbers",
+                parameters=tuple(_qualified(name, key) for key in keys),
+                parameter_count=0,
+                why="a dimension of each is zero",
+            )
 
 
 def _bundles(own: list[_Own]) -> list[list[_Own]]:

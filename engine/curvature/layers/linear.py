@@ -23,7 +23,8 @@ class LinearLayer(TreatedLayer):
 
     def activation_rows(self, entered: Tensor) -> Tensor:
         """Features of every position."""
-        return entered.reshape(-1, entered.shape[-1])
+        # a width of zero leaves -1 open
+        return entered.reshape(entered.shape[:-1].numel(), entered.shape[-1])
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """Output gradients of every position."""
