@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 Record = TypeVar("Record")
+_PLAIN = (int, float, str, type(None))
 
 
 def nullified(record: Record) -> tuple[Record, tuple[str, ...]]:
@@ -40,6 +41,9 @@ def _finite(value: Any, name: str, names: list[str]) -> Any:  # noqa: ANN401 - a
     if any(isinstance(part, float) and not math.isfinite(part) for part in parts):
         names.append(name)
         return None
+    if all(isinstance(part, _PLAIN) for part in parts):
+        # most fields, and the densities of thousands of layers
+        return value
     if isinstance(value, dict):
         return {key: _finite(part, f"{name}.{key}", names) for key, part in value.items()}
     if isinstance(value, (tuple, list)):

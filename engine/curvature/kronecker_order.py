@@ -10,6 +10,10 @@ The k-th smallest is sought among the float64 numbers, whose bits ascend with th
 bracket that each count narrows. A sorted sample of the products says where to count next, since
 between the bracket's ends it is spread as they are; where it does not help, the bracket is halved.
 Once few products are left between the ends they are made, and the k-th is picked.
+
+Where a pair has few products, as each channel of a depthwise convolution, all of them are made
+and sorted at the beginning, those of many such pairs together. They are one pair then, 1 and the
+products; and where no other is left, questions are answered by a look into the sorted list.
 """
 
 import itertools
@@ -23,6 +27,8 @@ from torch import Tensor
 
 _MADE_AT_ONCE = 2**15
 """Products that are made once a bracket holds no more."""
+_SORTED = 2**17
+"""Products that are made and sorted at the beginning."""
 _SAMPLED = 2**16
 _REMEMBERED = 4
 """Thresholds whose positions are kept: a bracket's last ends are asked for again."""
@@ -62,13 +68,18 @@ class Products:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         # bisections are made in the longer spectrum, as many as the shorter has
         self._pairs = [(a, g) if a.numel() <= g.numel() else (g, a) for a, g in pairs if a.numel() and g.numel()]
-        self.size = sum(rows.numel() * columns.numel() for rows, columns in self._pairs)
+        self.size = sum(_size(pair) for pair in self._pairs)
         """All products."""
         self.largest = max((float(rows[-1]) * float(columns[-1]) for rows, columns in self._pairs), default=0.0)
         # bits of thresholds, ascending, and how many products are at most each
         self._thresholds, self._counts = [-1], [0]
         self._recent: dict[int, list[Tensor]] = {}
-        if not self._pairs:
+        self._pairs = _with_small_ones_together(self._pairs)
+        self._all: Tensor | None = None
+        """All products, ascending, where they are few."""
+        if len(self._pairs) == 1 and self.size <= _SORTED:
+            self._all = self._pairs[0][1]
+        if not self._pairs or self._all is not None:
             return
         self._know(_bits(self.largest), self.size)
         zeros = self.at_most(0.0)
@@ -82,6 +93,8 @@ class Products:
         """Products at most ``threshold``."""
         if threshold < 0:
             return 0
+        if self._all is not None:
+            return int(torch.searchsorted(self._all, threshold, right=True))
         bits = _bits(threshold)
         place = bisect_left(self._thresholds, bits)
         if place == len(self._thresholds):
@@ -96,6 +109,8 @@ class Products:
         Memory:
             At most 32 Ki products at once.
         """
+        if self._all is not None:
+            return float(self._all[rank - 1])
         slow = 0
         while True:
             place = bisect_left(self._counts, rank)
@@ -170,6 +185,25 @@ class Products:
             column = torch.arange(row.numel()) - (first - start)[row]
             made.append(rows[row] * columns[column])
         return float(torch.cat(made).kthvalue(rank).values)
+
+
+def _size(pair: Pair) -> int:
+    return pair[0].numel() * pair[1].numel()
+
+
+def _with_small_ones_together(pairs: Sequence[Pair]) -> list[Pair]:
+    """``pairs``, the smallest of them, of ``_SORTED`` products in all, made into one: 1 and their products, sorted.
+
+    Memory:
+        1 MiB, and as much while they are sorted.
+    """
+    order = sorted(pairs, key=_size)
+    reach = list(itertools.takewhile(lambda count: count <= _SORTED, itertools.accumulate(map(_size, order))))
+    small = order[: len(reach)]
+    if not small:
+        return order
+    made = torch.cat([torch.outer(*pair).flatten() for pair in small]).sort().values
+    return [(made.new_ones(1), made), *order[len(reach) :]]
 
 
 def _smallest_positive(pair: Pair) -> float:

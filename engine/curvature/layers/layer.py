@@ -11,6 +11,7 @@ one, the rows hold all of them one after the other, and each is a row of the res
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -148,12 +149,12 @@ class TreatedLayer(ABC):
         """Trainable numbers covered."""
         return self.groups * self.in_dim * self.out_dim
 
-    @property
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """Names of the layer's rows in the results: its own, or one for each group."""
         return _numbered(self.name, self.groups)
 
-    @property
+    @cached_property
     def part_parameters(self) -> tuple[tuple[str, ...], ...]:
         """What each of ``parts`` covers: the parameters, or one group's share of each."""
         return tuple(zip(*(_numbered(name, self.groups) for name in self.parameters), strict=True))
