@@ -142,6 +142,9 @@ def contribution(
     """
     if not isinstance(left, Tensor) or not left.is_floating_point():
         return None
+    if torch.is_grad_enabled() and not all(tensor.requires_grad for tensor in derived):
+        # made where gradients were switched off: whether one flows is for its maker to know
+        return None
     kind = left.device.type
     autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
     versions = tuple(int(tensor._version) for tensor in (*operation.tensors, left))  # noqa: SLF001 - autograd's own guard

@@ -16,6 +16,7 @@ from engine.curvature.contributions import Contribution, examples_at_once
 from engine.curvature.layers.place import place_of
 from engine.curvature.marks import Marks
 from engine.curvature.torch_functions import Operation
+from engine.memory.exhaustion import is_unexplained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,19 @@ class Pullback:
             parts = arrived.contribution.gradients(arrived.gradient, start, stop)
         if parts is None:
             return False
-        for derived, gradient in zip(arrived.derived, parts, strict=True):
-            for name, part in self._pulled_back(derived, gradient):
-                totals[name] = totals[name].add_(part) if name in totals else part
+        try:
+            own = [
+                each
+                for derived, gradient in zip(arrived.derived, parts, strict=True)
+                for each in self._pulled_back(derived, gradient)
+            ]
+        except RuntimeError as error:
+            if not is_unexplained(error):
+                raise
+            # what the parameters were made into has no graph, or a function of the model's own failed in it
+            return False
+        for name, part in own:
+            totals[name] = totals[name].add_(part) if name in totals else part
         return True
 
     def _pulled_back(self, derived: Derived, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -173,3 +173,45 @@ def test_stacked_weights_are_layers_of_their_own_at_every_batch_size(
     for layer in whole.layers:
         if layer.name.startswith("w"):
             assert torch.allclose(whole.load(layer.ordinal).A, hidden.T @ hidden / 7, rtol=EXACT, atol=0)
+
+
+class Squared(torch.autograd.Function):
+    """A function of a parameter alone, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(context: Any, parameter: Tensor) -> Tensor:
+        context.save_for_backward(parameter)
+        return parameter * parameter
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override] # one argument, as torch calls it
+        (parameter,) = context.saved_tensors
+        return 2 * gradient * parameter
+
+
+def switched_off(parameter: Tensor) -> Tensor:
+    with torch.no_grad():
+        return parameter * parameter
+
+
+MADE: list[Callable[[Tensor], Tensor]] = [Squared.apply, switched_off]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("product", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_what_is_made_without_a_graph_ends_no_job_and_spoils_no_other_layer(
+    make: Callable[[Tensor], Tensor], batch_size: int, *, product: bool
+) -> None:
+    def used(weight: Tensor, h: Tensor) -> Tensor:
+        return functional.linear(h, weight) if product else h * weight[0]
+
+    model = Queried(lambda own, h: used(make(own.p), h), 4, 4)
+    twin = Queried(lambda own, h: used(own.p * own.p, h), 4, 4)
+    x, y = data()
+    whole = collect(model, [(x, y)], "classification", exact_trace=True, batch_size=batch_size)
+    truth = curvature_traces(twin, x, y, "cross_entropy")
+    for layer in whole.layers:
+        own = sum(float(truth[name].sum()) for name in layer.parameters) / 7
+        assert layer.exact_trace == pytest.approx(own, rel=EXACT)
+    assert {"first", "head"} <= {layer.name for layer in whole.layers}
