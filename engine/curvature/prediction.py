@@ -18,6 +18,7 @@ from catalog.inputs import Task
 from engine.curvature.batches import Batch
 from engine.curvature.outputs import loss_of, output_of
 from engine.curvature.own_casts import casts_of
+from engine.curvature.virtual_tokens import with_virtual_tokens
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.exhaustion import lost_device, ran_out_of_memory
 
@@ -66,6 +67,7 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
     """
     own_loss = task.likelihood == "model"
     returned = answer(model, batch, labelled=own_loss)
+    batch = with_virtual_tokens(model, batch, task)
     arrange = {
         "classification": _classified,
         "sequence_classification": _classified,
