@@ -4,7 +4,8 @@ A mask that fits by its size alone may be another's: a decoder can have as many 
 encoder, and an image as many patches as its caption has tokens. So two examples go through the
 model with their last positions masked, and again with other content in those positions. A call has
 the mask's positions if its input differs in masked rows and in no other. Where the content does not
-reach it (a table of positions), it must lose a row with each position that is cut off.
+reach it (a table of positions), or reaches other rows too (a model that joins neighbours), it must
+lose a row with each position that is cut off.
 
 Which rows a mask then drops is looked at in every batch: a dropped row whose gradient is not zero
 shows that the mask is not the call's, and from then on all positions of the call count.
@@ -115,7 +116,7 @@ def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
     except EngineError:
         return Masking()
     changed = _with_other_content(trial, tail)
-    same, proven, unreached = dict(numbered(calls)), set(), set()
+    same, proven, undecided = dict(numbered(calls)), set(), set()
     others = None if changed is None else _attempt(changed, run)
     found = {} if others is None else dict(numbered(others[0]))
     for key, call in same.items():
@@ -123,14 +124,15 @@ def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
             continue
         other = found.get(key)
         moved = None if other is None else _moved(call, other)
-        if moved is None or not bool(moved.any()):
-            unreached.add(key)
-        elif not bool((moved & ~tail.reshape(-1)).any()):
+        inside = tail.reshape(-1)
+        if moved is not None and bool(moved.any()) and not bool((moved & ~inside).any()):
             proven.add(key)
+        else:
+            undecided.add(key)
     if others is not None and not gradients and _reaches(returned, others[1], tail):
         return Masking()
-    if unreached:
-        proven |= _losing(trial, run, unreached)
+    if undecided:
+        proven |= _losing(trial, run, undecided)
     return Masking(proven=frozenset(proven))
 
 

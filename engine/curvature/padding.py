@@ -20,6 +20,7 @@ from engine.curvature.broadcast import close
 from engine.curvature.calls import Call
 from engine.curvature.masks import Masking, numbered, position_count
 from engine.curvature.prediction import Prediction
+from engine.errors import EngineError
 
 _SHORTER = 0.75
 """An example joins a group if it is at least this share of the group's longest."""
@@ -56,7 +57,11 @@ def padding_decides_nothing(
         count = position_count(call.layer, call.entered)
         if count != examples and not (masking.covers(key) and count == examples * width):
             return False
-    padded, plain = (run(_cut(batch, [shortest], length)) for length in (width, lengths[shortest]))
+    try:
+        padded, plain = (run(_cut(batch, [shortest], length)) for length in (width, lengths[shortest]))
+    except EngineError:
+        # outputs of a length of their own do not fit targets that were cut
+        return False
     left, right = padded.outputs[padded.valid], plain.outputs[plain.valid]
     if padded.outputs.shape[-1] != plain.outputs.shape[-1] or left.shape != right.shape or not left.numel():
         return False

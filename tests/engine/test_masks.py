@@ -333,6 +333,35 @@ def test_patches_are_no_tokens_and_pooling_may_forget_the_mask(honoured: bool, f
     assert dropped == ({"table:0", "tokens:0"} if honoured else set())
 
 
+class Trigrams(nn.Module):
+    """Each position also sees its neighbours' vectors, as in MobileBERT; pooling knows the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCABULARY, 4)
+        self.tokens = nn.Linear(12, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        vectors = functional.pad(self.table(input_ids), (0, 0, 1, 1))
+        texts = self.tokens(torch.cat([vectors[:, :-2], vectors[:, 1:-1], vectors[:, 2:]], 2)).tanh()
+        weights = attention_mask.unsqueeze(-1).double()
+        return self.head((texts * weights).sum(1) / weights.sum(1))
+
+
+def test_content_of_padding_may_reach_a_neighbour() -> None:
+    """What is behind the neighbours is dropped; the table, whose padding has a gradient, keeps all positions."""
+    model, mask = Trigrams(), padding()
+    inputs = {"input_ids": ids(), "attention_mask": mask.long()}
+    targets = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(4))
+    truth = plain(
+        model, inputs, lambda returned, number: functional.cross_entropy(returned, targets[number : number + 1])
+    )
+    whole = collect(model, [(inputs, targets)], "classification", fisher="empirical", batch_size=4)
+    assert check(whole, truth, N, mask) == {"tokens:0"}
+
+
 def test_a_late_gradient_in_padding_is_collected_anew_by_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `ekfac` and slices of a batch the calls that a batch has shown keep all their positions."""
     model, mask = bert(), padding()

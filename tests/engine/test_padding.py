@@ -130,6 +130,33 @@ def test_padding_is_cut_only_where_it_decides_nothing(kind: str, leading: bool, 
     assert (shapes[-1] == (8, 12)) != cut
 
 
+class Queried(nn.Module):
+    """As many outputs as learned queries, whatever the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(20, 4)
+        self.queries = nn.Linear(4, 12 * 4)
+        self.head = nn.Linear(4, 5)
+        self.double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        kept = attention_mask.unsqueeze(-1).double()
+        pooled = (self.table(input_ids) * kept).sum(1) / kept.sum(1)
+        return self.head(self.queries(pooled).view(-1, 12, 4).tanh())
+
+
+def test_outputs_of_a_length_of_their_own_keep_padding() -> None:
+    inputs, _ = texts()
+    targets = torch.randint(0, 5, (len(LENGTHS), 12))
+    model = Queried()
+    shapes = widths(model)
+    whole = collect(model, [(inputs, targets)], "masked_lm", fisher="mc", batch_size=8)
+    assert shapes[-1] == (8, 12)
+    assert {layer.name: layer.positions for layer in whole.layers}["head"] == 8 * 12
+
+
 def test_groups_hold_every_example_once_and_like_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = torch.randint(1, 200, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     groups = list(padding._groups(lengths))
