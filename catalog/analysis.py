@@ -13,7 +13,8 @@ Decomposed = Literal["none", "values", "vectors"]
 def most_decomposed(options: Iterable[Any]) -> Decomposed:
     """The most that analyses with these options ask for.
 
-    An options record says so by a property ``decomposition``; without one, as without options, it is the values.
+    An options record says so by a property ``decomposition``, an analysis without options by its entry of the menu,
+    which stands for them; whatever does not say asks for the values.
     """
     steps: tuple[Decomposed, ...] = ("none", "values", "vectors")
     asked = [steps.index(getattr(each, "decomposition", "values")) for each in options]
@@ -35,6 +36,8 @@ class Analysis:
     """What one layer returns."""
     summary: type
     """What the whole job returns."""
+    decomposition: Decomposed = "values"
+    """What is asked of the factors where there are no options to say so."""
 
 
 @record

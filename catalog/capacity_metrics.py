@@ -1,5 +1,7 @@
 """What `capacity` says of one layer, and of the whole model as one block-diagonal matrix."""
 
+from collections.abc import Mapping
+
 from catalog.cross_check import CrossCheck
 from catalog.nested import Convergence, NestedCapacity
 from catalog.record import record
@@ -62,6 +64,14 @@ class CapacityMetrics:
     """Whether G is not the factor itself but a sketch of it."""
     no_spectrum: str | None
     """Why there are no eigenvalues, and what follows from them is null; null where there are."""
+    estimated: str | None
+    """How the eigenvalues of G are known where they are estimates between bounds, and what follows from their order
+    (rank, condition, quantiles, density, decay, the largest) is too; null where they were computed."""
+    intervals: Mapping[str, tuple[float | None, float | None]] | None
+    """Bounds that hold of such a metric, by its name, `quantiles[0.5]` for that of a level, `top_eigenvalues[0]` for
+    the largest; a bound is null where there is none. Null where nothing is estimated."""
+    undefined: Mapping[str, str]
+    """Why a metric that was asked for is null, by its name."""
     trace: float | None
     frobenius_norm: float | None
     spectral_norm: float | None
@@ -128,8 +138,11 @@ METRICS = tuple(
     name
     for name in CapacityMetrics.__dataclass_fields__
     if name
-    not in ("form", "dimension", "approximate", "no_spectrum", "damping", "nested", "convergence", "cross_check")
-)
+    not in (
+        "form", "dimension", "approximate", "no_spectrum", "estimated", "intervals", "undefined", "damping", "nested",
+        "convergence", "cross_check",
+    )
+)  # fmt: skip
 """What can be selected by name."""
 
 
@@ -157,6 +170,12 @@ class ModelCapacity:
 
     no_spectrum: tuple[str, ...]
     """Layers without eigenvalues; where there are any, what needs all eigenvalues is null."""
+    estimated: tuple[str, ...]
+    """Layers whose eigenvalues are estimates between bounds; what follows from the order of all eigenvalues is too."""
+    intervals: Mapping[str, tuple[float | None, float | None]] | None
+    """Bounds that hold of such a metric, as in the layers' rows; null where nothing is estimated."""
+    undefined: Mapping[str, str]
+    """Why a metric that was asked for is null, by its name."""
     approximate: tuple[str, ...]
     """Layers of which a sketch stands for G; where there are any, only the traces are exact."""
     trace_shares: tuple[TraceShare, ...] | None

@@ -39,6 +39,7 @@ class FactorsSummary:
     branches: Mapping[str, int]
     """Covered layers by `branch`: they add up to `layers`."""
     eigendecompositions: int
+    """Layers that another analysis of the job had decomposed; this one asks for no eigenvalues."""
     woodbury_layers: int
     """Layers whose G is kept as its gradient rows."""
     examples: int
@@ -60,4 +61,5 @@ FACTORS = Analysis(
     params=None,
     metrics=FactorsMetrics,
     summary=FactorsSummary,
+    decomposition="none",
 )

@@ -56,7 +56,8 @@ class JobDocument:
     cache: Literal["use", "refresh", "off"] = "use"
     """Whether factors of the same collection (model, data, options, code and numerics to the bit) are taken from the
     cache, and left there for the next job. `refresh` collects and replaces them, `off` does neither. A collection with
-    `collection.nested`, `woodbury.approximate` or a model from a factory is not cached."""
+    `collection.nested`, a head of which a sketch or the diagonal alone was kept, or a model from a factory is not
+    cached."""
     labels: Mapping[str, str] = option(dict)
     """Names of your own to find the job by."""
     schedule: Schedule = option(Schedule)

@@ -31,9 +31,10 @@ class Woodbury:
     softmax_head: bool = True
     """Whether a language model's head keeps its exact Fisher, a diagonal minus a matrix of low rank, where that is
     smaller than G."""
-    approximate: bool = False
-    """Whether a head with more positions than its rows can be held for may be sketched. What is then approximate is
-    labelled so; its diagonal and trace stay exact."""
+    approximate: bool = True
+    """Whether a head may be sketched whose G and rows do not fit, or whose G is dense and larger than eigensolvers
+    take (46,340 rows). What is then approximate is labelled so, with the sketch's bound; its diagonal and trace stay
+    exact. Without, such a head keeps its diagonal alone, or the job is refused."""
     sketch_rank: int = 256
     """Rank of such a sketch."""
     hybrid_from: int = 16_384

@@ -321,7 +321,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}
     options = {kind: _options(kind, params) for kind in kinds}
-    workspace.decomposition = most_decomposed(options.values())
+    workspace.decomposition = most_decomposed(own or ANALYSES[kind] for kind, own in options.items())
     workspace.params = options
     for kind in kinds:
         function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)

@@ -199,9 +199,7 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     if rank is not None:
         whole = "" if together is None else f" summed over layers, {number(together)} of the model as a whole"
         parts.append(f"effective rank {number(rank)}{whole}")
-    sketched = _field(_field(summary, "model"), "approximate")
-    if sketched:
-        parts.append(f"approximate, as a sketch stands for G of {', '.join(map(shortened, sketched))}")
+    parts += _caveats(_field(summary, "model"))
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:
         parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
@@ -209,6 +207,16 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     if exact is not None:
         parts.append(_beside_exact(exact))
     return "; ".join(parts)
+
+
+def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a service sends in its place
+    """Whose eigenvalues are not those of the factors themselves."""
+    told = (
+        ("approximate", "approximate, as a sketch stands for G of"),
+        ("estimated", "eigenvalues estimated between bounds in"),
+    )
+    layers = [(said, _field(model, name)) for name, said in told]
+    return [f"{said} {', '.join(map(shortened, names))}" for said, names in layers if names]
 
 
 def _beside_exact(exact: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place

@@ -183,7 +183,7 @@ def _compute(
         device=device,
         keep=document.keep,
         kinds=document.kinds,
-        decomposition=most_decomposed(_options(kind, document) for kind in document.kinds),
+        decomposition=most_decomposed(_options(kind, document) or ANALYSES[kind] for kind in document.kinds),
         params={kind: _options(kind, document) for kind in document.kinds},
         artifacts=artifacts,
         scratch=scratch,

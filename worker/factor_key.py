@@ -1,8 +1,9 @@
 """The key of a collection: a digest of everything that its factors' bits depend on.
 
 A wrong hit would be a wrong result without a word, so whatever cannot be told apart has no key, and is collected:
-models from a factory or with hooks (any code may be behind them), nested sizes, and approximate factors, whose
-rank follows from the memory there was. Weights, buffers and data enter by their bytes, the data as they come.
+models from a factory or with hooks (any code may be behind them), and nested sizes. Factors of a head that was sketched
+for want of memory are found by nobody either: they are never kept. Weights, buffers and data enter by their bytes, the
+data as they come.
 """
 
 import hashlib
@@ -70,8 +71,6 @@ def uncacheable(document: JobDocument, model: nn.Module) -> str | None:
         return "the model is from a factory, whose code cannot be told from another's"
     if document.collection.nested:
         return "`collection.nested` keeps statistics beside the factors"
-    if document.woodbury.approximate:
-        return "approximate factors follow the memory there was"
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] not in _KNOWN_CODE:
             return f"the code of module `{name}` ({type(module).__name__}) is not known"

@@ -89,6 +89,7 @@ function facts(model, summary) {
     share ? ["Most of the trace", `${percent(share.share)} in ${share.layer || "(model)"}`] : null,
     summary.not_converged ? ["Not converged", late.length ? late.map(([metric, layers]) => `${words(metric)} (${several(layers, "layer")})`).join(", ") : "nothing"] : null,
     model.no_spectrum?.length ? ["Without eigenvalues", model.no_spectrum.join(", ")] : null,
+    model.estimated?.length ? ["Eigenvalues estimated between bounds", model.estimated.join(", "), "Rank, condition, quantiles and decay follow from them; their own bounds are in `intervals`"] : null,
     model.approximate?.length ? ["Approximate, of a sketch of G", model.approximate.join(", ")] : null,
   ].filter(Boolean);
   return h("dl", { class: "facts" }, lines.map(([name, value, title]) => h("div", { title }, h("dt", {}, name), h("dd", {}, value))));

@@ -40,7 +40,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
             over_sizes[layer.facts.ordinal] = over
             metrics = dataclasses.replace(metrics, convergence=over.convergence)
         decompositions += layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
-        kept = ModelLayer.of(layer.facts.name, sides, metrics)
+        kept = ModelLayer.of(layer.facts.name, sides, metrics, params.selected)
         if metrics.damping is not None and kept.spectral_norm is not None and metrics.damping > kept.spectral_norm:
             identity[layer.facts.ordinal] = layer.facts.name
         if exact is not None:

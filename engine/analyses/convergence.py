@@ -18,7 +18,9 @@ from engine.analyses.measured import Measured
 from engine.analyses.model_capacity import ModelLayer, model_metrics
 from engine.analyses.sides import SCALARS, Sides
 from engine.curvature.collected import Collected
+from engine.curvature.counted_spectrum import Counted
 from engine.curvature.extrapolation import extrapolated, not_converged
+from engine.curvature.structured import Structured
 
 Values = Mapping[str, float | None]
 
@@ -91,19 +93,20 @@ def followed(
             frobenius_G=size.frobenius_G,
             structured_G=structured,
             scale_G=scale,
+            counted_G=_counted(structured, scale, layer.record.kappa_max),
         )
         values.append(_at_one_size(own, names, params, layer.record.kappa_max))
         wanted = params.selected & {"spectral_norm", "stable_rank"}
         layers.append(
             ModelLayer(
                 name=layer.facts.name,
-                sides=replace(own, structured_G=None),
+                sides=own.without_structure(params.selected),
                 spectral_norm=own.spectral_norm if wanted else None,
                 curve=None,
             )
         )
     values.append({name: _number(getattr(metrics, name)) for name in names})
-    layers.append(ModelLayer.of(layer.facts.name, sides, metrics))
+    layers.append(ModelLayer.of(layer.facts.name, sides, metrics, params.selected))
     examples = tuple(size.examples for size in layer.nested)
     bounds = {"effective_rank_A": sides.in_dim, "effective_rank_G": sides.out_dim, "effective_dimension_share": 1}
     return Followed(
@@ -112,6 +115,11 @@ def followed(
         layers=tuple(layers),
         convergence=_heading(examples, values, sides.dimension, bounds),
     )
+
+
+def _counted(side: Structured | None, scale: float, kappa_max: float | None) -> Counted | None:
+    counted = None if side is None else side.counted(kappa_max)
+    return None if counted is None else counted.times(scale)
 
 
 def model_convergence(

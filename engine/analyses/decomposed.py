@@ -16,7 +16,10 @@ from torch import Tensor
 
 from engine.analyses.sample_sizes import frobenius, trace
 from engine.curvature.collected import LayerFacts
+from engine.curvature.counted_spectrum import Counted
+from engine.curvature.decompositions import COUNTED
 from engine.curvature.eigenbasis import Decomposition, decompose, decompose_structured, kept_dtype
+from engine.curvature.eigensolvers import LARGEST
 from engine.curvature.factors import digest
 from engine.curvature.streaming import Arrived
 from engine.curvature.structured import Structured
@@ -41,12 +44,21 @@ class Side:
     """Without its vectors."""
     spectrum: Tensor | None
     """Eigenvalues with the scale multiplied in; None where none were asked for, or none are to be had."""
+    counted: Counted | None
+    """The same between bounds, of a side that is never made dense and has no ``spectrum``."""
+
+    @property
+    def rungs(self) -> tuple[str, ...] | None:
+        """Rungs that were tried, the last of which gave the eigenvalues; None where there are none."""
+        return self.found.rungs if self.found is not None else None if self.counted is None else (COUNTED,)
 
     @property
     def largest(self) -> float:
         """The largest eigenvalue, or what it cannot exceed."""
         if self.spectrum is not None:
             return float(self.spectrum[-1])
+        if self.counted is not None:
+            return float(self.counted.values[-1])
         return self.trace if self.frobenius is None else self.frobenius
 
 
@@ -59,6 +71,9 @@ def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, sid
     rank_bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
     own = factor.digest() if isinstance(factor, Structured) else digest(factor)
     found = decomposed(workspace, factor, there, layer=facts.name, side=side, digest=own, rank_bound=rank_bound)
+    counted = None
+    if found is None and workspace.decomposition != "none" and isinstance(there, Structured):
+        counted = there.counted(workspace.stabilisation.kappa_max)
     return Side(
         digest=own,
         trace=trace(factor, scale),
@@ -67,7 +82,21 @@ def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, sid
         rank_bound=rank_bound,
         found=found,
         spectrum=None if found is None else found.values * scale,
+        counted=None if counted is None else counted.times(scale),
     )
+
+
+def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: Side) -> None:
+    """Write the eigenvalues of one layer, and the bounds of those that were counted, as an artifact."""
+    if side_a.spectrum is None and side_g.spectrum is None and side_g.counted is None:
+        return
+    table: dict[str, Any] = {"layer": facts.name, "ordinal": facts.ordinal, "form": facts.form}
+    for name, side in (("A", side_a), ("G", side_g)):
+        known = side.spectrum if side.counted is None else side.counted.values
+        table[name] = None if known is None else known.tolist()
+    if side_g.counted is not None:
+        table |= {"G_lower": side_g.counted.lower.tolist(), "G_upper": side_g.counted.upper.tolist()}
+    workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
 
 
 def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
@@ -113,6 +142,9 @@ def decomposed(
     need = workspace.decomposition
     if need == "none":
         return None
+    planned = _planned_rung(workspace, layer, side)
+    if planned == COUNTED or beyond_solvers(factor):
+        return None
     name = _name(digest, rank_bound)
     known = _read(workspace, name, vectors=False)
     if known is not None and (known.vectors is not None or need == "values"):
@@ -126,13 +158,18 @@ def decomposed(
             need=need,
             rank_bound=rank_bound,
             guard=workspace.guard,
-            begin=_planned_rung(workspace, layer, side),
+            begin=planned,
             what=f"the eigendecomposition of {side}",
         )
     if found is None:
         return None
     _write(workspace, name, found, factor.storage_dtype if isinstance(factor, Structured) else factor.dtype)
     return replace(found, vectors=None)
+
+
+def beyond_solvers(factor: Tensor | Structured) -> bool:
+    """Whether no eigensolver takes ``factor``: it is dense and has more rows than LAPACK counts."""
+    return not isinstance(factor, Structured) and factor.ndim == 2 and factor.shape[0] > LARGEST
 
 
 def load_basis(workspace: Workspace, side: Side) -> Decomposition:

@@ -33,7 +33,9 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
         coverage=coverage(whole),
         layers=total,
         branches=branch_counts(whole.layers),
-        eigendecompositions=sum(layer.facts.form not in ("diagonal", "diagonal_block") for layer in layers),
+        eigendecompositions=sum(
+            layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block") for layer in layers
+        ),
         woodbury_layers=sum(layer.facts.representation_G == "woodbury" for layer in layers),
         examples=whole.examples,
         updates=whole.updates,

@@ -57,12 +57,14 @@ def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
 
 
 def factorised(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
-    """How the damped Gram matrix of gradient rows is inverted; None where there are none, or no damping of G's own.
+    """How the damped Gram matrix of gradient rows is inverted.
+
+    None where no analysis of the job decomposes anything, without gradient rows, and without a damping of G's own.
 
     Memory:
         2 T² numbers in float64.
     """
-    if not isinstance(factors.G, LowRank) or damping_g is None:
+    if workspace.decomposition == "none" or not isinstance(factors.G, LowRank) or damping_g is None:
         return None
     return factors.G.to(workspace.device).factorised(damping_g, workspace.woodbury.eps)
 

@@ -1,7 +1,7 @@
 """One layer's capacity metrics, those that were asked for."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +15,16 @@ from catalog.capacity_metrics import (
     SpectralDecay,
     SpectralDensity,
 )
+from engine.analyses.intervals import intervals, reasons
 from engine.analyses.measured import Measured
 from engine.analyses.sample_sizes import nested_capacity
-from engine.analyses.sides import SCALARS, Sides, scalars
+from engine.analyses.sides import SCALARS, Sides, scalars, within_tolerance
 from engine.curvature.collected import Collected
 from engine.curvature.decay import decay
+from engine.curvature.eigensolvers import LARGEST
 from engine.curvature.factors import Factors
 from engine.curvature.kronecker_order import Products, histogram, quantile
-from engine.curvature.stabilisation import clipping
+from engine.curvature.stabilisation import clipping, counted_clipping
 from engine.curvature.structured import Structured
 from engine.errors import NonFiniteFactor
 
@@ -64,6 +66,7 @@ def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: 
         tolerance=tolerance,
         structured_G=structured,
         scale_G=scale,
+        counted_G=layer.counted_G,
     )
 
 
@@ -83,8 +86,12 @@ def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None)
         effective = SCALARS["effective_dimension"](sides)
         found["effective_dimension_share"] = None if effective is None else effective / sides.dimension
     if "kappa_clipped" in names:
-        clipped = (clipping(spectrum, kappa_max).kappa_clipped for spectrum in (sides.spectrum_A, sides.spectrum_G))
-        found["kappa_clipped"] = _product(*clipped)
+        right = (
+            clipping(sides.spectrum_G, kappa_max)
+            if sides.counted_G is None
+            else counted_clipping(sides.counted_G, kappa_max)
+        )
+        found["kappa_clipped"] = _product(clipping(sides.spectrum_A, kappa_max).kappa_clipped, right.kappa_clipped)
     return found
 
 
@@ -104,7 +111,10 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         dimension=sides.dimension,
         # its norm alone, which takes no eigenvalues, is already that of the sketch
         approximate=bool(layer.record.sketch_bound),
-        no_spectrum=_no_spectrum(layer, sides),
+        no_spectrum=_no_spectrum(layer, sides) if params.decomposition != "none" else None,
+        estimated=_estimated(layer),
+        intervals=_intervals(sides, params),
+        undefined=_undefined(sides, found),
         damping=sides.damping.joint,
         nested=nested_capacity(layer.nested),
         convergence=None,
@@ -114,12 +124,41 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
 
 
 def _no_spectrum(layer: Measured, sides: Sides) -> str | None:
-    """Why there are no eigenvalues of G; None where there are, or nobody asked."""
-    structured = sides.structured_G
-    if structured is not None:
-        return f"G ({structured.size} rows) is held as `{structured.kind}`: no eigenvalues without its matrix"
-    partial = layer.facts.representation_G == "diagonal_sketch" and layer.spectrum_A is not None
-    return f"G ({layer.facts.out_dim} rows) does not fit: only its diagonal and trace are kept" if partial else None
+    """Why there are no eigenvalues of A or G; None where there are."""
+    facts = layer.facts
+    if sides.spectrum_A is None:
+        return f"A ({facts.in_dim} rows) has more than the {LARGEST} rows that eigensolvers take"
+    if sides.ordered_spectra is not None:
+        return None
+    if facts.representation_G == "diagonal_sketch":
+        return f"G ({facts.out_dim} rows) does not fit: only its diagonal and trace are kept"
+    return f"G ({facts.out_dim} rows) has more than the {LARGEST} rows that eigensolvers take"
+
+
+def _estimated(layer: Measured) -> str | None:
+    counted = layer.counted_G
+    if counted is None:
+        return None
+    bound = layer.record.sketch_bound
+    sketched = f", and so is the sketch's bound {bound:.3g}" if bound else ""
+    return (
+        f"G ({layer.facts.out_dim} rows) is held as `{layer.facts.representation_G}`: its eigenvalues are estimated "
+        f"between bounds that {counted.counts} inertia counts prove, which are in `intervals`{sketched}"
+    )
+
+
+def _intervals(sides: Sides, params: CapacityParams) -> dict[str, tuple[float | None, float | None]] | None:
+    if sides.counted_G is None or sides.bounds is None:
+        return None
+    return intervals([sides.bounds], [sides.damping.joint or 0.0], sides.tolerance, params)
+
+
+def _undefined(sides: Sides, found: Mapping[str, Any]) -> dict[str, str]:
+    if sides.bounds is None:
+        return {}
+    singular = [name for name, within in zip("AG", within_tolerance(sides), strict=True) if within]
+    asked = {name: value for name, value in found.items() if name in METRICS}
+    return reasons(asked, singular, undamped=sides.damping.joint is None)
 
 
 def ordered(products: Products, params: CapacityParams, rank: int | None) -> dict[str, Any]:

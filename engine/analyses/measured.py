@@ -15,7 +15,7 @@ from torch import Tensor
 
 from catalog.analysis import Coverage, LayerResult
 from catalog.layer_record import LayerRecord, Observed
-from engine.analyses.decomposed import Side, least_precise, load_basis, measured_side, refused_rungs
+from engine.analyses.decomposed import Side, keep_spectra, least_precise, load_basis, measured_side, refused_rungs
 from engine.analyses.finite_numbers import nullified, reason
 from engine.analyses.gradient_side import branch, factorised, row_facts, with_factorisation
 from engine.analyses.sample_sizes import MeasuredSize, smaller_sizes
@@ -29,11 +29,12 @@ from engine.curvature.collected import (
     write_run,
 )
 from engine.curvature.collection import collected
+from engine.curvature.counted_spectrum import Counted
 from engine.curvature.coverage_law import reason_counts
 from engine.curvature.eigenbasis import Decomposition
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.layers.coverage import DeclaredLayer
-from engine.curvature.stabilisation import Clipping, Damping, clipping, damping, identity_warnings
+from engine.curvature.stabilisation import Clipping, Damping, clipping, counted_clipping, damping, identity_warnings
 from engine.curvature.streaming import Arrived, streamed
 from engine.curvature.structured import Structured
 from engine.memory.budget import device_bytes, resident_bytes
@@ -49,6 +50,8 @@ class Measured:
     """(in_dim,) float64, ascending; None where no analysis asks for it."""
     spectrum_G: Tensor | None
     """(out_dim,) float64, ascending; None where no analysis asks for it, or it is not to be had without n×n."""
+    counted_G: Counted | None
+    """The same between bounds, where that is all there is of a G that is never made dense."""
     trace_A: float
     trace_G: float
     frobenius_A: float | None
@@ -142,7 +145,7 @@ def _measure(
     side_a = shared_a[leader]
     spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
     if "spectra" in workspace.keep:
-        _keep_spectra(workspace, facts, spectrum_a, spectrum_g)
+        keep_spectra(workspace, facts, side_a, side_g)
     damped = damping(
         side_a.trace / facts.in_dim if spectrum_a is None else float(spectrum_a.mean()),
         side_g.trace / facts.out_dim if spectrum_g is None else float(spectrum_g.mean()),
@@ -152,7 +155,9 @@ def _measure(
     for warning in identity_warnings(facts.name, damped, workspace.stabilisation, side_a.largest, side_g.largest):
         workspace.log("warning", warning)
     clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
-    clipped_g = clipping(spectrum_g, workspace.stabilisation.kappa_max)
+    kappa_max = workspace.stabilisation.kappa_max
+    counted = side_g.counted
+    clipped_g = clipping(spectrum_g, kappa_max) if counted is None else counted_clipping(counted, kappa_max)
     taken = factorised(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
     after = _bytes(workspace.device)
@@ -170,6 +175,7 @@ def _measure(
         facts=facts,
         spectrum_A=spectrum_a,
         spectrum_G=spectrum_g,
+        counted_G=counted,
         trace_A=complete.trace_A,
         trace_G=complete.trace_G,
         frobenius_A=complete.frobenius_A,
@@ -234,8 +240,8 @@ def _measure(
             digest_eigenvectors_G=ekfac.get("eigenvectors_G"),
             ekfac_trace=None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64)),
             precision=least_precise(side_a, side_g),
-            rungs_A=None if side_a.found is None else side_a.found.rungs,
-            rungs_G=with_factorisation(None if side_g.found is None else side_g.found.rungs, taken),
+            rungs_A=side_a.rungs,
+            rungs_G=with_factorisation(side_g.rungs, taken),
             residual_A=None if side_a.found is None else side_a.found.residual,
             residual_G=None if side_g.found is None else side_g.found.residual,
             nondeterministic=whole.nondeterministic,
@@ -244,21 +250,6 @@ def _measure(
         observed=_observed(begun, before, after, workspace, whole, refused_rungs({"A": side_a, "G": side_g})),
         metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
     )
-
-
-def _keep_spectra(
-    workspace: Workspace, facts: LayerFacts, spectrum_a: Tensor | None, spectrum_g: Tensor | None
-) -> None:
-    if spectrum_a is None and spectrum_g is None:
-        return
-    table = {
-        "layer": facts.name,
-        "ordinal": facts.ordinal,
-        "form": facts.form,
-        "A": None if spectrum_a is None else spectrum_a.tolist(),
-        "G": None if spectrum_g is None else spectrum_g.tolist(),
-    }
-    workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
 
 
 def _kept(measured: Measured) -> Kept:

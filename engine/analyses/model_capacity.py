@@ -7,16 +7,20 @@ sums over eigenvalues add up; entropies add up with each layer's share of the tr
 import heapq
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from catalog.capacity import CapacityParams
 from catalog.capacity_metrics import CapacityMetrics, EffectiveDimensionCurve, ModelCapacity, TopEigenvalue, TraceShare
+from engine.analyses.intervals import intervals, reasons
 from engine.analyses.layer_capacity import ordered
-from engine.analyses.sides import SCALARS, Sides
+from engine.analyses.sides import SCALARS, Sides, within_tolerance
 from engine.curvature.kronecker_order import Pair, Products, largest
 from engine.curvature.kronecker_spectrum import effective_rank_of_blocks
+
+_NAMED = 3
+"""Singular factors that a reason names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +35,11 @@ class ModelLayer:
     """Whether a sketch stands for G."""
 
     @classmethod
-    def of(cls, name: str, sides: Sides, metrics: CapacityMetrics) -> Self:
-        """Keep the spectra, and what a G without any has answered."""
+    def of(cls, name: str, sides: Sides, metrics: CapacityMetrics, wanted: Collection[str]) -> Self:
+        """Keep the spectra, and what a G without any has answered of ``wanted``."""
         return cls(
             name=name,
-            sides=replace(sides, structured_G=None),
+            sides=sides.without_structure(wanted),
             spectral_norm=sides.spectral_norm,
             curve=metrics.effective_dimension_curve,
             approximate=metrics.approximate,
@@ -56,10 +60,32 @@ def model_metrics(layers: Sequence[ModelLayer], params: CapacityParams) -> Model
         found["trace_shares"] = _shares(layers)
     if "effective_dimension_curve" in wanted:
         found["effective_dimension_curve"] = _curve(layers)
-    missing = [layer.name for layer in layers if layer.sides.spectra is None]
+    missing = [layer.name for layer in layers if layer.sides.ordered_spectra is None]
     if layers and not missing:
         found |= _of_all_eigenvalues(layers, params)
+    estimated = tuple(layer.name for layer in layers if layer.sides.counted_G is not None)
+    found["estimated"] = estimated
+    found["intervals"] = _intervals(layers, params) if estimated and not missing else None
+    found["undefined"] = {} if missing else _undefined(layers, {name: found[name] for name in wanted if name in found})
     return ModelCapacity(**found | {"no_spectrum": () if params.decomposition == "none" else tuple(missing)})
+
+
+def _intervals(layers: Sequence[ModelLayer], params: CapacityParams) -> dict[str, tuple[float | None, float | None]]:
+    bounds = [layer.sides.bounds for layer in layers if layer.sides.bounds is not None]
+    added = [layer.sides.damping.joint or 0.0 for layer in layers]
+    return intervals(bounds, added, max(layer.sides.tolerance for layer in layers), params)
+
+
+def _undefined(layers: Sequence[ModelLayer], values: dict[str, Any]) -> dict[str, str]:
+    singular = [
+        f"{side} of `{layer.name}`"
+        for layer in layers
+        for side, within in zip("AG", within_tolerance(layer.sides), strict=True)
+        if within
+    ]
+    # the first of many tells enough
+    told = [*singular[:_NAMED], f"{len(singular) - _NAMED} more"] if len(singular) > _NAMED else singular
+    return reasons(values, told, undamped=any(layer.sides.damping.joint is None for layer in layers))
 
 
 def _closed(layers: Sequence[ModelLayer]) -> dict[str, float | None]:
@@ -85,7 +111,7 @@ def _closed(layers: Sequence[ModelLayer]) -> dict[str, float | None]:
 def _of_all_eigenvalues(layers: Sequence[ModelLayer], params: CapacityParams) -> dict[str, Any]:
     wanted = params.selected
     found: dict[str, Any] = {}
-    pairs = [layer.sides.spectra for layer in layers if layer.sides.spectra is not None]
+    pairs = [layer.sides.ordered_spectra for layer in layers if layer.sides.ordered_spectra is not None]
     if wanted & {"quantiles", "density", "decay", "rank"}:
         products = Products(pairs)
         rank = None
@@ -98,7 +124,7 @@ def _of_all_eigenvalues(layers: Sequence[ModelLayer], params: CapacityParams) ->
     lowest = [float(a[0]) * float(g[0]) for a, g in pairs]
     highest = [float(a[-1]) * float(g[-1]) for a, g in pairs]
     if "kappa" in wanted:
-        found["kappa"] = _ratio(max(highest), min(lowest))
+        found["kappa"] = None if any(layer.sides.singular for layer in layers) else _ratio(max(highest), min(lowest))
     if "kappa_damped" in wanted:
         # a layer without curvature has no λ of its own, and stays singular
         added = [layer.sides.damping.joint or 0.0 for layer in layers]

@@ -23,6 +23,7 @@ from engine.analyses.measured import Measured, coverage, covered_result, declare
 from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
 from engine.curvature.collected import GIVEN_MATRIX, Collected, Kept, write_factors, write_index
 from engine.curvature.collection import collected
+from engine.curvature.eigensolvers import LARGEST
 from engine.curvature.factors import Factors, packed
 from engine.curvature.panels import wide_product
 from engine.curvature.stabilised_inverse import PREFIX, StabilisedSide
@@ -146,15 +147,10 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
     spectrum = layer.spectrum_A if side == "A" else layer.spectrum_G
     name = layer.facts.name
     if isinstance(factor, Structured):
-        if spectrum is None:
-            return not_stabilised(
-                factor.size, factor.kind, "its spectrum is not to be had without a dense matrix of that size"
-            )
-        basis = layer.load_basis(side)
-        return in_eigenbasis(
-            basis.values, basis.vectors, run.kappa_max, _basis_dtype(factor.storage_dtype), kind=factor.kind
-        )
+        return _made_of_structured(run, layer, factor)
     wide = _basis_dtype(factor.dtype)
+    if spectrum is None:
+        return not_stabilised(factor.shape[0], "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
     if factor.ndim == 1 and run.params.route == "eigenbasis":
         return in_eigenbasis(factor.to(torch.float64) * scale, None, run.kappa_max, wide, kind="diagonal")
     if factor.ndim == 1:
@@ -168,6 +164,18 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
         return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
     place = run.params.placement
     return rebuilt(run.workspace, factor, values, vectors, run.kappa_max, place, layer=name, scale=scale)
+
+
+def _made_of_structured(run: _Run, layer: Measured, factor: Structured) -> Made:
+    """A side that is never made dense: its eigenbasis."""
+    if layer.spectrum_G is None:
+        return not_stabilised(
+            factor.size, factor.kind, "its spectrum is not to be had without a dense matrix of that size"
+        )
+    basis = layer.load_basis("G")
+    return in_eigenbasis(
+        basis.values, basis.vectors, run.kappa_max, _basis_dtype(factor.storage_dtype), kind=factor.kind
+    )
 
 
 def _of_given(run: _Run, factor: Tensor, values: Tensor, vectors: Tensor, name: str) -> Made:

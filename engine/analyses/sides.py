@@ -1,8 +1,8 @@
 """Scalar metrics of one layer's F = G ⊗ A, from whatever is known of the two sides."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from engine.curvature import kronecker_spectrum as closed
 from engine.curvature import kronecker_sums as sums
 from engine.curvature.condensed import Condensed, condensed
-from engine.curvature.kronecker_order import Products
+from engine.curvature.counted_spectrum import Counted
+from engine.curvature.entropy import effective_rank
+from engine.curvature.kronecker_order import Pair, Products
 from engine.curvature.stabilisation import Damping
 from engine.curvature.structured import Structured
 
@@ -41,6 +43,10 @@ class Sides:
     """G where it has no eigenvalues to be had and answers for itself."""
     scale_G: float = 1.0
     """What ``structured_G`` is to be multiplied by."""
+    counted_G: Counted | None = None
+    """G's eigenvalues between bounds, its scale in them, where ``spectrum_G`` is None and there are any."""
+    answered: "Answered | None" = None
+    """What ``structured_G`` has answered, for whoever comes when it has been let go of."""
 
     @property
     def dimension(self) -> int:
@@ -53,6 +59,36 @@ class Sides:
         if self.spectrum_A is None or self.spectrum_G is None:
             return None
         return self.spectrum_A, self.spectrum_G
+
+    @property
+    def ordered_spectra(self) -> Pair | None:
+        """Both spectra for what follows from the eigenvalues' order, G's as it was counted where there is no other."""
+        if self.spectra is not None or self.spectrum_A is None or self.counted_G is None:
+            return self.spectra
+        return self.spectrum_A, self.counted_G.values
+
+    @property
+    def bounds(self) -> tuple[Pair, Pair] | None:
+        """The same from below and from above; None where there are no eigenvalues."""
+        pair = self.ordered_spectra
+        if pair is None or self.counted_G is None:
+            return None if pair is None else (pair, pair)
+        return (pair[0], self.counted_G.lower), (pair[0], self.counted_G.upper)
+
+    @property
+    def singular(self) -> bool:
+        """Whether the smallest eigenvalue of F is zero, or may be."""
+        return self.bounds is None or any(float(own[0]) <= 0 for own in self.bounds[0])
+
+    def without_structure(self, wanted: Collection[str]) -> "Sides":
+        """The same without ``structured_G``, which holds factors, but with what it answers of ``wanted``."""
+        if self.structured_G is None:
+            return self
+        answered = Answered(
+            effective_rank=_structured_rank(self) if "effective_rank" in wanted else None,
+            logdet=_logdet_of_structured(self) if "logdet" in wanted else None,
+        )
+        return replace(self, structured_G=None, answered=answered)
 
     @property
     def trace(self) -> float:
@@ -81,9 +117,14 @@ class Sides:
         """What ``structured_G`` is not asked below: a side that is not made dense is known to its rounding."""
         return 0.0 if self.structured_G is None else _RESOLVED * self.structured_G.spectral_norm()
 
+    def answering(self, side: Structured) -> sums.Answering:
+        """``structured_G`` with what is known of it below ``lowest_shift``."""
+        counted = None if self.counted_G is None else condensed(self.counted_G.values / self.scale_G)
+        return sums.Answering(side=side, lowest=self.lowest_shift, counted=counted)
+
     def products(self) -> Products | None:
         """The eigenvalues of F, to be counted and ordered."""
-        return None if self.spectra is None else Products([self.spectra])
+        return None if self.ordered_spectra is None else Products([self.ordered_spectra])
 
     @cached_property
     def spectral_norm(self) -> float | None:
@@ -102,12 +143,21 @@ class Sides:
         if self.structured_G is not None:
             if self.condensed_A.nodes.numel() == 0:
                 return [0.0] * len(grid)
-            return sums.effective_dimensions_structured(self.condensed_A, self.structured_G, grid, self.lowest_shift)
+            return sums.effective_dimensions_structured(self.condensed_A, self.answering(self.structured_G), grid)
         return (
             [None] * len(grid)
             if self.condensed_G is None
             else sums.effective_dimensions(self.condensed_A, self.condensed_G, grid)
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """What a G without eigenvalues has said of itself."""
+
+    effective_rank: float | None
+    logdet: float | None
+    """Of G; None where it is singular, to within the tolerance of the rank."""
 
 
 def scalars(sides: Sides, wanted: Iterable[str]) -> dict[str, float | None]:
@@ -127,7 +177,7 @@ def _participation_ratio(sides: Sides) -> float | None:
 
 
 def _effective_rank(sides: Sides) -> float | None:
-    left, right = _rank_of(sides.spectrum_A), _rank_of(sides.spectrum_G)
+    left, right = _rank_of(sides.spectrum_A), _rank_of_G(sides)
     return None if left is None or right is None else left * right
 
 
@@ -135,15 +185,47 @@ def _rank_of(spectrum: Tensor | None) -> float | None:
     return None if spectrum is None else closed.entropy_effective_rank(spectrum)
 
 
+def _rank_of_G(sides: Sides) -> float | None:  # noqa: N802 - the field's own symbol
+    if sides.spectrum_G is not None:
+        return closed.entropy_effective_rank(sides.spectrum_G)
+    return _structured_rank(sides) if sides.answered is None else sides.answered.effective_rank
+
+
+def _structured_rank(sides: Sides) -> float | None:
+    side = sides.structured_G
+    return None if side is None else effective_rank(side.kept_trace(), side.effective_dimensions, sides.lowest_shift)
+
+
 def _rank(sides: Sides) -> int | None:
-    return None if sides.spectra is None else closed.rank(*sides.spectra, sides.tolerance)
+    return None if sides.ordered_spectra is None else closed.rank(*sides.ordered_spectra, sides.tolerance)
 
 
 def _logdet(sides: Sides) -> float | None:
     # what is rounding in either factor would count with its logarithm; their products reach further down
-    if sides.spectra is None or any(float(own[0]) <= sides.tolerance * float(own[-1]) for own in sides.spectra):
+    if any(within_tolerance(sides)):
         return None
-    return closed.logdet(*sides.spectra)
+    if sides.spectra is not None:
+        return closed.logdet(*sides.spectra)
+    own = _logdet_of_structured(sides) if sides.answered is None else sides.answered.logdet
+    if own is None or sides.spectrum_A is None:
+        return None
+    return sides.out_dim * float(sides.spectrum_A.log().sum()) + sides.in_dim * own
+
+
+def within_tolerance(sides: Sides) -> tuple[bool, bool]:
+    """Whether A, and whether G, has an eigenvalue within the tolerance of the rank, or one that may be."""
+    if sides.bounds is None:
+        return True, True
+    lower, _ = sides.bounds
+    found = [float(own[0]) <= sides.tolerance * float(own[-1]) for own in lower]
+    return found[0], found[1]
+
+
+def _logdet_of_structured(sides: Sides) -> float | None:
+    side = sides.structured_G
+    if side is None or within_tolerance(sides)[1]:
+        return None
+    return float(side.logdets(torch.zeros(1, dtype=torch.float64))) + sides.out_dim * math.log(sides.scale_G)
 
 
 def _logdet_damped(sides: Sides) -> float | None:
@@ -151,7 +233,7 @@ def _logdet_damped(sides: Sides) -> float | None:
     if damping is None or sides.condensed_A is None:
         return None
     if sides.structured_G is not None:
-        return sums.logdet_damped_structured(sides.condensed_A, sides.structured_G, damping, sides.lowest_shift)
+        return sums.logdet_damped_structured(sides.condensed_A, sides.answering(sides.structured_G), damping)
     return None if sides.condensed_G is None else sums.logdet_damped(sides.condensed_A, sides.condensed_G, damping)
 
 
@@ -161,10 +243,11 @@ def _logdet_factored(sides: Sides) -> float | None:
         return None
     if sides.spectrum_G is not None:
         return closed.logdet_factored(sides.spectrum_A, sides.spectrum_G, damped_a, damped_g)
-    shift = _own_shift(sides, damped_g)
-    if sides.structured_G is None or shift is None:
+    asked = _asked(sides, damped_g)
+    if asked is None:
         return None
-    right = float(sides.structured_G.logdets(shift)) + sides.out_dim * math.log(sides.scale_G)
+    answering, shift = asked
+    right = float(answering.logdets(shift)) + sides.out_dim * math.log(sides.scale_G)
     return sides.out_dim * float((sides.spectrum_A + damped_a).log().sum()) + sides.in_dim * right
 
 
@@ -179,33 +262,39 @@ def _effective_dimension_factored(sides: Sides) -> float | None:
         return None
     if sides.spectrum_G is not None:
         return closed.effective_dimension_factored(sides.spectrum_A, sides.spectrum_G, damped_a, damped_g)
-    shift = _own_shift(sides, damped_g)
-    if sides.structured_G is None or shift is None:
+    asked = _asked(sides, damped_g)
+    if asked is None:
         return None
+    answering, shift = asked
     left = float((sides.spectrum_A / (sides.spectrum_A + damped_a)).nan_to_num(0).sum())
-    return left * float(sides.structured_G.effective_dimensions(shift))
+    return left * float(answering.effective_dimensions(shift))
 
 
-def _own_shift(sides: Sides, damping: float) -> Tensor | None:
-    """``damping`` of G as its structured side is asked at, (1,); None below what it resolves."""
-    shift = damping / sides.scale_G
-    return None if shift < sides.lowest_shift else torch.tensor([shift], dtype=torch.float64)
+def _asked(sides: Sides, damping: float) -> tuple[sums.Answering, Tensor] | None:
+    """Structured G and ``damping`` of G as it is asked at, (1,); None where it does not know."""
+    if sides.structured_G is None:
+        return None
+    answering = sides.answering(sides.structured_G)
+    shift = torch.tensor([damping / sides.scale_G], dtype=torch.float64)
+    return (answering, shift) if bool(answering.reached(shift).all()) else None
 
 
 def _kappa(sides: Sides) -> float | None:
-    return None if sides.spectra is None else closed.kappa(*sides.spectra)
+    return None if sides.ordered_spectra is None or sides.singular else closed.kappa(*sides.ordered_spectra)
 
 
 def _kappa_damped(sides: Sides) -> float | None:
     damping = sides.damping.joint
-    return None if damping is None or sides.spectra is None else closed.kappa_damped(*sides.spectra, damping)
+    if damping is None or sides.ordered_spectra is None:
+        return None
+    return closed.kappa_damped(*sides.ordered_spectra, damping)
 
 
 def _kappa_factored(sides: Sides) -> float | None:
     damped_a, damped_g = sides.damping.A, sides.damping.G
-    if damped_a is None or damped_g is None or sides.spectra is None:
+    if damped_a is None or damped_g is None or sides.ordered_spectra is None:
         return None
-    return closed.kappa_factored(*sides.spectra, damped_a, damped_g)
+    return closed.kappa_factored(*sides.ordered_spectra, damped_a, damped_g)
 
 
 SCALARS: Mapping[str, Callable[[Sides], float | None]] = {
@@ -227,5 +316,5 @@ SCALARS: Mapping[str, Callable[[Sides], float | None]] = {
     "trace_A": lambda sides: sides.trace_A,
     "trace_G": lambda sides: sides.trace_G,
     "effective_rank_A": lambda sides: _rank_of(sides.spectrum_A),
-    "effective_rank_G": lambda sides: _rank_of(sides.spectrum_G),
+    "effective_rank_G": _rank_of_G,
 }

@@ -10,16 +10,21 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from engine.curvature.counted_spectrum import COUNTS, LARGEST_STEPS
 from engine.curvature.eigenbasis import basis_bytes, rungs
-from engine.curvature.eigensolvers import RungCost
+from engine.curvature.eigensolvers import LARGEST, RungCost
+from engine.curvature.head_bytes import dense_head_bytes, iteration_bytes
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
-from engine.curvature.representation import Foreseen
+from engine.curvature.representation import Foreseen, Representation
+from engine.curvature.softmax_head import DENSE_ROWS
 from engine.memory.budget import MemoryBudget
 from engine.memory.pace import Pace, usual_pace
 from engine.memory.plan import Plan, Term
 from engine.workspace import Workspace
 
+COUNTED = "counted"
+"""Rung of a side whose eigenvalues are bounded by inertia counts."""
 _OF_A_LAYER = 0.005
 """Digests, norms and the record of one layer: seconds, whatever the layer."""
 
@@ -74,7 +79,12 @@ def with_decompositions(
         each = _OF_A_LAYER
         for side in sides_of[layer.name]:
             if side.kind == "rows" and need != "none":
-                each += _gram_seconds(seen.kept(layer).gram_rows(side.size), side.size, on_host)
+                room = budget.device_bytes - held["device"] - sent if cuda else budget.host_bytes - held["host"] - read
+                planned = plan.chosen.rung(layer.parts[0], side.name)
+                rows, took = _of_rows(seen.kept(layer), side.size, planned, room, (pace, on_host), cuda=cuda)
+                each += took
+                if rows is not None:
+                    taken[side] = rows
             if side.kind != "dense" or not side.own or need == "none":
                 continue
             bound = foreseen.rank_bound(layer, workspace.collection, side.name)
@@ -93,10 +103,8 @@ def with_decompositions(
                 where = pace if cost.device_bytes else on_host
                 each += cost.seconds_flops / where.eigen_operations_per_second
         seconds += layer.groups * each
-        if taken:
-            names = {side.name: cost.name for side, cost in taken.items()}
-            for name in layer.parts:
-                begun.setdefault(name, (names.get("A", ""), names.get("G", "")))
+        names = {side.name: cost.name for side, cost in taken.items()}
+        begun = {name: (names.get("A", ""), names.get("G", "")) for name in (layer.parts if taken else ())} | begun
         terms += _terms(layer, taken, read, sent)
     return replace(
         plan,
@@ -104,6 +112,19 @@ def with_decompositions(
         chosen=replace(plan.chosen, rungs=begun),
         seconds={**plan.seconds, "decomposition": seconds},
     )
+
+
+def beyond_solvers(treated: Sequence[TreatedLayer], seen: DryRun) -> str:
+    """Which factors no eigensolver takes, in words; empty where there are none."""
+    found = [
+        f"{side.name} of `{layer.name}` ({side.size} rows)"
+        for layer in treated
+        for side in _sides(layer, seen, follows=False)
+        if side.kind == "dense" and side.size > LARGEST
+    ]
+    if not found:
+        return ""
+    return f"no eigensolver takes more than {LARGEST} rows, so the eigenvalues of {', '.join(found)} stay unknown"
 
 
 def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
@@ -120,6 +141,62 @@ def read_back_bytes(layer: TreatedLayer, seen: DryRun, kept: torch.dtype) -> int
     for side in _sides(layer, seen, follows=False):
         size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]
     return size
+
+
+def _of_rows(
+    kept: Representation, size: int, planned: str | None, room: int, paces: tuple[Pace, Pace], *, cuda: bool
+) -> tuple[RungCost | None, float]:
+    """The rung by which the eigenvalues of a side of rows are had, and its seconds.
+
+    Args:
+        kept: How the side is kept.
+        size: Its rows and columns.
+        planned: The rung of an earlier attempt.
+        room: Bytes left where the arithmetic is done.
+        paces: There, and on the host.
+        cuda: Whether that is a device.
+    """
+    there, on_host = paces
+    if kept.kind == "woodbury":
+        return None, _gram_seconds(kept.gram_rows(size), size, on_host)
+    dense = _rows_cost(kept, size, cuda=cuda)
+    if dense is not None and (planned == dense.name or (not planned and dense.device_bytes + dense.host_bytes <= room)):
+        return dense, dense.seconds_flops / there.eigen_operations_per_second
+    return _counting_cost(kept, size, cuda=cuda), _counting_seconds(kept, size, there)
+
+
+def _rows_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost | None:
+    """What the dense matrix of a small softmax head takes; None where it is never made."""
+    if kept.kind != "softmax_head" or size > DENSE_ROWS:
+        return None
+    needed = dense_head_bytes(size)
+    return RungCost(
+        name="dense",
+        formula="2 · n² · 8",
+        device_bytes=needed if cuda else 0,
+        host_bytes=0 if cuda else needed,
+        seconds_flops=5.0 * size**3,
+    )
+
+
+def _counting_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost:
+    """What bounding the eigenvalues by inertia counts takes, besides the Gram matrices that every such side makes."""
+    needed = iteration_bytes(size, LARGEST_STEPS) if kept.gram_rows(size) else 0
+    return RungCost(
+        name=COUNTED,
+        formula=f"{LARGEST_STEPS + 8} · n · 8",
+        device_bytes=needed if cuda else 0,
+        host_bytes=0 if cuda else needed,
+        seconds_flops=0.0,
+    )
+
+
+def _counting_seconds(kept: Representation, size: int, pace: Pace) -> float:
+    """Of a Gram matrix and its eigenvalues for each count, and of products for the largest eigenvalues."""
+    rows = kept.gram_rows(size)
+    # in float64 a product takes twice as long; signs differ, so that both triangles are made
+    operations = COUNTS * 4 * size * rows**2 + LARGEST_STEPS * 8 * size * rows
+    return operations / pace.operations_per_second + COUNTS * 5 * rows**3 / pace.eigen_operations_per_second
 
 
 def _gram_seconds(rows: int, size: int, pace: Pace) -> float:

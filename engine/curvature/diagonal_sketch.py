@@ -24,9 +24,10 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from engine.curvature.counted_spectrum import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
 from engine.curvature.factors import digest, mirrored_
 from engine.curvature.gram import add_gram_
-from engine.curvature.largest_eigenvalue import largest_eigenvalue
+from engine.curvature.largest_eigenvalue import largest_eigenvalue, largest_eigenvalues
 from engine.curvature.shift_panels import far_above, over_shifts
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors, NotConverged
@@ -99,6 +100,10 @@ class DiagonalSketch(Structured):
         """Sum of the exact diagonal."""
         return float(self.exact_diagonal.sum())
 
+    def kept_trace(self) -> float:
+        """Sum of the eigenvalues of S̃, which is not that of S where a sketch is subtracted."""
+        return self._sketched_trace
+
     def diagonal(self) -> Tensor:
         """(n,) float64 on the host, exact."""
         return self.exact_diagonal.to("cpu")
@@ -118,12 +123,43 @@ class DiagonalSketch(Structured):
 
     def spectral_norm(self) -> float:
         """The largest eigenvalue, to a residual of 1e-10 of it."""
+        return largest_eigenvalue(self.apply, self._start())[0]
+
+    def _start(self) -> Tensor:
+        """(n,) a vector that the largest eigenvalues' iteration begins with."""
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        return largest_eigenvalue(self.apply, self._base * 0 + 1 + noise.to(self.computes_on))[0]
+        return self._base * 0 + 1 + noise.to(self.computes_on)
 
     def spectrum(self, layer: str, guard: object = None) -> None:
-        """Not to be had."""
+        """Not to be had; see ``counted``."""
         del layer, guard
+
+    def counted(self, kappa_max: float | None) -> Counted | None:
+        """All n eigenvalues of S̃ between bounds that S has too, by inertia counts; None without a sketch."""
+        if self.rows is None:
+            return None
+        largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
+        matrix = DiagonalUpdate(
+            base=self._base, rank=self.rows.shape[0], subtracts=self.subtracts, count_below=self.count_below
+        )
+        floor = None if kappa_max is None else largest[0] / kappa_max
+        found = counted_spectrum(matrix, largest, residual, floor=floor)
+        bound = self.bound or 0.0
+        # of probabilities S ≤ S̃: the sketch takes away too little
+        return found.widened(bound, 0.0 if self.subtracts else bound)
+
+    def count_below(self, value: float) -> int:
+        """Eigenvalues of S̃ less than ``value``, by Sylvester's law: see ``counted_spectrum``.
+
+        Memory:
+            Two ℓ×ℓ float64 matrices.
+        """
+        while bool((self._base == value).any()):
+            value = math.nextafter(value, math.inf)
+        capacitance = self._signed_gram(1 / (self._base - value)).mul_(self._sign)
+        capacitance.diagonal().add_(1)
+        negative = int((torch.linalg.eigvalsh(capacitance) < 0).sum())
+        return int((self._base < value).sum()) - self._sign * negative
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
         """Not to be had.
@@ -270,6 +306,13 @@ class DiagonalSketch(Structured):
         for columns, part in self._parts():
             add_gram_(total, (part * roots[columns]).T)
         return mirrored_(total)
+
+    def _signed_gram(self, weights: Tensor) -> Tensor:
+        """The same for weights of either sign."""
+        total = weights.new_zeros(self._rows.shape[0], self._rows.shape[0])
+        for columns, part in self._parts():
+            total.addmm_(part * weights[columns], part.T)
+        return total
 
     @property
     def _rows(self) -> Tensor:

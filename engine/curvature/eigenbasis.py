@@ -154,7 +154,7 @@ def decompose(
     if not ladder:
         raise NotConverged(
             f"layer `{layer}`: a {size}×{size} factor is beyond LAPACK's 32-bit indices, which reach {LARGEST} rows; "
-            "take `woodbury.policy: all`, by which a G of fewer positions than that is never made",
+            "take `woodbury.approximate: true`, by which a head's G of that size is sketched and never made",
             layer=layer,
         )
     expected = _Expected.of(factor, need)

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from engine.curvature.choosing import fastest, halved, partition, slice_sizes
-from engine.curvature.decompositions import with_decompositions
+from engine.curvature.decompositions import beyond_solvers, with_decompositions
 from engine.curvature.duration import Work, with_seconds, work_of
 from engine.curvature.later_seconds import with_later_seconds
 from engine.curvature.later_stages import with_later_stages
@@ -128,7 +128,9 @@ class _Ways:
         replayed = self.workspace.chosen
         if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
             return replace(next(self._complete(replayed)), why="an earlier attempt of this job chose so")
-        return fastest(list(self._candidates()), self.budget)
+        plan = fastest(list(self._candidates()), self.budget)
+        beyond = beyond_solvers(self.treated, self.seen) if self.workspace.decomposition != "none" else ""
+        return replace(plan, why=f"{plan.why}; {beyond}") if beyond else plan
 
     def _candidates(self) -> Iterator[Plan]:
         options = self.workspace.memory_options

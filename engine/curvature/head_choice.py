@@ -3,11 +3,20 @@
 It does where they take less than G by the same count as gradient rows: up to ``(√2 − 1) V`` terms of V
 classes, or V where every layer is to keep rows. Terms are counted before the pass, without the model,
 until there are too many: a classifier of few classes is known by its first batch.
+
+Above 46,340 classes no solver takes a dense G, whatever the memory, so there it is never the choice of a
+head that has another one, in this order:
+
+    terms ≤ (√2 − 1) V                the probabilities, exact
+    `woodbury.approximate` (default)  a sketch of them, or of the gradients, with its bound
+    terms ≤ V                         the probabilities, exact, at V T² operations for each question
+    else                              a dense G, whose diagonal, trace and norm are all that is known of it
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from engine.curvature.eigensolvers import LARGEST
 from engine.curvature.layer_bytes import DryRun, Narrower
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import TreatedLayer
@@ -45,7 +54,9 @@ def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
         return 0
     if collection.ekfac or (options.policy == "hybrid" and size < options.hybrid_from):
         return 0
-    return int(RATIO * size) if options.policy == "auto" else size
+    if options.policy != "auto" or (size > LARGEST and not options.approximate):
+        return size
+    return int(RATIO * size)
 
 
 def _terms(job: PassJob, each: int, most: int) -> int:
@@ -71,10 +82,13 @@ def narrowed(
     A later attempt does what the first one did, whatever is free by then.
     """
     earlier, less = job.workspace.chosen, _narrower(job, survey, seen, plan)
-    if less is None or (earlier is None and plan.fits(job.workspace.memory)):
+    if less is None:
+        return seen, plan, less
+    beyond = _beyond_solvers(job, seen, less.layer)
+    if earlier is None and plan.fits(job.workspace.memory) and not beyond:
         return seen, plan, less
     found = planned(less.seen)
-    if earlier is None and not found.fits(job.workspace.memory):
+    if earlier is None and not beyond and not found.fits(job.workspace.memory):
         # the head is not what is too large
         return seen, plan, less
     chosen = replace(found.chosen, sketched=(less.layer,))
@@ -97,7 +111,7 @@ def _narrower(job: PassJob, survey: Survey, seen: DryRun, plan: Plan) -> Narrowe
         or job.collection.ekfac
     ):
         return None
-    kept = _diagonal(job, layer, plan)
+    kept = _diagonal(job, layer, seen, plan)
     part = f"a sketch of rank {kept.rank}" if kept.rank else "the trace alone"
     return Narrower(
         layer=layer.name,
@@ -106,15 +120,27 @@ def _narrower(job: PassJob, survey: Survey, seen: DryRun, plan: Plan) -> Narrowe
     )
 
 
-def _diagonal(job: PassJob, layer: TreatedLayer, plan: Plan) -> Representation:
+def _beyond_solvers(job: PassJob, seen: DryRun, head: str) -> bool:
+    """Whether the head's G would be dense, larger than any solver takes, and may be sketched instead."""
+    kept = seen.representations.get(head)
+    dense = seen.head is not None and (kept is None or kept.kind == "dense")
+    return dense and seen.head is not None and seen.head.out_dim > LARGEST and job.workspace.woodbury.approximate
+
+
+def _diagonal(job: PassJob, layer: TreatedLayer, seen: DryRun, plan: Plan) -> Representation:
     options, size = job.workspace.woodbury, layer.out_dim
     terms = options.softmax_head and job.collection.fisher in ("mc", "type2")
     rank = min(options.sketch_rank, size) if options.approximate else 0
     how = f"a sketch of rank {rank} with its error's bound" if rank else "no more, as `woodbury.approximate` is off"
+    why = (
+        f"a dense G of {size} rows is beyond what eigensolvers can count ({LARGEST}), and its rows are as many"
+        if plan.fits(job.workspace.memory) and _beyond_solvers(job, seen, layer.name)
+        else f"neither G, {size}² numbers, nor its rows fit (with them the plan needs "
+        f"{readable_bytes(plan.largest_peak_bytes)})"
+    )
     return Representation(
         kind="diagonal_sketch",
-        why=f"neither G, {size}² numbers, nor its rows fit (with them the plan needs "
-        f"{readable_bytes(plan.largest_peak_bytes)}): its exact diagonal and trace are kept, and {how}",
+        why=f"{why}: its exact diagonal and trace are kept, and {how}",
         dtype=job.dtype,
         rank=rank,
         of_terms=terms,

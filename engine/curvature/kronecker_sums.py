@@ -13,6 +13,7 @@ References:
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,25 +62,58 @@ def effective_dimensions(a: Condensed, g: Condensed, dampings: Sequence[float]) 
     return [None if damping is None else total for damping, total in zip(scaled, totals, strict=True)]
 
 
-def logdet_damped_structured(a: Condensed, g: Structured, damping: float, lowest: float) -> float | None:
-    """Log det(F + λI) where G answers for itself; None where it would be asked below the shift ``lowest``."""
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """A G that answers at shifts, and what is known of it below the smallest shift that it answers."""
+
+    side: Structured
+    lowest: float
+    """What ``side`` is not asked below: there its answers are of its rounding."""
+    counted: Condensed | None
+    """Its eigenvalues, as they were counted; None where nothing is known below ``lowest``."""
+
+    def reached(self, shifts: Tensor) -> Tensor:
+        """Which of ``shifts`` can be answered."""
+        return (shifts >= self.lowest) | (self.counted is not None)
+
+    def logdets(self, shifts: Tensor) -> Tensor:
+        """``log det(G + s·I)`` (k,); below ``lowest`` what changes from there is of the counted eigenvalues."""
+        found = self.side.logdets(shifts.clamp(min=self.lowest)).to("cpu", torch.float64)
+        low = shifts < self.lowest
+        if self.counted is not None and bool(low.any()):
+            # beside eigenvalues that are far above, both shifts are nothing, and so is the difference
+            own, last = shifts[low, None], self.lowest
+            change = ((self.counted.values + own) / (self.counted.values + last)).log() @ self.counted.weights
+            found[low] += change + self.counted.zeros * (own[:, 0] / last).log()
+        return found
+
+    def effective_dimensions(self, shifts: Tensor) -> Tensor:
+        """``tr G(G + s·I)⁻¹`` (k,), alike."""
+        # all at once: a side may answer many shifts from few of its own
+        found = self.side.effective_dimensions(shifts.clamp(min=self.lowest)).to("cpu", torch.float64)
+        low = shifts < self.lowest
+        if self.counted is not None and bool(low.any()):
+            values, own, last = self.counted.values, shifts[low, None], self.lowest
+            found[low] += (values / (values + own) - values / (values + last)) @ self.counted.weights
+        return found
+
+
+def logdet_damped_structured(a: Condensed, g: Answering, damping: float) -> float | None:
+    """Log det(F + λI) where G answers for itself; None where it would be asked what it does not know."""
     nodes = a.values
     shifts = damping / nodes
-    if bool((shifts < lowest).any()):
+    if not bool(g.reached(shifts).all()):
         return None
     # log det(xG + λI) = rows · log x + log det(G + (λ/x) I)
-    inner = g.size * nodes.log() + g.logdets(shifts).to("cpu", torch.float64)
-    return float(a.weights @ inner) + a.zeros * g.size * math.log(damping)
+    inner = g.side.size * nodes.log() + g.logdets(shifts)
+    return float(a.weights @ inner) + a.zeros * g.side.size * math.log(damping)
 
 
-def effective_dimensions_structured(
-    a: Condensed, g: Structured, dampings: Sequence[float], lowest: float
-) -> list[float | None]:
-    """Σ λᵢμⱼ/(λᵢμⱼ + λ) at each λ where G answers for itself; None where it would be asked below ``lowest``."""
+def effective_dimensions_structured(a: Condensed, g: Answering, dampings: Sequence[float]) -> list[float | None]:
+    """Σ λᵢμⱼ/(λᵢμⱼ + λ) at each λ where G answers for itself; None where it would be asked what it does not know."""
     shifts = torch.tensor(dampings, dtype=torch.float64)[:, None] / a.values
-    reached = (shifts >= lowest).all(1)
-    # all at once: a side may answer many shifts from few of its own
-    inner = g.effective_dimensions(shifts[reached].flatten()).to("cpu", torch.float64)
+    reached = g.reached(shifts).all(1)
+    inner = g.effective_dimensions(shifts[reached].flatten())
     sums = iter((inner.view(-1, a.nodes.numel()) @ a.weights).tolist())
     return [next(sums) if each else None for each in reached.tolist()]
 

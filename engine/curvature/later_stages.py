@@ -17,10 +17,10 @@ from engine.curvature.cross_check_bytes import probe_bytes, probes_at_once, sear
 from engine.curvature.decompositions import kept_as, read_back_bytes
 from engine.curvature.disk_bytes import with_disk
 from engine.curvature.eigenbasis import kept_dtype
+from engine.curvature.head_bytes import capacitance_bytes
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.reached import checking_bytes
-from engine.curvature.softmax_head import capacitance_bytes
 from engine.curvature.stabilise import PLACEMENTS, Placement, placement_bytes
 from engine.curvature.woodbury import gram_bytes
 from engine.memory.budget import MemoryBudget

@@ -34,7 +34,7 @@ def far_above(size: int, trace: float, frobenius: float, shift: float) -> tuple[
 
 
 def over_shifts(evaluate: Callable[[float], tuple[float, float]], shifts: Tensor) -> Tensor:  # (k,) -> (k, 2)
-    """``evaluate`` at each of the positive ``shifts``, float64 on the host."""
+    """``evaluate`` at each of the ``shifts`` ≥ 0, float64 on the host."""
     wide = shifts.to("cpu", torch.float64)
     found = torch.empty(wide.numel(), 2, dtype=torch.float64)
     logs = wide.log2()

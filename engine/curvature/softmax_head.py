@@ -41,31 +41,23 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from engine.curvature.counted_spectrum import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
 from engine.curvature.eigenbasis import decompose
 from engine.curvature.factors import digest, mirrored_
 from engine.curvature.gram import add_gram_
-from engine.curvature.largest_eigenvalue import largest_eigenvalue
+from engine.curvature.head_bytes import NUMBERS_AT_ONCE, dense_head_bytes, softmax_head_bytes
+from engine.curvature.largest_eigenvalue import largest_eigenvalue, largest_eigenvalues
 from engine.curvature.shift_panels import far_above, over_shifts
 from engine.curvature.structured import RowSide
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.memory.guard import Guard
 
-_NUMBERS_AT_ONCE = 2**21
-"""Numbers of the widened part of W that are held at once: 16 MiB."""
 _LOST = 1e4
 """Largest loss by cancellation that a sum of squares may suffer: 1e-12 of what is left."""
-DENSE_ROWS = 4096
-"""Up to here all eigenvalues are had from the dense matrix, within seconds: 128 MiB in float64."""
-
-
-def softmax_head_bytes(positions: int, classes: int, item: int, *, tied: bool = False) -> int:
-    """Bytes of so many rows of probabilities, their weights, and a tied head's excess."""
-    return positions * (classes * item + 8) + (8 * classes if tied else 0)
-
-
-def capacitance_bytes(positions: int, classes: int) -> int:
-    """Bytes that one solve or determinant takes besides: two T×T matrices, vectors of V, widened columns."""
-    return 8 * (2 * positions * positions + 6 * classes + 3 * _NUMBERS_AT_ONCE)
+DENSE_ROWS = 8192
+"""Up to here all eigenvalues are computed from the dense matrix, where memory allows: 2 · 512 MiB in float64."""
+BASIS_ROWS = 4096
+"""The same with eigenvectors; above, a clipped spectrum is applied as a function of S."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,21 +114,37 @@ class SoftmaxFisher(RowSide):
 
     def largest_eigenvalue(self) -> tuple[float, float]:
         """With a bound of its error."""
+        return largest_eigenvalue(self.apply, self._start())
+
+    def _start(self) -> Tensor:
+        """(V,) a vector that the largest eigenvalues' iteration begins with."""
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        return largest_eigenvalue(self.apply, self._diagonal * (1 + noise.to(self.computes_on)))
+        return self._diagonal * (1 + noise.to(self.computes_on))
 
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
-        """All V eigenvalues of the dense matrix, for a small V; else None.
+        """All V eigenvalues of the dense matrix, for a small V that fits; else None.
 
         Raises:
             NonFiniteFactor: If the rows hold NaN or Inf.
         """
         if not bool(torch.isfinite(self._diagonal).all()):
             raise NonFiniteFactor(f"layer `{layer}`: the probabilities hold NaN or Inf", layer=layer)
-        if self.size > DENSE_ROWS:
+        host = self.computes_on.type == "cpu"
+        needed = dense_head_bytes(self.size)
+        fits = guard is None or guard.fits(device_bytes=0 if host else needed, host_bytes=needed if host else 0)
+        if self.size > DENSE_ROWS or not fits:
             return None
         found = decompose(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound, guard=guard)
         return found.values, ("dense", *found.rungs)
+
+    def counted(self, kappa_max: float | None) -> Counted:
+        """All V eigenvalues between bounds; that of the vector 1 is zero where there is no excess."""
+        largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
+        zeros = self.size - self._rank_bound
+        matrix = DiagonalUpdate(
+            base=self._d, rank=self.count, subtracts=True, count_below=self.count_below, zeros=zeros
+        )
+        return counted_spectrum(matrix, largest, residual, floor=None if kappa_max is None else largest[0] / kappa_max)
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
         """Nonzero eigenvalues (r,), ascending, and orthonormal eigenvectors (V, r), for a small V.
@@ -144,10 +152,10 @@ class SoftmaxFisher(RowSide):
         Raises:
             NotConverged: For a large one.
         """
-        if self.size > DENSE_ROWS:
+        if self.size > BASIS_ROWS:
             raise NotConverged(
                 f"layer `{layer}`: a softmax head of {self.size} classes has {self.size - 1} eigenvectors, and they "
-                "are not to be had without a dense matrix; take `woodbury.softmax_head: false`",
+                "are not to be had without a dense matrix; apply functions of it instead",
                 layer=layer,
             )
         dense = self.to_dense(torch.float64)
@@ -362,7 +370,7 @@ class SoftmaxFisher(RowSide):
         return mirrored_(total)
 
     def _spans(self, start: int = 0) -> Iterator[slice]:
-        width = max(1, _NUMBERS_AT_ONCE // max(self.count, 1))
+        width = max(1, NUMBERS_AT_ONCE // max(self.count, 1))
         for first in range(start, self.size, width):
             yield slice(first, min(first + width, self.size))
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from catalog.collection import Stabilisation
+from engine.curvature.counted_spectrum import Counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,21 @@ def clipping(spectrum: Tensor | None, kappa_max: float | None) -> Clipping:
         kappa=kappa,
         kappa_clipped=kappa_max if kappa is None else min(kappa, kappa_max),
         clipped=int((spectrum / largest < 1 / kappa_max).sum()),
+    )
+
+
+def counted_clipping(spectrum: Counted, kappa_max: float | None) -> Clipping:
+    """The same of eigenvalues between bounds; κ is null where the smallest may be zero."""
+    largest = float(spectrum.values[-1])
+    if largest <= 0:
+        return Clipping(kappa=None, kappa_clipped=None, clipped=None)
+    kappa = _finite(largest / float(spectrum.values[0])) if float(spectrum.lower[0]) > 0 else None
+    if kappa_max is None:
+        return Clipping(kappa=kappa, kappa_clipped=kappa, clipped=0)
+    return Clipping(
+        kappa=kappa,
+        kappa_clipped=kappa_max if kappa is None else min(kappa, kappa_max),
+        clipped=spectrum.below_floor,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from engine.curvature.counted_spectrum import Counted
 from engine.memory.guard import Guard
 
 _HOST = torch.device("cpu")
@@ -59,6 +60,10 @@ class Structured(ABC):
     def trace(self) -> float:
         """Sum of the eigenvalues."""
 
+    def kept_trace(self) -> float:
+        """The same of what is kept, where that is not ``S`` itself but near it."""
+        return self.trace()
+
     @abstractmethod
     def diagonal(self) -> Tensor:
         """(n,) float64 on the host."""
@@ -80,6 +85,15 @@ class Structured(ABC):
         Raises:
             NonFiniteFactor: If what is held is not finite; the message names ``layer``.
         """
+
+    def counted(self, kappa_max: float | None) -> Counted | None:
+        """All n eigenvalues between bounds, where ``spectrum`` has none; None where there are no bounds either.
+
+        Args:
+            kappa_max: Asks how many eigenvalues lie below ``λ_max / kappa_max``; None does not ask.
+        """
+        del kappa_max
+        return None
 
     @abstractmethod
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:

@@ -207,6 +207,9 @@ def row(kind: str, ordinal: int, name: str, module: str, count: int, A: list[flo
             dimension=len(products),
             approximate=False,
             no_spectrum=None,
+            estimated=None,
+            intervals=None,
+            undefined={},
             trace=trace,
             frobenius_norm=math.sqrt(square),
             spectral_norm=top,
@@ -415,6 +418,9 @@ def model() -> ModelCapacity:
         **blank
         | {
             "no_spectrum": (),
+            "estimated": (),
+            "intervals": None,
+            "undefined": {},
             "approximate": (),
             "trace_shares": tuple(TraceShare(layer=name, trace=0.1, share=1 / len(LAYERS)) for name, *_ in LAYERS),
             "participation_ratio": 31.4,

@@ -74,6 +74,9 @@ def test_the_most_that_any_analysis_asks_for() -> None:
     assert most_decomposed([vectors, none]) == "vectors"
     # without options, or without a word about it
     assert most_decomposed([None]) == "values"
+    # the entry of the menu stands for an analysis without options
+    assert most_decomposed([ANALYSES["factors"]]) == "none"
+    assert most_decomposed([ANALYSES["factors"], values]) == "values"
     assert most_decomposed([CapacityParams()]) in ("none", "values")
 
 
@@ -112,6 +115,35 @@ def test_bases_give_the_factors_back_and_are_made_once(
         assert layer.record.residual_G is not None
         assert layer.record.residual_G < 1e-14
         assert layer.record.precision == "float64"
+
+
+def test_collecting_factors_alone_decomposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = space()
+    made.kinds, made.params, made.decomposition = (
+        ("factors",),
+        {"factors": None},
+        most_decomposed([ANALYSES["factors"]]),
+    )
+    given = entering(monkeypatch)
+    rows, summary = pulled(collect_factors(None, made))
+    assert given == []
+    assert summary.eigendecompositions == 0
+    assert made.plan is not None
+    assert not [term for term in made.plan.terms if term.stage == "decomposition" and term.layer is not None]
+    for row in rows:
+        # what does not need eigenvalues is there all the same
+        assert row.metrics.trace_A > 0
+        assert row.record.lambda_G is not None
+        assert (row.record.kappa_G, row.record.clipped_G, row.record.rungs_G) == (None, None, None)
+
+
+def pulled(rows: Any) -> tuple[list[Any], Any]:
+    found = []
+    while True:
+        try:
+            found.append(next(rows))
+        except StopIteration as end:
+            return found, end.value
 
 
 def entering(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from catalog.capacity import CapacityParams
+from catalog.reconstruction import ReconstructionParams
 from catalog.woodbury import Woodbury
+from engine.analyses import decomposed
 from engine.analyses.capacity import measure_capacity
+from engine.analyses.reconstruction import reconstruct
+from engine.curvature import decompositions, head_choice
 from engine.curvature.collected import read_collected
 from engine.curvature.collection import collected
 from engine.curvature.diagonal_sketch import DiagonalSketch
@@ -108,6 +112,24 @@ def test_many_shifts_are_answered_from_few_factorisations(*, of_terms: bool, mon
     wanted = (values / (values + shifts[:, None])).sum(1)
     assert torch.allclose(dimensions, wanted, rtol=1e-9, atol=0)
     assert torch.allclose(logdets, (values + shifts[:, None]).log().sum(1), rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize("of_terms", [False, True])
+@pytest.mark.parametrize("rank", [3, 12, 40])
+def test_its_eigenvalues_are_counted_and_those_of_g_lie_within_the_bounds(rank: int, *, of_terms: bool) -> None:
+    side, matrix = sketched(rank, of_terms=of_terms)
+    kept, true = (torch.linalg.eigvalsh(each) for each in (side.to_dense(torch.float64), matrix))
+    found = side.counted(10.0)
+    assert found is not None
+    slack = 1e-13 * float(kept[-1])
+    for values in (kept, true):
+        assert bool((found.lower <= values + slack).all())
+        assert bool((found.upper >= values - slack).all())
+    assert float((found.values - kept).abs().max()) <= 1e-3 * float(kept[-1])
+    assert float(found.values[-1]) == pytest.approx(float(kept[-1]), rel=1e-12)
+    assert found.below_floor == int((kept < kept[-1] / 10).sum())
+    middles = (kept[1:] + kept[:-1]) / 2
+    assert [side.count_below(float(x)) for x in middles[::7]] == list(range(1, V, 7))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -226,7 +248,7 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
     assert isinstance(side, DiagonalSketch)
     assert torch.allclose(side.diagonal(), dense.diagonal().double(), rtol=1e-4)
     assert metrics.trace_G == pytest.approx(float(dense.trace()), rel=1e-5)
-    assert metrics.rank is None
+    assert (metrics.rank is None) == (not approximate)
     if approximate:
         assert side.bound is not None
         missed = torch.linalg.eigvalsh(side.to_dense(torch.float64) - dense.double())
@@ -340,3 +362,56 @@ def test_a_refusal_names_the_budget_for_the_least_that_the_job_may_keep(
     assert (taken["fits"], taken["sketched"]) == (True, ("head",))
     # where all of G takes no more, nothing is given up
     assert planning.estimate(job(2**20, classes=10))["smallest_budget_keeps"]["host"] is None
+
+
+def drained(rows: Any) -> tuple[list[Any], Any]:
+    found = []
+    while True:
+        try:
+            found.append(next(rows))
+        except StopIteration as end:
+            return found, end.value
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_a_head_beyond_the_eigensolvers_is_never_a_dense_matrix_whatever_the_memory(
+    monkeypatch: pytest.MonkeyPatch, *, approximate: bool
+) -> None:
+    for module in (head_choice, decompositions, decomposed):
+        monkeypatch.setattr(module, "LARGEST", 600)
+    made = space(approximate=approximate)
+    plans: list[Any] = []
+    made.planned = plans.append
+    rows, summary = drained(measure_capacity(CapacityParams(), made))
+    metrics, record = next((row.metrics, row.record) for row in rows if row.layer == "head")
+    # 400 terms of 700 classes: more than rows are kept for, and fewer than a dense G would have rows
+    assert record.branch == ("diagonal_sketch" if approximate else "softmax_head")
+    assert plans[0]["sketched"] == (("head",) if approximate else ())
+    for name in ("rank", "effective_rank", "quantiles", "density", "decay", "top_eigenvalues", "kappa_clipped"):
+        assert getattr(metrics, name) is not None, name
+    for name in ("rank", "effective_rank", "quantiles", "density", "decay", "top_eigenvalues"):
+        assert getattr(summary.model, name) is not None, name
+    assert metrics.approximate == approximate
+    again = space(approximate=approximate, chosen=Chosen.read(plans[0]))
+    assert collected(again).load(1).G.digest() == collected(made).load(1).G.digest()
+
+
+def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (head_choice, decompositions, decomposed):
+        monkeypatch.setattr(module, "LARGEST", 600)
+    made = space(approximate=False)
+    made.kinds, made.decomposition = ("capacity", "reconstruction"), "vectors"
+    made.woodbury = Woodbury(policy="dense", approximate=False)
+    plans: list[Any] = []
+    made.planned = plans.append
+    rows, summary = drained(measure_capacity(CapacityParams(), made))
+    (metrics,) = [row.metrics for row in rows if row.layer == "head"]
+    assert "so the eigenvalues of G of `head` (700 rows) stay unknown" in plans[0]["why"]
+    assert "more than the" in metrics.no_spectrum
+    assert (metrics.rank, metrics.quantiles) == (None, None)
+    assert metrics.trace > 0
+    assert metrics.frobenius_norm > 0
+    assert summary.model.no_spectrum == ("head",)
+    rebuilt = {row.layer: row.metrics for row in reconstruct(ReconstructionParams(), made)}
+    assert rebuilt["head"].G.update == "not stabilised"
+    assert rebuilt["head"].A.update != "not stabilised"

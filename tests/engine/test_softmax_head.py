@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.func import hessian
 from torch.profiler import ProfilerActivity, profile
 
-from engine.curvature.softmax_head import SoftmaxFisher, capacitance_bytes, softmax_head_bytes
+from engine.curvature.head_bytes import capacitance_bytes, softmax_head_bytes
+from engine.curvature.softmax_head import SoftmaxFisher
 from engine.curvature.woodbury import scaled_rows
 from engine.errors import BrokenFactors, NonFiniteFactor
 
@@ -184,7 +185,7 @@ def test_nan_is_named_with_its_layer() -> None:
 
 
 def test_a_wide_head_allocates_nothing_of_the_size_of_g() -> None:
-    classes, positions = 8192, 64
+    classes, positions = 8200, 64
     rows = torch.softmax(torch.randn(positions, classes, generator=torch.Generator().manual_seed(0)), -1)
     side = SoftmaxFisher(rows=scaled_rows(rows, torch.float16)[0], weights=weights(positions))
     right = torch.ones(classes, 1).cumsum(0)
