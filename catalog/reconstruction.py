@@ -17,7 +17,7 @@ class ReconstructionParams:
     route: Literal["rebuild", "eigenbasis"] = "rebuild"
     """`rebuild`: the stabilised matrices; `eigenbasis`: eigenvectors and clipped eigenvalues, through which an inverse
     is applied to 1e-6 where a float32 matrix has lost a tenth of it (κ = 1e6). A side that is kept as gradient rows
-    has no matrix, and stays an eigenbasis by either route."""
+    has no matrix, and stays an eigenbasis by either route; a head too wide for one stays an operator."""
     sides: Literal["both", "A", "G"] = "both"
     """Which factors are stabilised; the other one stays as it is."""
     keep_matrices: bool = True
@@ -43,7 +43,8 @@ class ReconstructedSide:
     """n − k."""
     update: str
     """`clipped`: M + Q_c(f − Λ_c)Q_cᵀ; `unclipped`: f·I + Q_u(Λ_u − f)Q_uᵀ; `none`: nothing was below the floor;
-    `diagonal`; `eigenbasis`: not rebuilt; `not stabilised`: for the reason in `why`."""
+    `diagonal`; `eigenbasis`: not rebuilt; `operator`: not rebuilt, and applied through what is kept of a head that is
+    too wide for its matrix; `not stabilised`: for the reason in `why`."""
     why: str | None
     """Why this side is not stabilised."""
     precision: str | None

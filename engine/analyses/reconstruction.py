@@ -16,11 +16,13 @@ from catalog.reconstruction import (
     ReconstructionParams,
     ReconstructionSummary,
 )
+from engine.analyses.clipped_head import clipped_structured
 from engine.analyses.finite_numbers import finite_summary
 from engine.analyses.given_matrix import index_entry, record_without_collection
 from engine.analyses.gradient_side import branch_counts
 from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
 from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
+from engine.curvature.clipped_operator import ClippedOperator
 from engine.curvature.collected import GIVEN_MATRIX, Collected, Kept, write_factors, write_index
 from engine.curvature.collection import collected
 from engine.curvature.eigensolvers import LARGEST
@@ -143,11 +145,11 @@ def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
 
 
 def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal["A", "G"], scale: float) -> Made:
-    """One side by the route that was asked for; one that is never made dense always as its eigenbasis."""
+    """One side by the route that was asked for; one that is never made dense as an eigenbasis or operator."""
     spectrum = layer.spectrum_A if side == "A" else layer.spectrum_G
     name = layer.facts.name
     if isinstance(factor, Structured):
-        return _made_of_structured(run, layer, factor)
+        return clipped_structured(layer, factor, run.kappa_max)
     wide = _basis_dtype(factor.dtype)
     if spectrum is None:
         return not_stabilised(factor.shape[0], "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
@@ -164,18 +166,6 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
         return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
     place = run.params.placement
     return rebuilt(run.workspace, factor, values, vectors, run.kappa_max, place, layer=name, scale=scale)
-
-
-def _made_of_structured(run: _Run, layer: Measured, factor: Structured) -> Made:
-    """A side that is never made dense: its eigenbasis."""
-    if layer.spectrum_G is None:
-        return not_stabilised(
-            factor.size, factor.kind, "its spectrum is not to be had without a dense matrix of that size"
-        )
-    basis = layer.load_basis("G")
-    return in_eigenbasis(
-        basis.values, basis.vectors, run.kappa_max, _basis_dtype(factor.storage_dtype), kind=factor.kind
-    )
 
 
 def _of_given(run: _Run, factor: Tensor, values: Tensor, vectors: Tensor, name: str) -> Made:
@@ -228,7 +218,9 @@ def _write(
         "form": facts.form,
         "holder_of_A": facts.ordinal if facts.shared_A_with is None else facts.shared_A_with,
         "sides": {
-            side: {
+            side: each.entry()
+            if isinstance(each, ClippedOperator)
+            else {
                 "kind": "matrix" if side in matrices else "none" if each is None else "eigenbasis",
                 "floor": each.floor if isinstance(each, StabilisedSide) else None,
                 # an eigenbasis has it in its values
@@ -255,6 +247,8 @@ def _write(
     for side, content in contents.items():
         if isinstance(content, StabilisedSide):
             tensors |= content.tensors(PREFIX[side])
+        elif isinstance(content, ClippedOperator):
+            tensors |= content.tensors()
         elif isinstance(content, Tensor):
             tensors[f"{PREFIX[side]}_covariance"] = packed(content)
     artifacts.save_tensors(name, tensors, {"format": FORMAT, "layer": facts.name})
@@ -262,7 +256,7 @@ def _write(
 
 def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> None:
     """A matrix of the caller's comes back as it came: square, under its own name."""
-    if made is None or made.content is None:
+    if made is None or made.content is None or isinstance(made.content, ClippedOperator):
         return
     matrix = made.content
     tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, StabilisedSide) else {layer.facts.name: matrix}

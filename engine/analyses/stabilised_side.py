@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from catalog.reconstruction import ReconstructedSide
+from engine.curvature.clipped_operator import ClippedOperator
 from engine.curvature.factors import digest
 from engine.curvature.reached import Reached, checking_bytes, reached, relative_difference
 from engine.curvature.stabilise import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
@@ -24,8 +25,9 @@ class Made:
     """A stabilised side, and what is said of it."""
 
     side: ReconstructedSide
-    content: Tensor | StabilisedSide | None
-    """The matrix (n, n) or diagonal (n,), its scale not in it; or the eigenbasis; None where there is neither."""
+    content: Tensor | StabilisedSide | ClippedOperator | None
+    """The matrix (n, n) or diagonal (n,), its scale not in it; the eigenbasis; what a wide head is applied through;
+    None where there is none of them."""
 
 
 def rebuilt(

@@ -23,7 +23,7 @@ References:
 
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -80,6 +80,10 @@ class DiagonalUpdate:
     """Whether σ = −1."""
     count_below: Callable[[float], int]
     """N(x), for x > 0."""
+    gram: Callable[[Tensor], Tensor]
+    """``B diag(w) Bᵀ`` (r, r) float64, of weights w (n,) of either sign."""
+    parts: Callable[[], Iterator[tuple[slice, Tensor]]]
+    """B in float64, some columns at a time."""
     zeros: int = 0
     """Eigenvalues known to be zero, apart from those of zero entries of c."""
 

@@ -139,14 +139,27 @@ class DiagonalSketch(Structured):
         if self.rows is None:
             return None
         largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
-        matrix = DiagonalUpdate(
-            base=self._base, rank=self.rows.shape[0], subtracts=self.subtracts, count_below=self.count_below
-        )
         floor = None if kappa_max is None else largest[0] / kappa_max
-        found = counted_spectrum(matrix, largest, residual, floor=floor)
+        found = counted_spectrum(self.update(), largest, residual, floor=floor)
         bound = self.bound or 0.0
         # of probabilities S ≤ S̃: the sketch takes away too little
         return found.widened(bound, 0.0 if self.subtracts else bound)
+
+    @property
+    def has_basis(self) -> bool:
+        """Never: see ``update``."""
+        return False
+
+    def update(self) -> DiagonalUpdate:
+        """``diag c ± BᵀB``."""
+        return DiagonalUpdate(
+            base=self._base,
+            rank=self._rows.shape[0],
+            subtracts=self.subtracts,
+            count_below=self.count_below,
+            gram=self._signed_gram,
+            parts=self._parts,
+        )
 
     def count_below(self, value: float) -> int:
         """Eigenvalues of S̃ less than ``value``, by Sylvester's law: see ``counted_spectrum``.

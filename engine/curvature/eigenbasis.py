@@ -206,7 +206,7 @@ def decompose_structured(
         return None
     values, tried = found
     vectors = residual = None
-    if need == "vectors":
+    if need == "vectors" and factor.has_basis:
         nonzero, vectors = factor.eigenbasis(layer)
         residual = _residual_of(factor, nonzero, vectors)
         if not residual <= _STRUCTURED_RESIDUAL:

@@ -140,11 +140,25 @@ class SoftmaxFisher(RowSide):
     def counted(self, kappa_max: float | None) -> Counted:
         """All V eigenvalues between bounds; that of the vector 1 is zero where there is no excess."""
         largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
-        zeros = self.size - self._rank_bound
-        matrix = DiagonalUpdate(
-            base=self._d, rank=self.count, subtracts=True, count_below=self.count_below, zeros=zeros
+        floor = None if kappa_max is None else largest[0] / kappa_max
+        return counted_spectrum(self.update(), largest, residual, floor=floor)
+
+    @property
+    def has_basis(self) -> bool:
+        """Whether the dense matrix is small enough for its eigenvectors."""
+        return self.size <= BASIS_ROWS
+
+    def update(self) -> DiagonalUpdate:
+        """``diag d − WᵀW``."""
+        return DiagonalUpdate(
+            base=self._d,
+            rank=self.count,
+            subtracts=True,
+            count_below=self.count_below,
+            gram=self._gram,
+            parts=self._parts,
+            zeros=self.size - self._rank_bound,
         )
-        return counted_spectrum(matrix, largest, residual, floor=None if kappa_max is None else largest[0] / kappa_max)
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
         """Nonzero eigenvalues (r,), ascending, and orthonormal eigenvectors (V, r), for a small V.

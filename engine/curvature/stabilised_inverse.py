@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.curvature.clipped_operator import ClippedOperator
 from engine.curvature.factors import unpacked
 from engine.errors import BrokenFactors, NonFiniteFactor
 
@@ -152,7 +153,7 @@ class StabilisedInverse:
     """Both sides of a layer: ``(A_s + λ_A I) ⊗ (G_s + λ_G I)`` and its inverse."""
 
     A: StabilisedSide
-    G: StabilisedSide
+    G: StabilisedSide | ClippedOperator
 
     def apply(self, gradient: Tensor) -> Tensor:
         """``G_s V A_s``, for ``V`` (out_dim, in_dim)."""
@@ -161,6 +162,12 @@ class StabilisedInverse:
     def solve(self, gradient: Tensor, damping_A: float = 0.0, damping_G: float = 0.0) -> Tensor:
         """``(G_s + λ_G I)⁻¹ V (A_s + λ_A I)⁻¹``: the preconditioned gradient under factored damping."""
         return self.A.solve(self.G.solve(gradient, damping_G).mT, damping_A).mT
+
+
+def _operator(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClippedOperator | None:
+    """A G that is never made dense; None where it is kept otherwise."""
+    said = entry["sides"].get("G", {})
+    return ClippedOperator.read(said, tensors) if said.get("kind") == "operator" else None
 
 
 class StabilisedLayers(Mapping[str, StabilisedInverse]):
@@ -180,7 +187,7 @@ class StabilisedLayers(Mapping[str, StabilisedInverse]):
         entry = self._layers[layer]
         own, holder, form = int(entry["ordinal"]), int(entry["holder_of_A"]), str(entry["form"])
         tensors = self._load(own)
-        gradient = self._side(entry, tensors, "G", diagonal=form == "diagonal_block")
+        gradient = _operator(entry, tensors) or self._side(entry, tensors, "G", diagonal=form == "diagonal_block")
         if form in ("block", "diagonal_block"):
             one = torch.ones(1, dtype=torch.float64)
             return StabilisedInverse(A=StabilisedSide(values=one, vectors=None, floor=0.0), G=gradient)

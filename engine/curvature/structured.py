@@ -12,7 +12,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from engine.curvature.counted_spectrum import Counted
+from engine.curvature.counted_spectrum import Counted, DiagonalUpdate
 from engine.memory.guard import Guard
 
 _HOST = torch.device("cpu")
@@ -85,6 +85,15 @@ class Structured(ABC):
         Raises:
             NonFiniteFactor: If what is held is not finite; the message names ``layer``.
         """
+
+    @property
+    def has_basis(self) -> bool:
+        """Whether ``eigenbasis`` has an answer."""
+        return True
+
+    def update(self) -> DiagonalUpdate | None:
+        """``S`` as a diagonal plus or minus a matrix of low rank; None where it is none."""
+        return None
 
     def counted(self, kappa_max: float | None) -> Counted | None:
         """All n eigenvalues between bounds, where ``spectrum`` has none; None where there are no bounds either.
