@@ -74,3 +74,8 @@ class Coverage:
     layers_declared: int
     reasons: Mapping[str, int]
     """Declared parameters by reason."""
+    gradient_identity: float | None
+    """The largest relative difference, over all covered layers, between the rows of an example and its gradient
+    alone; null where `collection.self_check` is `off` or the factors came without a model."""
+    examples_checked: int | None
+    """Examples that the layer with the fewest was held against; 0 where a model draws random numbers."""

@@ -50,6 +50,10 @@ class Collection:
     ekfac: bool = False
     """Whether further passes over the data re-estimate the eigenvalues in the eigenbases of A and G (EK-FAC)."""
 
+    self_check: Literal["first", "growing", "off"] = "growing"
+    """Whether each layer proves on these data that its rows are the gradient of each example alone: on the first
+    batch (`first`), and on an example of batches 1, 2, 4, 8 and so on, and of any whose shapes are new (`growing`)."""
+
     def __post_init__(self) -> None:
         """Refuse values outside their meaning."""
         if not 1 <= self.batch_size <= MAX_BATCH_SIZE:

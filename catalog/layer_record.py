@@ -75,6 +75,15 @@ class LayerRecord:
     """`kronecker_trace` over `exact_trace`: 1 where K-FAC's scale is right."""
     trace_standard_error: float | None
     """Standard error of `exact_trace` over the examples as a sample, each weighted by its loss terms."""
+    gradient_identity: float | None
+    """Largest relative difference between the layer's rows and the gradient of each checked example alone, by plain
+    autograd; null where nothing was checked (`collection.self_check: off`, or stored factors that do not say)."""
+    examples_checked: int | None
+    """Examples that were held against themselves alone."""
+    checked_against: str | None
+    """What the rows were held against: `alone` (each example by itself), `single` (batches of one example: that
+    examples do not mix is not shown), `inputs` (`forward_only` has no gradients), or `same_forward` (unverified by
+    example: the model draws random numbers, or its batches cannot be taken apart)."""
     world_size: int | None
     reduction: str | None
     storage_device: str | None

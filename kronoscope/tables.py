@@ -172,6 +172,11 @@ def _together(reason: str | None, declared: Sequence[Layer]) -> str:
     return f"not covered: {sum(row.parameter_count or 0 for row in rows):,} parameters, {reason}: {first}{more}"
 
 
+def _proved(identity: float | None) -> list[str]:
+    """What the layers have proved of themselves, if anything."""
+    return [] if identity is None else [f"gradient identity to {identity:.1g}"]
+
+
 def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysis has its own record
     """The whole model in a sentence."""
     coverage = _field(summary, "coverage")
@@ -185,6 +190,7 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
         reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
         if reasons:
             parts.append("not covered: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons))
+        parts += _proved(_field(coverage, "gradient_identity"))
     dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
     if effective is not None:
         parts.append(f"effective dimension {number(effective)}" + (f" of {dimension:,}" if dimension else ""))

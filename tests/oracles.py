@@ -70,7 +70,11 @@ def collect(
 def same_facts(left: Collected, right: Collected, tolerance: float = 1e-9) -> bool:
     """Whether two collections say the same of their layers; the sums behind a trace may differ by rounding."""
     plain = [
-        [replace(layer, exact_trace=None, trace_standard_error=None) for layer in each.layers] for each in (left, right)
+        [
+            replace(layer, exact_trace=None, trace_standard_error=None, gradient_identity=None, examples_checked=None)
+            for layer in each.layers
+        ]
+        for each in (left, right)
     ]
     traces = [
         torch.tensor([layer.exact_trace or 0.0 for layer in each.layers], dtype=torch.float64) for each in (left, right)

@@ -7,7 +7,20 @@ const REASONS = {
   no_gradient: "the loss does not reach them",
   zero_curvature: "the loss does not curve in them",
   unsupported: "their kind of layer is not treated yet",
+  gradient_identity: "their rows are not the gradient of each example alone",
+  examples_mix: "the model mixes the examples of a batch",
+  gradient_not_followed: "their gradient comes by an operation that is not understood",
 };
+
+// One line: what the layers proved of themselves on these data.
+function identityLine(coverage) {
+  const difference = coverage.gradient_identity;
+  if (difference === null || difference === undefined) return h("p", { class: "muted small" }, "Gradient identity: not checked.");
+  const shown = difference === 0 ? "exactly" : `to ${difference.toExponential(1)}`;
+  const examples = coverage.examples_checked;
+  const against = examples ? `in ${several(examples, "example")} or more` : "as a sum: examples could not be told apart";
+  return h("p", { class: "muted small" }, `Gradient identity: every covered layer's rows are the gradient of each example alone ${shown} (${against}).`);
+}
 
 export function coverageCard(coverage) {
   const total = coverage.trainable_parameters || 1;
@@ -31,5 +44,6 @@ export function coverageCard(coverage) {
         h("li", {}, h("i", { class: "declared", "data-order": index % 3 }), h("strong", {}, percent(count / total)), ` declared, ${REASONS[reason] ?? words(reason)}: ${number(count)} `, h("code", {}, reason)),
       ),
     ),
+    identityLine(coverage),
   );
 }

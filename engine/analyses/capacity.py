@@ -8,11 +8,12 @@ from catalog.analysis import LayerResult
 from catalog.capacity import CapacityParams, CapacitySummary
 from catalog.capacity_metrics import CapacityMetrics
 from engine.analyses.convergence import Followed, followed, model_convergence, summed
+from engine.analyses.coverage import coverage
 from engine.analyses.cross_check import cross_checked
 from engine.analyses.finite_numbers import finite_summary
 from engine.analyses.gradient_side import branch_counts
 from engine.analyses.layer_capacity import layer_metrics, sides_of
-from engine.analyses.measured import coverage, covered_result, declared_results, measured_layers
+from engine.analyses.measured import covered_result, declared_results, measured_layers
 from engine.analyses.model_capacity import ModelLayer, model_metrics
 from engine.curvature.collection import collected
 from engine.workspace import Workspace

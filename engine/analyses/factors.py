@@ -4,9 +4,10 @@ from collections.abc import Generator
 
 from catalog.analysis import LayerResult
 from catalog.factors import FactorsMetrics, FactorsSummary
+from engine.analyses.coverage import coverage
 from engine.analyses.finite_numbers import finite_summary
 from engine.analyses.gradient_side import branch_counts
-from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
+from engine.analyses.measured import Measured, covered_result, declared_results, measured_layers
 from engine.analyses.sample_sizes import nested_traces
 from engine.curvature.collected import Collected
 from engine.curvature.collection import collected

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from catalog.analysis import Coverage, LayerResult
+from catalog.analysis import LayerResult
 from catalog.layer_record import LayerRecord, Observed
 from engine.analyses.decomposed import Side, keep_spectra, least_precise, load_basis, measured_side, refused_rungs
 from engine.analyses.finite_numbers import nullified, reason
@@ -30,7 +30,6 @@ from engine.curvature.collected import (
 )
 from engine.curvature.collection import collected
 from engine.curvature.counted_spectrum import Counted
-from engine.curvature.coverage_law import reason_counts
 from engine.curvature.eigenbasis import Decomposition
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.layers.coverage import DeclaredLayer
@@ -213,6 +212,9 @@ def _measure(
             kronecker_trace=kronecker_trace,
             trace_ratio=kronecker_trace / facts.exact_trace if facts.exact_trace else None,
             trace_standard_error=facts.trace_standard_error,
+            gradient_identity=facts.gradient_identity,
+            examples_checked=facts.examples_checked,
+            checked_against=facts.checked_against,
             world_size=1,
             reduction="none",
             storage_device=whole.device,
@@ -366,18 +368,4 @@ def _declared_result(
         metrics=None,
         record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
         observed=_observed(time.perf_counter(), now, now, workspace, whole),
-    )
-
-
-def coverage(whole: Collected) -> Coverage:
-    """The coverage law: covered + declared = trainable, counted by parameter."""
-    reasons = reason_counts(whole.declared)
-    return Coverage(
-        trainable_parameters=whole.trainable_parameters,
-        covered_parameters=whole.covered_parameters,
-        declared_parameters=sum(reasons.values()),
-        covered_share=whole.covered_parameters / max(whole.trainable_parameters, 1),
-        layers_covered=len(whole.layers),
-        layers_declared=len(whole.declared),
-        reasons=reasons,
     )

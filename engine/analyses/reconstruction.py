@@ -17,10 +17,11 @@ from catalog.reconstruction import (
     ReconstructionSummary,
 )
 from engine.analyses.clipped_head import clipped_structured
+from engine.analyses.coverage import coverage
 from engine.analyses.finite_numbers import finite_summary
 from engine.analyses.given_matrix import index_entry, record_without_collection
 from engine.analyses.gradient_side import branch_counts
-from engine.analyses.measured import Measured, coverage, covered_result, declared_results, measured_layers
+from engine.analyses.measured import Measured, covered_result, declared_results, measured_layers
 from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
 from engine.curvature.clipped_operator import ClippedOperator
 from engine.curvature.collected import GIVEN_MATRIX, Collected, Kept, write_factors, write_index

@@ -16,6 +16,7 @@ from engine.curvature.broadcast import disturbed, lacks_examples, spread
 from engine.curvature.layers.embedding import EmbeddingLayer
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.linear import LinearLayer
+from engine.errors import Unwinding
 
 
 @dataclass
@@ -88,6 +89,29 @@ def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def version(tensor: Tensor) -> int:
     """Writes to ``tensor`` so far; an inference tensor does not count them."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own guard, with no other name
+
+
+class InputOverwritten(Unwinding):
+    """The model wrote to what had entered a layer, which its gradient was to be met with."""
+
+    def __init__(self, layers: tuple[str, ...]) -> None:
+        super().__init__(", ".join(layers))
+        self.layers = layers
+
+
+def require_unwritten(entered: Tensor, read: int, layer: str) -> None:
+    """Require that nothing was written to ``entered`` since it had ``read`` writes.
+
+    Raises:
+        InputOverwritten: If something was.
+    """
+    if read != version(entered):
+        raise InputOverwritten((layer,))
+
+
+def overwritten(calls: list[Call]) -> frozenset[str]:
+    """Layers whose input the model wrote to after their call, and before the end of the forward pass."""
+    return frozenset(call.layer.name for call in calls if version(call.entered) != call.version)
 
 
 def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, str]:

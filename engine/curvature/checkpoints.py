@@ -63,6 +63,8 @@ class Resumed:
     """Smaller sample sizes that have been kept."""
     running: dict[str, dict[str, Any]]
     """Counts of the layers of the pass under way."""
+    self_check: dict[str, Any]
+    """What had been proved of the layers."""
     files: dict[str, list[list[str]]]
     """File to (kind, name, field, digest) of its tensors, in order."""
 
@@ -150,6 +152,7 @@ class Checkpoints:
             nondeterministic=tuple(body["nondeterministic"]),
             nested={entry["eighths"]: _snapshot(entry) for entry in body["nested"]},
             running=body["running"],
+            self_check=body["self_check"],
             files=body["files"],
         )
         kept = [entry for snapshot in found.nested.values() for entry in snapshot.waiting.items()]
@@ -250,6 +253,7 @@ class Checkpoints:
                 "nondeterministic": sorted(gathered.nondeterministic),
                 "nested": [asdict(each) for each in gathered.nested.values()],
                 "running": {each.layer.name: counts(each) for each in running},
+                "self_check": {} if gathered.self_check is None else gathered.self_check.state(),
                 "files": files,
             }
             self._scratch.save_json(MANIFEST, {"body": body, "sha256": _sha256(body)})

@@ -54,6 +54,12 @@ class LayerFacts:
     """Standard error of that trace over the examples as a sample."""
     representation_G: str = "dense"
     """How G is kept: `dense`, or the kind of what stands for it."""
+    gradient_identity: float | None = None
+    """Largest relative difference between the layer's rows and the gradient of each example alone; None unchecked."""
+    examples_checked: int | None = None
+    """Examples that were held against themselves alone."""
+    checked_against: str | None = None
+    """What the rows were held against: `alone`, `single`, `inputs` or `same_forward`."""
     rows_place: str | None = None
     """Where gradient rows stood while they were collected; None where none were kept."""
 

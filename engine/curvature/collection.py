@@ -8,6 +8,7 @@ checked before anything large is allocated.
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from engine.curvature.activations import checkpointed
 from engine.curvature.calls import followers
 from engine.curvature.collected import Collected, LayerFacts, read_collected, reused
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
+from engine.curvature.discovery import places_of
 from engine.curvature.dry_run import dry_run, looked_into, represented, with_activations, without_other_uses
 from engine.curvature.duration import calibrated
 from engine.curvature.ekfac import corrected
@@ -25,8 +27,9 @@ from engine.curvature.forecast import forecast, smallest_budgets
 from engine.curvature.gathered import Gathered
 from engine.curvature.gathering import announce, gather
 from engine.curvature.head_choice import narrowed
-from engine.curvature.hooks import places_of
+from engine.curvature.identity.refusal import FAILED_CHECK, refusal
 from engine.curvature.layers.coverage import DeclaredLayer, Survey, declare
+from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.mixed_precision import usable
 from engine.curvature.model_bytes import weigh_model
 from engine.curvature.nested import by_ordinal, sizes_of
@@ -34,6 +37,7 @@ from engine.curvature.numerics import Numerics, pinned
 from engine.curvature.passes import PassJob
 from engine.curvature.statistics import LayerStatistics
 from engine.curvature.untouched import untouched
+from engine.curvature.verification import DRAWN, Verification, explained
 from engine.errors import (
     ModelRefused,
     NonFiniteModel,
@@ -99,32 +103,12 @@ def _collect(workspace: Workspace) -> Collected:
     _require_finite(job.model)
     found = surveyed(job.model, job.collection)
     trainable = trainable_numbers(job.model)
+    verification = Verification.of(job)
     with untouched(job.model, dtype), pinned(numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        with workspace.operation("dry run"):
-            job, seen, mixed = dry_run(job, found)
-            found, seen = without_other_uses(job, found, seen)
-            found, seen, mixed = looked_into(job, found, seen, mixed)
-        job = dataclasses.replace(job, places=places_of(found))
-        _require_coverage_so_far(job, found, trainable, mixed)
-        shared = followers(seen.calls, found.treated)
-        seen = represented(job, found, with_activations(job, found, seen))
-        job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
-        foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
-        plan = foretell(seen)
-        plan = foretell(seen) if calibrated(workspace, plan) else plan
-        seen, plan, less = narrowed(job, found, seen, plan, foretell)
-        job = dataclasses.replace(job, representations=seen.representations)
-        given = workspace, dtype, found.treated, seen, shared, less
-        smallest = {} if plan.fits(workspace.memory) else smallest_budgets(*given)
-        del seen, less, given
+        job, found, shared, mixed, plan = _settled(job, found, trainable, verification)
         # what the dry runs held would stay with the process, beside what the passes hold
         give_back_host_memory()
-        workspace.curve.stages.plan = plan
-        workspace.guard.announce = partial(announce, workspace, numerics)
-        announce(workspace, numerics, plan, ())
-        workspace.plan = plan
-        plan.require(workspace.memory, smallest)
         workspace.guard.hold(plan)
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
@@ -136,13 +120,50 @@ def _collect(workspace: Workspace) -> Collected:
             if job.collection.ekfac:
                 with workspace.operation("correction", "correction"):
                     corrections = corrected(job, gathered, plan.chosen.corrections)
-        if gathered.nondeterministic:
+        rounding = sorted(gathered.nondeterministic - {DRAWN})
+        if rounding:
             workspace.log(
                 "warning",
-                "another run may round otherwise: there is no deterministic form of "
-                + ", ".join(sorted(gathered.nondeterministic)),
+                f"another run may round otherwise: there is no deterministic form of {', '.join(rounding)}",
             )
         return _finished(job, found, trainable, gathered, plan, corrections)
+
+
+def _settled(
+    job: PassJob, survey: Survey, trainable: int, verification: Verification
+) -> tuple[PassJob, Survey, dict[str, str], frozenset[str], Plan]:
+    """Find layers that pass their first check, with a plan that fits: the job, the survey, who shares A, who mixes."""
+    workspace, dtype = job.workspace, job.dtype
+    with workspace.operation("dry run"):
+        job, seen, mixed = dry_run(job, survey)
+        probe = (*without_other_uses(job, survey, seen), mixed)
+    while True:
+        with workspace.operation("dry run"):
+            found, seen, mixed = looked_into(job, *probe, verification.forced)
+        found, seen = verification.without_refused(found, seen)
+        job = dataclasses.replace(job, places=places_of(found))
+        _require_coverage_so_far(job, found, trainable, mixed)
+        shared = followers(seen.calls, found.treated)
+        seen = represented(job, found, with_activations(job, found, seen))
+        job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
+        foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
+        plan = foretell(seen)
+        plan = foretell(seen) if calibrated(workspace, plan) else plan
+        seen, plan, less = narrowed(job, found, seen, plan, foretell)
+        job = dataclasses.replace(job, representations=seen.representations)
+        _announce_anew(workspace, job.numerics, plan)
+        if not plan.fits(workspace.memory):
+            plan.require(workspace.memory, smallest_budgets(workspace, dtype, found.treated, seen, shared, less))
+        if not verification.changes(job, found, mixed):
+            return dataclasses.replace(job, self_check=verification.self_check), found, shared, mixed, plan
+
+
+def _announce_anew(workspace: Workspace, numerics: Numerics, plan: Plan) -> None:
+    """Let everyone who looks at the plan look at ``plan``."""
+    workspace.curve.stages.plan = plan
+    workspace.guard.announce = partial(announce, workspace, numerics)
+    announce(workspace, numerics, plan, ())
+    workspace.plan = plan
 
 
 def _require_finite(model: nn.Module) -> None:
@@ -193,7 +214,9 @@ def _finished(
         if reason is None:
             covered.append(found)
         else:
-            declared.append(declare(layer, reason))
+            declared.append(_not_covered(job, layer, reason))
+    unseen = frozenset() if job.self_check is None else job.self_check.unseen
+    declared = [explained(row, unseen) for row in declared]
     if not covered:
         reasons = ", ".join(sorted({layer.reason for layer in declared}))
         raise NothingToAnalyse(
@@ -210,7 +233,8 @@ def _finished(
         shared_with = None if leader is None else ordinals[leader.layer.name]
         # examples of a moving average do not weigh alike, and the formula takes them to
         ema = job.collection.ema_decay is not None
-        facts.append(_facts(ordinal, found, group, leader, shared_with, ema=ema, sums=sums))
+        own = _facts(ordinal, found, group, leader, shared_with, ema=ema, sums=sums)
+        facts.append(dataclasses.replace(own, **_proved(job, found.layer)))
     factors = [gathered.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return Collected(
@@ -239,6 +263,20 @@ def _finished(
         load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
         nested=by_ordinal(job.sizes, gathered, tuple(facts)),
     )
+
+
+def _proved(job: PassJob, layer: TreatedLayer) -> dict[str, Any]:
+    """What the self-check has found of a covered layer, by the names of its facts."""
+    check = None if job.self_check is None else job.self_check.layers.get(layer.name)
+    if check is None:
+        return {}
+    return {"gradient_identity": check.error, "examples_checked": check.examples, "checked_against": check.proof}
+
+
+def _not_covered(job: PassJob, layer: TreatedLayer, reason: str) -> DeclaredLayer:
+    """A layer that turned out not to be coverable; what its own check has found says why."""
+    check = None if job.self_check is None else job.self_check.layers.get(layer.name)
+    return refusal(layer, check) if reason == FAILED_CHECK and check is not None else declare(layer, reason)
 
 
 def _facts(

@@ -16,7 +16,7 @@ from engine.curvature.layers.bare import BareLayer
 from engine.curvature.layers.coverage import DeclaredLayer, Survey
 from engine.curvature.layers.functional_linear import FunctionalLinearLayer
 from engine.curvature.layers.layer import TreatedLayer
-from engine.curvature.layers.place import Place, label_of, slices_of
+from engine.curvature.layers.place import Place, Places, label_of, slices_of
 from engine.curvature.sightings import Product
 
 _Key = tuple[Place | None, Place | None]
@@ -148,6 +148,12 @@ def discovered(
     names = {id(module): name for name, module in model.named_modules()}
     treated.sort(key=lambda layer: order[names[id(layer.module)]])
     return replace(survey, treated=tuple(treated), declared=tuple(declared))
+
+
+def places_of(survey: Survey) -> Places:
+    """The places of all layers that are places."""
+    layers = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
+    return frozenset((layer.weight_place, layer.bias_place) for layer in layers)
 
 
 def calls_of(uses: Uses, survey: Survey) -> list[Call]:

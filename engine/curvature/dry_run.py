@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.curvature.activations import traced
 from engine.curvature.batches import Batch, mapped, tensors
 from engine.curvature.broadcast import proven
-from engine.curvature.calls import Call, called, shared_tables, unattributed, watched
+from engine.curvature.calls import Call, called, overwritten, shared_tables, unattributed, watched
 from engine.curvature.discovery import Uses, calls_of, candidates, discovered
 from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.finiteness import witnessed
@@ -44,8 +44,9 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
         settle_casts(job.model, partial(predict, job.model, _repeated(batch, times), job.task))
         if job.collection.batch_size == 1:
             # every position is the only example's
-            few = _seen(job, survey, _repeated(batch, 1))
-            return dataclasses.replace(job, masking=_masking(job, survey, batch)), few, frozenset()
+            one = _seen(job, survey, _repeated(batch, 1))
+            job = dataclasses.replace(job, masking=_masking(job, survey, batch), overwritten=overwritten(one.calls))
+            return job, one, frozenset()
         fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
         tables = shared_tables(few.calls, many.calls)
@@ -63,7 +64,7 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
         job = dataclasses.replace(job, orders=orders)
         with torch.no_grad():
             cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, job.masking, run)
-        job = dataclasses.replace(job, cut_padding=cut)
+        job = dataclasses.replace(job, cut_padding=cut, overwritten=overwritten(few.calls))
     # where rows have an order of their own, the operations may show it
     return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
 

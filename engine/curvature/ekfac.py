@@ -81,7 +81,7 @@ def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) 
         bases: dict[str, Tensor] = {}
         sums = [_prepared(job, each, gathered, bases) for each in known if not _exact(each.layer)]
         if sums:
-            _guarded_run(job, tuple(sums), done, total)
+            _guarded_run(replace(job, overwritten=gathered.overwritten), tuple(sums), done, total)
             done += 1
             gathered.passes += 1
         by_name = {each.layer.name: each for each in sums}
@@ -181,7 +181,13 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
     workspace, collection = job.workspace, job.collection
     scale = job.precision.loss_scale(FIRST_SCALE, 0)
     collector = Collector(
-        statistics=sums, tables=job.tables, places=job.places, masking=job.masking, orders=job.orders, scale=scale
+        statistics=sums,
+        tables=job.tables,
+        places=job.places,
+        masking=job.masking,
+        orders=job.orders,
+        overwritten=job.overwritten,
+        scale=scale,
     )
     count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
     updates = 0

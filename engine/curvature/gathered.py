@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.curvature.batches import Batch, tensors
 from engine.curvature.factors import Factors
+from engine.curvature.identity.self_check import SelfCheck
 from engine.curvature.masks import Key
 from engine.curvature.mixed_precision import FIRST_SCALE, LossScale
 from engine.curvature.statistics import LayerStatistics
@@ -54,6 +55,10 @@ class Gathered:
     updates: int = 0
     passes: int = 0
     loss_scale: float = FIRST_SCALE
+    overwritten: frozenset[str] = frozenset()
+    """Layers whose input the model writes to afterwards."""
+    self_check: SelfCheck | None = None
+    """What has been proved of the layers; None where nothing is checked."""
     chosen: Chosen = field(default_factory=Chosen)
     """What the passes are made by: the plan's choice, or a lower rung where memory ran out."""
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from engine.curvature.calls import InputOverwritten
 from engine.curvature.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
 from engine.curvature.finishing import keep
 from engine.curvature.gathered import Cursor, Gathered
@@ -45,7 +46,7 @@ def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozen
 
     def fresh() -> Gathered:
         # dictionaries of its own, each time: what an attempt that failed put into them is gone with it
-        return Gathered(statistics={}, factors={}, shared=shared, nondeterministic=job.heard)
+        return Gathered(statistics={}, factors={}, shared=shared, nondeterministic=job.heard, self_check=job.self_check)
 
     found = checkpoints.find()
     try:
@@ -170,6 +171,8 @@ def _pass(
         except MaskBroken as broken:
             job.workspace.log("info", f"padding takes part in {broken}: all of its positions count")
             gathered.unmasked |= broken.calls
+        except InputOverwritten as written:
+            gathered.overwritten |= set(written.layers)
     for each in statistics:
         each.end_pass_()
     gathered.statistics |= {each.layer.name: each for each in statistics}
@@ -211,7 +214,11 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
         updates=found.cursor.updates,
         loss_scale=found.cursor.loss_scale,
         passes=found.passes,
+        self_check=job.self_check,
+        overwritten=job.overwritten,
     )
+    if job.self_check is not None and found.self_check:
+        job.self_check.restore(found.self_check)
     job.heard.update(found.nondeterministic)
     treated = {layer.name: layer for layer in surveyed.treated}
     for name, stored in found.finished.items():

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.curvature.arrival import arrival, note_reached
 from engine.curvature.broadcast import lacks_examples, spread
+from engine.curvature.call_shapes import CallShapes
 from engine.curvature.calls import called, entered_by
 from engine.curvature.elsewhere import StandIn, standing_in
 from engine.curvature.interception import Interception
 from engine.curvature.joint import Meeting
 from engine.curvature.layers.bare import BareLayer
-from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.functional_linear import FunctionalLinearLayer
 from engine.curvature.layers.layer import TreatedLayer, Use
-from engine.curvature.layers.place import Place
+from engine.curvature.layers.place import Place, Places
 from engine.curvature.loss_head import LossHead
 from engine.curvature.masks import RECOMPUTED, Key, MaskBroken, Masking, counted, position_count
 from engine.curvature.mixed_precision import LossScale
@@ -34,15 +35,6 @@ from engine.curvature.row_order import RowOrders, example_first
 from engine.curvature.sharing import Sharing
 from engine.curvature.sightings import Product
 from engine.curvature.statistics import LayerStatistics
-
-Places = frozenset[tuple[Place | None, Place | None]]
-"""Of weights and their biases in parameters."""
-
-
-def places_of(survey: Survey) -> Places:
-    """The places of all layers that are places."""
-    layers = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
-    return frozenset((layer.weight_place, layer.bias_place) for layer in layers)
 
 
 @dataclass
@@ -75,6 +67,10 @@ class Collector:
     """The backward pass has begun."""
     scale: LossScale | None = None
     """What directions are multiplied by; None where that is one."""
+    overwritten: frozenset[str] = frozenset()
+    """Layers whose input the model writes to afterwards: they keep a copy."""
+    shapes: CallShapes = field(default_factory=CallShapes)
+    """Shapes of the calls so far."""
     _held: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
     """Gradients of one direction, and where they go once all of them are known to be finite."""
     _calls: Counter[str] = field(default_factory=Counter)
@@ -91,6 +87,7 @@ class Collector:
     """Of the layers that are places in parameters."""
     _bare: dict[str, LayerStatistics] = field(default_factory=dict)
     """Of the layers that are parameters themselves, by parameter."""
+    _watching: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _interception: Interception | None = None
     """Watches the parameters of both; None where there are none."""
 
@@ -117,6 +114,7 @@ class Collector:
         if self._interception is not None:
             self._interception.begin(inputs, examples)
         self.examples = examples
+        self.shapes.begin(examples, inputs)
         self.mask = None if mask is None or bool(mask.all()) else mask
         self.returning = False
         self._sharing.begin()
@@ -185,6 +183,21 @@ class Collector:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Watch the layers while inside."""
+        with self._watching:
+            self._watching.enter_context(self._watched())
+            yield
+
+    @contextlib.contextmanager
+    def detached(self) -> Iterator[None]:
+        """Watch nothing while inside, and go on watching afterwards; only within ``attached``."""
+        self._watching.close()
+        try:
+            yield
+        finally:
+            self._watching.enter_context(self._watched())
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
         # before the caller's own hooks, which may put something else in the output's place
         handles = [
             module.register_forward_hook(self._after(statistics, role), with_kwargs=True, prepend=True)
@@ -213,16 +226,15 @@ class Collector:
     def _after(self, statistics: LayerStatistics, role: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             entered = entered_by(args, kwargs)
-            counts = self._counts(statistics)
+            counts, name = self._counts(statistics), statistics.layer.name
             key = self._key(role)
+            self.shapes.note(name, self._calls[name], entered)
             if counts:
-                self._sharing.check(
-                    statistics.layer.name, entered, masked=self.mask is not None and self.masking.covers(key)
-                )
+                self._sharing.check(name, entered, masked=self.mask is not None and self.masking.covers(key))
             if len(args) + len(kwargs) > 1:
                 statistics.flaw = "several_inputs"
             instead = None
-            if statistics.layer.name in self.tables and lacks_examples(entered):
+            if name in self.tables and lacks_examples(entered):
                 instead = output = spread(output, entered, self.examples)
                 entered = spread(entered, entered, self.examples)
             if statistics.flaw is None and not self._has_examples(role, entered):
@@ -231,13 +243,14 @@ class Collector:
                 return instead
             arrange = example_first if self.orders.by_positions(key) else None
             plain = entered.detach() if arrange is None else arrange(entered.detach(), self.examples)
+            if name in self.overwritten:
+                plain = plain.clone()
             dropped = self._dropped(key, role, plain)
             use = Use(entered=plain, examples=self.examples, kept=counted(role, plain, dropped), role=role)
             if counts:
                 statistics.add_input_(use)
-            followed = self._follow(
-                statistics, use, output, arrange, dropped=None if dropped is None else (key, dropped)
-            )
+            lost = None if dropped is None else (key, dropped)
+            followed = self._follow(statistics, use, output, arrange, dropped=lost)
             return instead if followed is None else followed
 
         return after
@@ -252,7 +265,8 @@ class Collector:
             self._unforeseen(frozenset(place.parameter for place in places if place is not None))
             return product.left
         counts = self._counts(statistics)
-        key = self._key(statistics.layer)
+        key, name = self._key(statistics.layer), statistics.layer.name
+        self.shapes.note(name, self._calls[name], product.entered, picked=product.rows.labels is not None)
         if counts:
             self._sharing.check(statistics.layer.name, product.entered, masked=self.masking.permits(key))
         if statistics.flaw is not None:
@@ -370,13 +384,8 @@ class Collector:
             # a bias's gradient needs no input
             use = use.without_input()
 
-        def enter(gradient: Tensor) -> None:
-            if arrange is not None:
-                gradient = arrange(gradient, use.examples)
-            self._look_at(dropped, use.role or statistics.layer, gradient)
-            statistics.add_gradient_(use, gradient)
-            if meeting is not None:
-                meeting.arrive(use, gradient, self._calls[name])
+        look = partial(note_reached, self._reached, dropped, use.role or statistics.layer)
+        enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls[name], look=look)
 
         def arrived(gradient: Tensor) -> None:
             self.receive(gradient, enter)
@@ -388,11 +397,3 @@ class Collector:
         leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
         # a copy, since the next operation may work in place and a leaf forbids that
         return leaf.clone()
-
-    def _look_at(self, call: tuple[Key, Tensor] | None, layer: TreatedLayer, gradient: Tensor) -> None:
-        """Note whether ``gradient`` is anything but zero in positions that the mask drops from the call, if any."""
-        if call is None:
-            return
-        key, dropped = call
-        largest = torch.linalg.vector_norm(layer.gradient_rows(gradient), ord=torch.inf, dim=1)
-        self._reached.append((key, (largest[dropped] != 0).any()))

@@ -9,13 +9,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from catalog.collection import Collection
 from catalog.inputs import Task
+from engine.curvature.backward import pull_back
 from engine.curvature.batches import Batch, batched, tensors
 from engine.curvature.checkpoints import Checkpoints, Resumed
 from engine.curvature.finishing import foreseen_flaw
 from engine.curvature.finiteness import witnessed
 from engine.curvature.gathered import Cursor, Gathered
-from engine.curvature.hooks import Collector, Places
+from engine.curvature.hooks import Collector
+from engine.curvature.identity.refusal import FAILED_CHECK
+from engine.curvature.identity.self_check import SelfCheck
 from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.layers.place import Places
 from engine.curvature.layers.tied import TiedHeadLayer
 from engine.curvature.loss import directions
 from engine.curvature.loss_head import LossHead
@@ -30,8 +34,7 @@ from engine.curvature.representation import DENSE, Representation
 from engine.curvature.row_order import RowOrders
 from engine.curvature.statistics import LayerStatistics, factor_sides
 from engine.curvature.tied_head import TiedHeadStatistics
-from engine.errors import EmptyData, EngineError, ModelRefused, Unwinding
-from engine.memory.exhaustion import lost_device, ran_out_of_memory
+from engine.errors import EmptyData
 from engine.workspace import Workspace
 
 
@@ -68,6 +71,10 @@ class PassJob:
     """The calls whose rows do not stand example by example."""
     cut_padding: bool = False
     """Padding decides nothing, so it need not go through the model."""
+    overwritten: frozenset[str] = frozenset()
+    """Layers whose input the model writes to afterwards."""
+    self_check: SelfCheck | None = None
+    """What has been proved of the layers so far; None where nothing is checked."""
 
     def batches(self) -> Iterator[Batch]:
         """The data, anew, in batches on the device."""
@@ -130,6 +137,7 @@ def run_pass(
         places=job.places,
         masking=job.masking,
         orders=job.orders,
+        overwritten=gathered.overwritten,
         head=_head(job, treated),
     )
     batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
@@ -154,6 +162,7 @@ def run_pass(
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
                 cursor.terms += update(job, batch, collector)
+                _check(job, arrived, cursor.batches, collector)
                 cursor.note(collector.scale)
                 witness.require_finite(all_statistics)
                 cursor.examples += batch.size
@@ -173,6 +182,23 @@ def run_pass(
     _require_terms(job, cursor, all_statistics)
     gathered.examples, gathered.updates, gathered.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
     return all_statistics
+
+
+def _check(job: PassJob, batch: Batch, number: int, collector: Collector) -> None:
+    """Let the layers prove themselves on batch ``number``, where a check is due."""
+    self_check, shapes = job.self_check, collector.shapes.take()
+    if self_check is None or not self_check.is_due(number, shapes):
+        return
+    sums = {found.layer.name: found for found in collector.statistics if found.flaw is None}
+    heard = frozenset(job.heard)
+    with collector.detached():
+        failed = self_check.check_later([found.layer for found in sums.values()], batch, number)
+    # what plain autograd alone does without a deterministic form enters no factor
+    job.heard.intersection_update(heard)
+    for name in failed:
+        sums[name].flaw = FAILED_CHECK
+        why = self_check.layers[name].why
+        job.workspace.log("warning", f"layer `{name}`: in batch {number + 1} {why}; it is not covered")
 
 
 def _require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStatistics, ...]) -> None:
@@ -293,26 +319,11 @@ def _return(end: GradientEdge, direction: Tensor, collector: Collector, *, last:
     scale = collector.scale
     if scale is None:
         # the last one frees the graph as it goes
-        _pull_back(end, direction, retain_graph=not last)
+        pull_back(end, direction, retain_graph=not last)
         collector.returned()
         return
-    _pull_back(end, direction * scale.value, retain_graph=True)
+    pull_back(end, direction * scale.value, retain_graph=True)
     while not collector.returned():
         scale.lower()
-        _pull_back(end, direction * scale.value, retain_graph=True)
+        pull_back(end, direction * scale.value, retain_graph=True)
     scale.endure()
-
-
-def _pull_back(end: GradientEdge, direction: Tensor, *, retain_graph: bool) -> None:
-    try:
-        torch.autograd.backward(end, direction, retain_graph=retain_graph)
-    except (EngineError, Unwinding):
-        raise
-    except Exception as error:
-        if ran_out_of_memory(error) or lost_device(error):
-            raise
-        raise ModelRefused(
-            f"the model raised in its backward pass: {type(error).__name__}: {str(error)[:500]}; "
-            "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",
-            pointer="/model",
-        ) from error

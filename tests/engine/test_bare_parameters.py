@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.curvature.collected import Collected
+from engine.errors import NothingToAnalyse
 from tests.oracles import collect, ggn_block, relative_error, stacked
 
 EXACT = 1e-10
@@ -195,7 +196,6 @@ def across_examples(model: Used, x: Tensor) -> Tensor:
 STRANGE: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], str, str]] = [
     (lambda _, x: x, (4, 4), "bare_parameter", ""),
     (overwriting, (4,), "unknown_operation", "setitem"),
-    (across_examples, (1, 5, 4), "unknown_operation", "cat"),
 ]
 
 
@@ -211,6 +211,12 @@ def test_what_is_not_understood_is_declared_and_the_operation_named(
     assert [layer.name for layer in whole.layers] == ["first", "head"]
 
 
+def test_a_parameter_that_carries_examples_into_each_other_leaves_nothing_to_measure() -> None:
+    x, y = data()
+    with pytest.raises(NothingToAnalyse, match="examples_mix"):
+        collect(Used(across_examples, (1, 5, 4), None), [(x, y)], "classification")
+
+
 def test_a_use_that_the_first_example_does_not_show_is_declared() -> None:
     def fickle(model: Used, x: Tensor) -> Tensor:
         return x @ model.p if x.shape[0] < 4 else functional.conv1d(x.mT, model.p[..., None]).mT
@@ -218,7 +224,11 @@ def test_a_use_that_the_first_example_does_not_show_is_declared() -> None:
     x, y = data()
     model = Used(fickle, (4, 4), None)
     assert collect(model, [(x, y)], "classification", batch_size=3).declared == ()
-    assert [row.reason for row in collect(model, [(x, y)], "classification").declared] == ["unforeseen_use"]
+    unchecked = collect(model, [(x, y)], "classification", self_check="off")
+    assert [row.reason for row in unchecked.declared] == ["unforeseen_use"]
+    # what it computes of an example depends on how many there are
+    with pytest.raises(NothingToAnalyse, match="examples_mix"):
+        collect(model, [(x, y)], "classification")
 
 
 def test_the_batch_size_changes_nothing_and_the_model_stays_as_it_was() -> None:

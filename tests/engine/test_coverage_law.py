@@ -66,7 +66,9 @@ class Summing(nn.Module):
         return self.head((x + self.mixing(x.sum(0, keepdim=True)))[:, -1])
 
 
-@pytest.mark.parametrize(("wanted", "planned", "reason"), [(0.9, False, "batch_not_first"), (0.6, True, "no_gradient")])
+@pytest.mark.parametrize(
+    ("wanted", "planned", "reason"), [(0.9, False, "batch_not_first"), (0.6, True, "examples_mix")]
+)
 def test_what_only_running_shows_fails_as_soon_as_it_is_shown(wanted: float, planned: bool, reason: str) -> None:
     plans: list[object] = []
     space = workspace(Summing().double(), [data()], "classification", min_coverage=wanted)

@@ -25,7 +25,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from engine.analyses.measured import coverage
+from engine.analyses.coverage import coverage
 from tests.oracles import collect
 
 Case = tuple[nn.Module, list[tuple[Any, ...]], str]

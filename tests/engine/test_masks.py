@@ -375,7 +375,7 @@ def test_a_late_gradient_in_padding_is_collected_anew_by_slices(monkeypatch: pyt
         assert whole.load_corrected is not None
         total = float(whole.load_corrected(layer.ordinal).eigenvalues.sum())
         assert total == pytest.approx(layer.exact_trace, rel=1e-9), layer.name
-    monkeypatch.setattr(hooks.Collector, "_look_at", lambda *_: None)
+    monkeypatch.setattr(hooks, "note_reached", lambda *_: None)
     blind = collect(model, [(inputs, targets)], "masked_lm", fisher="empirical", batch_size=2)
     with pytest.raises(AssertionError):
         check(blind, truth, int((targets != -100).sum()), mask)

@@ -150,6 +150,11 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         shape = self.geometry(entered.shape)
         return Patches(image=_placed(entered, shape, self._overhangs()[0], dtype, self.module.stride), shape=shape)
 
+    def as_stored(self, weight: Tensor) -> Tensor:
+        """Exchange the channels: the weight is stored (groups · d_in, d_out, kernel)."""
+        groups, out, _ = weight.shape
+        return weight.view(groups, out, -1, math.prod(self.module.kernel_size)).transpose(1, 2)
+
     def _overhangs(self) -> tuple[list[int], list[int]]:
         """Zeros before and after each axis; negative where the module cuts more than the kernel overhangs."""
         module, axes = self.module, range(len(self.module.kernel_size))

@@ -171,6 +171,17 @@ class TreatedLayer(ABC):
         """``a`` (P, d_in without the ones) and ``g`` (P, d_out) of one call, row by row the same positions."""
         return self.activation_rows(use.input), self.gradient_rows(gradient)
 
+    def as_stored(self, weight: Tensor) -> Tensor:
+        """Arrange a weight (groups, d_out, d_in) as the layer's parameter stores it.
+
+        Args:
+            weight: In row-vector convention, each group's by itself.
+
+        Returns:
+            A view or copy with the numbers in the parameter's own order; its shape may be flat.
+        """
+        return weight.reshape(-1)
+
     def batch_first(self, entered: Tensor, examples: int) -> bool:
         """Whether rows of the input can be told apart by example."""
         if entered.ndim == 2:

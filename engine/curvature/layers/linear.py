@@ -45,6 +45,10 @@ class TransposedLinearLayer(LinearLayer):
         """Columns of the stored weight."""
         return int(self.module.weight.shape[1])  # type: ignore[index]
 
+    def as_stored(self, weight: Tensor) -> Tensor:
+        """Transpose: the weight is stored (d_in, d_out)."""
+        return weight[0].T
+
 
 def treats_linear(module: nn.Module) -> str | None:
     """None where ``module`` is treated as linear, else why not."""

@@ -34,6 +34,10 @@ class Place:
         return Place(parameter=self.parameter, offset=self.offset + numbers, shape=self.shape, strides=self.strides)
 
 
+Places = frozenset[tuple[Place | None, Place | None]]
+"""Of weights and their biases in parameters."""
+
+
 def place_of(view: Tensor, parameter: Tensor, name: str) -> Place | None:
     """The place of ``view`` in ``parameter``; None where it is not a view of it."""
     if view.dtype != parameter.dtype or view.layout != torch.strided or storage_of(view) != storage_of(parameter):

@@ -1,0 +1,114 @@
+"""The reference: gradients of parameters by plain autograd, without any hook of a collection."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from engine.curvature.batches import Batch
+from engine.curvature.identity.rows import direction_of, run
+from engine.curvature.identity.subject import Subject, unwritten
+
+Arrived = Callable[[nn.Parameter, Tensor], None]
+"""Gets a parameter and its gradient, which is let go of afterwards."""
+
+
+def pull_back(
+    subject: Subject,
+    parameters: Sequence[nn.Parameter],
+    batch: Batch,
+    seed: int,
+    cotangent: Tensor,
+    arrived: Arrived,
+) -> Tensor:
+    """Pull ``cotangent`` back to ``parameters``, and hand on each gradient as it arrives.
+
+    Args:
+        subject: The model, and how it is run.
+        parameters: Those whose gradients are wanted; whatever gradient they hold stays.
+        batch: Examples, on any device.
+        seed: State of torch's generator at the beginning of the forward pass.
+        cotangent: A vector of the shape of the outputs. Where the model computes its own loss, what
+            a collection pulls back takes its place.
+        arrived: Called once for each parameter that the outputs depend on.
+
+    Returns:
+        The outputs (N, R, C), detached.
+
+    Raises:
+        EngineError: If the model refuses the batch.
+        RuntimeError: If its outputs have another shape than ``cotangent``.
+
+    Memory:
+        The gradient of one parameter, beside what the pass itself holds.
+    """
+    own = subject.moved(batch)
+    torch.manual_seed(seed)
+    with unwritten(subject.model), _trainable(parameters, arrived), torch.enable_grad():
+        prediction = run(subject, own)
+        if subject.task.likelihood == "model":
+            cotangent = direction_of(subject, prediction, own.index)
+        if prediction.outputs.requires_grad:
+            torch.autograd.backward(prediction.outputs, cotangent)
+    return prediction.outputs.detach()
+
+
+def narrowest_dtype(subject: Subject, batch: Batch) -> torch.dtype:
+    """Find the narrowest precision that the model computes anything in between its inputs and its outputs.
+
+    Libraries cast norms and attention scores to float32 whatever the model's own precision is.
+    """
+    results = _Results(subject.dtype)
+    own = subject.moved(batch)
+    with unwritten(subject.model), torch.no_grad(), results:
+        run(subject, own)
+    return results.narrowest
+
+
+class _Results(TorchFunctionMode):
+    """Notes the narrowest floating-point type that any operation returns."""
+
+    def __init__(self, widest: torch.dtype) -> None:
+        super().__init__()
+        self.narrowest = widest
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        returned = func(*args, **(kwargs or {}))
+        dtype = returned.dtype if isinstance(returned, Tensor) else None
+        if dtype is not None and dtype.is_floating_point:
+            self.narrowest = max(dtype, self.narrowest, key=lambda each: torch.finfo(each).eps)
+        return returned
+
+
+@contextlib.contextmanager
+def _trainable(parameters: Sequence[nn.Parameter], arrived: Arrived) -> Iterator[None]:
+    """Let ``parameters`` need gradients for the time inside, and keep none."""
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
+    handles = []
+
+    def accumulated(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and isinstance(parameter, nn.Parameter):
+            arrived(parameter, gradient)
+
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.requires_grad_()
+            handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, flag, gradient in before:
+            parameter.requires_grad_(flag)
+            parameter.grad = gradient
