@@ -304,14 +304,11 @@ class Interception(TorchFunctionMode):
             return single.narrow(rows.dim, 0, 1) if single.stride(rows.dim) == 0 else None
 
     def _stands_for_examples(self, tensor: Tensor) -> bool:
-        names = self._marks.sources(tensor)
-        if not names:
+        names, examples = self._marks.sources(tensor), self._marks.examples
+        # one example alone is along every dimension, and along none: what several have shown decides
+        if not names or (examples > 1 and alike_along(self._leaf(tensor), examples) is None):
             return False
-        if self._marks.examples == 1:
-            return True
-        return alike_along(self._leaf(tensor), self._marks.examples) is not None and self._sink.expanded(
-            names, examples=self._marks.examples
-        )
+        return self._sink.expanded(names, examples=examples)
 
     def _spread(self, tensor: Tensor) -> Tensor:
         """Data out of a derived tensor that stands for all examples already."""

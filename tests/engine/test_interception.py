@@ -215,3 +215,26 @@ def test_what_is_made_without_a_graph_ends_no_job_and_spoils_no_other_layer(
         own = sum(float(truth[name].sum()) for name in layer.parameters) / 7
         assert layer.exact_trace == pytest.approx(own, rel=EXACT)
     assert {"first", "head"} <= {layer.name for layer in whole.layers}
+
+
+def normalised_weight(model: Queried, h: Tensor) -> Tensor:
+    """A product with what is made of the parameter, and the parameter's own product beside it."""
+    return functional.linear(h, model.p / torch.linalg.norm(model.p @ model.p.T, dim=1, keepdim=True))
+
+
+def encoded_prompt(model: Queried, h: Tensor) -> Tensor:
+    """Vectors that are looked up for every example, and mixed by the same parameter."""
+    places = torch.arange(3, device=h.device).unsqueeze(0).expand(h.shape[0], -1)
+    prompt = functional.linear(torch.tanh(functional.embedding(places, model.p)), model.p)
+    return torch.cat([prompt, h], 1).cumsum(1)
+
+
+@pytest.mark.parametrize("use", [normalised_weight, encoded_prompt])
+@pytest.mark.parametrize("batch_size", [2, 3, 6, 7])
+def test_a_last_batch_of_one_example_is_judged_as_several_were(
+    use: Callable[[Queried, Tensor], Tensor], batch_size: int
+) -> None:
+    errors, reasons = traces_by_layer(Queried(use, 4, 4), *data(), batch_size=batch_size)
+    assert reasons == {}
+    assert set(errors) == {"first", "head", "p"}
+    assert max(errors.values()) < EXACT
