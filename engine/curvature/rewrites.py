@@ -15,6 +15,9 @@ from torch.nn import functional
 
 from engine.curvature.provenance import Rows
 
+_WIDEST = 2**13
+"""Columns of the outer product of a bilinear layer's inputs: the A of more takes over half a gigabyte."""
+
 
 class Watch(AbstractContextManager["Watch"], Protocol):
     """Who shows the operations: entered, the operations within are shown too."""
@@ -208,6 +211,60 @@ def _prelu(mode: Watch, entered: Tensor, weight: Tensor) -> Any:  # noqa: ANN401
         return torch.where(entered >= 0, entered, entered * weight.view(shape))
 
 
+def _bilinear(mode: Watch, left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
+    """``Σ_ij x_i W_oij y_j``: a linear map of the outer product ``x yᵀ``, unless that is too wide for an A."""
+    if mode.is_derived(left) or mode.is_derived(right) or left.shape[-1] * right.shape[-1] > _WIDEST:
+        return NotImplemented
+    rows = [mode.rows_of(tensor) for tensor in (left, right) if mode.is_data(tensor)]
+    if any(each is None or each.labels is not None or each != rows[0] for each in rows):
+        return NotImplemented
+    outer = mode.with_rows((left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2), rows[0] if rows else None)
+    with mode:
+        return functional.linear(outer, weight.flatten(1), bias)
+
+
+def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *args: Any) -> Any:  # noqa: ANN401
+    """A sum, mean or maximum over each bag of ids: a lookup of every id, and then that."""
+    given = (*args, *(False, 0, False, None, False, None)[len(args) :])
+    by_frequency, reduction, scales, with_end, padding = (given[place] for place in (0, 1, 3, 4, 5))
+    rows = mode.rows_of(ids)
+    starts = offsets[:-1] if with_end else offsets
+    counts = torch.diff(starts, append=starts.new_tensor([ids.numel()]))
+    if by_frequency or rows is None or ids.ndim != 1 or bool((counts <= 0).any()):
+        return NotImplemented
+    bags = torch.repeat_interleave(counts)
+    labels = torch.arange(rows.size, device=ids.device) if rows.labels is None else rows.labels
+    if bool((labels // rows.minor != (labels // rows.minor)[starts][bags]).any()):
+        # a bag of two examples' ids
+        return NotImplemented
+    counted = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
+    with mode:
+        vectors = functional.embedding(ids, weight)
+    scaled = vectors if scales is None else vectors * scales.unsqueeze(1)
+    pooled = _pooled(scaled, bags, counts, counted, reduction)
+    each = ids.numel() // counts.numel()
+    if rows.labels is None and rows.minor % each == 0 and bool((counts == each).all()):
+        found = Rows(dim=0, minor=rows.minor // each, size=rows.size // each)
+    else:
+        found = Rows(dim=0, minor=rows.minor, size=rows.size, labels=labels[starts])
+    return mode.with_rows(pooled, found), bags, counts, counts
+
+
+def _pooled(vectors: Tensor, bags: Tensor, counts: Tensor, counted: Tensor, reduction: int) -> Tensor:
+    """Vectors (P, d) that count, put together by bag: their sum (0), mean (1) or maximum (2); none give zeros."""
+    number = counts.new_zeros(counts.numel()).index_add_(0, bags, counted.long()).unsqueeze(1)
+    if reduction < 2:
+        # the gradient of what does not count is zero, not that of a product with zero: it may be infinite
+        sums = vectors.new_zeros(counts.numel(), vectors.shape[1])
+        sums = sums.index_add(0, bags[counted], vectors[counted])
+        return sums / number.clamp(min=1) if reduction else sums
+    within = torch.arange(bags.numel(), device=bags.device) - (counts.cumsum(0) - counts)[bags]
+    table = bags.new_full((counts.numel(), int(counts.max())), bags.numel())
+    table[bags[counted], within[counted]] = counted.nonzero()[:, 0]
+    beyond = vectors.new_full((1, vectors.shape[1]), -torch.inf)
+    return torch.cat([vectors, beyond])[table].max(1).values.masked_fill(number == 0, 0)
+
+
 def _getitem(mode: Watch, entered: Tensor, index: Any) -> Any:  # noqa: ANN401
     """A slice that the data choose, of which there is one: an expert."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -257,4 +314,6 @@ REWRITES: Mapping[str, Callable[..., Any]] = {
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,
     "prelu": _prelu,
+    "bilinear": _bilinear,
+    "embedding_bag": _embedding_bag,
 }

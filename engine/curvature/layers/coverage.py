@@ -55,8 +55,6 @@ from engine.curvature.layers.normalisation import (
 from engine.curvature.layers.tied import untied
 
 _OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward", "parametrised", "tied"})
-_CLOSED = (nn.EmbeddingBag, nn.Bilinear)
-"""Each computes with all its parameters in one operation of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +112,7 @@ def survey(model: nn.Module) -> Survey:
                     reason=reason,
                     parameters=tuple(_qualified(name, key) for key in parameters),
                     parameter_count=sum(fresh.values()),
-                    open=reason in _OPEN and not isinstance(module, _CLOSED),
+                    open=reason in _OPEN,
                 )
             )
     declared += _empty(model)
@@ -243,6 +241,9 @@ def _families(module: nn.Module) -> Iterator[tuple[type[TreatedLayer], str | Non
         yield kind, treats_convolution(module)
     elif isinstance(module, nn.Embedding):
         yield EmbeddingLayer, treats_embedding(module)
+    elif isinstance(module, nn.EmbeddingBag) and (module.max_norm is not None or module.scale_grad_by_freq):
+        # any other bag is a lookup and a sum, which the operations show
+        yield EmbeddingLayer, "embedding_renormalised"
     elif isinstance(module, nn.LayerNorm):
         yield LayerNormLayer, treats_layer_norm(module)
     elif is_rms_norm(module):
