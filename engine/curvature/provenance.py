@@ -210,6 +210,9 @@ def _unless_in_order(labels: Tensor, size: int) -> Tensor | None:
 
 def _packed(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
     """The rows of padded sequences, put step after step without their padding."""
+    if rows.minor == rows.size:
+        # one example alone
+        return Rows(dim=0, minor=left.shape[0], size=left.shape[0])
     lengths = args[1].tolist()
     if rows.dim != (0 if args[2] else 1) or left.shape[0] != sum(lengths):
         # or it is how many run at each step
@@ -221,6 +224,8 @@ def _packed(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
 
 def _padded(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
     """The rows of packed sequences, padded again, or of their lengths."""
+    if rows.minor == rows.size:
+        return Rows(dim=0, minor=left.shape[0], size=left.shape[0])
     if rows.labels is None or rows.dim != 0:
         return None
     own = rows.labels[: int(args[1][0])]

@@ -215,13 +215,14 @@ def test_steps_sum_to_the_gradient_of_the_fused_kernel(kind: str, options: dict[
 
 
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
-def test_packed_sequences_of_several_lengths(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_packed_sequences_of_several_lengths(kind: str, options: dict[str, Any], batch_size: int) -> None:
     module, width = recurrent(kind, options)
     model = Packed(module, width).double().eval()
     x, y = torch.randn(6, LONGEST, 3, dtype=torch.float64), torch.randint(0, 3, (6, LONGEST))
     lengths = torch.tensor([3, 5, 1, 4, 4, 2])
     chunk = {"x": x, "lengths": lengths}
-    whole = collect(model, [(chunk, y)], "classification", fisher="empirical")
+    whole = collect(model, [(chunk, y)], "classification", fisher="empirical", batch_size=batch_size)
     truth = Truth()
     for example, target, length in zip(x, y, lengths.tolist(), strict=True):
         steps: Steps = {}
