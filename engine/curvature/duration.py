@@ -12,6 +12,7 @@ from catalog.foreseen_seconds import WORTH_SECONDS
 from engine.curvature.choosing import batch_size, total_seconds
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
+from engine.curvature.representation import DENSE, Representation
 from engine.curvature.statistics import factor_sides
 from engine.memory.budget import give_back_host_memory
 from engine.memory.pace import MEASURING_BYTES, Pace, usual_pace
@@ -64,8 +65,10 @@ def work_of(
     kronecker = [call for call in seen.calls if call.layer.form == "kronecker"]
     # two operations a multiplication, there and back
     passing = 4 * sum(call.output.numel() * call.layer.fan_in for call in kronecker) / seen.examples
+    kept = {role: seen.kept(layer) for layer in treated for role in (layer, *layer.roles)}
     adding = 2 * sum(
-        (call.output.numel() / max(1, call.layer.fan_out)) * (call.layer.fan_in**2 + directions * call.layer.fan_out**2)
+        (call.output.numel() / max(1, call.layer.fan_out))
+        * (call.layer.fan_in**2 + directions * _gradient_products(kept.get(call.layer, DENSE), call.layer.fan_out))
         for call in kronecker
     ) / seen.examples  # fmt: skip
     batch = batch_size(workspace)
@@ -86,6 +89,14 @@ def work_of(
         calls=len(seen.calls),
         directions=directions,
     )
+
+
+def _gradient_products(kept: Representation, size: int) -> int:
+    """Products that one gradient of ``size`` numbers takes as it enters G, or what is kept in its place."""
+    if kept.kind == "dense":
+        return size * size
+    # of ℓ more rows a Gram matrix of 2ℓ and a rotation to ℓ, in float64, where a product takes twice as long
+    return 12 * kept.rank * size if kept.kind == "diagonal_sketch" else size
 
 
 def with_seconds(plan: Plan, work: Work) -> Plan:

@@ -415,3 +415,17 @@ def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monk
     rebuilt = {row.layer: row.metrics for row in reconstruct(ReconstructionParams(), made)}
     assert rebuilt["head"].G.update == "not stabilised"
     assert rebuilt["head"].A.update != "not stabilised"
+
+
+def test_the_plan_counts_what_a_sketch_takes_and_not_a_dense_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {}
+    for largest in (600, 800):
+        for module in (head_choice, decompositions, decomposed):
+            monkeypatch.setattr(module, "LARGEST", largest)
+        made = space(approximate=True)
+        made.woodbury = Woodbury(sketch_rank=2)
+        plans: list[Any] = []
+        made.planned = plans.append
+        collected(made)
+        seconds[bool(plans[0]["sketched"])] = plans[0]["stages"]["collection"]["seconds"]
+    assert seconds[True] < seconds[False]
