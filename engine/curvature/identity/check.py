@@ -63,6 +63,8 @@ class LayerCheck:
     def why(self) -> str:
         """What failed, for a layer that is not covered."""
         against = "each example alone" if self.proof != "same_forward" else "plain autograd in the same forward pass"
+        if self.proof == "same_forward" and self.identity == "independence":
+            against = "each example's own beside other examples"
         mixing = "; what the model returns for one example depends on the others" if self.mixes else ""
         return f"its rows differ from {against} by {self.error:.2g} ({self.identity} of the gradient identity){mixing}"
 
@@ -189,7 +191,7 @@ class BatchCheck:
         """The tolerance of each of ``suspects``, raised by the rounding of an example among copies of itself."""
         allowed = {}
         example = self.examples[0]
-        inside = narrowest_dtype(self.subject, picked(self.batch, [example]))
+        inside = narrowest_dtype(self.subject, self.batch)
         tolerance = max(tolerance, TOLERANCES.get(inside, NARROW_TOLERANCE))
         copies = picked(self.batch, [example] * self.batch.size)
         alone = replace(self, batch=picked(self.batch, [example]), examples=[0])
@@ -232,8 +234,9 @@ class BatchCheck:
             if self.batch.size == 1:
                 raise
             # examples that cannot be run alone: packed ones, or the nodes of one graph
-            bound, unseen = [], set()
+            beside, bound, unseen = bound, [], set()
             errors = {name: _Errors() for name in names}
+            mixes = self._beside_others(subject, beside, together, errors)
         rest = [layer for layer in layers if layer not in bound]
         if rest:
             proof |= dict.fromkeys((layer.name for layer in rest), "same_forward")
@@ -282,6 +285,31 @@ class BatchCheck:
         floor = subject.negligible(norm) / subject.tolerance
         for layer in layers:
             _compare_rows(errors[layer.name], together, example, one, layer.name, floor=floor)
+        return mixes
+
+    def _beside_others(
+        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, errors: dict[str, _Errors]
+    ) -> bool:
+        """Hold the rows of examples that cannot be run alone against theirs beside others; whether outputs differ."""
+        mixes, count = False, self.batch.size
+        # gradients that are nothing but rounding beside the largest
+        sizes = [
+            float(row.abs().max()) for name in errors for row in gradients_of(together.layers[name], 0) if len(row)
+        ]
+        floor = subject.negligible(max(sizes, default=0.0)) / subject.tolerance
+        for example in self.examples:
+            other = example if count == 2 else (example + 1) % count
+            places = [example if place == example else other for place in range(count)]
+            try:
+                beside = record(subject, layers, picked(self.batch, places), self.seed, together.cotangent)
+            except EngineError:
+                return mixes
+            own, theirs = (_own(each.outputs, example, count) for each in (together, beside))
+            if own.shape != theirs.shape:
+                return mixes
+            mixes |= subject.task.likelihood != "model" and _relative(theirs - own, own) > subject.tolerance
+            for layer in layers:
+                _compare_rows(errors[layer.name], together, example, beside, layer.name, floor=floor, other=example)
         return mixes
 
     def _same_forward(
