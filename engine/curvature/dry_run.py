@@ -170,7 +170,7 @@ def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str
     interception = Interception(parameters, uses, proving=True)
     interception.begin(tensors(batch.inputs), batch.size)
     spread = [module for role, module in called(survey.treated) if role.name in job.tables]
-    with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception:
+    with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception.watching():
         # what a table is spread to has an example's copy for each
         handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
         try:

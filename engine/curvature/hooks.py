@@ -35,6 +35,7 @@ from engine.curvature.row_order import RowOrders, example_first
 from engine.curvature.sharing import Sharing
 from engine.curvature.sightings import Product
 from engine.curvature.statistics import LayerStatistics
+from engine.curvature.storages import apart
 
 
 @dataclass
@@ -214,7 +215,7 @@ class Collector:
             with standing_in([each.layer for each in self.statistics]) as stand_ins:
                 for stand_in in stand_ins:
                     stand_in.leaf.register_post_accumulate_grad_hook(partial(arrived, stand_in))  # type: ignore[no-untyped-call]
-                with self._interception or contextlib.nullcontext():
+                with self._interception.watching() if self._interception else contextlib.nullcontext():
                     yield
                 for stand_in in stand_ins:
                     if stand_in.replaced:
@@ -392,7 +393,7 @@ class Collector:
 
         if output.requires_grad:
             output.register_hook(arrived)  # type: ignore[no-untyped-call]
-            return None
+            return apart(output)
         leaf = output.detach().requires_grad_()
         leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
         # a copy, since the next operation may work in place and a leaf forbids that

@@ -18,22 +18,23 @@ The mode costs a few microseconds an operation, so it is entered only for a mode
 parameters.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from engine.curvature.contributions import contribution, takes_shapes_alone
+from engine.curvature.custom_functions import shown
 from engine.curvature.layers.place import Place, place_of
-from engine.curvature.marks import Marks, alike_along
+from engine.curvature.marks import Marking, alike_along
 from engine.curvature.provenance import Rows, batch_first
 from engine.curvature.pullback import Arrived, Derived, Pullback, outliving
 from engine.curvature.recurrent_rewrites import RECURRENT
 from engine.curvature.rewrites import REWRITES, expansion_of
 from engine.curvature.sightings import Product, Sink
-from engine.curvature.storages import storage_of
+from engine.curvature.storages import apart, storage_of
 from engine.curvature.torch_functions import (
     JOINS,
     POINTWISE,
@@ -48,7 +49,7 @@ from engine.curvature.torch_functions import (
 from engine.memory.exhaustion import is_unexplained
 
 
-class Interception(TorchFunctionMode):
+class Interception(Marking):
     """Shows ``sink`` what ``parameters`` do while inside.
 
     Args:
@@ -59,10 +60,9 @@ class Interception(TorchFunctionMode):
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], sink: Sink, *, proving: bool = False) -> None:
-        super().__init__()
+        super().__init__(parameters)
         self._proving = proving
         self._parameters = dict(parameters)
-        self._marks = Marks(self._parameters)
         self._sink = sink
         self._pullback = Pullback(self._parameters)
 
@@ -75,6 +75,12 @@ class Interception(TorchFunctionMode):
             self._marks.put(leaf, frozenset({name}))
         for tensor in inputs:
             self.enters(tensor)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch a model, its custom functions included, while inside."""
+        with shown(lambda tensors: any(map(self.is_derived, tensors))), self:
+            yield
 
     def enters(self, tensor: Tensor) -> None:
         """Take ``tensor`` for data, whose examples lead."""
@@ -91,6 +97,8 @@ class Interception(TorchFunctionMode):
     def returned(self) -> Iterator[tuple[str, int, Tensor]]:
         """Close one backward pass: (name, first example, gradients (n, numbers)) of what it reached."""
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            if self._pullback.escaped:
+                self._sink.strange(frozenset(self._pullback.escaped), "")
             for each in self._pullback.close(self._marks.examples):
                 if isinstance(each, Arrived):
                     operation = "" if each.contribution is None else each.contribution.operation.name
@@ -163,7 +171,7 @@ class Interception(TorchFunctionMode):
     def _alone(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         """An operation without data: what comes out is derived too, unless it stands for all examples already."""
         if operation.writes:
-            return self._strange(operation, sources)
+            return self._written(operation, sources)
         left = operation.run(self._parameter_leaf)
         results = [result for result in tensors_of((left,)) if result.is_floating_point()]
         if operation.name in ("detach", "data") or not results:
@@ -201,6 +209,19 @@ class Interception(TorchFunctionMode):
         shapes = [view.shape for view in views] == [result.shape for result in results]
         return views if shapes and all(storage_of(view) in repeated for view in views) else []
 
+    def _written(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        """Numbers of derived tensors, written to a derived tensor or to a constant: autograd follows that."""
+        into, base = operation.tensors[0], operation.tensors[0]._base  # noqa: SLF001 - what a view is of
+        known = frozenset[str]() if base is None else self._marks.sources(base)
+        if operation.kwargs.get("out") is not None or self._marks.parameter(into) or (known and known != sources):
+            # what else looks at the same numbers would not be known to be made of these parameters
+            return self._strange(operation, sources)
+        if base is not None:
+            self._marks.put(base, sources)
+        left = operation.run(self._parameter_leaf)
+        self._marks.put(into, sources)
+        return left
+
     def _repeats(self, tensor: Tensor) -> bool:
         return self._marks.expanded(tensor) is not tensor
 
@@ -210,6 +231,7 @@ class Interception(TorchFunctionMode):
             return self._strange(operation, sources)
         rows = {id(tensor): self._marks.rows(tensor) for tensor in operation.tensors if self._marks.is_data(tensor)}
         left = operation.run(lambda tensor: tensor.detach() if self._marks.sources(tensor) else tensor)
+        stands = apart(left) if isinstance(left, Tensor) else left
         known = {key: each for key, each in rows.items() if each is not None}
         found = None
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
@@ -217,7 +239,7 @@ class Interception(TorchFunctionMode):
             if len(known) == len(rows):
                 pairs = zip(operation.tensors, again.tensors, strict=True)
                 held = {id(plain): known[id(own)] for own, plain in pairs if id(own) in known}
-                found = contribution(again, [each.tensor for each in derived], held, left, self._marks.examples)
+                found = contribution(again, [each.tensor for each in derived], held, stands, self._marks.examples)
                 found = None if found is None or (self._proving and not found.holds()) else found
             if found is None:
                 if not takes_shapes_alone(again, [each.tensor for each in derived]):
@@ -226,20 +248,17 @@ class Interception(TorchFunctionMode):
                 return left
         wanted = self._sink.contributed(sources, found.numbers)
         if not wanted or not torch.is_grad_enabled():
-            self._marks.put(left, rows=found.left_rows)
-            return left
-        stands = left
+            return self.with_rows(left, found.left_rows)
         if not left.requires_grad:
-            leaf = left.detach().requires_grad_()
+            left = left.detach().requires_grad_()
             # a copy, since the next operation may work in place and a leaf forbids that
-            left, stands = leaf, leaf.clone()
+            stands = left.clone()
 
         def arrived(gradient: Tensor) -> None:
             self._pullback.arrived.append(Arrived(derived=tuple(derived), gradient=gradient, contribution=found))
 
         left.register_hook(arrived)
-        self._marks.put(stands, rows=found.left_rows)
-        return stands
+        return self.with_rows(stands, found.left_rows)
 
     def _strange(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         self._sink.strange(sources, operation.name)
@@ -374,24 +393,3 @@ class Interception(TorchFunctionMode):
             return None
         (name,) = names
         return place_of(tensor, self._parameters[name], name)
-
-    def is_data(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on what entered the model."""
-        return self._marks.is_data(tensor)
-
-    def is_derived(self, tensor: object) -> bool:
-        """Whether a tensor was made of the watched parameters alone."""
-        return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
-
-    def leads(self, tensor: Tensor) -> bool:
-        """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
-        return self._marks.examples > 1 and getattr(self._marks.rows(tensor), "dim", 0) == 0
-
-    def rows_of(self, tensor: Tensor) -> Rows | None:
-        """Where the examples of data are, if that is known."""
-        return self._marks.rows(tensor)
-
-    def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
-        """``tensor``, its examples known to be where ``rows`` say."""
-        self._marks.put(tensor, rows=rows)
-        return tensor

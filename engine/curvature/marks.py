@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from engine.curvature.calls import version
 from engine.curvature.provenance import Rows, batch_first, followed
@@ -94,7 +95,8 @@ class Marks:
     def follow(self, operation: Operation, left: object) -> None:
         """Mark the results of an operation on data."""
         data = [tensor for tensor in operation.tensors if self.of(tensor) is not None]
-        if not data:
+        if not data or (operation.name in ("to", "type_as") and operation.args[0] is not data[0]):
+            # a constant that takes only its type from the data stays one
             return
         for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
             rows = None
@@ -111,6 +113,35 @@ class Marks:
             if not is_unexplained(error):
                 raise
             return None
+
+
+class Marking(TorchFunctionMode):
+    """A mode that keeps marks, and tells them to those who rewrite its operations."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._marks = Marks(parameters)
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what entered the model."""
+        return self._marks.is_data(tensor)
+
+    def is_derived(self, tensor: object) -> bool:
+        """Whether a tensor was made of the watched parameters alone."""
+        return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
+
+    def leads(self, tensor: Tensor) -> bool:
+        """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
+        return self._marks.examples > 1 and getattr(self._marks.rows(tensor), "dim", 0) == 0
+
+    def rows_of(self, tensor: Tensor) -> Rows | None:
+        """Where the examples of data are, if that is known."""
+        return self._marks.rows(tensor)
+
+    def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
+        """``tensor``, its examples known to be where ``rows`` say."""
+        self._marks.put(tensor, rows=rows)
+        return tensor
 
 
 def alike_along(tensor: Tensor, examples: int) -> int | None:

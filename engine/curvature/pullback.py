@@ -8,6 +8,7 @@ of the same parameters are taken together, a few examples at a time.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,11 +65,20 @@ class Pullback:
         self.arrived: list[Arrived] = []
         self.leaves: dict[str, Tensor] = {}
         """What the derived tensors of one forward pass are made of."""
+        self.escaped: set[str] = set()
+        """Parameters that a gradient reached by a way on which nothing was seen."""
 
     def begin(self) -> None:
         """Prepare for one forward pass."""
         self.arrived.clear()
+        self.escaped.clear()
         self.leaves = {name: parameter.detach().requires_grad_() for name, parameter in self._parameters.items()}
+        for name, leaf in self.leaves.items():
+            leaf.register_post_accumulate_grad_hook(partial(self._escape, name))  # type: ignore[no-untyped-call]
+
+    def _escape(self, name: str, leaf: Tensor) -> None:
+        leaf.grad = None
+        self.escaped.add(name)
 
     def close(self, examples: int) -> Iterator[tuple[str, int, Tensor] | Arrived]:
         """Close one backward pass: (name, first example, gradients (n, numbers)) of what it reached.

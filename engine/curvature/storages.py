@@ -12,3 +12,15 @@ def identity(storage: torch.UntypedStorage) -> int:
 def storage_of(tensor: Tensor) -> int:
     """The identity of a strided tensor's storage."""
     return identity(tensor.untyped_storage())
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as a view of nothing, over the same numbers.
+
+    A hook on a view is passed by where a model writes to another view of the same tensor: autograd then
+    takes up the history at what both are views of.
+    """
+    if tensor._base is None:  # noqa: SLF001 - what a view is of, with no other name
+        return tensor
+    alone: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)  # noqa: SLF001 - likewise
+    return alone

@@ -128,6 +128,25 @@ def attended(model: Used, x: Tensor) -> Tensor:
     return torch.softmax(queries @ keys.T, -1) @ keys
 
 
+def written(model: Used, x: Tensor) -> Tensor:
+    """A matrix that the parameter is written into, a scale written to in place."""
+    upper = torch.zeros(4, 4, dtype=torch.float64)
+    upper[torch.tensor([0, 0, 1]), torch.tensor([1, 2, 3])] = model.p
+    scale = model.q * 2
+    scale.relu_()
+    return x @ (upper - upper.T) + x * scale
+
+
+def written_to_afterwards(model: Used, x: Tensor) -> Tensor:
+    both = torch.einsum("btd,hde->bhte", x, model.p * 2)
+    both[:, 0].mul_(3)
+    return both.sum(1)
+
+
+def typed_by_the_data(model: Used, x: Tensor) -> Tensor:
+    return x @ (model.p @ torch.eye(4).to(x))
+
+
 USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, ...] | None]] = [
     (lambda model, x: x + model.p, (4,), None),
     (lambda model, x: model.p - x, (1, 5, 4), None),
@@ -168,6 +187,9 @@ USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, .
     (picked_and_scaled, (4, 4), None),
     (repeated_keys, (2, 3, 4), None),
     (attended, (4, 4), (4, 4)),
+    (written, (3,), (4,)),
+    (written_to_afterwards, (2, 4, 4), None),
+    (typed_by_the_data, (4, 4), None),
 ]
 
 

@@ -139,3 +139,17 @@ def test_tied_layers_are_read_in_their_own_calls() -> None:
     whole = measured(model.head, model)
     assert reasons(whole) == {}
     assert {layer.name: layer.form for layer in whole.layers}["table"] == "diagonal_block"
+
+
+def test_a_write_to_a_view_of_an_output_hides_no_gradient() -> None:
+    def head(model: Language, x: Tensor) -> Tensor:
+        left = model.words(x)
+        # autograd takes up the history at what the output itself is a view of
+        left.view(-1, 3, 3).mul_(2)
+        return left
+
+    model = Language(head)
+    ids = torch.randint(0, 9, (6, 5), generator=torch.Generator().manual_seed(0))
+    whole = collect(model, [(ids, ids)], "causal_lm", fisher="empirical", min_coverage=1.0)
+    losses = (functional.cross_entropy(model(each[None])[0, :-1], each[1:], reduction="sum") for each in ids)
+    require_traces(model, whole, losses, 24)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.curvature.collected import Collected
-from tests.oracles import collect, curvature_traces, ggn_block, relative_error, stacked
+from engine.errors import NothingToAnalyse
+from tests.oracles import collect, curvature_traces, ggn_block, relative_error, require_traces, stacked
 
 EXACT = 1e-10
 
@@ -93,8 +94,8 @@ def test_a_batch_norm_without_running_statistics_is_declared_whatever_its_class(
     norm = Activated(4, track_running_stats=False)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.Flatten(), nn.Linear(36, 3)).double().eval()
     norm.forward = lambda x: nn.BatchNorm2d.forward(norm, x)  # type: ignore[method-assign]
-    whole = collect(model, [images()], "classification")
-    assert [(layer.name, layer.reason) for layer in whole.declared] == [("1", "batch_statistics")]
+    with pytest.raises(NothingToAnalyse, match="batch_statistics, examples_mix"):
+        collect(model, [images()], "classification")
 
 
 class RootMeanSquare(nn.Module):
@@ -134,3 +135,52 @@ def test_an_rms_norm_is_taken_by_what_it_computes(name: str, form: str, kept: st
     x, y = images()
     whole = measured(model, x / 4, y)
     assert [layer.form for layer in whole.layers] == ["kronecker", kept, "kronecker"]
+
+
+class Doubled(torch.autograd.Function):
+    """A product whose gradient is the model's own: twice what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, 2 * gradient.T @ x
+
+
+class Clipped(torch.autograd.Function):
+    """A weight from a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.clamp(-0.5, 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Own(nn.Linear):
+    """A linear layer through a function of one's own."""
+
+    def __init__(self, *, of_weights: bool) -> None:
+        super().__init__(5, 4, bias=False)
+        self.of_weights = of_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, Clipped.apply(self.weight)) if self.of_weights else Doubled.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_custom_function_has_the_gradient_that_the_model_gives_it(*, of_weights: bool, batch_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Own(of_weights=of_weights), nn.Linear(4, 3)).double()
+    x, y = images()
+    x = x.flatten(1)[:, :5]
+    whole = collect(model, [(x, y)], "classification", fisher="empirical", min_coverage=1.0, batch_size=batch_size)
+    losses = (functional.cross_entropy(model(one[None])[0], target) for one, target in zip(x, y, strict=True))
+    require_traces(model, whole, losses, 6)
