@@ -4,11 +4,12 @@ Which layers are called and how often, which are fed by the same tensor, which c
 examples apart, what is used where no hook sees it, and what autograd saves of a pass.
 """
 
+import contextlib
 import dataclasses
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.curvature.activations import traced
 from engine.curvature.batches import Batch, mapped, tensors
@@ -132,9 +133,17 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
     # whether any is, the first batch cannot say for the others
     padded = batch.mask is not None
 
+    # a recurrent kernel saves other things than the steps that stand in its place
+    kernels = [layer for layer in survey.treated if isinstance(layer.module, (nn.RNNBase, nn.RNNCellBase))]
+    stepped = {name: tensor for layer in kernels for name, tensor in layer.watched.items()}
+
     def run(examples: int) -> Tensor:
-        with job.precision.autocast(job.workspace.device):
-            return predict(job.model, _repeated(batch, examples), job.task).outputs
+        part = _repeated(batch, examples)
+        seen_by = Interception(stepped, Uses(examples=examples)) if stepped else None
+        if seen_by is not None:
+            seen_by.begin(tensors(part.inputs), examples)
+        with job.precision.autocast(job.workspace.device), seen_by or contextlib.nullcontext():
+            return predict(job.model, part, job.task).outputs
 
     sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
     # a direction that overflows is pulled back again, through the same graph

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from engine.curvature.collected import Collected
+from engine.curvature.collection import collected
 from engine.curvature.discovery import Uses
 from engine.curvature.interception import Interception
 from engine.errors import EngineError
-from tests.oracles import collect, relative_error, summed_loss
+from tests.oracles import collect, relative_error, summed_loss, workspace
 
 EXACT = 1e-10
 LONGEST = 5
@@ -370,3 +371,15 @@ def test_part_of_a_recurrent_layer_may_be_frozen(frozen: str) -> None:
     assert whole.declared == ()
     for layer in whole.layers:
         assert layer.exact_trace == pytest.approx(sum(truth[name] for name in layer.parameters), rel=EXACT)
+
+
+def test_the_plan_counts_what_is_saved_of_each_step() -> None:
+    """An LSTM's four gates and two states, at every step; of its kernel alone nothing would be saved here."""
+    torch.manual_seed(0)
+    model = Read(nn.LSTM(3, 16, batch_first=True), 16).double()
+    x, y = torch.randn(8, 40, 3, dtype=torch.float64), torch.randint(0, 3, (8, 40))
+    space = workspace(model, [(x, y)], "classification", fisher="empirical", batch_size=8)
+    collected(space)
+    assert space.plan is not None
+    (activations,) = [term.size_bytes for term in space.plan.terms if term.name == "activations"]
+    assert activations >= 6 * 16 * 40 * 8 * 8
