@@ -7,6 +7,7 @@ from catalog.analysis import Analysis, Coverage
 from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.cross_check import CrossCheck, require_cross_check
 from catalog.record import FieldError, record
+from catalog.token_importance import TokenImportance
 
 MAX_GRID = 1000
 DAMPING_GRID = tuple(10.0 ** (half / 2) for half in range(-32, 5))
@@ -41,6 +42,11 @@ class CapacityParams:
     cross_check_iterations: int = 20
     """Most products per block on the way to its largest eigenvalue, each of which pulls back three times; 0 takes
     the trace alone."""
+
+    token_importance: str | None = None
+    """Name of a layer whose outputs are a vocabulary's tokens, such as `lm_head`: the exact diagonal of its G, by which
+    tokens are pruned, is kept as an artifact. Of a head whose weight is the table's too there is none; the summary
+    says so."""
 
     def __post_init__(self) -> None:
         """Refuse unknown metrics and numbers outside their meaning."""
@@ -117,6 +123,8 @@ class CapacitySummary:
     model: ModelCapacity
     cross_check: CrossCheck | None
     """The exact curvature of all covered parameters together, for `cross_check`."""
+    token_importance: TokenImportance | None
+    """Null without `token_importance`."""
 
 
 CAPACITY = Analysis(

@@ -14,6 +14,7 @@
     │   ├── NothingToAnalyse     no trainable parameter in a treated layer
     │   ├── CoverageTooLow       less is covered than `collection.min_coverage` asks
     │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
+    │   ├── NoSuchLayer          an option names a layer that the model does not have, or that has no such number
     │   ├── NoConditionNumber    clipping is asked for, and `stabilisation.kappa_max` is null
     │   ├── BrokenFactors        stored factors do not read as written
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
@@ -107,6 +108,12 @@ class BiasColumnMismatch(UsageError):
     """A factor or gradient has a bias column where its layer has none, or lacks it."""
 
     code = "bias_column_mismatch"
+
+
+class NoSuchLayer(UsageError):
+    """An option names a layer that cannot be had."""
+
+    code = "no_such_layer"
 
 
 class NoConditionNumber(UsageError):

@@ -209,9 +209,8 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:
         parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
-    exact = _field(summary, "cross_check")
-    if exact is not None:
-        parts.append(_beside_exact(exact))
+    asked = {"token_importance": _of_tokens, "cross_check": _beside_exact}
+    parts += [said(found) for name, said in asked.items() if (found := _field(summary, name)) is not None]
     return "; ".join(parts)
 
 
@@ -223,6 +222,16 @@ def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a ser
     )
     layers = [(said, _field(model, name)) for name, said in told]
     return [f"{said} {', '.join(map(shortened, names))}" for said, names in layers if names]
+
+
+def _of_tokens(tokens: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
+    """How few tokens carry a head's curvature, or why nobody knows."""
+    layer = shortened(str(_field(tokens, "layer")))
+    why = _field(tokens, "why")
+    if why is not None:
+        return f"no token importance of {layer}: {why}"
+    few, every = number(_field(tokens, "tokens_for_99_percent")), number(_field(tokens, "tokens"))
+    return f"{few} of {every} tokens carry 99 % of the trace of G of {layer}"
 
 
 def _beside_exact(exact: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place

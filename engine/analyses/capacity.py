@@ -15,6 +15,7 @@ from engine.analyses.gradient_side import branch_counts
 from engine.analyses.layer_capacity import layer_metrics, sides_of
 from engine.analyses.measured import covered_result, declared_results, measured_layers
 from engine.analyses.model_capacity import ModelLayer, model_metrics
+from engine.analyses.token_importance import require_head, token_importance
 from engine.curvature.collection import collected
 from engine.workspace import Workspace
 
@@ -25,6 +26,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
+    require_head(params.token_importance, workspace)
     whole = collected(workspace)
     exact = cross_checked(params, workspace, whole)
     total = len(whole.layers)
@@ -82,6 +84,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         identity_layers=tuple(name for _, name in sorted(identity.items())),
         not_converged=_not_converged(rows),
         model=dataclasses.replace(model, convergence=model_convergence(over_all, model, params)),
+        token_importance=token_importance(params.token_importance, workspace, whole),
         cross_check=None if exact is None else exact.of_model(row.cross_check for row in rows),
     )
     return finite_summary(summary, workspace.log)

@@ -406,6 +406,7 @@ def summary(kind: str) -> CapacitySummary | FactorsSummary:
         update_freq=1,
         identity_layers=(),
         not_converged={"effective_rank": 7, "trace": 0},
+        token_importance=None,
         cross_check=None,
         model=model(),
     )

@@ -17,6 +17,9 @@ from engine.curvature.layers.embedding import EmbeddingLayer
 from engine.curvature.layers.layer import TreatedLayer, Use
 from engine.curvature.layers.linear import LinearLayer
 
+NEAREST = "the nearest Kronecker product of the sum of both uses"
+"""What a tied layer's explanation says of its factors."""
+
 
 @dataclass(eq=False)
 class TiedHeadLayer(TreatedLayer):
@@ -56,8 +59,7 @@ class TiedHeadLayer(TreatedLayer):
     def explanation(self) -> str:
         """Who holds the weight."""
         return (
-            f"{_listed((*self.table.holders, *self.head.holders))} hold one weight, as rows and as columns: "
-            "the nearest Kronecker product of the sum of both uses"
+            f"{_listed((*self.table.holders, *self.head.holders))} hold one weight, as rows and as columns: {NEAREST}"
         )
 
     def activation_rows(self, entered: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""Token importance: the exact diagonal of a head's G, kept as an artifact, with how few tokens carry most of it.
+
+``G_vv = E[g_v²]`` over loss terms: of a softmax under `mc` and `type2`, where its probabilities are kept, the mean of
+``p_v (1 − p_v)``, which no sampling enters; elsewhere the sum of the collected gradients' squares. A table that is
+also the head's weight has no G of the head alone: what is kept is the nearest product of both uses.
+"""
+
+import torch
+from torch import Tensor
+
+from catalog.token_importance import TokenImportance
+from engine.curvature.collected import Collected, LayerFacts
+from engine.curvature.factors import Factors
+from engine.curvature.layers.tied import NEAREST
+from engine.curvature.structured import Structured
+from engine.errors import NoSuchLayer
+from engine.workspace import Workspace
+
+POINTER = "/capacity/token_importance"
+_SHARE = 0.99
+_MOST = 10
+
+
+def require_head(name: str | None, workspace: Workspace) -> None:
+    """Refuse, before anything is collected, a head that the model does not have, or a Fisher without gradients.
+
+    Raises:
+        NoSuchLayer: The message says what there is.
+    """
+    if name is None or workspace.model is None:
+        return
+    if workspace.collection.fisher == "forward_only":
+        raise NoSuchLayer("needs gradients, and `forward_only` takes none; take another `collection.fisher`",
+                          pointer=POINTER)  # fmt: skip
+    modules = [module for module, _ in workspace.model.named_modules() if module]
+    if name not in modules:
+        shown = ", ".join(modules[-5:])
+        raise NoSuchLayer(f"is `{name}`, which the model does not have; its last modules are {shown}", pointer=POINTER)
+
+
+def token_importance(name: str | None, workspace: Workspace, whole: Collected) -> TokenImportance | None:
+    """Write the importance of each row of G of the layer ``name``, and return what is to be said of it.
+
+    Memory:
+        The layer's factors as they are kept, and 16 V bytes.
+    """
+    if name is None:
+        return None
+    facts = next((facts for facts in whole.layers if facts.name == name), None)
+    why = _why_not(name, facts, whole)
+    if why is not None or facts is None:
+        blank = dict.fromkeys(TokenImportance.__dataclass_fields__)
+        return TokenImportance(**{**blank, "layer": name, "why": why})  # type: ignore[arg-type]
+    diagonal = gradient_diagonal(whole.load(facts.ordinal))
+    artifact = f"token_importance/{facts.ordinal}.safetensors"
+    workspace.artifacts.save_tensors(artifact, {"importance": diagonal}, {"layer": facts.name})
+    ordered = torch.sort(diagonal, descending=True, stable=True)
+    carried = ordered.values.cumsum(0)
+    trace = float(carried[-1])
+    return TokenImportance(
+        layer=name,
+        why=None,
+        tokens=diagonal.numel(),
+        artifact=artifact,
+        trace=trace,
+        tokens_for_99_percent=int((carried < _SHARE * trace).sum()) + 1 if trace > 0 else 0,
+        most=tuple(int(place) for place in ordered.indices[:_MOST]),
+    )
+
+
+def gradient_diagonal(factors: Factors) -> Tensor:
+    """Return the diagonal of G, (V,) float64 on the host, its scale multiplied in, without making G dense."""
+    side = factors.G
+    if isinstance(side, Structured):
+        return side.diagonal().to("cpu", torch.float64) * factors.scale_G
+    return (side if side.ndim == 1 else side.diagonal()).to("cpu", torch.float64) * factors.scale_G
+
+
+def _why_not(name: str, facts: LayerFacts | None, whole: Collected) -> str | None:
+    """Why the layer has no diagonal of a head's G; None where it has."""
+    if facts is None:
+        declared = next((layer for layer in whole.declared if layer.name == name), None)
+        tied = [each.name for each in whole.layers if NEAREST in each.why]
+        if declared is not None:
+            return f"the layer is not covered: {declared.reason}"
+        also = f"; `{tied[0]}` holds a head's weight and a table's in one" if tied else ""
+        return f"no covered layer has that name{also}"
+    if NEAREST in facts.why:
+        return "its weight is a table's too, and G is that of the nearest product of both uses, not of the head"
+    if whole.collection.fisher == "forward_only":
+        return "G is the identity under `forward_only`"
+    return None
