@@ -16,6 +16,7 @@
     │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
     │   ├── NoSuchLayer          an option names a layer that the model does not have, or that has no such number
     │   ├── NoConditionNumber    clipping is asked for, and `stabilisation.kappa_max` is null
+    │   ├── BeyondSolvers        EK-FAC is asked for, and a factor has more rows than eigensolvers take
     │   ├── BrokenFactors        stored factors do not read as written
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
     │       └── OutOfMemory      memory ran out although the plan fitted, on every rung down to the last
@@ -120,6 +121,12 @@ class NoConditionNumber(UsageError):
     """There is no condition number to clip at."""
 
     code = "no_condition_number"
+
+
+class BeyondSolvers(UsageError):
+    """Eigenvectors are asked for of a factor that no eigensolver takes."""
+
+    code = "beyond_solvers"
 
 
 class BrokenFactors(UsageError):

@@ -9,6 +9,7 @@ from catalog.nested import NestedCapacity, NestedTraces
 from engine.curvature import kronecker_spectrum as spectrum
 from engine.curvature.collected import Collected, LayerFacts, nested_file, write_factors
 from engine.curvature.eigenbasis import decompose
+from engine.curvature.eigensolvers import LARGEST
 from engine.curvature.structured import Structured
 from engine.workspace import Workspace
 
@@ -73,6 +74,8 @@ def _spectrum(
     if isinstance(factor, Structured):
         known = factor.to(workspace.device).spectrum(layer, workspace.guard)
         return None if known is None else known[0] * scale
+    if factor.ndim == 2 and factor.shape[0] > LARGEST:
+        return None
     found = decompose(factor.to(workspace.device), layer, rank_bound=rank_bound, guard=workspace.guard)
     return found.values.mul_(scale)
 

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.curvature.eigensolvers import LARGEST
-from engine.curvature.layer_bytes import DryRun, Narrower
+from engine.curvature.layer_bytes import DryRun, Narrower, sides_of
 from engine.curvature.layers.coverage import Survey
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.passes import PassJob
 from engine.curvature.prediction import class_terms
 from engine.curvature.representation import RATIO, Representation, of_rows
+from engine.errors import BeyondSolvers
 from engine.memory.plan import Plan, readable_bytes
 
 
@@ -80,7 +81,11 @@ def narrowed(
     """The same, but less of a head whose G does not fit; and that less, wherever the job may come to it.
 
     A later attempt does what the first one did, whatever is free by then.
+
+    Raises:
+        BeyondSolvers: If EK-FAC needs eigenvectors that there is no way to compute.
     """
+    _require_bases(job, survey)
     earlier, less = job.workspace.chosen, _narrower(job, survey, seen, plan)
     if less is None:
         return seen, plan, less
@@ -93,6 +98,21 @@ def narrowed(
         return seen, plan, less
     chosen = replace(found.chosen, sketched=(less.layer,))
     return less.seen, replace(found, chosen=chosen, why=f"{found.why}; {less.why}"), less
+
+
+def _require_bases(job: PassJob, survey: Survey) -> None:
+    """Refuse EK-FAC, whose passes need every eigenvector, where a factor has more rows than eigensolvers take."""
+    if not job.collection.ekfac:
+        return
+    for layer in survey.treated:
+        rows = max((size for size, dense in sides_of(layer, follows=False) if dense), default=0)
+        if rows > LARGEST:
+            raise BeyondSolvers(
+                "`collection.ekfac` needs the eigenvectors of every factor, and eigensolvers take at most "
+                f"{LARGEST} rows: layer `{layer.name}` has one of {rows}; leave `collection.ekfac` out",
+                layer=layer.name,
+                pointer="/collection/ekfac",
+            )
 
 
 def _narrower(job: PassJob, survey: Survey, seen: DryRun, plan: Plan) -> Narrower | None:

@@ -1,5 +1,6 @@
 """A head too wide for its G and for its rows: exact diagonal and trace, and a sketch with its bound where allowed."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from catalog.capacity import CapacityParams
 from catalog.reconstruction import ReconstructionParams
 from catalog.woodbury import Woodbury
-from engine.analyses import decomposed
+from engine.analyses import decomposed, sample_sizes
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import reconstruct
 from engine.curvature import decompositions, head_choice
@@ -20,7 +21,7 @@ from engine.curvature.diagonal_sketch import DiagonalSketch
 from engine.curvature.gradient_rows import GradientRows
 from engine.curvature.probability_rows import ProbabilityRows, Terms
 from engine.curvature.sketch_rows import SketchRows
-from engine.errors import BrokenFactors, BudgetExceeded, NotConverged
+from engine.errors import BeyondSolvers, BrokenFactors, BudgetExceeded, NotConverged
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -429,3 +430,29 @@ def test_the_plan_counts_what_a_sketch_takes_and_not_a_dense_matrix(monkeypatch:
         collected(made)
         seconds[bool(plans[0]["sketched"])] = plans[0]["stages"]["collection"]["seconds"]
     assert seconds[True] < seconds[False]
+
+
+def test_what_needs_eigenvectors_beyond_the_solvers_is_refused_before_anything_is_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head_choice, "LARGEST", 600)
+    made = space(approximate=True)
+    made.collection = dataclasses.replace(made.collection, ekfac=True)
+    plans: list[Any] = []
+    made.planned = plans.append
+    with pytest.raises(BeyondSolvers, match="layer `head` has one of 700"):
+        collected(made)
+    assert plans == []
+
+
+def test_smaller_sample_sizes_of_a_dense_factor_beyond_the_solvers_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (head_choice, decompositions, decomposed, sample_sizes):
+        monkeypatch.setattr(module, "LARGEST", 600)
+    made = space(approximate=False)
+    made.woodbury = Woodbury(policy="dense", approximate=False)
+    made.collection = dataclasses.replace(made.collection, nested=True)
+    rows, _ = drained(measure_capacity(CapacityParams(), made))
+    (metrics,) = [row.metrics for row in rows if row.layer == "head"]
+    assert len(metrics.nested) == 4
+    assert metrics.nested[0].effective_rank is None
+    assert metrics.nested[0].trace > 0
