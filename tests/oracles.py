@@ -71,7 +71,14 @@ def same_facts(left: Collected, right: Collected, tolerance: float = 1e-9) -> bo
     """Whether two collections say the same of their layers; the sums behind a trace may differ by rounding."""
     plain = [
         [
-            replace(layer, exact_trace=None, trace_standard_error=None, gradient_identity=None, examples_checked=None)
+            replace(
+                layer,
+                exact_trace=None,
+                trace_standard_error=None,
+                gradient_identity=None,
+                examples_checked=None,
+                checked_against=None,
+            )
             for layer in each.layers
         ]
         for each in (left, right)
