@@ -7,8 +7,10 @@ until they do not fit, and a further pass may be faster than many small slices.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from catalog.foreseen_seconds import WORTH_SECONDS
+from engine.curvature.check_work import CheckWork, check_work
 from engine.curvature.choosing import batch_size, total_seconds
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
@@ -49,6 +51,8 @@ class Work:
     """Of treated layers in one pass."""
     directions: int
     """Gradients that are pulled back for each example."""
+    checks: CheckWork
+    """What the layers compute to prove themselves."""
 
 
 def work_of(
@@ -88,6 +92,7 @@ def work_of(
         sums_bytes=sums_bytes,
         calls=len(seen.calls),
         directions=directions,
+        checks=check_work(workspace, -(-(workspace.examples or batch * _USUAL_BATCHES) // batch)),
     )
 
 
@@ -110,10 +115,14 @@ def with_seconds(plan: Plan, work: Work) -> Plan:
         + slices * work.calls * _OPERATIONS_A_CALL * pace.seconds_an_operation
     )
     adding = work.examples * work.adding / pace.operations_per_second
+    checking = (
+        work.checks.examples * work.passing / pace.operations_per_second
+        + work.checks.passes * work.calls * _OPERATIONS_A_CALL * pace.seconds_an_operation
+    )
     seconds = {
         "decomposition": 0.0,
         **plan.seconds,
-        "collection": len(chosen.parts) * once + adding + touched / pace.held_bytes_per_second + moved,
+        "collection": len(chosen.parts) * once + adding + touched / pace.held_bytes_per_second + moved + checking,
     }
     if chosen.corrections:
         # its bases are of the same factors, and made while it runs
@@ -122,7 +131,8 @@ def with_seconds(plan: Plan, work: Work) -> Plan:
     if len(chosen.parts) > 1:
         # written once and read back once
         seconds["decomposition"] += 2 * work.sums_bytes / pace.disk_bytes_per_second
-    return replace(plan, seconds=seconds, pace="measured" if work.measured else "usual")
+    pace_is: Literal["measured", "usual"] = "measured" if work.measured else "usual"
+    return replace(plan, seconds=seconds, pace=pace_is, self_check_seconds=checking)
 
 
 def calibrated(workspace: Workspace, plan: Plan) -> bool:

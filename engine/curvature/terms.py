@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.curvature.activations import Saved
 from engine.curvature.calls import Call
+from engine.curvature.check_bytes import check_bytes
 from engine.curvature.contributions import examples_at_once
 from engine.curvature.joint import squared_norms_numbers
 from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun, kept_terms, row_sizes, sides_of
@@ -88,6 +89,9 @@ def plan_of(
         held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
         passing = int(scale * held * item)
         sizes.append(("activations", "slice · (inputs + outputs)", passing, "estimated", "collection"))
+    slice_bytes = sum(size for _, _, size, _, stage in sizes if stage == "collection")
+    beyond = check_bytes(workspace, treated, seen, item, passing=slice_bytes, sums=0 if chosen.offload else most)
+    sizes.append(("self-check", "rows of 4 or 2 examples, beyond a slice", beyond, "estimated", "collection"))
     sums: Literal["device", "host"] = "host" if chosen.offload else place
     accumulators = Term(
         name="accumulators",

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from engine.curvature.batches import Batch
+from engine.curvature.check_work import FIRST_EXAMPLES
 from engine.curvature.finishing import foreseen_flaw
 from engine.curvature.identity.check import LayerCheck
 from engine.curvature.identity.refusal import refusal
-from engine.curvature.identity.self_check import FIRST_EXAMPLES, SelfCheck
+from engine.curvature.identity.self_check import SelfCheck
 from engine.curvature.identity.subject import Subject, widened_bytes
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.coverage import DeclaredLayer, Survey

@@ -118,6 +118,8 @@ class Plan:
     """What was weighed, in words."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Foreseen for each stage."""
+    self_check_seconds: float = 0.0
+    """The part of the collection's that its self-check takes."""
     pace: Paced = "usual"
     """Whether the seconds are foreseen from what this machine was measured to do, or from what is usual."""
 
@@ -169,6 +171,7 @@ class Plan:
             },
             "terms": [asdict(term) for term in self.terms],
             **asdict(self.chosen),
+            "self_check_seconds": self.self_check_seconds,
             "why": self.why,
             "pace": self.pace,
         }

@@ -16,14 +16,10 @@ import torch
 from torch import nn
 
 from engine.curvature.batches import Batch, tensors
+from engine.curvature.check_work import FIRST_EXAMPLES, LATER_EXAMPLES
 from engine.curvature.identity.check import BatchCheck, Checked, LayerCheck, picked
 from engine.curvature.identity.subject import Subject
 from engine.curvature.layers.layer import TreatedLayer
-
-FIRST_EXAMPLES = 4
-"""Different examples of the first batch that are held against themselves alone."""
-LATER_EXAMPLES = 2
-"""Examples of a later batch that are run together; one of them is held against itself alone."""
 
 
 @dataclass
