@@ -111,7 +111,7 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         yield "seconds: by the pace that was measured here, with bounds for a job that has the machine to itself"
     elif plan.get("pace"):
         yield "seconds: by a pace that is usual, from ten on: what is shorter is not foreseen"
-    whole = (plan["stages"].get("collection") or {}).get("seconds")
+    whole = (plan.get("stages", {}).get("collection") or {}).get("seconds")
     if whole and plan.get("self_check_seconds"):
         yield f"self-check: {plan['self_check_seconds'] / whole:.1%} of the collection's seconds"
     budget, smallest = plan.get("budget") or {}, plan.get("smallest_budget") or {}
