@@ -1,9 +1,10 @@
 """Foreseen seconds: which durations of a plan are worth showing, and how far they may be off.
 
-A duration is work over pace. Where the pace was measured on the machine, what a stage took lay between a fourth and
-four times what was foreseen, of a job that has its cores to itself; where it is what is usual of such a device,
-between a twentieth and twenty times. Below ten seconds at a usual pace most of a duration is the start of
-things, which no plan counts, and the figure would mislead.
+A duration is work over pace. Its bounds are a factor of four either way where the pace was measured on the machine, of
+a job that has its cores to itself, and of twenty where it is what is usual of such a device. The factors are assumed;
+no benchmark holds them, and on cores that others use a stage took up to sixteen times as long. Below ten
+seconds at a usual pace most of a duration is the start of things, which no plan counts, and the figure would
+mislead.
 """
 
 from typing import Literal
