@@ -4,11 +4,12 @@ With ``∇ℓ_n`` the gradient of example n's summed loss at the data's labels, 
 
     exact trace = Σ_n ‖∇ℓ_n‖² / terms        block = Σ_n ∇ℓ_n ∇ℓ_nᵀ / terms
 
-need nothing but parameters. A and G need the rows of a layer, which plain hooks on the modules of
-torch see (linear, convolution, embedding): ``A = Σ a aᵀ / rows``, ``G = Σ g gᵀ / terms``. A row that
-the attention mask leaves out leaves A only if no gradient reaches it; it adds nothing to G anyway.
+need nothing but parameters. A and G need the rows of a layer, which plain hooks on the modules of torch see (linear,
+convolution, embedding): ``A = Σ a aᵀ / rows``, ``G = Σ g gᵀ / terms``. Rows that the attention mask leaves out leave
+A, unless a gradient reaches one of that call in any example (docs/convention.md); they add nothing to G anyway.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,20 @@ class Rows:
     """(rows, groups, d_in) each; ids (rows,) of an embedding."""
     g: list[Tensor] = field(default_factory=list)
     """(rows, groups, d_out) each."""
+    kept: list[Tensor | None] = field(default_factory=list)
+    """(rows,) booleans each: what the attention mask leaves; None where the rows are not its positions."""
+    call: list[int] = field(default_factory=list)
+    """Which of its module's calls in one pass each comes of."""
+
+    def counted(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """``a`` and ``g`` of the rows that count."""
+        reached = {
+            call
+            for call, g, kept in zip(self.call, self.g, self.kept, strict=True)
+            if kept is not None and bool(g[~kept].any())
+        }
+        for call, a, g, kept in zip(self.call, self.a, self.g, self.kept, strict=True):
+            yield (a, g) if kept is None or call in reached else (a[kept], g[kept])
 
 
 @dataclass
@@ -62,13 +77,13 @@ class Truth:
 
 def truth(case: Case) -> Truth:
     """Gradients and rows of every example of ``case``."""
-    model, parameters = case.model, trainable(case.model)
+    parameters = trainable(case.model)
     unique = {id(each): each for each in parameters.values()}
     each_gradient: dict[int, list[Tensor]] = {key: [] for key in unique}
     rows: dict[str, Rows] = defaultdict(Rows)
     terms = 0
     for place in range(len(case.targets)):
-        with _watched(case, place, rows):
+        with _watched(case, place, rows), _plain_batch_norm():
             loss, count = _summed(case, place)
             if loss.requires_grad:
                 found = torch.autograd.grad(loss, list(unique.values()), allow_unused=True)
@@ -78,7 +93,6 @@ def truth(case: Case) -> Truth:
         for (key, parameter), gradient in zip(unique.items(), found, strict=True):
             each_gradient[key].append(torch.zeros_like(parameter) if gradient is None else gradient)
     gradients = {name: torch.stack(each_gradient[id(each)]) for name, each in parameters.items()}
-    del model
     return Truth(gradients=gradients, terms=terms, rows=dict(rows))
 
 
@@ -137,11 +151,12 @@ def _watched(case: Case, place: int, rows: dict[str, Rows]) -> Iterator[None]:
 
     def watch(name: str, module: nn.Module) -> Any:  # noqa: ANN401 - torch's handle
         own = kept if kept is not None and case.padded(name) else None
+        calls = itertools.count()
 
         def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             if output.requires_grad:
-                entered = args[0].detach().clone()
-                output.register_hook(lambda gradient: _add(rows[name], module, entered, gradient, own))
+                entered, call = args[0].detach().clone(), next(calls)
+                output.register_hook(lambda gradient: _add(rows[name], call, module, entered, gradient, own))
 
         return module.register_forward_hook(after)
 
@@ -155,6 +170,39 @@ def _watched(case: Case, place: int, rows: dict[str, Rows]) -> Iterator[None]:
             handle.remove()
 
 
+@contextmanager
+def _plain_batch_norm() -> Iterator[None]:
+    """Let batch norms with statistics of their own compute by arithmetic.
+
+    torch 2.13 misreads their gradient on a CPU where a batch of one leaves the memory order open; differences of the
+    loss agree with this one.
+    """
+    own = functional.batch_norm
+
+    def plain(
+        x: Tensor,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if training or mean is None or variance is None:
+            return own(x, mean, variance, weight, bias, training, momentum, eps)
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        found = (x - mean.view(shape)) / (variance.view(shape) + eps).sqrt()
+        found = found if weight is None else found * weight.view(shape)
+        return found if bias is None else found + bias.view(shape)
+
+    functional.batch_norm = plain
+    try:
+        yield
+    finally:
+        functional.batch_norm = own
+
+
 def _is_plain(module: nn.Module) -> bool:
     own = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     if not own and type(module).forward not in _PLAIN:
@@ -164,13 +212,12 @@ def _is_plain(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
-def _add(rows: Rows, module: nn.Module, entered: Tensor, gradient: Tensor, kept: Tensor | None) -> None:
+def _add(rows: Rows, call: int, module: nn.Module, entered: Tensor, gradient: Tensor, kept: Tensor | None) -> None:
     a, g = _rows(module, entered, gradient.detach())
-    if kept is not None and len(g) == len(kept):
-        counted = kept | g.flatten(1).any(1)
-        a, g = a[counted], g[counted]
     rows.a.append(a)
     rows.g.append(g)
+    rows.kept.append(kept if kept is not None and len(g) == len(kept) else None)
+    rows.call.append(call)
 
 
 def _rows(module: nn.Module, entered: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,9 +247,9 @@ def _rows(module: nn.Module, entered: Tensor, gradient: Tensor) -> tuple[Tensor,
 def activation_factor(rows: list[Rows], modules: list[nn.Module], group: int, *, weight: bool, bias: bool) -> Tensor:
     """``Σ a aᵀ / rows`` of modules of one weight; its diagonal for an embedding."""
     if isinstance(modules[0], nn.Embedding):
-        ids = torch.cat([each for own in rows for each in own.a])
+        ids = torch.cat([each for own in rows for each, _ in own.counted()])
         return torch.bincount(ids, minlength=modules[0].num_embeddings).double() / len(ids)
-    a = torch.cat([each[:, group] for own in rows for each in own.a])
+    a = torch.cat([each[:, group] for own in rows for each, _ in own.counted()])
     if not weight:
         a = a[:, :0]
     if bias:
@@ -212,5 +259,5 @@ def activation_factor(rows: list[Rows], modules: list[nn.Module], group: int, *,
 
 def gradient_factor(rows: list[Rows], group: int, terms: int) -> Tensor:
     """``Σ g gᵀ / terms`` of modules of one weight."""
-    g = torch.cat([each[:, group] for own in rows for each in own.g])
+    g = torch.cat([each[:, group] for own in rows for _, each in own.counted()])
     return g.T @ g / terms

@@ -223,8 +223,7 @@ def perceiver() -> Case:
     targets = torch.where((torch.rand(ids.shape) < 0.5) & kept.bool(), ids, -100)
     return Case(
         model=model, inputs={"inputs": ids, "attention_mask": kept}, targets=targets, task="masked_lm",
-        padded=lambda name: "input_preprocessor" in name or name.endswith(("cross_attention.attention.self.key", "cross_attention.attention.self.value"))
-        or "embedding_decoder" in name or ("query" in name and "decoder" in name),
+        padded=lambda name: "input_preprocessor" in name or "encoder.cross_attention.attention.self." in name,
     )  # fmt: skip
 
 
