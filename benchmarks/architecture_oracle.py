@@ -6,12 +6,13 @@ With ``∇ℓ_n`` the gradient of example n's summed loss at the data's labels, 
 
 need nothing but parameters. A and G need the rows of a layer, which plain hooks on the modules of torch see (linear,
 convolution, embedding): ``A = Σ a aᵀ / rows``, ``G = Σ g gᵀ / terms``. Rows that the attention mask leaves out leave
-A, unless a gradient reaches one of that call in any example (docs/convention.md); they add nothing to G anyway.
+A, unless a gradient reaches one of that call in any example, or their content reaches others (docs/convention.md);
+they add nothing to G anyway.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,10 +49,12 @@ class Rows:
     """(rows,) booleans each: what the attention mask leaves; None where the rows are not its positions."""
     call: list[int] = field(default_factory=list)
     """Which of its module's calls in one pass each comes of."""
+    spread: set[int] = field(default_factory=set)
+    """Calls whose other rows depend on what stands in masked positions, so that these are not padding alone."""
 
     def counted(self) -> Iterator[tuple[Tensor, Tensor]]:
         """``a`` and ``g`` of the rows that count."""
-        reached = {
+        reached = self.spread | {
             call
             for call, g, kept in zip(self.call, self.g, self.kept, strict=True)
             if kept is not None and bool(g[~kept].any())
@@ -83,6 +86,7 @@ def truth(case: Case) -> Truth:
     rows: dict[str, Rows] = defaultdict(Rows)
     terms = 0
     for place in range(len(case.targets)):
+        _see_spread(case, place, rows)
         with _watched(case, place, rows), _plain_batch_norm():
             loss, count = _summed(case, place)
             if loss.requires_grad:
@@ -144,30 +148,82 @@ def _field(returned: Any, name: str) -> Tensor:  # noqa: ANN401 - models return 
 @contextmanager
 def _watched(case: Case, place: int, rows: dict[str, Rows]) -> Iterator[None]:
     """Hooks on the modules whose rows are plain, for the pass of one example."""
-    inputs = case.inputs if isinstance(case.inputs, dict) else {}
-    kept = inputs["attention_mask"][place].bool() if "attention_mask" in inputs else None
-    if kept is not None and kept.ndim != 1:
-        kept = None
+
+    def see(name: str, module: nn.Module, call: int, entered: Tensor, output: Tensor) -> None:
+        kept = _kept(case, place, name, module)
+        output.register_hook(lambda gradient: _add(rows[name], call, module, entered.clone(), gradient, kept))
+
+    with _hooked(case, see):
+        yield
+
+
+@contextmanager
+def _hooked(case: Case, see: Callable[[str, nn.Module, int, Tensor, Tensor], None]) -> Iterator[None]:
+    """Show ``see`` every call of a plain module that depends on what is trainable."""
 
     def watch(name: str, module: nn.Module) -> Any:  # noqa: ANN401 - torch's handle
-        own = kept if kept is not None and case.padded(name) else None
         calls = itertools.count()
 
         def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             if output.requires_grad:
-                entered, call = args[0].detach().clone(), next(calls)
-                output.register_hook(lambda gradient: _add(rows[name], call, module, entered, gradient, own))
+                see(name, module, next(calls), args[0].detach(), output)
 
         return module.register_forward_hook(after)
 
-    handles = [
-        watch(name, module) for name, module in case.model.named_modules(remove_duplicate=False) if _is_plain(module)
-    ]
+    every = case.model.named_modules(remove_duplicate=False)
+    handles = [watch(name, module) for name, module in every if _is_plain(module)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _mask(case: Case, place: int) -> Tensor | None:
+    found = case.inputs.get("attention_mask") if isinstance(case.inputs, dict) else None
+    return None if found is None or found.ndim != 2 else found[place].bool()
+
+
+def _kept(case: Case, place: int, name: str, module: nn.Module) -> Tensor | None:
+    """The mask of one example, where the module's positions may be its own."""
+    own = case.padded(name) and not isinstance(module, nn.modules.conv._ConvNd)  # noqa: SLF001 - the common ancestor
+    return _mask(case, place) if own else None
+
+
+def _see_spread(case: Case, place: int, rows: dict[str, Rows]) -> None:
+    """Note the calls of which other rows than the masked ones change with the content of masked positions."""
+    kept = _mask(case, place)
+    if kept is None or bool(kept.all()):
+        return
+    plain = taken(case.inputs, place)
+    (key, content) = next((key, each) for key, each in plain.items() if key in ("input_ids", "inputs", "inputs_embeds"))
+    other = content.flip(0).roll(1, 1) if content.is_floating_point() else (content + 5) % 26 + 5
+    shape = (1, -1, *[1] * (content.ndim - 2))
+    changed = plain | {key: torch.where(kept.view(shape), content, other)}
+    seen: list[dict[tuple[str, int], Tensor]] = []
+    for inputs in (plain, changed):
+        entering: dict[tuple[str, int], Tensor] = {}
+
+        def see(
+            name: str,
+            module: nn.Module,
+            call: int,
+            entered: Tensor,
+            _: Tensor,
+            own: dict[tuple[str, int], Tensor] = entering,
+        ) -> None:
+            flat = entered.reshape(-1) if isinstance(module, nn.Embedding) else entered.reshape(-1, entered.shape[-1])
+            own[name, call] = flat.clone()
+
+        with _hooked(case, see):
+            case.model(**inputs)
+        seen.append(entering)
+    for (name, call), before in seen[0].items():
+        after = seen[1].get((name, call))
+        if len(before) != len(kept):
+            continue
+        if after is None or after.shape != before.shape or not torch.allclose(before[kept], after[kept], rtol=1e-9):
+            rows[name].spread.add(call)
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def translation(name: str, *, answer: int = T, **options: Any) -> Builder:  # no
 
 def _encoding(name: str) -> bool:
     """Whether a module works on the encoder's positions: the encoder, and what attends to it takes of it."""
-    across = "encoder_attn" in name or "EncDecAttention" in name or "cross_attn" in name
+    across = "encoder_attn" in name or "EncDecAttention" in name or "cross_attn" in name or "cross_attention" in name
     if across:
         return name.endswith(("k_proj", "v_proj", ".k", ".v"))
     return "encoder" in name.replace("encoder_decoder", "").split(".")
