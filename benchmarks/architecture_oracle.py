@@ -6,8 +6,7 @@ With ``∇ℓ_n`` the gradient of example n's summed loss at the data's labels, 
 
 need nothing but parameters. A and G need the rows of a layer, which plain hooks on the modules of torch see (linear,
 convolution, embedding): ``A = Σ a aᵀ / rows``, ``G = Σ g gᵀ / terms``. Rows that the attention mask leaves out leave
-A, unless a gradient reaches one of that call in any example, or their content reaches others (docs/convention.md);
-they add nothing to G anyway.
+A, unless a gradient reaches one of that call in any example (docs/convention.md); they add nothing to G anyway.
 """
 
 import itertools
@@ -49,12 +48,10 @@ class Rows:
     """(rows,) booleans each: what the attention mask leaves; None where the rows are not its positions."""
     call: list[int] = field(default_factory=list)
     """Which of its module's calls in one pass each comes of."""
-    spread: set[int] = field(default_factory=set)
-    """Calls whose other rows depend on what stands in masked positions, so that these are not padding alone."""
 
     def counted(self) -> Iterator[tuple[Tensor, Tensor]]:
         """``a`` and ``g`` of the rows that count."""
-        reached = self.spread | {
+        reached = {
             call
             for call, g, kept in zip(self.call, self.g, self.kept, strict=True)
             if kept is not None and bool(g[~kept].any())
@@ -86,7 +83,6 @@ def truth(case: Case) -> Truth:
     rows: dict[str, Rows] = defaultdict(Rows)
     terms = 0
     for place in range(len(case.targets)):
-        _see_spread(case, place, rows)
         with _watched(case, place, rows), _plain_batch_norm():
             loss, count = _summed(case, place)
             if loss.requires_grad:
@@ -111,7 +107,7 @@ def _summed(case: Case, place: int) -> tuple[Tensor, int]:
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
         returned = case.model(*parts, target) if labelled else case.model(*parts)
     if labelled:
-        shifted = target[:, 1:] if case.task == "causal_lm" else target
+        shifted = target[:, 1:] if case.task == "causal_lm" and not case.prompted else target
         count = int((shifted != IGNORED).sum()) if not target.is_floating_point() else 1
         loss = _field(returned, "loss")
         return (loss * count if count else loss.new_zeros(())), count
@@ -188,42 +184,6 @@ def _kept(case: Case, place: int, name: str, module: nn.Module) -> Tensor | None
     """The mask of one example, where the module's positions may be its own."""
     own = case.padded(name) and not isinstance(module, nn.modules.conv._ConvNd)  # noqa: SLF001 - the common ancestor
     return _mask(case, place) if own else None
-
-
-def _see_spread(case: Case, place: int, rows: dict[str, Rows]) -> None:
-    """Note the calls of which other rows than the masked ones change with the content of masked positions."""
-    kept = _mask(case, place)
-    if kept is None or bool(kept.all()):
-        return
-    plain = taken(case.inputs, place)
-    (key, content) = next((key, each) for key, each in plain.items() if key in ("input_ids", "inputs", "inputs_embeds"))
-    other = content.flip(0).roll(1, 1) if content.is_floating_point() else (content + 5) % 26 + 5
-    shape = (1, -1, *[1] * (content.ndim - 2))
-    changed = plain | {key: torch.where(kept.view(shape), content, other)}
-    seen: list[dict[tuple[str, int], Tensor]] = []
-    for inputs in (plain, changed):
-        entering: dict[tuple[str, int], Tensor] = {}
-
-        def see(
-            name: str,
-            module: nn.Module,
-            call: int,
-            entered: Tensor,
-            _: Tensor,
-            own: dict[tuple[str, int], Tensor] = entering,
-        ) -> None:
-            flat = entered.reshape(-1) if isinstance(module, nn.Embedding) else entered.reshape(-1, entered.shape[-1])
-            own[name, call] = flat.clone()
-
-        with _hooked(case, see):
-            case.model(**inputs)
-        seen.append(entering)
-    for (name, call), before in seen[0].items():
-        after = seen[1].get((name, call))
-        if len(before) != len(kept):
-            continue
-        if after is None or after.shape != before.shape or not torch.allclose(before[kept], after[kept], rtol=1e-9):
-            rows[name].spread.add(call)
 
 
 @contextmanager

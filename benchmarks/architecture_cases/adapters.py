@@ -31,7 +31,9 @@ def adapter(
         if merged:
             model = model.merge_and_unload().requires_grad_()
         ids = tokens(EXAMPLES, T)
-        return Case(model=model, inputs={"input_ids": ids}, targets=ids, task="causal_lm", loss=loss)
+        return Case(
+            model=model, inputs={"input_ids": ids}, targets=ids, task="causal_lm", loss=loss, prompted=loss == "model"
+        )
 
     return build
 

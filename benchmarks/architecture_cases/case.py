@@ -32,6 +32,8 @@ class Case:
     """Whether an example can be taken out of the batch; nodes of one graph cannot."""
     random: bool = False
     """Whether the model draws random numbers in `eval()`, so that no number can be compared."""
+    prompted: bool = False
+    """Whether virtual tokens precede the first one, so that its target is a loss term too."""
     padded: Callable[[str], bool] = field(default=lambda _: True)
     """Whether the positions of a module, by name, are those of the attention mask."""
 
