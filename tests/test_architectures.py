@@ -37,7 +37,8 @@ def test_what_is_known_is_right(build: Builder) -> None:
 def test_a_fault_of_a_thousandth_is_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = getattr(LinearLayer, method)
     monkeypatch.setattr(LinearLayer, method, lambda layer, tensor: own(layer, tensor) * 1.001)
-    row = judged(networks.CASES["Learned query"])
+    # the engine's own check would find it first
+    row = judged(networks.CASES["Learned query"], self_check="off")
     assert row["verdict"] == "wrong"
     assert 1e-4 < row["worst"]["error"] < 1e-2
 
