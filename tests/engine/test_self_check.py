@@ -269,3 +269,40 @@ def test_a_gradient_that_nothing_follows_is_no_missing_one() -> None:
     reasons = {name: row.reason for row in whole.declared for name in row.parameters}
     assert "second.weight" in covered or reasons["second.weight"] != "no_gradient"
     assert reasons["second.bias"] == "no_gradient"
+
+
+class Experts(nn.Module):
+    """Each position goes to one of three matrices of one parameter, whichever its first number chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.matrices = nn.Parameter(torch.randn(3, 5, 5))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[..., 0].sigmoid() * 3).long().flatten()
+        h = torch.tanh(self.first(x)).flatten(0, 1)
+        total = torch.zeros_like(h)
+        for place in range(3):
+            (own,) = torch.where(chosen == place)
+            total = total.index_add(0, own, h[own] @ self.matrices[place])
+        return self.head(torch.tanh(total).view(*x.shape[:2], 5)).mean(1)
+
+
+def test_an_expert_that_an_example_does_not_choose_is_no_fault() -> None:
+    whole, lines = measured(Experts(), examples=12)
+    assert whole is not None
+    assert whole.declared == ()
+    assert len(whole.layers) == 5
+    assert not any("gradient identity" in line for line in lines)
+    (x, y), model = data(12), Experts()
+    total = torch.zeros(3, dtype=torch.float64)
+    for one in range(12):
+        loss = functional.cross_entropy(model(x[one : one + 1]), y[one : one + 1])
+        (gradient,) = torch.autograd.grad(loss, [model.matrices])
+        total += gradient.square().sum((1, 2)) / 12
+    traces = {layer.name: layer.exact_trace for layer in whole.layers}
+    for place in range(3):
+        assert traces[f"matrices[{place}]"] == pytest.approx(float(total[place]), rel=1e-10)

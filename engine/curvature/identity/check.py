@@ -358,26 +358,25 @@ def _compare_rows(
     """Note how far one example's rows in a batch are from those in ``alone``, whose place is ``other``."""
     batch, one = together.layers[name], alone.layers[name]
     for own, theirs in ((inputs_of, 0.0), (gradients_of, floor)):
-        mine, plain = list(own(batch, example)), list(own(one, other))
-        if len(mine) != len(plain) or any(a.numel() != b.numel() for a, b in zip(mine, plain, strict=True)):
+        # a call that none of an example's rows enter is no call of the example alone
+        mine, plain = (
+            [rows.reshape(-1) for rows in own(recorder, place) if rows.numel()]
+            for recorder, place in ((batch, example), (one, other))
+        )
+        if [rows.numel() for rows in mine] != [rows.numel() for rows in plain]:
             errors.raise_to("independence", math.inf)
             continue
         for a, b in zip(mine, plain, strict=True):
-            # a batch of one may leave its dimensions in another order: the rows are the same
-            left_rows, right_rows = a.reshape(-1), b.reshape(-1)
-            differing = (
-                _relative(left_rows - right_rows, right_rows, theirs)
-                if a.is_floating_point()
-                else (float((left_rows != right_rows).any()))
+            errors.raise_to(
+                "independence", _relative(a - b, b, theirs) if a.is_floating_point() else float((a != b).any())
             )
-            errors.raise_to("independence", differing)
 
 
 def _relative(difference: Tensor, plain: Tensor, floor: float = 0.0) -> float:
-    size = float(torch.linalg.vector_norm(difference.double()))
+    size = float(torch.linalg.vector_norm(difference))
     if size == 0:
         return 0.0
-    scale = float(torch.linalg.vector_norm(plain.double()))
+    scale = float(torch.linalg.vector_norm(plain))
     return size / (scale + floor) if scale + floor > 0 else math.inf
 
 

@@ -29,11 +29,11 @@ class _Distance:
         """Add one piece, of which ``plain`` is the gradient; None is zero."""
         mine = self.rows.gradient(piece)
         if plain is None:
-            self.difference += float(mine.double().square().sum())
+            self.difference += _squared(mine)
             return
         own = piece.of(plain).to(mine.dtype)
-        self.difference += float((mine - own).double().square().sum())
-        self.norm += float(own.double().square().sum())
+        self.norm += _squared(own)
+        self.difference += _squared(mine.sub_(own))
 
     def relative(self, subject: Subject, negligible: float) -> float:
         """The difference over the gradient, and over what it might have been had nothing cancelled."""
@@ -42,6 +42,11 @@ class _Distance:
         slack = _CANCELLING * subject.rounding / subject.tolerance
         scale = math.sqrt(self.norm) + slack * self.rows.magnitude() + negligible
         return math.sqrt(self.difference) / scale if scale else math.inf
+
+
+def _squared(tensor: Tensor) -> float:
+    """Squared Frobenius norm, the root in the tensor's own precision."""
+    return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)

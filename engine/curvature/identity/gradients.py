@@ -61,7 +61,7 @@ class LayerRows:
     """None is the whole batch."""
 
     def gradient(self, piece: Piece) -> Tensor:
-        """What these rows say of the gradient of ``piece``, in its own shape, in the precision of the rows.
+        """Return what these rows say of the gradient of ``piece``: a new tensor of its shape.
 
         Memory:
             One gradient of the piece, and the rows of one call.
@@ -86,10 +86,10 @@ class LayerRows:
             if isinstance(layer, BlockLayer):
                 continue
             a, g = self._rows(layer, use, gradient)
-            norms = torch.linalg.vector_norm(g.flatten(1).double(), dim=1)
+            norms = torch.linalg.vector_norm(g.flatten(1), dim=1).double()
             inputs = torch.ones_like(norms)
             if a is not None and a.is_floating_point():
-                own = torch.linalg.vector_norm(a.flatten(1).double(), dim=1)
+                own = torch.linalg.vector_norm(a.flatten(1), dim=1).double()
                 inputs = (own.square() + int(layer.bias)).sqrt()
             total += float((norms * inputs).sum())
         return total
@@ -101,7 +101,7 @@ class LayerRows:
         gradients = self.recorder.example_gradients
         if gradients is None:
             raise ValueError("nothing was recorded")
-        own = gradients.sum(0) if self.example is None else gradients[self.example]
+        own = gradients.sum(0) if self.example is None else gradients[self.example].clone()
         start = 0
         for name, parameter in self.recorder.layer.watched.items():
             if name == piece.kind:
