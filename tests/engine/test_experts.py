@@ -149,7 +149,8 @@ def test_a_slice_is_a_linear_layer_that_sees_only_its_tokens(mixture: Mixture, s
 
 @pytest.mark.parametrize("mixture", [gathered, scattered])
 def test_tokens_whose_examples_are_not_known_are_declared(mixture: Mixture) -> None:
-    whole = collect(Fused(mixture), [data()], "masked_lm", fisher="mc", sharing="reduce")
+    # the second gives a token what the place of another one routes it to: its examples mix, which the check would say
+    whole = collect(Fused(mixture), [data()], "masked_lm", fisher="mc", sharing="reduce", self_check="off")
     assert {row.reason for row in whole.declared} == {"unknown_operation"}
     assert sum(row.parameter_count for row in whole.declared) == EXPERTS * (8 * 4 + 8 + 8 * 4)
 
