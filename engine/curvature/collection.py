@@ -216,8 +216,7 @@ def _finished(
             covered.append(found)
         else:
             declared.append(_not_covered(job, layer, reason))
-    unseen = frozenset() if job.self_check is None else job.self_check.unseen
-    declared = [explained(row, unseen) for row in declared]
+    declared = [explained(row, job.self_check) for row in declared]
     if not covered:
         reasons = ", ".join(sorted({layer.reason for layer in declared}))
         raise NothingToAnalyse(

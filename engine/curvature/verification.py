@@ -26,6 +26,8 @@ from engine.memory.exhaustion import free_memory, ran_out_of_memory
 UNEXPLAINED = "gradient_not_followed"
 """Reason of parameters with a gradient that no operation which is understood was seen to bring."""
 
+_UNUSED = ("bare_parameter", "unsupported_layer")
+"""Reasons that say where parameters stand, for want of any operation that they were seen in."""
 DRAWN = "random numbers drawn in evaluation mode"
 """How a model that draws stands among the operations that another run may do otherwise."""
 
@@ -146,12 +148,17 @@ def subject_of(job: PassJob) -> Subject:
     )
 
 
-def explained(row: DeclaredLayer, unseen: frozenset[str]) -> DeclaredLayer:
-    """``row``, with what was measured in place of a missing gradient that is there."""
-    if row.reason != "no_gradient" or unseen.isdisjoint(row.parameters):
+def explained(row: DeclaredLayer, self_check: SelfCheck | None) -> DeclaredLayer:
+    """``row`` with its reason as plain autograd measured it: a gradient that nobody followed, or none at all."""
+    if self_check is None or not self_check.layers or not self_check.subject.has_gradients:
         return row
-    why = "plain autograd finds a gradient, but no operation that is understood was seen to use the parameters"
-    return replace(row, reason=UNEXPLAINED, why=why)
+    reached = not self_check.unseen.isdisjoint(row.parameters)
+    if reached and row.reason == "no_gradient":
+        why = "plain autograd finds a gradient, but no operation that is understood was seen to use the parameters"
+        return replace(row, reason=UNEXPLAINED, why=why)
+    if not reached and row.reason in _UNUSED:
+        return replace(row, reason="no_gradient", why="plain autograd finds none in any checked example")
+    return row
 
 
 def _uncovered(job: PassJob, survey: Survey) -> dict[str, nn.Parameter]:

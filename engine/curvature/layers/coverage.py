@@ -9,13 +9,17 @@ A parameter is counted once, by identity. Reasons:
 - ``parametrised``: the weight is computed from other parameters (weight norm and its like);
 - ``overridden_forward``, ``embedding_renormalised``, ``batch_statistics``: the family knows the
   class, not this variant of it;
-- ``no_gradient``: the layer never ran, or its outputs never reached the loss;
+- ``no_gradient``: the layer never ran, or its outputs never reached the loss (plain autograd
+  finds none either);
 - ``several_inputs``: it was called with more than one input, which changes what it computes;
 - ``batch_not_first``: its positions cannot be told apart by example;
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from;
 - ``unknown_operation``: a parameter enters an operation that is not understood (the row names it);
 - ``unforeseen_use``: later data made the model use it in a way that the first example did not show;
 - ``never_routed``: an expert to which the data routed no token;
+- ``gradient_identity``: its rows are not the gradient of each example alone (the row has the number);
+- ``examples_mix``: the same, where what the model returns for one example depends on the others;
+- ``gradient_not_followed``: plain autograd finds a gradient that no operation was seen to bring;
 - ``no_numbers``: a parameter with a dimension of zero holds nothing that could be measured.
 
 What a module says (``unsupported_layer``, ``bare_parameter``, ``overridden_forward``) is not the
