@@ -1,5 +1,8 @@
 """The backward pass: one direction pulled back through a model's graph."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -31,3 +34,19 @@ def pull_back(end: GradientEdge, direction: Tensor, *, retain_graph: bool = Fals
             "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",
             pointer="/model",
         ) from error
+
+
+@contextlib.contextmanager
+def drained(device: torch.device) -> Iterator[None]:
+    """Leave nothing of a backward pass that fails inside in autograd's queue, which would hold its graph.
+
+    What is queued goes by the age of its operation, the youngest first. An operation that is older than
+    all of the pass is therefore reached last, once everything that was left has been thrown away.
+    """
+    with torch.enable_grad():
+        oldest = torch.zeros((), device=device, requires_grad=True) * 1
+    try:
+        yield
+    except Exception:
+        torch.autograd.backward(oldest)
+        raise

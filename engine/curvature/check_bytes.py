@@ -7,6 +7,7 @@ themselves hold the slice that they work on at neither time. So only what exceed
 
 from collections.abc import Sequence
 
+from engine.curvature.activations import Saved
 from engine.curvature.check_work import FIRST_EXAMPLES, LATER_EXAMPLES
 from engine.curvature.layer_bytes import DryRun
 from engine.curvature.layers.layer import TreatedLayer
@@ -14,7 +15,14 @@ from engine.workspace import Workspace
 
 
 def check_bytes(
-    workspace: Workspace, treated: Sequence[TreatedLayer], seen: DryRun, item: int, *, passing: int, sums: int
+    workspace: Workspace,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    item: int,
+    *,
+    saved: Saved | None,
+    passing: int,
+    sums: int,
 ) -> int:
     """Bytes that a check takes beyond what the passes hold when none is made.
 
@@ -23,6 +31,7 @@ def check_bytes(
         treated: All layers.
         seen: What the dry run showed.
         item: Bytes of a number.
+        saved: What autograd saves; None where nothing is pulled back.
         passing: What a slice of a batch holds on its way there and back, in bytes.
         sums: What the sums hold, in bytes.
     """
@@ -30,17 +39,17 @@ def check_bytes(
     if collection.self_check == "off":
         return 0
     first = min(FIRST_EXAMPLES, collection.batch_size)
-    excess = _held(treated, seen, item, first) - passing - sums
+    excess = _held(treated, seen, saved, item, first) - passing - sums
     if collection.self_check == "growing":
-        excess = max(excess, _held(treated, seen, item, min(LATER_EXAMPLES, collection.batch_size)) - passing)
+        excess = max(excess, _held(treated, seen, saved, item, min(LATER_EXAMPLES, collection.batch_size)) - passing)
     return max(0, excess)
 
 
-def _held(treated: Sequence[TreatedLayer], seen: DryRun, item: int, examples: int) -> int:
+def _held(treated: Sequence[TreatedLayer], seen: DryRun, saved: Saved | None, item: int, examples: int) -> int:
     """Bytes of the rows of ``examples`` examples, their passes, and the gradient of the largest weight, twice."""
     inputs = sum(call.entered.numel() for call in seen.calls)
     gradients = sum(call.output.numel() for call in seen.calls)
-    through = inputs * item * examples // seen.examples if seen.saved is None else seen.saved.of(examples)
+    through = inputs * item * examples // seen.examples if saved is None else saved.of(examples)
     each = (gradients + 4 * seen.outputs) * examples // seen.examples
     weight = max((layer.groups * layer.fan_in * layer.fan_out for layer in treated if layer.weight), default=0)
     return through + (each + 2 * weight) * item

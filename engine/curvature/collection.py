@@ -155,7 +155,9 @@ def _settled(
         _announce_anew(workspace, job.numerics, plan)
         if not plan.fits(workspace.memory):
             plan.require(workspace.memory, smallest_budgets(workspace, dtype, found.treated, seen, shared, less))
-        if not verification.changes(job, found, mixed):
+        with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
+            changed = verification.changes(job, found, mixed)
+        if not changed:
             return dataclasses.replace(job, self_check=verification.self_check), found, shared, mixed, plan
 
 

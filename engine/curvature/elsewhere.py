@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from engine.curvature.layers.coverage import Alias
 from engine.curvature.layers.layer import TreatedLayer
@@ -31,6 +32,11 @@ class StandIn:
             raise ValueError(f"there is no `{key}` to stand in for")
         self._kept = kept
         self.leaf = nn.Parameter(kept.detach())
+
+    def when_reached(self, call: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call ``call`` with the leaf when a gradient has reached it."""
+        handle: RemovableHandle = self.leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+        return handle
 
     def lay(self, *_: object) -> None:
         """Put the stand-in there."""

@@ -66,12 +66,16 @@ class Gathered:
         """What the finished passes have left, for ``restore``."""
         kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "waiting")}
         counts = {name: getattr(self, name) for name in ("examples", "updates", "passes", "loss_scale")}
-        return {**kept, **counts}
+        checked = {} if self.self_check is None else {"checked": self.self_check.state()}
+        return {**kept, **counts, **checked}
 
     def restore(self, before: dict[str, Any]) -> None:
         """Let go of what a pass that did not come to its end has left; that layers share no A stays known."""
         for name, value in before.items():
-            setattr(self, name, value)
+            if name != "checked":
+                setattr(self, name, value)
+            elif self.self_check is not None:
+                self.self_check.restore(value)
 
 
 @dataclass(kw_only=True)

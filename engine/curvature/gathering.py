@@ -157,7 +157,12 @@ def _pass(
     parts = gathered.chosen.parts
     progress, several = Progress(job.workspace, number, len(parts)), len(parts) > 1
     layers = tuple(layer for layer in surveyed.treated if layer.name in set(parts[number]))
+    checked = None if job.self_check is None else job.self_check.state()
     while True:
+        if job.self_check is not None and checked is not None:
+            # what is begun anew is checked anew
+            resumed = {} if found is None else found.self_check
+            job.self_check.restore(resumed or checked)
         # a pass that is gone on with was counted when it began
         gathered.passes += found is None or not found.running
         here, found = found, None
@@ -217,8 +222,6 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
         self_check=job.self_check,
         overwritten=job.overwritten,
     )
-    if job.self_check is not None and found.self_check:
-        job.self_check.restore(found.self_check)
     job.heard.update(found.nondeterministic)
     treated = {layer.name: layer for layer in surveyed.treated}
     for name, stored in found.finished.items():

@@ -213,8 +213,8 @@ class Collector:
 
         try:
             with standing_in([each.layer for each in self.statistics]) as stand_ins:
-                for stand_in in stand_ins:
-                    stand_in.leaf.register_post_accumulate_grad_hook(partial(arrived, stand_in))  # type: ignore[no-untyped-call]
+                # removed again: a leaf and its hook hold each other, and with them the statistics
+                handles += [each.when_reached(partial(arrived, each)) for each in stand_ins]
                 with self._interception.watching() if self._interception else contextlib.nullcontext():
                     yield
                 for stand_in in stand_ins:

@@ -90,7 +90,15 @@ def plan_of(
         passing = int(scale * held * item)
         sizes.append(("activations", "slice · (inputs + outputs)", passing, "estimated", "collection"))
     slice_bytes = sum(size for _, _, size, _, stage in sizes if stage == "collection")
-    beyond = check_bytes(workspace, treated, seen, item, passing=slice_bytes, sums=0 if chosen.offload else most)
+    beyond = check_bytes(
+        workspace,
+        treated,
+        seen,
+        item,
+        saved=seen.recomputed if chosen.activation_checkpointing else seen.saved,
+        passing=slice_bytes,
+        sums=0 if chosen.offload else most,
+    )
     sizes.append(("self-check", "rows of 4 or 2 examples, beyond a slice", beyond, "estimated", "collection"))
     sums: Literal["device", "host"] = "host" if chosen.offload else place
     accumulators = Term(

@@ -19,7 +19,7 @@ def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     afterwards, whatever happens inside.
     """
     modes = [(module, module.training) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     contents = [
         (tensor, tensor.data)
         for tensor in (*model.parameters(), *model.buffers())
@@ -44,8 +44,10 @@ def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     ):
         try:
             model.eval()
-            for parameter, _ in flags:
+            for parameter, *_ in flags:
                 parameter.requires_grad_(False)
+                # a gradient has its parameter's type, which changes
+                parameter.grad = None
             for tensor, data in contents:
                 tensor.data = data.to(dtype)
             yield
@@ -57,8 +59,9 @@ def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 if not torch.equal(data, kept):
                     data.copy_(kept)
                 module._buffers[name] = buffer  # noqa: SLF001
-            for parameter, flag in flags:
+            for parameter, flag, gradient in flags:
                 parameter.requires_grad_(flag)
+                parameter.grad = gradient
             for module, training in modes:
                 module.training = training
 

@@ -68,7 +68,8 @@ def document(**model: Any) -> dict[str, Any]:
         "model": {"source": "factory", "factory": "kronoscope_gated:make", "kwargs": model},
         "data": {"source": "synthetic", "shape": [12], "examples": 4 * BATCHES, "classes": 3},
         "task": {"type": "classification"},
-        "collection": {"batch_size": 4},
+        # a gate counts forward passes
+        "collection": {"batch_size": 4, "self_check": "off"},
     }
 
 

@@ -126,7 +126,7 @@ def test_auto_is_for_a_single_example_that_does_not_fit(monkeypatch: pytest.Monk
 
     def plan(wish: str, budget: int = 2**62) -> dict[str, Any]:
         plans: list[Mapping[str, Any]] = []
-        made = space("llama", wish, exact_trace=False)
+        made = space("llama", wish, exact_trace=False, self_check="off")
         ids = torch.randint(3, 20, (6, 500))
         made.batches, made.planned = lambda: iter([({"input_ids": ids}, ids)]), plans.append
         made.memory = MemoryBudget(device_bytes=2**62, host_bytes=budget)

@@ -146,7 +146,8 @@ def test_the_position_table_of_gpt2_is_covered(loss: str | None) -> None:
     fisher = "empirical" if loss else "mc"
     whole, apart = (collect(model, [chunk], "causal_lm", loss, fisher=fisher, batch_size=size) for size in (5, 1))
     (table,) = [layer for layer in whole.layers if layer.name == "transformer.wpe"]
-    assert table.positions == int(mask.sum())
+    # the model's own loss counts the labels on padding, whose gradients are then not zero
+    assert table.positions == (int(mask.sum()) if loss is None else ids.numel())
     assert relative_error(whole.load(table.ordinal).A, apart.load(table.ordinal).A) < EXACT
     if loss is None:
         assert relative_error(whole.load(table.ordinal).G, apart.load(table.ordinal).G) < EXACT

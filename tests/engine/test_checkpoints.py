@@ -12,6 +12,7 @@ from engine.analyses.factors import collect_factors
 from engine.curvature import checkpoints
 from engine.curvature.checkpoints import MANIFEST, counts
 from engine.curvature.collection import collected
+from engine.curvature.factors import digest
 from engine.curvature.gathered import bit_sum
 from engine.curvature.statistics import LayerStatistics
 from engine.errors import NonFiniteLoss, StopRequested
@@ -128,6 +129,20 @@ def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: 
     left = sum(number % update_freq == 0 for number in range(stop_at - 1, BATCHES))
     assert again.model.forwards == dry_runs + left  # type: ignore[union-attr]
     assert float(again.model.count) == 0  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("stop_at", [3, 5])
+def test_a_resumed_collection_has_proved_as_much(stop_at: int) -> None:
+    undisturbed = space(MemoryArtifacts(), self_check="growing")
+    undisturbed.checkpoint_seconds = 0
+    truth = collected(undisturbed)
+    scratch = MemoryArtifacts()
+    stopped(scratch, stop_at, self_check="growing")
+    again = space(scratch, self_check="growing")
+    found = collected(again)
+    for one, other in zip(found.layers, truth.layers, strict=True):
+        assert (one.gradient_identity, one.examples_checked) == (other.gradient_identity, other.examples_checked)
+        assert digest(found.load(one.ordinal).A) == digest(truth.load(other.ordinal).A)
 
 
 @pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))

@@ -15,6 +15,7 @@ from engine.curvature.condensed import NODES, condensed
 from engine.curvature.decay import decay
 from engine.curvature.kronecker_order import Products, histogram, largest, quantile, quantile_rank
 from engine.curvature.kronecker_sums import (
+    Answering,
     effective_dimensions,
     effective_dimensions_structured,
     logdet_damped,
@@ -226,10 +227,15 @@ def test_a_side_without_eigenvalues_is_asked_at_shifts(name: str, relative: floa
     side = Known(g)
     grid = [damping * 10.0**half for half in range(-12, 13)]
     lowest = 1e-12 * float(g[-1])
-    assert logdet_damped_structured(condensed(a), side, damping, 0.0) == pytest.approx(
+    answering = Answering(side=side, lowest=0.0, counted=None)  # type: ignore[arg-type]
+    assert logdet_damped_structured(condensed(a), answering, damping) == pytest.approx(
         logdet, rel=1e-10, abs=1e-12 * scale
     )
-    found = effective_dimensions_structured(condensed(a), side, grid, lowest)
+    found = effective_dimensions_structured(
+        condensed(a),
+        Answering(side=side, lowest=lowest, counted=None),
+        grid,  # type: ignore[arg-type]
+    )
     # rounding beside the side's largest eigenvalue is not asked for
     reached = [value / float(condensed(a).values.max()) >= lowest for value in grid]
     assert [each is not None for each in found] == reached

@@ -18,7 +18,6 @@ A model that draws random numbers is held to one forward pass: completeness of t
 the generator in the same state. So is a batch whose examples cannot be run alone.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.curvature.batches import Batch, mapped
+from engine.curvature.identity.comparison import Errors, compare_rows, is_finite, relative
 from engine.curvature.identity.completeness import completeness
 from engine.curvature.identity.gradients import LayerRows
 from engine.curvature.identity.reference import narrowest_dtype
-from engine.curvature.identity.rows import Recording, gradients_of, inputs_of, record
+from engine.curvature.identity.rows import Recording, gradients_of, record
 from engine.curvature.identity.subject import NARROW_TOLERANCE, TOLERANCES, Subject
 from engine.curvature.layers.layer import TreatedLayer
 from engine.errors import EngineError
@@ -78,25 +78,6 @@ class Checked:
     """Layers whose rows change from one run to the next."""
     unseen: frozenset[str]
     """Names of parameters, covered by no layer, whose gradient is not zero."""
-
-
-@dataclass
-class _Errors:
-    """Largest relative differences of one layer so far."""
-
-    completeness: float = 0.0
-    independence: float = 0.0
-
-    def raise_to(self, identity: str, value: float) -> None:
-        """Note one more difference; NaN is the largest."""
-        if math.isnan(value):
-            value = math.inf
-        setattr(self, identity, max(getattr(self, identity), value))
-
-    @property
-    def largest(self) -> tuple[float, str]:
-        """The larger one, and the identity that it is of."""
-        return max((self.completeness, "completeness"), (self.independence, "independence"))
 
 
 @dataclass
@@ -161,7 +142,7 @@ class BatchCheck:
 
     def _merged(
         self,
-        errors: Mapping[str, _Errors],
+        errors: Mapping[str, Errors],
         decided: Checked,
         draws: frozenset[str],
         proof: Mapping[str, Proof],
@@ -175,7 +156,7 @@ class BatchCheck:
         }
         return Checked(layers=certain | decided.layers, draws=draws | decided.draws, unseen=unseen)
 
-    def _found(self, errors: _Errors, proof: Proof, allowed: float, *, mixes: bool) -> LayerCheck:
+    def _found(self, errors: Errors, proof: Proof, allowed: float, *, mixes: bool) -> LayerCheck:
         error, identity = errors.largest
         failed = not error <= allowed
         return LayerCheck(
@@ -195,7 +176,7 @@ class BatchCheck:
         tolerance = max(tolerance, TOLERANCES.get(inside, NARROW_TOLERANCE))
         copies = picked(self.batch, [example] * self.batch.size)
         alone = replace(self, batch=picked(self.batch, [example]), examples=[0])
-        errors = {layer.name: _Errors() for layer in suspects}
+        errors = {layer.name: Errors() for layer in suspects}
         try:
             many = record(self.subject, suspects, copies, self.seed)
             cotangent = None if many.cotangent is None else many.cotangent[:1]
@@ -203,7 +184,7 @@ class BatchCheck:
         except EngineError:
             return dict.fromkeys((layer.name for layer in suspects), tolerance)
         for layer in suspects:
-            _compare_rows(errors[layer.name], many, 0, one, layer.name, floor=0.0)
+            compare_rows(errors[layer.name], many, 0, one, layer.name, floor=0.0)
             measured = errors[layer.name].independence
             allowed[layer.name] = min(_RAISED * tolerance, max(tolerance, 2 * measured))
         return allowed
@@ -212,13 +193,16 @@ class BatchCheck:
 
     def _errors(
         self, subject: Subject, layers: Sequence[TreatedLayer]
-    ) -> tuple[frozenset[str], bool, dict[str, Proof], dict[str, _Errors], frozenset[str]]:
+    ) -> tuple[frozenset[str], bool, dict[str, Proof], dict[str, Errors], frozenset[str]]:
         together = record(subject, layers, self.batch, self.seed)
         # what a hook has refused already stands with its own reason
         layers = [layer for layer in layers if together.layers[layer.name].flaw is None]
         names = [layer.name for layer in layers]
+        if not is_finite(together):
+            # the pass says which layer's, and what to do
+            return frozenset(), False, {}, {}, frozenset()
         draws = self._drawing(together) if self.repeats else self.drawing & set(names)
-        errors = {name: _Errors() for name in names}
+        errors = {name: Errors() for name in names}
         proof: dict[str, Proof] = dict.fromkeys(names, "alone" if subject.has_gradients else "inputs")
         unseen: set[str] = set()
         mixes = False
@@ -235,7 +219,7 @@ class BatchCheck:
                 raise
             # examples that cannot be run alone: packed ones, or the nodes of one graph
             beside, bound, unseen = bound, [], set()
-            errors = {name: _Errors() for name in names}
+            errors = {name: Errors() for name in names}
             mixes = self._beside_others(subject, beside, together, errors)
         rest = [layer for layer in layers if layer not in bound]
         if rest:
@@ -249,9 +233,9 @@ class BatchCheck:
         again = record(self.subject, layers, self.batch, self.seed + 1, together.cotangent)
         drawn = set()
         for name in again.layers:
-            differing = _Errors()
+            differing = Errors()
             for example in range(self.batch.size):
-                _compare_rows(differing, together, example, again, name, floor=0.0, other=example)
+                compare_rows(differing, together, example, again, name, floor=0.0, other=example)
             if not differing.independence <= self.subject.tolerance:
                 drawn.add(name)
         return frozenset(drawn)
@@ -262,7 +246,7 @@ class BatchCheck:
         layers: Sequence[TreatedLayer],
         together: Recording,
         example: int,
-        errors: dict[str, _Errors],
+        errors: dict[str, Errors],
         unseen: set[str],
     ) -> bool:
         """Hold one example's rows against the example alone; whether its outputs depend on the others."""
@@ -273,22 +257,22 @@ class BatchCheck:
         if own.shape != one.outputs.shape:
             raise EngineError("the outputs of one example have another shape alone")
         mixes = self.subject.task.likelihood != "model" and (
-            _relative(own - one.outputs, one.outputs) > subject.tolerance
+            relative(own - one.outputs, one.outputs) > subject.tolerance
         )
         if not subject.has_gradients or together.cotangent is None:
             for layer in layers:
-                _compare_rows(errors[layer.name], together, example, one, layer.name, floor=0.0)
+                compare_rows(errors[layer.name], together, example, one, layer.name, floor=0.0)
             return mixes
         rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=example) for layer in layers}
         norm = self._complete(subject, rows, batch, one.cotangent, errors, unseen)
         # gradients that are nothing but rounding beside the model's largest
         floor = subject.negligible(norm) / subject.tolerance
         for layer in layers:
-            _compare_rows(errors[layer.name], together, example, one, layer.name, floor=floor)
+            compare_rows(errors[layer.name], together, example, one, layer.name, floor=floor)
         return mixes
 
     def _beside_others(
-        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, errors: dict[str, _Errors]
+        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, errors: dict[str, Errors]
     ) -> bool:
         """Hold the rows of examples that cannot be run alone against theirs beside others; whether outputs differ."""
         mixes, count = False, self.batch.size
@@ -307,9 +291,9 @@ class BatchCheck:
             own, theirs = (_own(each.outputs, example, count) for each in (together, beside))
             if own.shape != theirs.shape:
                 return mixes
-            mixes |= subject.task.likelihood != "model" and _relative(theirs - own, own) > subject.tolerance
+            mixes |= subject.task.likelihood != "model" and relative(theirs - own, own) > subject.tolerance
             for layer in layers:
-                _compare_rows(errors[layer.name], together, example, beside, layer.name, floor=floor, other=example)
+                compare_rows(errors[layer.name], together, example, beside, layer.name, floor=floor, other=example)
         return mixes
 
     def _same_forward(
@@ -317,7 +301,7 @@ class BatchCheck:
         subject: Subject,
         layers: Sequence[TreatedLayer],
         together: Recording,
-        errors: dict[str, _Errors],
+        errors: dict[str, Errors],
         unseen: set[str],
     ) -> None:
         """Hold the sum of all rows against the whole batch, the generator in the same state."""
@@ -332,7 +316,7 @@ class BatchCheck:
         rows: Mapping[str, LayerRows],
         batch: Batch,
         cotangent: Tensor | None,
-        errors: dict[str, _Errors],
+        errors: dict[str, Errors],
         unseen: set[str],
     ) -> float:
         """Note how far ``rows`` are from plain gradients; returns the norm of the largest layer's."""
@@ -343,41 +327,6 @@ class BatchCheck:
             errors[name].raise_to("completeness", error)
         unseen |= found.unseen
         return found.largest_norm
-
-
-def _compare_rows(
-    errors: _Errors,
-    together: Recording,
-    example: int,
-    alone: Recording,
-    name: str,
-    *,
-    floor: float,
-    other: int = 0,
-) -> None:
-    """Note how far one example's rows in a batch are from those in ``alone``, whose place is ``other``."""
-    batch, one = together.layers[name], alone.layers[name]
-    for own, theirs in ((inputs_of, 0.0), (gradients_of, floor)):
-        # a call that none of an example's rows enter is no call of the example alone
-        mine, plain = (
-            [rows.reshape(-1) for rows in own(recorder, place) if rows.numel()]
-            for recorder, place in ((batch, example), (one, other))
-        )
-        if [rows.numel() for rows in mine] != [rows.numel() for rows in plain]:
-            errors.raise_to("independence", math.inf)
-            continue
-        for a, b in zip(mine, plain, strict=True):
-            errors.raise_to(
-                "independence", _relative(a - b, b, theirs) if a.is_floating_point() else float((a != b).any())
-            )
-
-
-def _relative(difference: Tensor, plain: Tensor, floor: float = 0.0) -> float:
-    size = float(torch.linalg.vector_norm(difference))
-    if size == 0:
-        return 0.0
-    scale = float(torch.linalg.vector_norm(plain))
-    return size / (scale + floor) if scale + floor > 0 else math.inf
 
 
 def _own(tensor: Tensor, example: int, examples: int) -> Tensor:

@@ -124,10 +124,12 @@ def completeness(
     uncovered = {id(each): name for name, each in others.items() if id(each) not in pieces}
     wanted |= {id(each): each for each in others.values()}
 
-    def compared() -> _Arrivals:
+    def compared(*, at_once: bool = True) -> _Arrivals:
         distances = {name: _Distance(rows=own) for name, own in rows.items()}
         arrivals = _Arrivals(distances, pieces, uncovered, set(pieces))
-        pull_back(subject, list(wanted.values()), batch, seed, cotangent, arrivals)
+        parts = pull_back(subject, list(wanted.values()), batch, seed, cotangent, arrivals, at_once=at_once)
+        if parts and at_once:
+            return compared(at_once=False)
         arrivals.close()
         return arrivals
 

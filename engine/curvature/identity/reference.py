@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.curvature.backward import drained
 from engine.curvature.batches import Batch
 from engine.curvature.identity.rows import direction_of, run
 from engine.curvature.identity.subject import Subject, unwritten
@@ -23,7 +24,9 @@ def pull_back(
     seed: int,
     cotangent: Tensor,
     arrived: Arrived,
-) -> Tensor:
+    *,
+    at_once: bool = True,
+) -> bool:
     """Pull ``cotangent`` back to ``parameters``, and hand on each gradient as it arrives.
 
     Args:
@@ -33,10 +36,12 @@ def pull_back(
         seed: State of torch's generator at the beginning of the forward pass.
         cotangent: A vector of the shape of the outputs. Where the model computes its own loss, what
             a collection pulls back takes its place.
-        arrived: Called once for each parameter that the outputs depend on.
+        arrived: Called for each parameter that the outputs depend on.
+        at_once: Hand on each gradient as it arrives, and let go of it; else all of them at the end.
 
     Returns:
-        The outputs (N, R, C), detached.
+        Whether the gradient of some parameter arrived in parts, as where a reentrant checkpoint pulls back within
+        the backward pass. Handed on at once, they are of no use then.
 
     Raises:
         EngineError: If the model refuses the batch.
@@ -47,13 +52,32 @@ def pull_back(
     """
     own = subject.moved(batch)
     torch.manual_seed(seed)
-    with unwritten(subject.model), _trainable(parameters, arrived), torch.enable_grad():
+    arrivals: list[nn.Parameter] = []
+    failures: list[Exception] = []
+
+    def accumulated(parameter: nn.Parameter) -> None:
+        arrivals.append(parameter)
+        if at_once:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and not failures:
+                try:
+                    arrived(parameter, gradient)
+                except Exception as error:  # noqa: BLE001 - raised below: autograd would keep the rest of the graph
+                    failures.append(error)
+
+    with drained(subject.device), unwritten(subject.model), _trainable(parameters, accumulated), torch.enable_grad():
         prediction = run(subject, own)
         if subject.task.likelihood == "model":
             cotangent = direction_of(subject, prediction, own.index)
         if prediction.outputs.requires_grad:
             torch.autograd.backward(prediction.outputs, cotangent)
-    return prediction.outputs.detach()
+        if failures:
+            raise failures.pop()
+        whole = {id(parameter): parameter for parameter in arrivals}
+        for parameter in () if at_once else whole.values():
+            if parameter.grad is not None:
+                arrived(parameter, parameter.grad)
+    return len(whole) < len(arrivals)
 
 
 def narrowest_dtype(subject: Subject, batch: Batch) -> torch.dtype:
@@ -90,25 +114,19 @@ class _Results(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _trainable(parameters: Sequence[nn.Parameter], arrived: Arrived) -> Iterator[None]:
-    """Let ``parameters`` need gradients for the time inside, and keep none."""
-    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
+def _trainable(parameters: Sequence[nn.Parameter], call: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Let ``parameters`` need gradients for the time inside, and keep none; ``call`` gets each that has got one."""
+    before = [(parameter, parameter.requires_grad) for parameter in parameters]
     handles = []
-
-    def accumulated(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and isinstance(parameter, nn.Parameter):
-            arrived(parameter, gradient)
 
     try:
         for parameter in parameters:
-            parameter.grad = None
             parameter.requires_grad_()
-            handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+            handles.append(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for parameter, flag, gradient in before:
+        for parameter, flag in before:
             parameter.requires_grad_(flag)
-            parameter.grad = gradient
+            parameter.grad = None

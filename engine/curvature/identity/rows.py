@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from engine.curvature.backward import pull_back
+from engine.curvature.backward import drained, pull_back
 from engine.curvature.batches import Batch, tensors
 from engine.curvature.calls import InputOverwritten
 from engine.curvature.hooks import Collector
@@ -113,7 +113,12 @@ def _recorded(
     )
     own = subject.moved(batch)
     torch.manual_seed(seed)
-    with unwritten(subject.model), collector.attached(), torch.set_grad_enabled(subject.has_gradients):
+    with (
+        drained(subject.device),
+        unwritten(subject.model),
+        collector.attached(),
+        torch.set_grad_enabled(subject.has_gradients),
+    ):
         collector.begin(own.size, None, tensors(own.inputs))
         prediction = run(subject, own)
         collector.returning = True
@@ -135,7 +140,7 @@ def run(subject: Subject, batch: Batch) -> Prediction:
 
 def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Tensor:
     """The one vector (N, R, C) that a check pulls back: the collection's first, or a combination of all its columns."""
-    if subject.collection.fisher == "type2":
+    if subject.collection.fisher == "type2" and subject.task.likelihood != "model":
         count, terms, width = prediction.outputs.shape
         numbers = torch.arange(terms * width, device=index.device)[None, :]
         drawn = normals(subject.collection.seed, index[:, None], numbers)

@@ -121,10 +121,10 @@ class SelfCheck:
         }
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Put ``state`` back."""
-        self.layers |= {name: LayerCheck(**check) for name, check in stored["layers"].items()}
-        self.drawing |= frozenset(stored["drawing"])
-        self.shapes |= set(stored["shapes"])
+        """Put ``state`` back; what was found since is forgotten, and found again."""
+        self.layers = {name: LayerCheck(**check) for name, check in stored["layers"].items()}
+        self.drawing = frozenset(stored["drawing"])
+        self.shapes = set(stored["shapes"])
 
 
 def different_examples(batch: Batch, count: int) -> list[int]:
