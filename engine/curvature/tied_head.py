@@ -86,7 +86,7 @@ class TiedHeadStatistics(LayerStatistics):
             return
         self.gradients += 1
         if self.vectors is not None:
-            rows = gradient.reshape(-1, gradient.shape[-1])
+            rows = self.layer.table.gradient_rows(gradient) if isinstance(self.layer, TiedHeadLayer) else gradient
             rows = rows if use.kept is None else rows[use.kept]
             add_gram_(self.vectors, rows.to(self.vectors.dtype))
 

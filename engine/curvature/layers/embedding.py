@@ -10,11 +10,15 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from engine.curvature.layers.layer import Form, TreatedLayer
+from engine.curvature.layers.scaled_table import scale_of
 
 
 @dataclass(eq=False)
 class EmbeddingLayer(TreatedLayer):
-    """``y = Wᵀ[id]``; the stored weight (vocabulary, d) is the convention's transpose."""
+    """``y = c · Wᵀ[id]``; the stored weight (vocabulary, d) is the convention's transpose.
+
+    c is 1 but in subclasses that scale what they look up, where the rows are one-hot and ``c · g``.
+    """
 
     module: nn.Embedding
     form: ClassVar[Form] = "diagonal"
@@ -30,13 +34,21 @@ class EmbeddingLayer(TreatedLayer):
         """Width of a vector."""
         return self.module.embedding_dim
 
+    @property
+    def scale(self) -> float:
+        """The constant c, in the precision that the weight has now."""
+        if type(self.module).forward is nn.Embedding.forward:
+            return 1.0
+        return scale_of(self.module) or 1.0
+
     def activation_rows(self, entered: Tensor) -> Tensor:
         """Ids of every position, (P,)."""
         return entered.reshape(-1)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """Gradients of every position's vector."""
-        return gradient.reshape(-1, gradient.shape[-1])
+        rows, scale = gradient.reshape(-1, gradient.shape[-1]), self.scale
+        return rows if scale == 1.0 else rows * scale
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
         """Ids are (N, …) or flat."""
@@ -47,8 +59,8 @@ class EmbeddingLayer(TreatedLayer):
 
 def treats_embedding(module: nn.Embedding) -> str | None:
     """None where ``module`` is treated, else why not."""
-    if type(module).forward is not nn.Embedding.forward:
-        return "overridden_forward"
     if module.max_norm is not None or module.scale_grad_by_freq:
         return "embedding_renormalised"
+    if type(module).forward is not nn.Embedding.forward and scale_of(module) is None:
+        return "overridden_forward"
     return None

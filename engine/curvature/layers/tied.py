@@ -136,7 +136,7 @@ def _alike(left: TreatedLayer, right: TreatedLayer) -> bool:
     if isinstance(left, LinearLayer):
         return True
     if isinstance(left, EmbeddingLayer) and isinstance(right, EmbeddingLayer):
-        return left.module.padding_idx == right.module.padding_idx
+        return left.module.padding_idx == right.module.padding_idx and left.scale == right.scale
     # strides, paddings, an epsilon; running statistics are a module's own
     same = left.module.extra_repr() == right.module.extra_repr()
     return same and not any(True for _ in left.module.buffers())
