@@ -9,11 +9,11 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from api.live.event_stream import TRANSPORT
 from api.main import create_app
 from api.settings import Settings
-from api.streams import TRANSPORT
-from jobs.database import open_database, require_current_schema
 from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
+from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
 
 _KEEP_ALIVE_SECONDS = 10

@@ -14,18 +14,20 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api import analyses, artifacts, contract, devices, errors, estimates, events, health, jobs, metrics, page, results
-from api.auth import Reader, authenticate
-from api.caretaker import Caretaker, Doorbell
-from api.guard import Guard
-from api.lookout import Lookout
+from api.background.maintenance import Caretaker, Doorbell
+from api.background.metrics_cache import Lookout
+from api.background.request_metrics import Meter, Traffic
+from api.live.event_stream import Streams
+from api.live.job_watcher import Watch
+from api.requests import exception_handlers
+from api.requests import openapi as contract
+from api.requests.auth import Reader, authenticate
+from api.requests.middleware import Guard
+from api.routes import analyses, artifacts, dashboard, devices, estimates, events, health, jobs, metrics, results
 from api.service import Service
 from api.settings import Settings
-from api.streams import Streams
-from api.traffic import Meter, Traffic
-from api.watching import Watch
-from jobs.artifacts import open_artifacts
-from jobs.database import open_database, require_current_schema
+from jobs.objects.artifacts import open_artifacts
+from jobs.schema.database import open_database, require_current_schema
 
 _DESCRIPTION = """\
 Measure the curvature of trained neural networks, layer by layer.
@@ -71,8 +73,8 @@ def create_app(settings: Settings) -> FastAPI:
     traffic = Traffic(lambda: len(app.state.long_polls))
     app.add_middleware(Guard, embedded=settings.embedded)
     app.add_middleware(Meter, traffic=traffic)
-    errors.install(app)
-    for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, page):
+    exception_handlers.install(app)
+    for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, dashboard):
         app.include_router(room.router)
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import Depends, Request
 from sqlalchemy import Engine
 
-from api.caretaker import Caretaker
-from api.lookout import Lookout
+from api.background.maintenance import Caretaker
+from api.background.metrics_cache import Lookout
+from api.background.request_metrics import Traffic
+from api.live.event_stream import Streams
+from api.live.job_watcher import Watch
 from api.settings import Settings
-from api.streams import Streams
-from api.traffic import Traffic
-from api.watching import Watch
-from jobs.artifacts import ArtifactFolder
+from jobs.objects.artifacts import ArtifactFolder
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from catalog.record import record
 from jobs.errors import SettingsInvalid
-from jobs.keys import check_secret
 from jobs.settings import LedgerSettings, seconds, secret
+from jobs.tenancy.api_keys import check_secret
 
 _TOKEN = re.compile(r"[\x21-\x7e]{16,256}")
 

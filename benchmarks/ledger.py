@@ -30,17 +30,17 @@ import psycopg
 from sqlalchemy import Engine, insert, select
 
 from benchmarks import results_file
-from jobs import claims
-from jobs.clock import ledger_now
 from jobs.codec import document_json, parse_document, sha256_of
-from jobs.database import open_database, reading, upgrade_schema, writing
-from jobs.devices import Device, Worker, register
-from jobs.history import read_history
-from jobs.identifiers import new_id
-from jobs.keys import create_key, verify_key
-from jobs.placement import next_places
+from jobs.devices.registry import Device, Worker, register
+from jobs.queue import claims
 from jobs.records import Claim
-from jobs.tables import jobs, outbox
+from jobs.repository.events import read_history
+from jobs.scheduling.placement import next_places
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import open_database, reading, upgrade_schema, writing
+from jobs.schema.identifiers import new_id
+from jobs.schema.tables import jobs, outbox
+from jobs.tenancy.api_keys import create_key, verify_key
 from tests import servers
 
 TENANTS = 8

@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from catalog.frames import LogLine
-from jobs import claims
-from jobs.database import open_database
+from jobs.queue import claims
 from jobs.records import Claim
+from jobs.schema.database import open_database
 
 _WAIT_SECONDS = 10
 _PATIENCE_SECONDS = 120

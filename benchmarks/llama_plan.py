@@ -24,7 +24,7 @@ from engine.curvature.planning import estimate
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import readable_bytes
 from engine.workspace import Workspace
-from worker.artifact_files import ArtifactFiles
+from worker.execution.artifact_files import ArtifactFiles
 
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
 BEGIN, END = "<!-- llama: begin -->\n", "<!-- llama: end -->\n"

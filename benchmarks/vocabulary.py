@@ -32,7 +32,7 @@ from engine.memory.curve import MemoryCurve
 from engine.memory.guard import Guard
 from engine.memory.stage_peaks import StagePeaks
 from engine.workspace import Workspace
-from worker.resolve import resolve
+from worker.execution.resolve import resolve
 
 KINDS = ("factors", "capacity", "reconstruction")
 TOKENS, LENGTH, BLOCKS, BATCH = 32_768, 512, 2, 8

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from kronoscope import Client
 from kronoscope.client import ClientError
-from kronoscope.progress import display_for
-from kronoscope.tables import layer_table, summary_line
+from kronoscope.display.progress import display_for
+from kronoscope.display.tables import layer_table, summary_line
 
 DATA = Path(".kronoscope/demo")
 USUAL_PORT = 8000
@@ -60,7 +60,7 @@ def free_port() -> int:
 def train() -> None:
     """Have the small CNN in the model store; a second run finds it there."""
     say("A small CNN on scikit-learn's handwritten digits: trained the first time, then kept")
-    command = [sys.executable, "-P", "-m", "worker.model_loading.builtin", "digits_cnn", "--store", DATA / "models"]
+    command = [sys.executable, "-P", "-m", "worker.execution.models.builtin", "digits_cnn", "--store", DATA / "models"]
     if subprocess.run(command, check=False).returncode:  # noqa: S603 - our own module
         raise DemoError("the CNN could not be trained; the lines above say why")
 

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from catalog.record import record
-from jobs.leases import DeviceLease
+from jobs.devices.leases import DeviceLease
 from jobs.lifecycle import TERMINAL, State
 
 LOCAL_TENANT = "local"

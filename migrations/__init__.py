@@ -1,1 +1,1 @@
-"""The schema's history, applied by Alembic; ``jobs.database`` finds it by this package's name."""
+"""The schema's history, applied by Alembic; ``jobs.schema.database`` finds it by this package's name."""

@@ -3,8 +3,8 @@
 import os
 import sys
 
-from jobs.database import upgrade_schema
 from jobs.errors import LedgerError, LedgerUnavailable
+from jobs.schema.database import upgrade_schema
 from jobs.settings import LedgerSettings
 
 

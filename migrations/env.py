@@ -5,9 +5,9 @@ import os
 from alembic import context
 from sqlalchemy import Connection
 
-from jobs.database import open_database
+from jobs.schema.database import open_database
+from jobs.schema.tables import metadata
 from jobs.settings import LedgerSettings
-from jobs.tables import metadata
 
 
 def run(connection: Connection) -> None:

@@ -15,11 +15,11 @@ import pytest
 from psycopg import sql
 from sqlalchemy import Engine, event, make_url
 
-from jobs.database import open_database, upgrade_schema
 from jobs.s3_settings import S3Settings
+from jobs.schema.database import open_database, upgrade_schema
 from tests import servers
-from tests.robbed import pytest_collection_modifyitems, pytest_runtest_logstart
-from tests.stopwatch import until
+from tests.machine.robbed import pytest_collection_modifyitems, pytest_runtest_logstart
+from tests.machine.stopwatch import until
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_logstart"]
 

@@ -64,7 +64,7 @@ def test_the_import_contracts_hold(copied_tree: Path) -> None:
         ("catalog/record.py", "import pydantic"),
         ("engine/workspace.py", "import numpy"),
         ("api/__init__.py", "import worker"),
-        ("kronoscope/cli.py", "import jobs"),
+        ("kronoscope/cli/main.py", "import jobs"),
     ],
 )
 def test_a_planted_violation_is_caught(copied_tree: Path, planted_in: str, line: str) -> None:
@@ -94,13 +94,13 @@ def test_catalog_needs_no_installed_package() -> None:
     "module",
     [
         "api.main",
-        "jobs.store",
+        "jobs.repository.store",
         "kronoscope.cli",
         "worker.app",
         "worker.embedded",
-        "worker.supervisor",
+        "worker.supervision.supervisor",
         "worker.foreground",
-        "worker.guardian",
+        "worker.process.guardian",
     ],
 )
 def test_a_process_that_does_not_compute_imports_no_torch(module: str, tmp_path: Path) -> None:

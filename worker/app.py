@@ -12,8 +12,8 @@ from typing import Any
 
 from celery import Celery, signals
 
-from jobs.doorbells import LyingDoorbells
 from jobs.errors import LedgerError
+from jobs.queue.broker_backlog import LyingDoorbells
 from worker.service import Service
 from worker.settings import WorkerSettings, redis_url
 

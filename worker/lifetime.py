@@ -15,7 +15,7 @@ import structlog
 from catalog.record import record
 from jobs.errors import SettingsInvalid
 from jobs.settings import duration
-from worker.child import STOP_GRACE_SECONDS
+from worker.process.child_process import STOP_GRACE_SECONDS
 
 DRAIN_SECONDS = STOP_GRACE_SECONDS + 7
 """How long jobs may take to stop before the process ends without waiting for them."""

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import structlog
 
-from jobs.database import open_database, require_current_schema
+from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
-from worker.agent import Agent
-from worker.device import describe_device
+from worker.agent.agent import Agent
+from worker.agent.maintenance import Sweeper
+from worker.devices.device_summary import describe_device
 from worker.lifetime import Ending
 from worker.settings import WorkerSettings
-from worker.sweeper import Sweeper
 
 
 class Service:

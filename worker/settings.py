@@ -11,7 +11,7 @@ from catalog.memory import amount_bytes
 from catalog.record import FieldError, record
 from jobs.errors import SettingsInvalid
 from jobs.settings import LedgerSettings, duration, seconds, secret
-from worker.devices import usual_slots
+from worker.devices.discover import usual_slots
 from worker.lifetime import Lifetime
 
 _MOST_SLOTS = 64

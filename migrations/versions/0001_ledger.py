@@ -8,7 +8,7 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-# A migration is history: it names types of its own and never those of jobs.tables, which move on.
+# A migration is history: it names types of its own and never those of jobs.schema.tables, which move on.
 _Moment = sa.DateTime(timezone=True).with_variant(sa.Double(), "sqlite")
 _Id = sa.String(36)
 _Sha256 = sa.String(64)

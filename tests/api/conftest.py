@@ -7,8 +7,8 @@ import httpx
 import pytest
 from sqlalchemy import Engine
 
-from jobs.database import open_database
-from jobs.keys import create_key
+from jobs.schema.database import open_database
+from jobs.tenancy.api_keys import create_key
 from tests.api.server import KEY_SECRET, METRICS_TOKEN, Server, serve
 from tests.conftest import Databases
 

@@ -27,11 +27,11 @@ from catalog.frames import ArtifactWritten, Failed, Started, Summarised, layer_f
 from catalog.layer_record import LayerRecord, Observed
 from catalog.nested import Convergence
 from catalog.record import plain
-from jobs import claims
-from jobs.artifacts import ArtifactFolder
 from jobs.codec import parse_document
+from jobs.objects.artifacts import ArtifactFolder
+from jobs.queue import claims
 from jobs.records import Claim
-from jobs.store import submit
+from jobs.repository.store import submit
 
 DOCUMENT: dict[str, Any] = {
     "kind": ["factors", "capacity"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.stopwatch import Stopwatch, until
+from tests.machine.stopwatch import Stopwatch, until
 
 KEY_SECRET = "a secret that only the tests know"
 METRICS_TOKEN = "a-token-that-only-the-tests-know"

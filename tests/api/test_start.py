@@ -15,22 +15,22 @@ from psycopg import sql
 from sqlalchemy import make_url, update
 
 from api.settings import Settings
-from jobs import claims
-from jobs.clock import ledger_now
 from jobs.codec import parse_document
-from jobs.database import open_database, writing
 from jobs.errors import SettingsInvalid
-from jobs.keys import create_key
+from jobs.queue import claims
 from jobs.records import LOCAL_TENANT
-from jobs.store import read_job, submit
-from jobs.tables import jobs
+from jobs.repository.store import read_job, submit
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import open_database, writing
+from jobs.schema.tables import jobs
+from jobs.tenancy.api_keys import create_key
 from tests.api import seeding
 from tests.api.conftest import Embedded
 from tests.api.expect import problem
 from tests.api.seeding import DOCUMENT
 from tests.api.server import KEY_SECRET, environment, free_port, ready, serve
 from tests.conftest import Databases, Dialect
-from tests.stopwatch import until
+from tests.machine.stopwatch import until
 
 
 def start(url: str, folder: Path, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from catalog import DOCUMENT, JobDocument
 from catalog.memory import Memory
 from catalog.needs import BUILTIN_PARAMETERS, least_bytes, memory_of, planned_bytes
-from worker.model_loading.builtin_models import ARCHITECTURES
+from worker.execution.models.builtin_architectures import ARCHITECTURES
 
 DOCUMENTED: dict[str, Any] = {
     "kind": "capacity",

@@ -19,14 +19,14 @@ from sqlalchemy import Engine, make_url, text
 
 from tests.chaos import audit
 from tests.chaos.checker import check
-from tests.chaos.clients import Crowd
-from tests.chaos.documents import VARIANTS, Pace, Truth, document, undisturbed
 from tests.chaos.evidence import Evidence, gather
-from tests.chaos.files import Reader, await_sweep
 from tests.chaos.nemesis import Nemesis, Struck, shown
-from tests.chaos.proxy import LossyProxy
-from tests.chaos.stack import SHORT_LEASES, Stack, running_stack
-from tests.stopwatch import Stopwatch
+from tests.chaos.stack.clients import Crowd
+from tests.chaos.stack.documents import VARIANTS, Pace, Truth, document, undisturbed
+from tests.chaos.stack.files import Reader, await_sweep
+from tests.chaos.stack.proxy import LossyProxy
+from tests.chaos.stack.stack import SHORT_LEASES, Stack, running_stack
+from tests.machine.stopwatch import Stopwatch
 
 RECLAIMS, REFUSED, UNKNOWN = 5, 1, 1
 """What must have happened at least for a campaign to count."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jobs.lifecycle import TERMINAL
-from tests.chaos.gated_jobs import GatedJob, outcomes
-from tests.chaos.processes import Part, gone
-from tests.chaos.stack import Stack
-from tests.stopwatch import until
+from tests.chaos.stack.gated_jobs import GatedJob, outcomes
+from tests.chaos.stack.processes import Part, gone
+from tests.chaos.stack.stack import Stack
+from tests.machine.stopwatch import until
 
 PARTS = ("api", "relay", "worker", "child", "redis", "postgres")
 POINTS = ("before_claim", "mid_collection", "mid_layer", "write_to_settle", "cancelling")

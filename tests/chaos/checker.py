@@ -10,10 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from jobs.codec import sha256_of
-from tests.chaos.clients import TERMINAL
-from tests.chaos.documents import MEASURED
 from tests.chaos.evidence import Evidence
-from tests.chaos.files import damaged_listings, strays
+from tests.chaos.stack.clients import TERMINAL
+from tests.chaos.stack.documents import MEASURED
+from tests.chaos.stack.files import damaged_listings, strays
 from tests.chaos.violation import Violation
 
 LEGAL = {

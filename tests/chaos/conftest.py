@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.cells import MATRIX
-from tests.chaos.gated_jobs import document, outcomes
-from tests.chaos.stack import LONG_LEASES, Stack, running_stack
+from tests.chaos.stack.gated_jobs import document, outcomes
+from tests.chaos.stack.stack import LONG_LEASES, Stack, running_stack
 
 CHECKPOINTS = {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.001"}
 """As many as the engine makes at most."""

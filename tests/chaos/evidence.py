@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import Engine, text
 
 from tests.chaos import audit
-from tests.chaos.clients import History
-from tests.chaos.documents import LABEL, Truth, variant_of
+from tests.chaos.stack.clients import History
+from tests.chaos.stack.documents import LABEL, Truth, variant_of
 
 Row = Mapping[str, Any]
 

@@ -19,10 +19,10 @@ from sqlalchemy import text
 
 from jobs.errors import LedgerUnavailable
 from jobs.lifecycle import TERMINAL
-from tests.chaos.processes import Part, below, command_of
-from tests.chaos.proxy import LossyProxy
-from tests.chaos.stack import Stack
-from tests.stopwatch import Stopwatch
+from tests.chaos.stack.processes import Part, below, command_of
+from tests.chaos.stack.proxy import LossyProxy
+from tests.chaos.stack.stack import Stack
+from tests.machine.stopwatch import Stopwatch
 
 _SPARED_FAILURES = 2
 """Failures that a job keeps for what happens by itself."""
@@ -145,10 +145,10 @@ class Nemesis:
         return struck
 
     def _kill_child(self) -> Struck | None:
-        return self._kill_below("kill child", lambda command: "worker.guardian" not in command)
+        return self._kill_below("kill child", lambda command: "worker.process.guardian" not in command)
 
     def _kill_guardian(self) -> Struck | None:
-        return self._kill_below("kill guardian", lambda command: "worker.guardian" in command)
+        return self._kill_below("kill guardian", lambda command: "worker.process.guardian" in command)
 
     def _kill_below(self, fault: str, meant: Callable[[str], bool]) -> Struck | None:
         aim = self._aim(crash=True)

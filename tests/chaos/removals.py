@@ -158,11 +158,11 @@ def _no_rename(local_objects: Any, _folder: Path) -> None:
 
 
 CHANGES: Mapping[str, Mapping[str, Change]] = {
-    "fence": {"jobs.fence": _no_fence},
-    "reconciler": {"jobs.outbox": _no_second_ring, "worker.agent": _no_poll},
-    "reaper": {"jobs.reaper": _no_reaper},
-    "idempotency": {"jobs.store": _no_idempotency},
-    "rename": {"jobs.local_objects": _no_rename},
-    "mortal takes": {"jobs.local_objects": _mortal_takes},
+    "fence": {"jobs.queue.fence": _no_fence},
+    "reconciler": {"jobs.queue.outbox": _no_second_ring, "worker.agent.agent": _no_poll},
+    "reaper": {"jobs.queue.reaper": _no_reaper},
+    "idempotency": {"jobs.repository.store": _no_idempotency},
+    "rename": {"jobs.objects.local_store": _no_rename},
+    "mortal takes": {"jobs.objects.local_store": _mortal_takes},
 }
 """By name: which module is changed, and how."""

@@ -27,9 +27,9 @@ from benchmarks.results_file import claim, not_measured, write
 from tests import servers
 from tests.chaos.campaign import Report, run_campaign
 from tests.chaos.cells import ALL_CELLS, MATRIX, PARTS, POINTS, Recovery, run_cell
-from tests.chaos.documents import Pace
-from tests.chaos.gated_jobs import document, outcomes
-from tests.chaos.stack import running_stack
+from tests.chaos.stack.documents import Pace
+from tests.chaos.stack.gated_jobs import document, outcomes
+from tests.chaos.stack.stack import running_stack
 
 MOST_SECONDS = 60
 """From the kill to a living holder's first write: lease (45 s), reaper (10 s) and the next look into the queue."""

@@ -11,9 +11,9 @@ import pytest
 from jobs.codec import sha256_of
 from tests.chaos.audit import Move, Write
 from tests.chaos.checker import check
-from tests.chaos.clients import Entry, History
-from tests.chaos.documents import GATED, LABEL, Truth
 from tests.chaos.evidence import Evidence
+from tests.chaos.stack.clients import Entry, History
+from tests.chaos.stack.documents import GATED, LABEL, Truth
 
 JOB = "01900000-0000-7000-8000-000000000001"
 OTHER = "01900000-0000-7000-8000-000000000002"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.cells import run_cell
-from tests.chaos.stack import Stack
+from tests.chaos.stack.stack import Stack
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.gated_jobs import quick_document
-from tests.chaos.stack import Stack
-from tests.stopwatch import until
+from tests.chaos.stack.gated_jobs import quick_document
+from tests.chaos.stack.stack import Stack
+from tests.machine.stopwatch import until
 
 QUEUED = 100
 

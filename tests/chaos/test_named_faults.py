@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.gated_jobs import BATCHES, GatedJob, outcomes, quick_document
-from tests.chaos.processes import Part, gone
-from tests.chaos.stack import Stack
-from tests.stopwatch import Stopwatch, until
+from tests.chaos.stack.gated_jobs import BATCHES, GatedJob, outcomes, quick_document
+from tests.chaos.stack.processes import Part, gone
+from tests.chaos.stack.stack import Stack
+from tests.machine.stopwatch import Stopwatch, until
 
 DRY_RUNS = 2
 """Forward passes before the first batch."""

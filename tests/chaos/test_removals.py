@@ -6,10 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests import servers
-from tests.chaos.documents import run_alone
-from tests.chaos.gated_jobs import document
-from tests.chaos.slices import SLICES, Verdict, run_slice
-from tests.chaos.stack import DURABLE
+from tests.chaos.stack.documents import run_alone
+from tests.chaos.stack.gated_jobs import document
+from tests.chaos.stack.slices import SLICES, Verdict, run_slice
+from tests.chaos.stack.stack import DURABLE
 
 BROKEN = {
     "fence": "stale",

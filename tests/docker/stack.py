@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tests.stopwatch import Stopwatch
+from tests.machine.stopwatch import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("postgres", "redis", "api", "worker")

@@ -27,7 +27,7 @@ from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
-from worker.resolve import resolve
+from worker.execution.resolve import resolve
 
 
 class Attention(nn.Module):

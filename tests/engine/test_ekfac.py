@@ -22,7 +22,7 @@ from engine.memory.plan import LIBRARY_BYTES, Chosen
 from engine.workspace import Workspace
 from kronoscope.local import load_factors
 from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relative_error, row_vector, workspace
-from worker.artifact_files import ArtifactFiles
+from worker.execution.artifact_files import ArtifactFiles
 
 
 class Language(nn.Module):

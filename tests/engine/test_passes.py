@@ -190,7 +190,7 @@ from engine.curvature.collection import collected
 from engine.memory.budget import MemoryBudget, peak_bytes
 from engine.memory.plan import LIBRARY_BYTES
 from engine.workspace import Workspace
-from worker.artifact_files import ArtifactFiles
+from worker.execution.artifact_files import ArtifactFiles
 
 class Branches(nn.Module):
     def __init__(self):

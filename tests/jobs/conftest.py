@@ -12,13 +12,13 @@ from sqlalchemy import Engine, update
 
 from catalog.frames import Failed, LayerDone
 from catalog.job import JobDocument
-from jobs.claims import claim
-from jobs.clock import ledger_now
 from jobs.codec import parse_document
-from jobs.database import writing
+from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT, Claim
-from jobs.store import submit
-from jobs.tables import jobs
+from jobs.repository.store import submit
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.tables import jobs
 
 BODY: dict[str, Any] = {
     "kind": "capacity",

@@ -7,11 +7,11 @@ from typing import Any
 
 from sqlalchemy import Engine, select
 
-from jobs.claims import next_claimable
-from jobs.clock import ledger_now
-from jobs.database import reading
-from jobs.store import list_jobs
-from jobs.tables import artifacts, job_events, jobs, layer_results, outbox
+from jobs.queue.claims import next_claimable
+from jobs.repository.store import list_jobs
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import reading
+from jobs.schema.tables import artifacts, job_events, jobs, layer_results, outbox
 from tests.jobs.ledger_model import ENDED, HELD, MOVES, Job, Model
 
 STAMPS = ("created_at", "queued_at", "started_at", "cancel_requested_at", "finished_at")

@@ -8,10 +8,10 @@ from unittest.mock import patch
 from sqlalchemy import Engine
 
 from catalog.frames import ArtifactWritten, Failed, LayerDone, LogLine, Planned, Started, Summarised
-from jobs import claims, reaper
-from jobs.crashes import record_crash
-from jobs.database import reading
+from jobs.queue import claims, reaper
+from jobs.queue.crash_signatures import record_crash
 from jobs.records import Claim
+from jobs.schema.database import reading
 
 
 def frame_of_layer(ordinal: int, trace: int) -> LayerDone:

@@ -13,18 +13,18 @@ from sqlalchemy import Engine, func, select, update
 
 from catalog.frames import Failed
 from catalog.job import JobDocument
-from jobs.claims import claim, fail, finish, hand_back, heartbeat
-from jobs.clock import ledger_now
-from jobs.database import reading, writing
 from jobs.errors import LeaseLost
-from jobs.fence import draw, move
-from jobs.identifiers import is_id, new_id
 from jobs.lifecycle import HELD, LEGAL_MOVES, STATES, TERMINAL, ending
-from jobs.reaper import end_overdue, reap_expired
+from jobs.queue.claims import claim, fail, finish, hand_back, heartbeat
+from jobs.queue.fence import draw, move
+from jobs.queue.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim
-from jobs.results import events_after
-from jobs.store import read_job, request_cancel, submit
-from jobs.tables import jobs, outbox
+from jobs.repository.results import events_after
+from jobs.repository.store import read_job, request_cancel, submit
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import reading, writing
+from jobs.schema.identifiers import is_id, new_id
+from jobs.schema.tables import jobs, outbox
 
 ACTS = (
     "claim",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.database import open_database
 from jobs.errors import SettingsInvalid
+from jobs.schema.database import open_database
 from jobs.settings import LedgerSettings, secret
 
 URL = "postgresql://user:canary@host/name"

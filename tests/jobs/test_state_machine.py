@@ -26,18 +26,18 @@ from sqlalchemy import Engine, update
 
 from catalog.frames import LogLine, Planned, Started, Summarised
 from catalog.job import JobDocument
-from jobs import claims
-from jobs.clock import ledger_now
-from jobs.crashes import record_crash
-from jobs.database import writing
 from jobs.errors import IdempotencyConflict, JobNotFound, JobStillActive, LeaseLost
-from jobs.keys import create_key, verify_key
-from jobs.outbox import relay
-from jobs.reaper import reap_expired
+from jobs.queue import claims
+from jobs.queue.crash_signatures import record_crash
+from jobs.queue.outbox import relay
+from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
-from jobs.results import count_layers, events_after, layer_rows, list_artifacts
-from jobs.store import delete_job, read_job, request_cancel, submit
-from jobs.tables import jobs, outbox
+from jobs.repository.results import count_layers, events_after, layer_rows, list_artifacts
+from jobs.repository.store import delete_job, read_job, request_cancel, submit
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.tables import jobs, outbox
+from jobs.tenancy.api_keys import create_key, verify_key
 from tests.jobs.ledger_model import ENDED, Hold, Job, Model
 from tests.jobs.ledger_rows import LedgerRows
 from tests.jobs.ledger_writes import WRITES, frame_of_failure, frame_of_file, frame_of_layer, overtaken

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 from ruamel.yaml import YAML
 
+from tests.machine.stopwatch import until
 from tests.servers import hold_port, prometheus_binary
-from tests.stopwatch import until
 
 START_SECONDS = 180
 STOP_SECONDS = 60

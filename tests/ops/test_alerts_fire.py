@@ -15,18 +15,18 @@ import httpx
 import pytest
 from sqlalchemy import insert, make_url, select, update
 
-from jobs.clock import ledger_now
-from jobs.database import writing
-from jobs.identifiers import new_id
 from jobs.records import LOCAL_TENANT
-from jobs.tables import counters, device_leases, jobs, metadata, worker_devices, workers
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.identifiers import new_id
+from jobs.schema.tables import counters, device_leases, jobs, metadata, worker_devices, workers
 from tests.api.server import KEY_SECRET
-from tests.chaos.gated_jobs import GatedJob
-from tests.chaos.processes import below
-from tests.chaos.stack import LONG_LEASES, ROOT, Stack, running_stack
+from tests.chaos.stack.gated_jobs import GatedJob
+from tests.chaos.stack.processes import below
+from tests.chaos.stack.stack import LONG_LEASES, ROOT, Stack, running_stack
+from tests.machine.stopwatch import until
 from tests.ops.prometheus import Prometheus, running_prometheus
 from tests.ops.test_alert_rules import rules
-from tests.stopwatch import until
 
 TOKEN = "a-token-that-only-the-tests-know"
 PENDING, PATIENTLY = "2s", "60s"

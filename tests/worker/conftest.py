@@ -14,12 +14,12 @@ from sqlalchemy import Engine
 
 from jobs.codec import parse_document
 from jobs.records import LOCAL_TENANT, Event, Job
-from jobs.results import events_after
+from jobs.repository.results import events_after
+from jobs.repository.store import read_job, submit
 from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
-from jobs.store import read_job, submit
-from tests.chaos.processes import gone
-from tests.stopwatch import until
+from tests.chaos.stack.processes import gone
+from tests.machine.stopwatch import until
 from worker.settings import WorkerSettings
 
 PATIENCE_SECONDS = 240

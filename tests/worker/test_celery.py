@@ -19,10 +19,10 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from sqlalchemy import update
 
-from jobs.clock import ledger_now
-from jobs.database import writing
-from jobs.tables import jobs
-from worker.agent import DRAIN_SECONDS
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.tables import jobs
+from worker.agent.agent import DRAIN_SECONDS
 
 CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q"]
 KRONOSCOPE = [sys.executable, "-P", "-c", "from kronoscope.cli import main; main()"]

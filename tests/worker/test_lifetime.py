@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from jobs.claims import claim
-from jobs.database import writing
 from jobs.errors import SettingsInvalid
-from jobs.tables import jobs
-from worker.agent import Agent
-from worker.devices import host
+from jobs.queue.claims import claim
+from jobs.schema.database import writing
+from jobs.schema.tables import jobs
+from worker.agent.agent import Agent
+from worker.devices.discover import host
 from worker.lifetime import ENDING_SECONDS, Ending, Lifetime
 
 NOW = 1_800_000_000.0

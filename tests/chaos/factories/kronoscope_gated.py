@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn, relu
 
-from worker.frame_pipe import FramePipe
+from worker.execution.frame_pipe import FramePipe
 
 
 class Gates:

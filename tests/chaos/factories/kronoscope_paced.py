@@ -10,7 +10,7 @@ import time
 import torch
 from torch import nn
 
-from worker.frame_pipe import FramePipe
+from worker.execution.frame_pipe import FramePipe
 
 
 class Paced(nn.Module):

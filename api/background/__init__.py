@@ -1,0 +1,1 @@
+"""Threads beside the requests: maintenance, cached metrics, and their exposition for Prometheus."""

@@ -1,0 +1,1 @@
+"""Server-sent events: one poll of the database shared by all readers."""

@@ -1,0 +1,1 @@
+"""What every route shares: authentication, limits, errors, response models, long polls, OpenAPI."""

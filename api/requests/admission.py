@@ -1,0 +1,143 @@
+"""What the service refuses although the document is sound: it may not, or cannot, run it here.
+
+The worker checks again when it runs the job; here the caller hears at once, field by field.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy import Engine, select
+
+from api.settings import Settings
+from catalog.complaints import Complaint
+from catalog.inputs import (
+    DataFactory,
+    DataFile,
+    DirectoryModel,
+    HuggingFaceData,
+    HuggingFaceModel,
+    ModelFactory,
+    UploadedData,
+    UploadedModel,
+)
+from catalog.job import JobDocument
+from jobs.errors import DocumentRefused
+from jobs.repository.results import read_artifact
+from jobs.repository.store import read_job
+from jobs.scheduling.deadlines import require_in_time
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import reading
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_FACTORS_INDEX = "factors/factors.index.json"
+
+
+def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: str) -> None:
+    """Let a sound document pass.
+
+    Raises:
+        DocumentRefused: With a complaint for each source that this service does not take, or for the deadline.
+    """
+    found = (*_inputs(document, settings), *_factors(document, engine, tenant_id, settings))
+    if found:
+        raise DocumentRefused(found)
+    if document.schedule.deadline_at is not None:
+        with reading(engine) as connection:
+            now = connection.execute(select(ledger_now())).scalar_one()
+        require_in_time(document.schedule.deadline_at, now)
+
+
+def _inputs(document: JobDocument, settings: Settings) -> Iterator[Complaint]:
+    for name, source in (("model", document.model), ("data", document.data)):
+        if isinstance(source, (UploadedModel, UploadedData)):
+            yield _complaint(
+                f"/{name}/source", "not_available", "`upload` is not part of this service yet; take another source"
+            )
+        elif isinstance(source, (ModelFactory, DataFactory)):
+            yield from _listed_factory(f"/{name}/factory", source.factory, settings)
+        elif isinstance(source, (DirectoryModel, DataFile)):
+            yield from _listed_path(f"/{name}/path", source.path, settings)
+        elif isinstance(source, (HuggingFaceModel, HuggingFaceData)):
+            yield from _hub(name, source, settings)
+
+
+def _listed_factory(pointer: str, factory: str, settings: Settings) -> Iterator[Complaint]:
+    if "*" not in settings.allowed_factories and factory not in settings.allowed_factories:
+        yield _complaint(
+            pointer,
+            "not_allowed",
+            "is not listed by the operator of this service (KRONOSCOPE_ALLOW_FACTORIES); "
+            "`kronoscope run` takes any factory",
+        )
+
+
+def _listed_path(pointer: str, path: str, settings: Settings) -> Iterator[Complaint]:
+    if "*" in settings.allowed_directories:
+        return
+    real = Path(os.path.realpath(path))
+    roots = [Path(os.path.realpath(root)) for root in settings.allowed_directories]
+    # relative paths would mean the service's own working directory, which is nobody's business
+    if not Path(path).is_absolute() or not any(real.is_relative_to(root) for root in roots):
+        # the same sentence whether it exists or not: a caller learns nothing about the machine
+        yield _complaint(
+            pointer,
+            "not_allowed",
+            "lies outside the folders that the operator of this service lists (KRONOSCOPE_ALLOW_DIRECTORIES); "
+            "`kronoscope run` takes any folder",
+        )
+
+
+def _hub(name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settings) -> Iterator[Complaint]:
+    if name == "data" and source.id.startswith(("/", "./", "../", "~")):
+        yield from _listed_path(f"/{name}/id", source.id, settings)
+        return
+    if not _HUB_ID.fullmatch(source.id) or ".." in source.id:
+        yield _complaint(f"/{name}/id", "invalid_value", "is no id of the hub; write `owner/name`")
+        return
+    if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
+        yield _complaint(f"/{name}/revision", "invalid_value", "is no branch, tag or commit")
+        return
+    if _in_store(settings.model_store, name, source.id):
+        return
+    yield _complaint(
+        f"/{name}/id",
+        "not_in_store",
+        "is not in the model store of this service, which fetches nothing from the hub while it computes; "
+        "ask its operator to fetch it, or take another source",
+    )
+
+
+def _in_store(store: Path, name: str, hub_id: str) -> bool:
+    """Whether a fetch step has put it there, in the layouts of the hub's own caches."""
+    if name == "model":
+        return (store / "hub" / f"models--{hub_id.replace('/', '--')}").is_dir()
+    wanted = hub_id.replace("/", "___").casefold()
+    folder = store / "datasets"
+    return folder.is_dir() and any(entry.name.casefold() == wanted for entry in folder.iterdir())
+
+
+def _factors(document: JobDocument, engine: Engine, tenant_id: str, settings: Settings) -> Iterator[Complaint]:
+    reference = document.factors
+    if reference is None:
+        return
+    if reference.job is None:
+        yield from _listed_path("/factors/path", reference.path or "", settings)
+        return
+    job = read_job(engine, tenant_id, reference.job)
+    if job is None:
+        yield _complaint("/factors/job", "not_found", "names no job of yours")
+    elif job.state != "succeeded":
+        yield _complaint(
+            "/factors/job", "not_succeeded", f"names a job that is {job.state}; wait until it has succeeded"
+        )
+    elif read_artifact(engine, tenant_id, reference.job, _FACTORS_INDEX) is None:
+        yield _complaint(
+            "/factors/job", "no_factors", "names a job that kept no factors; collect them with `keep: [factors]`"
+        )
+
+
+def _complaint(pointer: str, code: str, message: str) -> Complaint:
+    return Complaint(pointer=pointer, code=code, message=message)

@@ -1,0 +1,104 @@
+"""Who is asking: every route needs a key unless it is opened here by name.
+
+The check is a dependency of the application itself, so a new route is closed until someone
+writes ``@open_to_all`` above it; ``tests/api/requests/test_auth.py`` counts those.
+"""
+
+import hmac
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
+
+from api.problem_details import Refusal
+from api.service import ServiceOf
+from jobs.records import LOCAL_TENANT, Caller, Scope
+from jobs.tenancy.api_keys import verify_key
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
+
+_OPEN = "kronoscope_open_to_all"
+_SCRAPED = "kronoscope_for_the_scraper"
+_LOCAL = Caller(tenant_id=LOCAL_TENANT, scopes=frozenset({"read", "submit", "admin"}))
+_BEARER = HTTPBearer(
+    scheme_name="key",
+    description="`Authorization: Bearer KEY`; `kronoscope keys create` makes keys. Embedded mode needs none.",
+    auto_error=False,
+)
+
+
+def open_to_all(endpoint: Endpoint) -> Endpoint:
+    """Serve this endpoint without a key: probes, and the page's own files."""
+    setattr(endpoint, _OPEN, True)
+    return endpoint
+
+
+def is_open(endpoint: object) -> bool:
+    """Whether ``endpoint`` was opened."""
+    return getattr(endpoint, _OPEN, False) is True
+
+
+def for_the_scraper(endpoint: Endpoint) -> Endpoint:
+    """Serve this endpoint to the operator's token, and to no key: keys are in the database, which may be down."""
+    setattr(endpoint, _SCRAPED, True)
+    return endpoint
+
+
+def is_scraped(endpoint: object) -> bool:
+    """Whether ``endpoint`` answers to the operator's token."""
+    return getattr(endpoint, _SCRAPED, False) is True
+
+
+def _unauthorised(detail: str) -> Refusal:
+    return Refusal(
+        401, "unauthorised", "An API key is needed", detail, headers={"www-authenticate": 'Bearer realm="kronoscope"'}
+    )
+
+
+def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depends(_BEARER)]) -> None:
+    """Let the request through with its caller noted, or refuse it."""
+    if is_open(request.scope.get("endpoint")):
+        return
+    if service.settings.embedded:
+        request.state.caller = _LOCAL
+        return
+    header = request.headers.get("authorization")
+    if is_scraped(request.scope.get("endpoint")):
+        _authenticate_scraper(service.settings.metrics_token, header)
+        return
+    if header is None:
+        raise _unauthorised("send `Authorization: Bearer KEY`; `kronoscope keys create` makes keys")
+    scheme, _separator, presented = header.partition(" ")
+    caller = None
+    if scheme.lower() == "bearer" and service.settings.key_secret:
+        caller = verify_key(service.engine, service.settings.key_secret, presented)
+    if caller is None:
+        raise _unauthorised("this key is not valid: mistyped, revoked or expired")
+    request.state.caller = caller
+
+
+def _authenticate_scraper(token: str | None, header: str | None) -> None:
+    """Without a token of the operator's nobody is let in."""
+    presented = (header or "").encode("utf-8", "replace")
+    if token is None or not hmac.compare_digest(presented, f"Bearer {token}".encode()):
+        raise _unauthorised("send `Authorization: Bearer TOKEN`, with the operator's KRONOSCOPE_METRICS_TOKEN")
+
+
+def _caller(scope: Scope) -> Callable[[Request], Caller]:
+    def holder(request: Request) -> Caller:
+        caller: Caller = request.state.caller
+        if not caller.may(scope):
+            raise Refusal(
+                403,
+                "scope-missing",
+                "The key may not do this",
+                f"this key lacks the scope `{scope}`; use one that has it",
+            )
+        return caller
+
+    return holder
+
+
+Reader = Annotated[Caller, Depends(_caller("read"))]
+Submitter = Annotated[Caller, Depends(_caller("submit"))]

@@ -1,0 +1,113 @@
+"""What every request passes before any route: an id, the Host of embedded mode, security headers.
+
+Whatever escapes every handler is answered here too, so that the last resort is a problem like
+all others; its traceback goes to the log with the request's id.
+
+Embedded mode asks for no key, so a web page elsewhere must not be able to act through the
+visitor's browser: the Host must be a loopback name (DNS rebinding) and an Origin must be our own.
+"""
+
+import logging
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+
+from api.problem_details import Refusal, internal, problem_response
+from api.settings import is_loopback
+
+_log = logging.getLogger("kronoscope.api")
+
+_ID = "kronoscope.request_id"
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+def request_id(scope: Scope) -> str:
+    """The id of this request."""
+    return str(scope.get(_ID, uuid.UUID(int=0)))
+
+
+class Guard:
+    """The outermost layer of the application."""
+
+    def __init__(self, app: ASGIApp, *, embedded: bool) -> None:
+        self.app = app
+        self.embedded = embedded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        identity = str(uuid.uuid4())
+        scope[_ID] = identity
+
+        begun = False
+
+        async def dressed(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(raw=message.setdefault("headers", []))
+                headers["x-request-id"] = identity
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+                if "cache-control" not in headers:
+                    headers["cache-control"] = "no-store"
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await problem_response(refusal, identity)(scope, receive, dressed)
+            return
+        with bound_contextvars(request=identity):  # in every line that is logged for it
+            try:
+                await self.app(scope, receive, dressed)
+            except Exception:
+                if begun:
+                    raise  # too late for another answer: the server ends the connection
+                _log.exception("request %s failed", identity)
+                await problem_response(internal(), identity)(scope, receive, dressed)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:
+            return Refusal(400, "bad-request", "Bad request", "the address holds control characters; leave them out")
+        if not self.embedded:
+            return None
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if not is_loopback(_name(host)):
+            return Refusal(
+                421,
+                "foreign-host",
+                "Not this host",
+                "embedded mode answers to a loopback name only; open it as http://127.0.0.1 with its port",
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin != f"{scope['scheme']}://{host}":
+            return Refusal(
+                403, "foreign-origin", "Foreign origin", "embedded mode takes requests from its own page and from tools"
+            )
+        return None
+
+
+def _name(host: str) -> str:
+    """The host without its port; an IPv6 address stands in brackets."""
+    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+
+
+def _has_control(text: Iterable[int]) -> bool:
+    return any(code < 0x20 or code == 0x7F for code in text)

@@ -1,0 +1,120 @@
+"""The OpenAPI document beyond what FastAPI derives: the body's schema, examples, every error.
+
+The job document's schema comes from ``catalog.DOCUMENT``; the route reads raw bytes, so it is
+attached here. Errors are one schema, listed at each route with the statuses it can answer.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import TypeAdapter
+
+from api.problem_details import MEDIA_TYPE, ProblemDocument
+from api.requests.examples import EXAMPLES
+from catalog import DOCUMENT
+
+_SCHEMAS = "#/components/schemas/"
+_TEMPLATE = _SCHEMAS + "{model}"
+
+_ERRORS = {
+    400: "The request cannot be read",
+    401: "An API key is missing, mistyped, revoked or expired",
+    403: "The key lacks the scope",
+    404: "There is no such thing for this tenant",
+    405: "The address does not take this method",
+    408: "The body did not arrive in time",
+    409: "The job's state does not allow it",
+    413: "The body is too large",
+    415: "The body is not JSON, or is compressed",
+    416: "The range lies outside the file",
+    422: "A field or parameter is not accepted; `errors` names each",
+    429: "This key has as many under way, or its tenant as many bytes, as it may; see Retry-After",
+    500: "The service failed; its operator finds the request by `instance`",
+    503: "Not now: a part of the service is silent, or has no room; see Retry-After",
+}
+_ALWAYS = (400, 401, 403, 405, 500, 503)
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI entries of these errors and of those that any route can answer."""
+    return {status: _entry(status) for status in sorted({*_ALWAYS, *statuses})}
+
+
+def probe_refusals() -> dict[int | str, dict[str, Any]]:
+    """The same for routes that ask for no key."""
+    return {status: _entry(status) for status in (500, 503)}
+
+
+def refusals_to_scraper() -> dict[int | str, dict[str, Any]]:
+    """The same for the route that asks for the operator's token."""
+    return {status: _entry(status) for status in (401, 500)}
+
+
+def _entry(status: int) -> dict[str, Any]:
+    schema = {"$ref": _SCHEMAS + "ProblemDocument"}
+    return {"description": _ERRORS[status], "content": {MEDIA_TYPE: {"schema": schema}}}
+
+
+def document_body() -> dict[str, Any]:
+    """What a route that takes a job document adds to its operation."""
+    examples = {
+        f"example_{number}": {"summary": each["title"], "value": each["document"]}
+        for number, each in enumerate(EXAMPLES, start=1)
+    }
+    return {
+        "requestBody": {
+            "required": True,
+            "description": "A job document: JSON of at most 256 KiB, not compressed.",
+            "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "JobDocument"}, "examples": examples}},
+        }
+    }
+
+
+def schedule_body() -> dict[str, Any]:
+    """What the route that takes a schedule adds to its operation."""
+    examples = {
+        "later": {"summary": "Until another moment", "value": {"deadline": "2099-12-01T12:00Z"}},
+        "first": {"summary": "First of mine, and within four hours", "value": {"priority": 10, "within": "4h"}},
+        "none": {"summary": "No deadline, and the usual priority", "value": {}},
+    }
+    return {
+        "requestBody": {
+            "required": True,
+            "description": "The whole schedule: what is left out is as in a document that gives none.",
+            "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "Schedule"}, "examples": examples}},
+        }
+    }
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The whole contract; made once and kept by ``app``."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        openapi_version="3.1.0",
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+    )
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name, record in (("JobDocument", DOCUMENT), ("ProblemDocument", ProblemDocument)):
+        schema = TypeAdapter(record).json_schema(ref_template=_TEMPLATE)
+        schemas.update(schema.pop("$defs", {}))
+        schemas[name] = schema
+    # FastAPI documents its own shape of 422, which no route here answers
+    schemas.pop("HTTPValidationError", None)
+    schemas.pop("ValidationError", None)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            _drop_foreign_validation(operation)
+    app.openapi_schema = document
+    return document
+
+
+def _drop_foreign_validation(operation: dict[str, Any]) -> None:
+    answer = operation.get("responses", {}).get("422", {})
+    if "application/json" in answer.get("content", {}):
+        operation["responses"]["422"] = _entry(422)

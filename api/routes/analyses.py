@@ -1,0 +1,86 @@
+"""The menu over HTTP: every analysis with the schemas of its options, metrics and summary."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import TypeAdapter
+
+from api.problem_details import not_found
+from api.requests.auth import Reader
+from api.requests.examples import EXAMPLES
+from api.requests.openapi import refusals
+from catalog import ANALYSES, DOCUMENT
+from catalog.record import record
+
+router = APIRouter(prefix="/v1/analyses", tags=["analyses"])
+
+
+@record
+class AnalysisView:
+    """One entry of the menu."""
+
+    kind: str
+    title: str
+    description: str
+    options: Mapping[str, Any] | None
+    """JSON schema of the block named after the kind; null where there are no options."""
+    metrics: Mapping[str, Any]
+    """JSON schema of what one layer returns."""
+    summary: Mapping[str, Any]
+    """JSON schema of what the whole job returns."""
+
+
+@record
+class Example:
+    """A job document to start from."""
+
+    title: str
+    document: Mapping[str, Any]
+
+
+@record
+class MenuView:
+    """Everything that can be asked for."""
+
+    items: tuple[AnalysisView, ...]
+    document: Mapping[str, Any]
+    """JSON schema of the job document."""
+    examples: tuple[Example, ...]
+
+
+def _schema(record_type: type) -> Mapping[str, Any]:
+    return TypeAdapter(record_type).json_schema()
+
+
+@cache
+def _menu() -> MenuView:
+    items = tuple(
+        AnalysisView(
+            kind=each.kind,
+            title=each.title,
+            description=each.description,
+            options=None if each.params is None else _schema(each.params),
+            metrics=_schema(each.metrics),
+            summary=_schema(each.summary),
+        )
+        for each in ANALYSES.values()
+    )
+    examples = tuple(Example(**example) for example in EXAMPLES)
+    return MenuView(items=items, document=_schema(DOCUMENT), examples=examples)
+
+
+@router.get("", summary="The menu", responses=refusals())
+def list_all(_: Reader) -> MenuView:
+    """Every analysis, the schema of the job document, and examples of it."""
+    return _menu()
+
+
+@router.get("/{kind}", summary="One analysis", responses=refusals(404))
+def read(kind: str, _: Reader) -> AnalysisView:
+    """One entry of the menu."""
+    for item in _menu().items:
+        if item.kind == kind:
+            return item
+    raise not_found(f"there is no analysis of this name; there are {', '.join(ANALYSES)}")

@@ -1,0 +1,181 @@
+"""Files of a job over HTTP: listed, and sent whole or in part, never something else than recorded."""
+
+import base64
+import hashlib
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated, BinaryIO
+from urllib.parse import quote
+
+from fastapi import APIRouter, Header, Query, Response
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from api.problem_details import Refusal, not_found
+from api.requests.auth import Reader
+from api.requests.openapi import refusals
+from api.requests.response_models import ArtifactListView, artifact_view
+from api.routes.results import owned_job
+from api.service import Service, ServiceOf
+from jobs.errors import ArtifactDamaged
+from jobs.records import Artifact
+from jobs.repository.results import list_artifacts, read_artifact
+
+_CHUNK_BYTES = 256 * 1024
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+_TYPE = re.compile(r"[a-z0-9.+-]+/[a-z0-9.+-]+")
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["artifacts"])
+
+
+@router.get("", summary="List files", responses=refusals(404))
+def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListView:
+    """All files of the job so far, with their digests."""
+    owned_job(service, caller.tenant_id, job_id)
+    files = list_artifacts(service.engine, caller.tenant_id, job_id)
+    return ArtifactListView(items=tuple(artifact_view(file) for file in files))
+
+
+@router.api_route(
+    "/{name:path}",
+    methods=["GET"],
+    summary="Download a file",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The file",
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            "headers": {
+                "ETag": {"description": "SHA-256 in hex", "schema": {"type": "string"}},
+                "Digest": {"description": "SHA-256 in base64 (RFC 3230)", "schema": {"type": "string"}},
+                "Repr-Digest": {"description": "The same (RFC 9530)", "schema": {"type": "string"}},
+            },
+        },
+        206: {"description": "The part that `Range` names"},
+        307: {
+            "description": "The file is to be fetched from the store itself, within minutes and without your key",
+            "headers": {
+                "Location": {"description": "Where, signed", "schema": {"type": "string"}},
+                "Digest": {"description": "SHA-256 in base64 (RFC 3230), to verify", "schema": {"type": "string"}},
+            },
+        },
+        304: {"description": "Still the file of `If-None-Match`"},
+        **refusals(404, 416),
+    },
+)
+async def download(
+    job_id: str,
+    name: str,
+    caller: Reader,
+    service: ServiceOf,
+    byte_range: Annotated[str | None, Header(alias="range", description="One range: `bytes=0-1023`.")] = None,
+    if_range: Annotated[str | None, Header(description="Send the part only if the file still has this ETag.")] = None,
+    if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None,
+    direct: Annotated[bool, Query(description="`false`: through the API, never from the store itself.")] = True,
+) -> Response:
+    """The bytes, as they were verified when the file was recorded."""
+    artifact = await run_in_threadpool(read_artifact, service.engine, caller.tenant_id, job_id, name)
+    if artifact is None:
+        raise not_found("there is no such file")
+    headers = _headers(artifact)
+    etag = headers["etag"]
+    if if_none_match is not None and any(part.strip() in (etag, "*") for part in if_none_match.split(",")):
+        return Response(status_code=304, headers=headers)
+    elsewhere = _signed(artifact, headers, service) if direct else None
+    if elsewhere is not None:
+        # the answer itself is as short-lived as the address in it
+        moved = {"location": elsewhere, "cache-control": "no-store"}
+        return Response(status_code=307, headers={**headers, **moved})
+    part = None
+    if byte_range is not None and if_range in (None, etag):
+        part = _part(byte_range, artifact.size_bytes)
+    first, last = part or (0, artifact.size_bytes - 1)
+    file = await run_in_threadpool(service.artifacts.open, artifact, first)
+    headers["content-length"] = str(last - first + 1)
+    if part is not None:
+        headers["content-range"] = f"bytes {first}-{last}/{artifact.size_bytes}"
+    chunks = _chunks(file, last - first + 1, None if part else artifact.sha256)
+    # read before anything is sent: the damage of a file of one chunk can still be said in an answer
+    begin = await anext(chunks, b"")
+    return StreamingResponse(
+        _resumed(begin, chunks),
+        status_code=206 if part else 200,
+        headers=headers,
+        media_type=headers.pop("content-type"),
+    )
+
+
+def _signed(artifact: Artifact, headers: dict[str, str], service: Service) -> str | None:
+    """Where the store itself sends the file, under the same name and type; None where it goes through here."""
+    if not service.settings.signed_seconds:
+        return None
+    answers = {name: headers[name] for name in ("content-disposition", "content-type")}
+    return service.artifacts.store.signed_url(artifact.uri, service.settings.signed_seconds, answers)
+
+
+def _headers(artifact: Artifact) -> dict[str, str]:
+    digest = base64.b64encode(bytes.fromhex(artifact.sha256)).decode()
+    media_type = artifact.media_type if _TYPE.fullmatch(artifact.media_type) else "application/octet-stream"
+    return {
+        "content-type": media_type,
+        "etag": f'"{artifact.sha256}"',
+        "digest": f"sha-256={digest}",
+        "repr-digest": f"sha-256=:{digest}:",
+        "accept-ranges": "bytes",
+        # the bytes under a name never change, but who may read them can
+        "cache-control": "private, no-cache",
+        "content-disposition": f"attachment; filename*=UTF-8''{quote(artifact.name.rpartition('/')[2], safe='')}",
+    }
+
+
+def _part(header: str, size: int) -> tuple[int, int] | None:
+    """First and last byte of one range; several ranges, or another unit, mean the whole file (RFC 9110).
+
+    Raises:
+        Refusal: 416 if the range lies outside the file.
+    """
+    match = _RANGE.fullmatch(header.replace(" ", ""))
+    if match is None or match[1] == match[2] == "":
+        return None
+    if match[1] == "":
+        first, last = max(0, size - int(match[2])), size - 1
+    else:
+        first = int(match[1])
+        last = min(int(match[2]), size - 1) if match[2] else size - 1
+        if match[2] and int(match[2]) < first:
+            return None
+    if first > last:
+        raise Refusal(
+            416,
+            "range-not-satisfiable",
+            "Range not satisfiable",
+            f"the file has {size:,} bytes; ask for a range within them",
+            headers={"content-range": f"bytes */{size}"},
+        )
+    return first, last
+
+
+async def _resumed(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield begin
+    async for chunk in rest:
+        yield chunk
+
+
+async def _chunks(file: BinaryIO, length: int, sha256: str | None) -> AsyncIterator[bytes]:
+    """The bytes; of a whole file the last chunk leaves only if the digest over all of them is right.
+
+    Raises:
+        ArtifactDamaged: If it is not; after the first chunk the connection then ends before its declared length.
+    """
+    digest = hashlib.sha256()
+    left = length
+    try:
+        while left > 0:
+            chunk = await run_in_threadpool(file.read, min(_CHUNK_BYTES, left))
+            left -= len(chunk)
+            digest.update(chunk)
+            if not chunk or (left == 0 and sha256 is not None and digest.hexdigest() != sha256):
+                raise ArtifactDamaged("a file changed after it was recorded; it is not served")
+            yield chunk
+    finally:
+        file.close()

@@ -1,0 +1,69 @@
+"""The dashboard's files: read once from the package, served by exact name, without a key."""
+
+import hashlib
+from importlib import resources
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
+
+from api.problem_details import not_found
+from api.requests.auth import open_to_all
+from catalog.record import record
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+
+@record
+class PageFile:
+    """One file of the page."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def _read() -> dict[str, PageFile]:
+    found = {}
+    for entry in resources.files("api").joinpath("dashboard").iterdir():
+        media_type = _TYPES.get(entry.name.rpartition(".")[2])
+        if media_type is not None and entry.is_file():
+            content = entry.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[entry.name] = PageFile(content=content, media_type=media_type, etag=etag)
+    return found
+
+
+_FILES = _read()
+
+router = APIRouter(include_in_schema=False)
+
+Known = Annotated[str | None, Header()]
+
+
+@router.get("/")
+@open_to_all
+async def index(if_none_match: Known = None) -> Response:
+    """The page."""
+    return _serve("index.html", if_none_match)
+
+
+@router.get("/dashboard/{name}")
+@open_to_all
+async def part(name: str, if_none_match: Known = None) -> Response:
+    """A script, a style sheet or the icon of the page."""
+    return _serve(name, if_none_match)
+
+
+def _serve(name: str, if_none_match: str | None) -> Response:
+    file = _FILES.get(name)
+    if file is None:
+        raise not_found()
+    headers = {"etag": file.etag, "cache-control": "no-cache"}
+    if if_none_match == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)

@@ -1,0 +1,148 @@
+"""Estimates over HTTP: what a job would take, found by a worker from shapes alone, and nothing of the job done."""
+
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
+
+from api.problem_details import Fault, Refusal
+from api.requests.admission import admit
+from api.requests.auth import Reader, Submitter
+from api.requests.body import read_document_body
+from api.requests.long_poll import awaited, check_wait
+from api.requests.openapi import document_body, refusals
+from api.requests.response_models import EstimateView, estimate_view
+from api.service import Service, ServiceOf
+from catalog.estimate import unplannable
+from catalog.job import JobDocument
+from jobs.codec import parse_document
+from jobs.errors import DocumentRefused
+from jobs.records import Job, Submitted
+from jobs.repository.store import delete_job, read_estimate, submit, submitted_earlier
+
+_RETRY_SECONDS = 2
+_VIEW: TypeAdapter[EstimateView] = TypeAdapter(EstimateView)
+
+router = APIRouter(prefix="/v1/estimates", tags=["estimates"])
+
+
+@router.post(
+    "",
+    status_code=200,
+    response_model=EstimateView,
+    summary="Estimate a job",
+    responses={
+        200: {"description": "The estimate", "headers": {"Location": {"schema": {"type": "string"}}}},
+        202: {
+            "model": EstimateView,
+            "description": "Accepted; the estimate is not there yet",
+            "headers": {
+                "Location": {"description": "The estimate", "schema": {"type": "string"}},
+                "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
+            },
+        },
+        **refusals(408, 413, 415, 422),
+    },
+    openapi_extra=document_body(),
+)
+async def create(
+    request: Request,
+    caller: Submitter,
+    service: ServiceOf,
+    idempotency_key: Annotated[
+        str | None,
+        Header(description="The same key and document give the same estimate; keys of jobs are apart."),
+    ] = None,
+) -> Response:
+    """Peak bytes, seconds and the plan of each stage and layer, without running the job.
+
+    Takes what `POST /v1/jobs` takes. A worker builds the model without weights and plans; this waits some seconds for
+    it, and else answers 202 with the address where it will be. A document that cannot be run is refused as the job
+    would be; one that fits nowhere is no error: `fits` is false and `smallest_budget` says what would do.
+    """
+    settings = service.settings
+    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    submitted = await run_in_threadpool(_submitted, service, caller.tenant_id, raw, idempotency_key)
+    if submitted.created:
+        service.caretaker.wake()
+    stored = partial(read_estimate, service.engine, caller.tenant_id, submitted.job.id)
+    return _answer(await awaited(request, service, stored, settings.estimate_seconds, what="estimate"), waiting=202)
+
+
+def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) -> Submitted:
+    """The estimate of this key, or a new one that a worker will find."""
+    document: JobDocument = parse_document(raw)
+    if key is not None:
+        earlier = submitted_earlier(service.engine, tenant_id, document, key, estimate=True)
+        if earlier is not None:
+            return earlier
+    refused = unplannable(document)
+    if refused is not None:
+        raise DocumentRefused((refused,))
+    admit(document, service.settings, service.engine, tenant_id)
+    return submit(service.engine, tenant_id, document, key, estimate=True)
+
+
+@router.get("/{estimate_id}", response_model=EstimateView, summary="Read an estimate", responses=refusals(404, 422))
+async def read(
+    estimate_id: str,
+    request: Request,
+    caller: Reader,
+    service: ServiceOf,
+    wait: Annotated[float, Query(description="Seconds to wait until it is there, at most 30.")] = 0,
+) -> Response:
+    """What the job would take, once `state` is `succeeded`; why it cannot be planned, as a problem."""
+    check_wait(wait)
+    stored = partial(read_estimate, service.engine, caller.tenant_id, estimate_id)
+    return _answer(await awaited(request, service, stored, wait, what="estimate"), waiting=200)
+
+
+@router.delete("/{estimate_id}", status_code=204, summary="Delete an estimate", responses=refusals(404, 409))
+def delete(estimate_id: str, caller: Submitter, service: ServiceOf) -> Response:
+    """Delete an estimate that is there; else it is kept, as jobs are."""
+    delete_job(service.engine, caller.tenant_id, estimate_id, estimate=True)
+    service.artifacts.remove(estimate_id)
+    return Response(status_code=204)
+
+
+def _answer(job: Job, *, waiting: int) -> Response:
+    if job.failure is not None:
+        raise _failed(job)
+    headers = {"location": f"/v1/estimates/{job.id}"}
+    if not job.ended:
+        headers["retry-after"] = str(_RETRY_SECONDS)
+    body = _VIEW.dump_json(estimate_view(job))
+    status = 200 if job.ended else waiting
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+def _failed(job: Job) -> Refusal:
+    """Why there is no estimate, as an answer that says who can act."""
+    failure = job.failure or {}
+    category = failure.get("category")
+    fault = Fault(
+        pointer=failure.get("pointer") or "", parameter=None, code=str(failure["code"]), message=str(failure["message"])
+    )
+    headers = {"location": f"/v1/estimates/{job.id}"}
+    if category == "usage":
+        return Refusal(
+            422,
+            "not-planned",
+            "The job cannot be planned",
+            "the job would be refused where it runs; mend what `errors` names",
+            errors=[fault],
+            headers=headers,
+        )
+    if category == "transient":
+        detail = "the estimate failed for want of something outside the document; ask for a new one"
+        return Refusal(503, "estimate-failed", "The estimate failed", detail, errors=[fault], headers=headers)
+    return Refusal(
+        500,
+        "estimate-failed",
+        "The estimate failed",
+        "the service failed at this estimate; its operator finds it in the log",
+        errors=[fault],
+        headers=headers,
+    )

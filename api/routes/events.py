@@ -1,0 +1,127 @@
+"""A job's history over HTTP: as Server-Sent Events until it has ended, or a page of it as JSON."""
+
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
+
+from api.live.event_stream import EventStream
+from api.live.sse_format import MEDIA_TYPE
+from api.problem_details import not_found, parameter_refused
+from api.requests.auth import Reader
+from api.requests.openapi import refusals
+from api.requests.response_models import EventListView, EventView
+from api.service import ServiceOf
+from jobs.repository.events import MAX_NUMBER, History, read_history
+
+_PAGE: TypeAdapter[EventListView] = TypeAdapter(EventListView)
+_STATE = {"seq": 1, "at": "2030-01-01T12:00:00Z", "type": "state", "data": {"state": "queued", "attempt": 0}}
+_LAYER = {
+    "seq": 9,
+    "at": "2030-01-01T12:00:07.250000Z",
+    "type": "layer",
+    "data": {"kind": "capacity", "ordinal": 0, "layer": "features.0", "sha256": "9f86d081…"},
+}
+_STREAM_EXAMPLE = """\
+retry: 2000
+
+event: state
+data: {"seq": 1, "at": "2030-01-01T12:00:00Z", "type": "state", "data": {"state": "queued", "attempt": 0}}
+id: 1
+
+: ping
+
+event: layer
+data: {"seq": 9, "at": "2030-01-01T12:00:07.250000Z", "type": "layer", "data": {"kind": "capacity", "ordinal": 0}}
+id: 9
+
+"""
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The events. A stream ends after the job's last one, or when its time is over: then connect "
+        "again with `Last-Event-ID`; nothing is lost and nothing comes twice. Lines that begin with a colon are signs "
+        "of life.",
+        "content": {
+            MEDIA_TYPE: {
+                "schema": {"type": "string", "description": "`data` of every event is an `EventView`"},
+                "examples": {"stream": {"value": _STREAM_EXAMPLE}},
+            },
+            "application/json": {
+                "examples": {
+                    "page": {"value": {"items": [_STATE, _LAYER], "through": 9, "more": False, "ended": False}}
+                }
+            },
+        },
+    },
+    204: {"description": "As a stream: the job has ended, and you have all of its events. Do not connect again."},
+    **refusals(404, 422, 429),
+}
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+@router.get("/{job_id}/events", response_model=EventListView, summary="Follow a job", responses=_ANSWERS)
+async def events(
+    job_id: str,
+    request: Request,
+    caller: Reader,
+    service: ServiceOf,
+    after: Annotated[int, Query(description="Number of the last event that you have; 0 begins at the first.")] = 0,
+    limit: Annotated[int, Query(description="Of a page: 1 to 100.")] = 100,
+    last_event_id: Annotated[
+        str | None, Header(description="The same as `after`, and before it: what a browser sends when it comes again.")
+    ] = None,
+) -> Response:
+    """What happens to a job, as it happens.
+
+    `Accept: application/json` asks for a page instead of a stream. Each key may have some streams open at a time.
+    """
+    position = _position(after, last_event_id)
+    read = partial(_read, service, caller.tenant_id, job_id)
+    as_page = _wants_json(request)
+    history = await run_in_threadpool(read, position, limit if as_page else 100)
+    if history is None:
+        raise not_found("there is no such job")
+    if as_page:
+        return Response(_PAGE.dump_json(_page(history)), media_type="application/json")
+    if history.ended and not history.events:
+        return Response(status_code=204)
+    settings = service.settings
+    return EventStream(
+        history,
+        read,
+        waiting=partial(service.watch.waiting, job_id, events=True),
+        place=partial(service.streams.place, caller.key),
+        stopping=service.stopping.is_set,
+        life_seconds=settings.stream_seconds,
+        write_seconds=settings.stream_write_seconds,
+        idle_seconds=settings.stream_idle_seconds,
+    )
+
+
+def _read(service: ServiceOf, tenant_id: str, job_id: str, position: int, limit: int = 100) -> History | None:
+    return read_history(service.engine, tenant_id, job_id, position, limit)
+
+
+def _position(after: int, last_event_id: str | None) -> int:
+    if last_event_id is not None:
+        if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= 19):
+            raise parameter_refused("Last-Event-ID", "is no event's number; take `id` of the last event that you have")
+        after = int(last_event_id)
+    if not 0 <= after <= MAX_NUMBER:
+        name = "after" if last_event_id is None else "Last-Event-ID"
+        raise parameter_refused(name, "is out of range; take `seq` of the last event that you have, or 0")
+    return after
+
+
+def _wants_json(request: Request) -> bool:
+    """Whether the caller names JSON and no stream; a browser's EventSource names the stream, curl neither."""
+    accept = request.headers.get("accept", "")
+    return "application/json" in accept and MEDIA_TYPE not in accept
+
+
+def _page(history: History) -> EventListView:
+    items = tuple(EventView(seq=each.seq, at=each.at, type=each.type, data=each.data) for each in history.events)
+    return EventListView(items=items, through=history.through, more=history.more, ended=history.ended)

@@ -1,0 +1,124 @@
+"""Probes: whether the process lives, and whether it can do its work now."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import redis
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+
+from api.problem_details import Fault, Refusal
+from api.requests.auth import open_to_all
+from api.requests.openapi import probe_refusals
+from api.service import Service, ServiceOf
+from catalog.record import record
+from jobs.schema.database import require_current_schema
+
+_DATABASE_SECONDS = 1
+_BROKER_SECONDS = 1
+_KEPT_SECONDS = 1.0
+
+router = APIRouter(tags=["health"])
+
+
+@record
+class LiveView:
+    """The process answers."""
+
+    status: Literal["alive"]
+
+
+@record
+class ReadyView:
+    """The service can take jobs; `degraded`: they may start some seconds later than usual."""
+
+    status: Literal["ready", "degraded"]
+    checks: Mapping[str, str]
+
+
+@router.get("/livez", summary="Liveness", responses=probe_refusals())
+@open_to_all
+async def live() -> LiveView:
+    """Always 200 while the process answers."""
+    return LiveView(status="alive")
+
+
+@router.get("/readyz", summary="Readiness", responses=probe_refusals())
+@open_to_all
+async def ready(service: ServiceOf) -> ReadyView:
+    """Database within a second, its schema, room on the disk; a silent Redis only degrades."""
+    async with service.probe.lock:
+        if time.monotonic() - service.probe.at > _KEPT_SECONDS:
+            service.probe.checks = await _checks(service)
+            service.probe.at = time.monotonic()
+        checks = service.probe.checks
+    failing = {name: said for name, said in checks.items() if said != "ok"}
+    if failing.keys() - {"redis"}:
+        raise Refusal(
+            503,
+            "not-ready",
+            "The service is not ready",
+            "; ".join(f"{name} {said}" for name, said in failing.items()),
+            errors=[
+                Fault(pointer=None, parameter=None, code=f"{name}_failing", message=f"{name} {said}")
+                for name, said in failing.items()
+            ],
+            headers={"retry-after": "5"},
+        )
+    return ReadyView(status="degraded" if failing else "ready", checks=checks)
+
+
+async def _checks(service: Service) -> dict[str, str]:
+    checks = {
+        "database": await _within(_DATABASE_SECONDS, lambda: _database(service)),
+        "disk": await run_in_threadpool(_disk, service),
+    }
+    if service.settings.redis_url and not service.settings.embedded:
+        checks["redis"] = await _within(_BROKER_SECONDS, lambda: _redis(service))
+    return checks
+
+
+async def _within(limit_seconds: float, check: Callable[[], str]) -> str:
+    """What ``check`` says, or that it took too long; its thread then ends by itself."""
+    task = asyncio.ensure_future(run_in_threadpool(check))
+    done, _ = await asyncio.wait([task], timeout=limit_seconds)
+    if not done:
+        task.add_done_callback(lambda late: late.exception())
+        return f"does not answer within {limit_seconds:g} s"
+    return task.result()
+
+
+def _database(service: Service) -> str:
+    try:
+        require_current_schema(service.engine)
+    except Exception as error:  # noqa: BLE001 - whatever the driver raises, the probe answers
+        return f"fails ({type(error).__name__})"
+    return "ok"
+
+
+def _disk(service: Service) -> str:
+    if service.settings.ledger.bucket is not None:
+        # only workers stage on a disk of their own
+        return "ok"
+    root = service.settings.ledger.artifact_root
+    try:
+        free = shutil.disk_usage(root).free
+    except OSError as error:
+        return f"cannot be read ({type(error).__name__})"
+    floor = service.settings.disk_floor_bytes
+    return "ok" if free >= floor else f"has {free:,} bytes left, below the floor of {floor:,}"
+
+
+def _redis(service: Service) -> str:
+    url = service.settings.redis_url or ""
+    try:
+        with redis.Redis.from_url(
+            url, socket_connect_timeout=_BROKER_SECONDS, socket_timeout=_BROKER_SECONDS
+        ) as connection:
+            connection.ping()
+    except redis.RedisError as error:
+        return f"fails ({type(error).__name__})"
+    return "ok"

@@ -1,0 +1,255 @@
+"""Jobs over HTTP: create, list, read (with a long poll), cancel, delete."""
+
+import hashlib
+import re
+from functools import partial
+from typing import Annotated
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
+
+from api.problem_details import parameter_refused
+from api.requests.admission import admit
+from api.requests.auth import Reader, Submitter
+from api.requests.body import read_document_body
+from api.requests.long_poll import awaited, check_wait
+from api.requests.openapi import document_body, refusals, schedule_body
+from api.requests.response_models import JobListView, JobView, ValidationView, job_view, placement_view
+from api.service import Service, ServiceOf
+from catalog import ANALYSES
+from catalog.job import JobDocument
+from catalog.needs import least_bytes
+from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
+from jobs.lifecycle import STATES, State
+from jobs.records import Job
+from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, reschedule, submit, submitted_earlier
+from jobs.retention.object_sweep import forget
+from jobs.scheduling.placement import placement_before, placement_of
+from jobs.tenancy.quotas import require_room
+
+_RETRY_SECONDS = 2
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
+_VIEW: TypeAdapter[JobView] = TypeAdapter(JobView)
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+@router.post(
+    "",
+    status_code=202,
+    response_model=JobView,
+    summary="Submit a job",
+    responses={
+        200: {"model": ValidationView, "description": "`validate_only=true`: sound, and nothing was stored"},
+        202: {
+            "description": "Accepted, and kept whatever happens to the service",
+            "headers": {
+                "Location": {"description": "The job", "schema": {"type": "string"}},
+                "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
+            },
+        },
+        **refusals(408, 413, 415, 422, 429),
+    },
+    openapi_extra=document_body(),
+)
+async def create(
+    request: Request,
+    caller: Submitter,
+    service: ServiceOf,
+    idempotency_key: Annotated[
+        str | None,
+        Header(description="The same key and document give the same job; 1 to 255 visible ASCII characters."),
+    ] = None,
+    validate_only: Annotated[bool, Query(description="Run every check and store nothing.")] = False,
+) -> Response:
+    """Take a job document, answer with the job; a worker begins when one is free."""
+    settings = service.settings
+    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    document = await run_in_threadpool(parse_document, raw)
+    submitted = None
+    if idempotency_key is not None and not validate_only:
+        # a replay gets its job even where the same document would be refused by now
+        submitted = await run_in_threadpool(
+            submitted_earlier, service.engine, caller.tenant_id, document, idempotency_key
+        )
+    if submitted is None:
+        await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
+        await run_in_threadpool(require_room, service.engine, caller.tenant_id)
+        if validate_only:
+            return await run_in_threadpool(_validated, service, document)
+        submitted = await run_in_threadpool(
+            submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
+        )
+    if submitted.created:
+        service.caretaker.wake()
+    job = submitted.job
+    headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
+    return await run_in_threadpool(_placed, service, job, 202, headers)
+
+
+def _validated(service: Service, document: JobDocument) -> Response:
+    body = document_json(document)
+    placement = placement_view(placement_before(service.engine, document, least_bytes(document)))
+    view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body), placement=placement)
+    return Response(TypeAdapter(ValidationView).dump_json(view), media_type="application/json")
+
+
+@router.get(
+    "",
+    summary="List jobs",
+    responses={
+        200: {"headers": {"Link": {"description": '`rel="next"`, where there is more', "schema": {"type": "string"}}}},
+        **refusals(422),
+    },
+)
+def list_all(
+    response: Response,
+    caller: Reader,
+    service: ServiceOf,
+    state: Annotated[str | None, Query(description=f"One of {', '.join(STATES)}.")] = None,
+    kind: Annotated[str | None, Query(description=f"One of {', '.join(ANALYSES)}.")] = None,
+    label: Annotated[str | None, Query(description="`name=value` of one of your labels.")] = None,
+    before: Annotated[str | None, Query(description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(description="1 to 100.")] = 20,
+) -> JobListView:
+    """Your jobs, newest first, in pages."""
+    if kind is not None and kind not in ANALYSES:
+        raise parameter_refused("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
+    page = list_jobs(
+        service.engine,
+        caller.tenant_id,
+        state=_state(state),
+        kind=kind,
+        label=_label(label),
+        before=before,
+        limit=limit,
+    )
+    if page.next is not None:
+        given = {"state": state, "kind": kind, "label": label, "before": page.next, "limit": str(limit)}
+        query = urlencode({name: value for name, value in given.items() if value is not None})
+        response.headers["link"] = f'</v1/jobs?{query}>; rel="next"'
+    return JobListView(items=tuple(job_view(job) for job in page.items), next=page.next)
+
+
+def _state(name: str | None) -> State | None:
+    for state in STATES:
+        if state == name:
+            return state
+    if name is not None:
+        raise parameter_refused("state", f"is no state; take one of {', '.join(STATES)}")
+    return None
+
+
+def _label(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    if not _LABEL.fullmatch(text):
+        raise parameter_refused("label", "is no label; write `name=value`")
+    name, _, value = text.partition("=")
+    return name, value
+
+
+@router.get(
+    "/{job_id}",
+    response_model=JobView,
+    summary="Read a job",
+    responses={
+        200: {
+            "headers": {
+                "ETag": {
+                    "description": "Names this version of the job, its placement apart",
+                    "schema": {"type": "string"},
+                }
+            }
+        },
+        304: {"description": "Still the version of `If-None-Match`"},
+        **refusals(404, 422),
+    },
+)
+async def read(
+    job_id: str,
+    request: Request,
+    caller: Reader,
+    service: ServiceOf,
+    wait: Annotated[
+        float,
+        Query(
+            description="Seconds to wait, at most 30: with `If-None-Match` until the job has changed, "
+            "without until it has ended."
+        ),
+    ] = 0,
+    if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None,
+) -> Response:
+    """State, progress and failure of a job."""
+    check_wait(wait)
+
+    def changed(job: Job) -> bool:
+        return if_none_match is not None and not _matches(if_none_match, _etag(_json(job)))
+
+    stored = partial(read_job, service.engine, caller.tenant_id, job_id)
+    job = await awaited(request, service, stored, wait, news=changed)
+    answer = await run_in_threadpool(_placed, service, job)
+    if if_none_match is not None and _matches(if_none_match, answer.headers["etag"]):
+        return Response(status_code=304, headers={"etag": answer.headers["etag"]})
+    return answer
+
+
+@router.post(
+    "/{job_id}:cancel",
+    status_code=202,
+    response_model=JobView,
+    summary="Cancel a job",
+    responses=refusals(404),
+)
+def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
+    """Cancel a queued job, or ask a running one to stop within a layer; an ended job stays as it is."""
+    return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id), 202)
+
+
+@router.put(
+    "/{job_id}/schedule",
+    response_model=JobView,
+    summary="Schedule a job anew",
+    responses=refusals(404, 408, 409, 413, 415, 422),
+    openapi_extra=schedule_body(),
+)
+async def reschedule_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
+    """Give a queued or running job another priority and deadline, in place of those that it has."""
+    settings = service.settings
+    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    schedule = await run_in_threadpool(parse_schedule, raw)
+    job = await run_in_threadpool(reschedule, service.engine, caller.tenant_id, job_id, schedule)
+    return await run_in_threadpool(_placed, service, job)
+
+
+@router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=refusals(404, 409))
+def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
+    """Delete an ended job with its results and files."""
+    deleted = delete_job(service.engine, caller.tenant_id, job_id)
+    service.artifacts.remove(job_id)
+    forget(service.engine, service.artifacts, deleted, service.settings.ledger.grace_seconds)
+    return Response(status_code=204)
+
+
+def _json(job: Job) -> bytes:
+    return _VIEW.dump_json(job_view(job))
+
+
+def _etag(body: bytes) -> str:
+    return f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def _matches(header: str, etag: str) -> bool:
+    return any(part.strip().removeprefix("W/") in (etag, "*") for part in header.split(","))
+
+
+def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """The job with where it stands with regard to devices.
+
+    That is no part of its ETag: it may change while the job does not, and who waits for the job is not woken for it.
+    """
+    body = _VIEW.dump_json(job_view(job, placement_of(service.engine, job)))
+    named = {"etag": _etag(_json(job)), **(headers or {})}
+    return Response(body, status_code=status, media_type="application/json", headers=named)

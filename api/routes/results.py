@@ -1,0 +1,267 @@
+"""What came of a job over HTTP: summary and manifest, layers in three formats, the log."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi.responses import StreamingResponse
+
+from api.problem_details import not_found, parameter_refused
+from api.requests.auth import Reader
+from api.requests.openapi import refusals
+from api.requests.response_models import LayerListView, LayersLink, ResultsView, artifact_view, job_view, layer_view
+from api.routes.archived_layers import layer_count, layer_page
+from api.service import Service, ServiceOf
+from catalog import ANALYSES
+from catalog.record import canonical_json, plain, record
+from jobs.records import Job, LayerRow
+from jobs.repository.results import SORT_KEYS, list_artifacts
+from jobs.repository.store import check_limit, read_job
+
+_PAGE = 100
+_ARCHIVED_PAGE = 1000
+"""For each of them the whole archive is read."""
+Format = Literal["application/json", "text/csv", "application/jsonl"]
+_JSON: Format = "application/json"
+_CSV: Format = "text/csv"
+_LINES: Format = "application/jsonl"
+
+# what a spreadsheet would run as a formula, or read as a new cell
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+_LINE_SEPARATORS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["results"])
+
+Kind = Annotated[str | None, Query(description=f"Only this analysis: one of {', '.join(ANALYSES)}.")]
+Sort = Annotated[
+    str | None,
+    Query(
+        description="A metric, with `-` before it for descending; undefined values come last. "
+        f"One of {', '.join(sorted(SORT_KEYS))}."
+    ),
+]
+
+
+@record
+class Selection:
+    """Which rows, in which order."""
+
+    kind: Kind = None
+    sort: Sort = None
+
+    def __post_init__(self) -> None:
+        """Refuse a kind that is not on the menu; the ledger checks the sort key."""
+        if self.kind is not None and self.kind not in ANALYSES:
+            raise parameter_refused("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
+
+
+Chosen = Annotated[Selection, Depends()]
+After = Annotated[str | None, Query(description="`next` of the page before.")]
+Limit = Annotated[int, Query(description="1 to 100.")]
+Accept = Annotated[str | None, Header(description="`application/json`, `text/csv` or `application/jsonl`.")]
+
+
+def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
+    """The job, if it is this tenant's.
+
+    Raises:
+        Refusal: 404 otherwise, whether it is another tenant's or nobody's.
+    """
+    job = read_job(service.engine, tenant_id, job_id)
+    if job is None:
+        raise not_found("there is no such job")
+    return job
+
+
+@router.get("/results", summary="Summary and manifest", responses=refusals(404))
+def results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
+    """The closing figures of each analysis, with what they were computed, and where the rest is."""
+    job = owned_job(service, caller.tenant_id, job_id)
+    files = list_artifacts(service.engine, caller.tenant_id, job_id)
+    count = layer_count(service, job)
+    return ResultsView(
+        job=job_view(job),
+        summary=job.summary or {},
+        manifest=job.manifest,
+        layers=LayersLink(count=count, href=f"/v1/jobs/{job.id}/layers"),
+        artifacts=tuple(artifact_view(file) for file in files),
+    )
+
+
+_LAYERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": LayerListView,
+        "description": "A page as JSON; as CSV or JSON lines all rows at once",
+        "headers": {"Link": {"description": '`rel="next"`, where there is more', "schema": {"type": "string"}}},
+        "content": {_CSV: {"schema": {"type": "string"}}, _LINES: {"schema": {"type": "string"}}},
+    },
+    **refusals(404, 422),
+}
+
+
+@router.get("/layers", response_model=LayerListView, summary="Layers", responses=_LAYERS)
+def layers(
+    job_id: str,
+    response: Response,
+    caller: Reader,
+    service: ServiceOf,
+    chosen: Chosen,
+    after: After = None,
+    limit: Limit = 50,
+    accept: Accept = None,
+) -> Any:  # noqa: ANN401 - a page, or a stream
+    """One row per layer and analysis: metrics, reproducibility record, what this run took."""
+    job = owned_job(service, caller.tenant_id, job_id)
+    wanted = _format(accept)
+    if wanted != _JSON:
+        return _stream(service, job, wanted, chosen)
+    check_limit(limit)
+    page = layer_page(service, job, kind=chosen.kind, after=after, limit=limit, sort=chosen.sort)
+    if page.next is not None:
+        given = {"kind": chosen.kind, "sort": chosen.sort, "after": page.next, "limit": str(limit)}
+        query = urlencode({name: value for name, value in given.items() if value is not None})
+        response.headers["link"] = f'</v1/jobs/{job.id}/layers?{query}>; rel="next"'
+    response.headers["vary"] = "Accept"
+    return LayerListView(items=tuple(layer_view(row) for row in page.items), next=page.next)
+
+
+@router.get(
+    "/layers.csv",
+    summary="Layers as CSV",
+    response_class=Response,
+    responses={200: {"content": {_CSV: {"schema": {"type": "string"}}}}, **refusals(404, 422)},
+)
+def layers_csv(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> Response:
+    """All rows as a table for a spreadsheet; no cell of it is taken for a formula."""
+    return _stream(service, owned_job(service, caller.tenant_id, job_id), _CSV, chosen)
+
+
+@router.get(
+    "/layers.jsonl",
+    summary="Layers as JSON lines",
+    response_class=Response,
+    responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **refusals(404, 422)},
+)
+def layers_jsonl(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> Response:
+    """All rows, one JSON object a line."""
+    return _stream(service, owned_job(service, caller.tenant_id, job_id), _LINES, chosen)
+
+
+@router.get("/layers/{name:path}", summary="One layer", responses=refusals(404, 422))
+def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> LayerListView:
+    """The rows of one layer by its module name, one per analysis."""
+    job = owned_job(service, caller.tenant_id, job_id)
+    page = layer_page(service, job, kind=chosen.kind, layer=name)
+    if not page.items:
+        raise not_found("the job has no row of a layer of this name (yet)")
+    return LayerListView(items=tuple(layer_view(row) for row in page.items), next=page.next)
+
+
+@router.get(
+    "/log",
+    summary="Reproducibility log",
+    response_class=Response,
+    responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **refusals(404)},
+)
+def log(job_id: str, caller: Reader, service: ServiceOf) -> Response:
+    """One JSON object per layer row: what was done to the layer, with which numbers, on what."""
+    job = owned_job(service, caller.tenant_id, job_id)
+    return _download(_lines(service, job, Selection(), _log_line), _LINES, f"{job.id}.log.jsonl")
+
+
+def _format(accept: str | None) -> Format:
+    """The first format in ``accept`` that is served here; JSON where none is."""
+    known: dict[str, Format] = {_JSON: _JSON, _CSV: _CSV, _LINES: _LINES, "application/x-ndjson": _LINES}
+    for part in (accept or "").split(","):
+        found = known.get(part.partition(";")[0].strip().lower())
+        if found is not None:
+            return found
+    return _JSON
+
+
+def _stream(service: Service, job: Job, wanted: Format, chosen: Selection) -> StreamingResponse:
+    if wanted == _CSV:
+        return _download(_table(service, job, chosen), "text/csv; charset=utf-8", f"{job.id}.layers.csv")
+    return _download(_lines(service, job, chosen, _layer_line), _LINES, f"{job.id}.layers.jsonl")
+
+
+def _download(chunks: Iterator[str], media_type: str, name: str) -> StreamingResponse:
+    # the first chunk is asked for now, while a refusal (a sort key, the database) can still be answered
+    first = next(chunks, "")
+
+    def whole() -> Iterator[str]:
+        yield first
+        yield from chunks
+
+    headers = {"content-disposition": f'attachment; filename="{name}"', "vary": "Accept"}
+    return StreamingResponse(whole(), media_type=media_type, headers=headers)
+
+
+def _pages(service: Service, job: Job, chosen: Selection) -> Iterator[tuple[LayerRow, ...]]:
+    after = None
+    limit = _PAGE if job.archived_at is None else _ARCHIVED_PAGE
+    while True:
+        page = layer_page(service, job, kind=chosen.kind, after=after, limit=limit, sort=chosen.sort)
+        yield page.items
+        after = page.next
+        if after is None:
+            return
+
+
+def _lines(service: Service, job: Job, chosen: Selection, line: Callable[[LayerRow], str]) -> Iterator[str]:
+    for rows in _pages(service, job, chosen):
+        yield "".join(line(row) for row in rows)
+
+
+def _one_line(value: Any) -> str:  # noqa: ANN401
+    """JSON on one line, whatever separators a name holds."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_SEPARATORS) + "\n"
+
+
+def _layer_line(row: LayerRow) -> str:
+    return _one_line(plain(layer_view(row)))
+
+
+def _log_line(row: LayerRow) -> str:
+    outcome = row.outcome
+    head = {
+        "kind": row.kind,
+        "ordinal": row.ordinal,
+        "layer": row.layer,
+        "status": outcome.get("status"),
+        "reason": outcome.get("reason"),
+    }
+    return _one_line({**head, **(outcome.get("record") or {}), **row.observed})
+
+
+def _table(service: Service, job: Job, chosen: Selection) -> Iterator[str]:
+    kinds = [each for each in ANALYSES if each in job.kinds and chosen.kind in (None, each)]
+    metrics = list(dict.fromkeys(name for each in kinds for name in ANALYSES[each].metrics.__annotations__))
+    fixed = ["kind", "ordinal", "layer", "module", "status", "reason", "parameter_count"]
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\r\n")
+    writer.writerow([*fixed, *metrics, "seconds", "sha256"])
+    for rows in _pages(service, job, chosen):
+        for row in rows:
+            view = layer_view(row)
+            values = [getattr(view, name) for name in fixed]
+            values += [(view.metrics or {}).get(name) for name in metrics]
+            writer.writerow([_cell(value) for value in (*values, row.observed.get("seconds"), row.sha256)])
+        yield buffer.getvalue()
+        buffer.seek(0)
+        buffer.truncate()
+
+
+def _cell(value: Any) -> Any:  # noqa: ANN401
+    """A value as a cell: text never begins like a formula (an apostrophe goes before it)."""
+    if isinstance(value, (list, tuple, dict)):
+        value = canonical_json(value)
+    if isinstance(value, str):
+        text = value.replace("\0", "")
+        return f"'{text}" if text.startswith(_FORMULA) else text
+    return value

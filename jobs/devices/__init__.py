@@ -1,0 +1,1 @@
+"""Registered devices, and the leases of them that running jobs hold."""

@@ -1,0 +1,269 @@
+"""Workers and their devices as the ledger knows them: who offers what, who was seen, and what is leased of it.
+
+A worker registers under an id of its own and renews it; one that falls silent is counted on no more, and its row
+goes in the end. A device is known by its UUID, so several workers may offer the same one: the lease decides who
+computes there. What a device holds beside its jobs (`foreign_bytes`) is read while no job is on it, and `foreign_at`
+says when it last was: where leases overlap without end the figure grows old.
+"""
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Engine,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from catalog.record import record
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import reading, writing
+from jobs.schema.tables import device_leases, devices, worker_devices, workers
+
+DeviceKind = Literal["cuda", "fake", "host"]
+
+_FORGET_WORKER_SECONDS = 3600.0
+_FORGET_DEVICE_SECONDS = 86_400.0
+
+
+@record
+class Device:
+    """What a worker offers to compute on, as it was read just now."""
+
+    uuid: str
+    kind: DeviceKind
+    name: str
+    capacity_bytes: int
+    used_bytes: int = 0
+    """Held there, by whomever."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether a job gets it for itself alone; the host's memory is shared by bytes."""
+        return self.kind != "host"
+
+
+@record
+class Worker:
+    """What a worker process says of itself."""
+
+    id: str
+    node: str
+    process_space: str
+    """Within it a process's number means the same process: a boot of a machine, and a namespace there."""
+    version: str
+    slots: int
+    factories: tuple[str, ...]
+    """It takes jobs of these alone; `*` is all."""
+
+
+@record
+class DeviceStatus:
+    """A device as everybody may see it."""
+
+    uuid: str
+    kind: DeviceKind
+    name: str
+    node: str
+    capacity_bytes: int
+    foreign_bytes: int
+    """Held by others than jobs."""
+    leased_bytes: int
+    """By jobs, those included whose processes are not gone yet."""
+    free_bytes: int
+    jobs: int
+    draining: int
+    """Of them, those that write nothing any more."""
+    seen_at: datetime
+    stale: bool
+    """No worker that was seen lately offers it."""
+    reserved: bool
+    """Kept for a job that waits for all of its memory to become free."""
+
+
+def register(
+    engine: Engine, worker: Worker, offered: Sequence[Device], expiry_seconds: float, leased: Collection[str] = ()
+) -> None:
+    """Make a worker and its devices known, or renew them: the same call, however often.
+
+    A device that is among ``leased`` keeps what others were last known to hold there (`leased_devices`).
+    """
+    with writing(engine) as connection:
+        insertion = _upsert(connection)
+        values = {
+            "id": worker.id,
+            "node": worker.node[:200],
+            "process_space": worker.process_space[:300],
+            "version": worker.version[:40],
+            "slots": worker.slots,
+            "factories": list(worker.factories),
+            "seen_at": ledger_now(),
+            "expires_at": ledger_now(expiry_seconds),
+        }
+        connection.execute(
+            insertion(workers)
+            .values(values | {"started_at": ledger_now()})
+            .on_conflict_do_update(index_elements=[workers.c.id], set_=values)
+        )
+        # in one order everywhere, so that two workers of the same devices never wait for each other
+        for device in sorted(offered, key=lambda each: each.uuid):
+            _register_device(connection, worker, device, leased=device.uuid in leased)
+        known = [device.uuid for device in offered]
+        connection.execute(
+            delete(worker_devices).where(
+                worker_devices.c.worker_id == worker.id, worker_devices.c.device_uuid.not_in(known)
+            )
+        )
+
+
+def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_seconds: float) -> bool:
+    """Say that a worker lives, and what its devices hold; False where it is not known (any more): register it then.
+
+    A device that ``used_bytes`` leaves out was seen as well, and keeps what others were last known to hold there.
+    """
+    offered = select(worker_devices.c.device_uuid).where(worker_devices.c.worker_id == worker_id)
+    with writing(engine) as connection:
+        found = connection.execute(
+            update(workers)
+            .where(workers.c.id == worker_id)
+            .values(seen_at=ledger_now(), expires_at=ledger_now(expiry_seconds))
+        ).rowcount
+        if not found:
+            return False
+        seen = sorted(used_bytes.keys() | set(connection.execute(offered).scalars()))
+        if seen:
+            connection.execute(
+                update(devices)
+                .where(devices.c.uuid == bindparam("device"))
+                .values(
+                    {"seen_at": ledger_now()} | _foreign(bindparam("device"), bindparam("used", type_=BigInteger()))
+                ),
+                [{"device": uuid, "used": used_bytes.get(uuid)} for uuid in seen],
+            )
+        return True
+
+
+def leased_devices(engine: Engine) -> set[str]:
+    """The UUIDs of devices that any lease stands on, draining ones included.
+
+    To be asked right before a worker reads what its devices hold, and these left out of what it tells `renew` and named
+    to `register`: of a job that ends after the reading neither finds a lease any more, and would take its memory for
+    others'. A shared host is the same to it as a GPU: what others hold there is read only while no job is on it.
+    """
+    with reading(engine) as connection:
+        return set(connection.execute(select(device_leases.c.device_uuid).distinct()).scalars())
+
+
+def remove(engine: Engine, worker_id: str) -> None:
+    """Take a worker off that ends; its devices stay known for a day, since jobs may be waiting for them."""
+    with writing(engine) as connection:
+        connection.execute(delete(workers).where(workers.c.id == worker_id))
+
+
+def forget_silent(engine: Engine) -> int:
+    """Remove workers that were silent for an hour, and devices that nobody has offered for a day; returns how many."""
+    leased = exists().where(device_leases.c.device_uuid == devices.c.uuid)
+    offered = exists().where(worker_devices.c.device_uuid == devices.c.uuid)
+    with writing(engine) as connection:
+        gone = connection.execute(delete(workers).where(workers.c.expires_at < ledger_now(-_FORGET_WORKER_SECONDS)))
+        old = connection.execute(
+            delete(devices).where(devices.c.seen_at < ledger_now(-_FORGET_DEVICE_SECONDS), ~leased, ~offered)
+        )
+        return gone.rowcount + old.rowcount
+
+
+def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
+    """Every device that is known, those of one node together."""
+    with reading(engine) as connection:
+        return read_devices(connection)
+
+
+def read_devices(connection: Connection) -> tuple[DeviceStatus, ...]:
+    """The same, in the caller's transaction."""
+    leases = (
+        select(
+            device_leases.c.device_uuid,
+            func.sum(device_leases.c.bytes).label("bytes"),
+            func.count().label("jobs"),
+            func.count(device_leases.c.draining_at).label("draining"),
+            func.max(case((device_leases.c.whole, 1), else_=0)).label("whole"),
+        )
+        .group_by(device_leases.c.device_uuid)
+        .subquery()
+    )
+    offered = (
+        exists()
+        .where(worker_devices.c.device_uuid == devices.c.uuid)
+        .where(workers.c.id == worker_devices.c.worker_id, workers.c.expires_at >= ledger_now())
+    )
+    query = (
+        select(devices, leases, (~offered).label("stale"))
+        .outerjoin(leases, leases.c.device_uuid == devices.c.uuid)
+        .order_by(devices.c.node, devices.c.kind, devices.c.name, devices.c.uuid)
+    )
+    rows = connection.execute(query).all()
+    return tuple(
+        DeviceStatus(
+            uuid=row.uuid,
+            kind=row.kind,
+            name=row.name,
+            node=row.node,
+            capacity_bytes=row.capacity_bytes,
+            foreign_bytes=row.foreign_bytes,
+            leased_bytes=int(row.bytes or 0),
+            free_bytes=0 if row.whole else max(0, row.capacity_bytes - row.foreign_bytes - int(row.bytes or 0)),
+            jobs=row.jobs or 0,
+            draining=row.draining or 0,
+            seen_at=row.seen_at,
+            stale=bool(row.stale),
+            reserved=row.reserved_job_id is not None,
+        )
+        for row in rows
+    )
+
+
+def _register_device(connection: Connection, worker: Worker, device: Device, *, leased: bool) -> None:
+    insertion = _upsert(connection)
+    values = {
+        "node": worker.node[:200],
+        "kind": device.kind,
+        "name": device.name[:200],
+        "capacity_bytes": device.capacity_bytes,
+        "seen_at": ledger_now(),
+    }
+    others = {} if leased else _foreign(literal(device.uuid), literal(device.used_bytes, BigInteger))
+    connection.execute(
+        insertion(devices)
+        .values(values | {"uuid": device.uuid, "foreign_bytes": device.used_bytes, "foreign_at": ledger_now()})
+        .on_conflict_do_update(index_elements=[devices.c.uuid], set_=values | others)
+    )
+    connection.execute(
+        insertion(worker_devices)
+        .values(worker_id=worker.id, device_uuid=device.uuid)
+        .on_conflict_do_nothing(index_elements=[worker_devices.c.worker_id, worker_devices.c.device_uuid])
+    )
+
+
+def _foreign(uuid: ColumnElement[str], used: ColumnElement[int | None]) -> dict[str, ColumnElement[Any]]:
+    """What is used while no job is there is others', as of now; what they hold beside a job nobody can tell."""
+    unread = or_(exists().where(device_leases.c.device_uuid == uuid), used.is_(None))
+    return {
+        "foreign_bytes": case((unread, devices.c.foreign_bytes), else_=used),
+        "foreign_at": case((unread, devices.c.foreign_at), else_=ledger_now()),
+    }
+
+
+def _upsert(connection: Connection) -> Any:  # noqa: ANN401 - the two dialects' own classes share no base
+    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert

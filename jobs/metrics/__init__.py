@@ -1,0 +1,1 @@
+"""Counters, and the snapshot of the ledger that metrics are computed from."""

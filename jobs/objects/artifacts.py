@@ -1,0 +1,140 @@
+"""The files of jobs: written in a folder of the attempt, kept as objects under their digests.
+
+::
+
+    root/<job id>/<fence>/<name>             staged: what an attempt's child writes; gone with the attempt
+    objects/<tenant>/<aa>/<sha256>           kept: equal bytes once for each tenant
+
+Every attempt has a folder of its own, so a zombie can never write into what a later attempt
+published. Rows name an object by its key, which is below the same root where the store is local,
+and in a bucket where it is not. Rows of earlier versions name ``<job id>/<fence>/<name>``; those
+files stay where they are until their job is deleted.
+"""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from jobs.errors import ArtifactDamaged
+from jobs.objects.local_store import LocalObjects, require_digest
+from jobs.objects.object_store import ObjectStore, StoredObject
+from jobs.objects.s3_store import S3Objects
+from jobs.records import Artifact
+from jobs.schema.identifiers import is_id
+from jobs.settings import LedgerSettings
+
+OBJECTS = "objects/"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,127}){0,5}")
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,36}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class ArtifactFolder:
+    """The root of what attempts write, and the store that keeps it."""
+
+    def __init__(self, root: Path, store: ObjectStore | None = None) -> None:
+        """Stage below ``root`` and keep in ``store``, or in the same folder where none is given."""
+        self.root = root.absolute()
+        self.store: ObjectStore = LocalObjects(self.root) if store is None else store
+
+    def attempt_dir(self, job_id: str, fence: int) -> Path:
+        """The folder that one attempt's child writes into, made where it is missing."""
+        folder = self.root / self._job_part(job_id) / str(int(fence))
+        while True:
+            # whoever clears the attempt before may remove the job's empty folder in between
+            with contextlib.suppress(FileNotFoundError):
+                folder.mkdir(parents=True, exist_ok=True)
+                return folder
+
+    def publish(self, tenant_id: str, job_id: str, fence: int, name: str, *, sha256: str, size_bytes: int) -> str:
+        """Verify what an attempt says it has written, and keep it; returns the uri to list it under.
+
+        Raises:
+            ArtifactDamaged: If the file is missing, no plain file, or other than declared.
+            StoreUnavailable: If the store does not answer.
+            OSError: If a disk is full or fails; nothing is kept then.
+        """
+        if not _NAME.fullmatch(name):
+            raise ArtifactDamaged(f"an artifact's name {name[:80]!r} is not made of plain path segments")
+        staged = self.root.resolve() / self._job_part(job_id) / str(int(fence)) / name
+        # links and pipes were not written by the artifact port: a link could lead out of the root, a pipe would hang
+        if staged.resolve() != staged:
+            raise ArtifactDamaged(f"artifact {name} is reached through a link; only plain files are artifacts")
+        key = object_key(tenant_id, sha256)
+        self.store.put(key, staged, sha256=sha256, size_bytes=size_bytes)
+        return key
+
+    def open(self, artifact: Artifact, first: int = 0) -> BinaryIO:
+        """The file's bytes from the ``first`` on, its size checked; `verify` reads all of it.
+
+        Raises:
+            ArtifactDamaged: If it is missing, no plain file, or of another size than listed.
+            StoreUnavailable: If the store does not answer.
+        """
+        return self.store.open(artifact.uri, artifact.size_bytes, first)
+
+    def verify(self, artifact: Artifact) -> None:
+        """Read the whole file and compare its digest.
+
+        Raises:
+            ArtifactDamaged: If it is not what was listed.
+            StoreUnavailable: If the store does not answer.
+        """
+        with self.open(artifact) as file:
+            require_digest(file, artifact.sha256, called=artifact.uri)
+
+    def bring(self, artifact: Artifact, target: Path) -> None:
+        """Bring a verified file to ``target``, which stands there complete or not at all.
+
+        Raises:
+            ArtifactDamaged: If it is not what was listed.
+            StoreUnavailable: If the store does not answer.
+            OSError: If a disk is full or fails.
+        """
+        self.store.fetch(artifact.uri, target, sha256=artifact.sha256, size_bytes=artifact.size_bytes)
+
+    def objects(self) -> Iterator[StoredObject]:
+        """Everything that is kept, of all tenants."""
+        return self.store.listing(OBJECTS)
+
+    def clear_attempt(self, job_id: str, fence: int) -> None:
+        """Delete what an attempt staged, and the job's folder if that is empty now; what is gone is no error."""
+        folder = self.root / self._job_part(job_id)
+        shutil.rmtree(folder / str(int(fence)), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+    def remove(self, job_id: str) -> None:
+        """Delete what is a deleted job's alone: what it staged, and files that rows of earlier versions named."""
+        part = self._job_part(job_id)
+        for each in self.store.listing(f"{part}/"):
+            self.store.delete(each.key)
+        folder = self.root / part
+        shutil.rmtree(folder, ignore_errors=True)  # a worker may be clearing it at the same time
+
+    def _job_part(self, job_id: str) -> str:
+        if not is_id(job_id):
+            raise ArtifactDamaged("a folder was asked for under something that is no job id")
+        return job_id
+
+
+def open_artifacts(
+    settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
+) -> ArtifactFolder:
+    """The artifacts that the operator's settings name, and what is to stand ``around`` their store."""
+    root = settings.artifact_root
+    return ArtifactFolder(root, around(LocalObjects(root) if settings.bucket is None else S3Objects(settings.bucket)))
+
+
+def object_key(tenant_id: str, sha256: str) -> str:
+    """Where the bytes of that digest stand for that tenant.
+
+    Raises:
+        ArtifactDamaged: If either is none.
+    """
+    if not _TENANT.fullmatch(tenant_id) or not _SHA256.fullmatch(sha256):
+        raise ArtifactDamaged("a file was declared with something that is no SHA-256")
+    return f"{OBJECTS}{tenant_id}/{sha256[:2]}/{sha256}"

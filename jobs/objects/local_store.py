@@ -1,0 +1,195 @@
+"""Objects in a folder: linked under a temporary name, verified, synced, renamed.
+
+A file that is already on the same file system is linked, not copied, so that keeping it costs its
+folder entry alone. A lock on the folder, which the kernel takes back from a process that is gone,
+keeps whoever removes an old object from removing the new one that just replaced it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from jobs.errors import ArtifactDamaged
+from jobs.objects.object_store import PART, StoredObject
+
+CHUNK_BYTES = 2**20
+_LOCK = ".objects.lock"
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+
+
+class LocalObjects:
+    """The objects below one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+
+    def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
+        """Link the file into place, or copy it from another file system."""
+        target = self._path(key)
+        _make_folder(target.parent)
+        part = target.with_name(f"{PART}{uuid.uuid4().hex}")
+        try:
+            _take(source, part)
+            # a link has its source's age: were that old, a sweep would take it while it is verified
+            os.utime(part)
+            with open_plain(part, size_bytes, called=source.name) as file:
+                require_digest(file, sha256, called=source.name)
+                os.fsync(file.fileno())
+            with self._locked(fcntl.LOCK_SH):
+                # its age begins now: nobody removes it before a row names it
+                os.utime(part)
+                part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+
+    def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
+        """The file, which stays readable whatever happens to its name."""
+        path = self._path(key)
+        # links were not written by a store, and could lead out of its folder
+        if path.resolve() != self.root.resolve() / key:
+            raise ArtifactDamaged(f"artifact {key} is reached through a link; only plain files are artifacts")
+        file = open_plain(path, size_bytes, called=key)
+        file.seek(first)
+        return file
+
+    def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
+        """Link the file to another place of the same file system, or copy it."""
+        self.open(key, size_bytes).close()
+        part = target.with_name(f"{PART}{uuid.uuid4().hex}")
+        try:
+            _take(self._path(key), part)
+            with open_plain(part, size_bytes, called=key) as file:
+                require_digest(file, sha256, called=key)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def listing(self, prefix: str) -> Iterator[StoredObject]:
+        """Every file, those under temporary names too: they are somebody's, or left of a killed process."""
+        for folder, _, names in os.walk(self.root / prefix):
+            for name in names:
+                path = Path(folder) / name
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.lstat()
+                    yield StoredObject(
+                        key=path.relative_to(self.root).as_posix(),
+                        size_bytes=status.st_size,
+                        modified_at=status.st_mtime,
+                    )
+
+    def delete(self, key: str, *, older_than: float | None = None) -> bool:
+        """Unlink the file; no object takes its place between the look at its age and that."""
+        path = self._path(key)
+        try:
+            with self._locked(fcntl.LOCK_EX):
+                if older_than is not None and path.lstat().st_mtime >= older_than:
+                    return False
+                path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def now(self) -> float:
+        """The file system's clock, which is the file server's where there is one."""
+        with self._lock_file() as descriptor:
+            os.utime(descriptor)
+            return os.fstat(descriptor).st_mtime
+
+    def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> None:
+        """A folder gives none."""
+
+    def _path(self, key: str) -> Path:
+        if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key:
+            raise ArtifactDamaged(f"an object's key {key[:80]!r} is not made of plain path segments")
+        return self.root / key
+
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[int]:
+        self.root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        with self._lock_file() as descriptor:
+            # a file system without locks: what is left is the age, looked at just before
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, how)
+            yield
+
+
+def open_plain(path: Path, size_bytes: int, *, called: str) -> BinaryIO:
+    """Open a file of just that size.
+
+    Raises:
+        ArtifactDamaged: If it is missing, no plain file, or of another size.
+    """
+    try:
+        # a pipe would hang
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ArtifactDamaged(
+            f"artifact {called} cannot be opened ({error.strerror}); was the folder moved?"
+        ) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
+        os.close(descriptor)
+        raise ArtifactDamaged(
+            f"artifact {called} has {status.st_size:,} bytes, {size_bytes:,} were declared; it is cut off or replaced"
+        )
+    return os.fdopen(descriptor, "rb")
+
+
+def require_digest(file: BinaryIO, sha256: str, *, called: str) -> None:
+    """Read a file to its end.
+
+    Raises:
+        ArtifactDamaged: If its bytes are not those declared.
+    """
+    digest = hashlib.sha256()
+    while chunk := file.read(CHUNK_BYTES):
+        digest.update(chunk)
+    if digest.hexdigest() != sha256:
+        raise ArtifactDamaged(f"artifact {called} has another SHA-256 than declared: its bytes have changed")
+
+
+def _take(source: Path, part: Path) -> None:
+    try:
+        os.link(source, part, follow_symlinks=False)
+    except FileNotFoundError as error:
+        raise ArtifactDamaged(f"artifact {source.name} cannot be opened: there is no such file") from error
+    except OSError as error:
+        if error.errno not in _NO_LINKS or not stat.S_ISREG(source.lstat().st_mode):
+            if not source.is_file() or source.is_symlink():
+                raise ArtifactDamaged(f"artifact {source.name} is no plain file") from error
+            raise
+        shutil.copyfile(source, part, follow_symlinks=False)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and what is missing above it, each entry on the disk before anything stands in it."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

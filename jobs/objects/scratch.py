@@ -1,0 +1,105 @@
+"""Scratch: what an attempt leaves on the disk for the next one of the same job, and nobody else.
+
+Finished factors that wait and checkpoints stand in ``root/<job id>/.waiting/<fence>``: an attempt
+writes into its own folder only, so that a zombie cannot reach what a later attempt goes on with,
+and the later one takes over what the newest before it has left. It is gone once the job is.
+Where machines share no folder, checkpoints are copied to the bucket (`jobs.objects.scratch_store`).
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from sqlalchemy import Engine, select
+
+from jobs.errors import StoreUnavailable
+from jobs.lifecycle import TERMINAL
+from jobs.objects.object_store import ObjectStore
+from jobs.objects.s3_store import S3Objects
+from jobs.objects.scratch_store import MANIFEST, ScratchStore
+from jobs.schema.database import reading
+from jobs.schema.identifiers import is_id
+from jobs.schema.tables import jobs
+from jobs.settings import LedgerSettings
+
+_NAME = ".waiting"
+
+
+class Scratch:
+    """The scratch folders below one root of artifacts."""
+
+    def __init__(self, root: Path, copies: ScratchStore | None = None) -> None:
+        self._root = root.absolute()
+        self.copies = copies
+        """Of checkpoints, in a bucket; None where all machines share the folder."""
+
+    def of_attempt(self, job_id: str, fence: int) -> Path:
+        """The folder of one attempt; whoever writes makes it."""
+        return self._of_job(job_id) / str(int(fence))
+
+    def before(self, job_id: str, fence: int) -> list[Path]:
+        """The folders of earlier attempts, the newest first."""
+        place = self._of_job(job_id)
+        fences = [int(each.name) for each in place.iterdir() if each.name.isdecimal()] if place.is_dir() else []
+        return [place / str(each) for each in sorted(fences, reverse=True) if each < fence]
+
+    def bring(self, job_id: str, fence: int) -> None:
+        """Bring here what an earlier attempt left on another machine, unless this one has later.
+
+        Raises:
+            ArtifactDamaged: If the copy is damaged; there is nothing to go on with, then.
+            StoreUnavailable: If the store does not answer.
+            OSError: If a disk is full or fails.
+        """
+        if self.copies is None:
+            return
+        newest = self.copies.newest(job_id, fence)
+        here = [int(each.name) for each in self.before(job_id, fence) if (each / MANIFEST).is_file()]
+        if newest is not None and newest > max(here, default=-1):
+            self._of_job(job_id).mkdir(parents=True, exist_ok=True)
+            self.copies.bring(job_id, newest, self.of_attempt(job_id, newest))
+
+    def clear(self, job_id: str) -> None:
+        """Delete what the job's attempts have left; what is gone already, or in use, is no error."""
+        shutil.rmtree(self._of_job(job_id), ignore_errors=True)
+        if self.copies is not None:
+            with contextlib.suppress(StoreUnavailable):  # the sweeper comes by
+                self.copies.clear(job_id)
+
+    def jobs(self) -> list[str]:
+        """Ids of the jobs that have left something."""
+        there = set() if self.copies is None else self.copies.jobs()
+        if self._root.is_dir():
+            there |= {each.name for each in self._root.iterdir() if is_id(each.name) and (each / _NAME).is_dir()}
+        return sorted(there)
+
+    def _of_job(self, job_id: str) -> Path:
+        if not is_id(job_id):
+            raise ValueError("a scratch folder was asked for under something that is no job id")
+        return self._root / job_id / _NAME
+
+
+def open_scratch(
+    settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
+) -> Scratch:
+    """The scratch that the operator's settings name, and what is to stand ``around`` the store of its copies."""
+    copies = None if settings.bucket is None else ScratchStore(around(S3Objects(settings.bucket)))
+    return Scratch(settings.artifact_root, copies)
+
+
+def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
+    """Clear the scratch of jobs that ended while no attempt of theirs was there to do it; returns how many."""
+    found = scratch.jobs()
+    if not found:
+        return 0
+    with reading(engine) as connection:
+        alive = set(
+            connection.execute(
+                select(jobs.c.id).where(jobs.c.id.in_(found), jobs.c.state.not_in(list(TERMINAL)))
+            ).scalars()
+        )
+    ended = [job_id for job_id in found if job_id not in alive]
+    for job_id in ended:
+        scratch.clear(job_id)
+    return len(ended)

@@ -1,0 +1,177 @@
+"""Scratch in a bucket: a copy of an attempt's finished checkpoints, for an attempt on another machine.
+
+``scratch/<job>/<fence>/<sha256>`` are the files of the newest checkpoint that was copied whole, and
+``index.json`` beside them says which name each has; it is put last and replaces the one before in
+one step. So whoever reads it finds a whole checkpoint, whatever happened to whoever wrote it.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from jobs.errors import ArtifactDamaged
+from jobs.objects.object_store import PART, ObjectStore
+from jobs.schema.identifiers import is_id
+
+MANIFEST = "checkpoint/checkpoint.json"
+"""The file that makes the others a checkpoint."""
+_ROOT = "scratch/"
+_INDEX = "index.json"
+_MAX_INDEX_BYTES = 64 * 2**20
+
+
+class ScratchStore:
+    """The copies of all jobs."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._digests: dict[tuple[int, int, int], str] = {}
+        """By inode, time and size of files that were copied: they are never changed in place."""
+
+    def save(self, job_id: str, fence: int, folder: Path) -> bool:
+        """Copy the checkpoint that stands in ``folder``, and drop what the one before alone had.
+
+        Returns whether there was one.
+
+        Raises:
+            StoreUnavailable: If the store does not answer; what was copied before stands.
+            OSError: If a disk is full or fails.
+        """
+        prefix = _prefix(job_id, fence)
+        with _snapshot(folder) as files:
+            if MANIFEST not in files:
+                return False
+            before = {each.key for each in self._store.listing(prefix)}
+            index = {}
+            for name, path in files.items():
+                sha256, size = self._digest(path), path.stat().st_size
+                index[name] = [sha256, size]
+                if f"{prefix}{sha256}" not in before:
+                    self._store.put(f"{prefix}{sha256}", path, sha256=sha256, size_bytes=size)
+            self._put_index(prefix, index, folder.parent)
+        kept = {f"{prefix}{sha256}" for sha256, _ in index.values()} | {f"{prefix}{_INDEX}"}
+        for each in before - kept:
+            self._store.delete(each)
+        for earlier in self._fences(job_id):
+            if earlier < fence:
+                self._remove(_prefix(job_id, earlier))
+        return True
+
+    def newest(self, job_id: str, before: int) -> int | None:
+        """The latest attempt before that fence whose checkpoint was copied."""
+        return max((fence for fence in self._fences(job_id) if fence < before), default=None)
+
+    def bring(self, job_id: str, fence: int, target: Path) -> None:
+        """Bring an attempt's copy to ``target``, which is there whole or not at all.
+
+        Raises:
+            ArtifactDamaged: If it is not as it was copied.
+            StoreUnavailable: If the store does not answer.
+            OSError: If a disk is full or fails.
+        """
+        prefix = _prefix(job_id, fence)
+        part = target.with_name(f"{PART}{uuid.uuid4().hex}")
+        try:
+            for name, (sha256, size) in self._index(prefix).items():
+                place = part / name
+                if not place.resolve().is_relative_to(part.resolve()):
+                    raise ArtifactDamaged(f"the copied checkpoint names {name[:80]!r}, outside its folder")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                self._store.fetch(f"{prefix}{sha256}", place, sha256=sha256, size_bytes=size)
+            shutil.rmtree(target, ignore_errors=True)
+            part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def clear(self, job_id: str) -> None:
+        """Remove all copies of a job."""
+        self._remove(f"{_ROOT}{job_id}/")
+
+    def jobs(self) -> set[str]:
+        """Ids of the jobs that have copies."""
+        return {job_id for each in self._store.listing(_ROOT) if is_id(job_id := each.key.split("/")[1])}
+
+    def _digest(self, path: Path) -> str:
+        status = path.stat()
+        place = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if place not in self._digests:
+            with path.open("rb") as file:
+                self._digests[place] = hashlib.file_digest(file, "sha256").hexdigest()
+        return self._digests[place]
+
+    def _put_index(self, prefix: str, index: dict[str, list[object]], folder: Path) -> None:
+        text = json.dumps(index).encode()
+        place = folder / f"{PART}{uuid.uuid4().hex}"
+        try:
+            place.write_bytes(text)
+            self._store.put(f"{prefix}{_INDEX}", place, sha256=hashlib.sha256(text).hexdigest(), size_bytes=len(text))
+        finally:
+            place.unlink(missing_ok=True)
+
+    def _index(self, prefix: str) -> dict[str, tuple[str, int]]:
+        size = next((each.size_bytes for each in self._store.listing(prefix) if each.key == f"{prefix}{_INDEX}"), None)
+        if size is None or size > _MAX_INDEX_BYTES:
+            raise ArtifactDamaged("the copied checkpoint has no index")
+        with self._store.open(f"{prefix}{_INDEX}", size) as file:
+            text = file.read()
+        try:
+            return {str(name): (str(sha256), int(each)) for name, (sha256, each) in json.loads(text).items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ArtifactDamaged("the copied checkpoint's index is damaged") from error
+
+    def _fences(self, job_id: str) -> list[int]:
+        found = [each.key.split("/") for each in self._store.listing(f"{_ROOT}{job_id}/")]
+        return [int(parts[2]) for parts in found if parts[-1] == _INDEX and parts[2].isdecimal()]
+
+    def _remove(self, prefix: str) -> None:
+        # the index first: what is left of a copy is none
+        for each in sorted(self._store.listing(prefix), key=lambda each: not each.key.endswith(_INDEX)):
+            self._store.delete(each.key)
+
+
+def _prefix(job_id: str, fence: int) -> str:
+    return f"{_ROOT}{job_id}/{int(fence)}/"
+
+
+@contextlib.contextmanager
+def _snapshot(folder: Path) -> Iterator[dict[str, Path]]:
+    """Links to every complete file as of one moment: the child replaces the manifest and removes what it left."""
+    place = folder.with_name(f"{PART}{uuid.uuid4().hex}")
+    try:
+        while True:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
+            begun = _version(folder)
+            files = _linked(folder, place)
+            if begun == _version(folder):
+                yield files
+                return
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _version(folder: Path) -> tuple[int, int] | None:
+    """Which manifest stands there."""
+    with contextlib.suppress(FileNotFoundError):
+        status = (folder / MANIFEST).stat()
+        return status.st_ino, status.st_mtime_ns
+    return None
+
+
+def _linked(folder: Path, place: Path) -> dict[str, Path]:
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.name.startswith(PART) or not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
+        target = place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.link(path, target)
+            files[name] = target
+    return files

@@ -1,0 +1,173 @@
+"""How every write begins: one UPDATE that locks the job, checks who may write, and draws the next number.
+
+``UPDATE jobs SET event_seq = event_seq + 1 WHERE id = … AND fence = … AND state IN (…) RETURNING …``
+means the same on PostgreSQL and on SQLite (which silently drops FOR UPDATE and FOR SHARE). An
+attempt that lost its lease matches no row, so nothing of what follows in its transaction happens.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Double,
+    Engine,
+    Row,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal,
+    null,
+    update,
+)
+
+from jobs.devices.leases import drain
+from jobs.errors import LeaseLost
+from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
+from jobs.metrics.counters import add, note_refused
+from jobs.records import Claim
+from jobs.scheduling.fair_share import due
+from jobs.schema.clock import ledger_now
+from jobs.schema.identifiers import new_id
+from jobs.schema.tables import job_events, jobs, outbox
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+# built once: building a statement takes longer than the database takes to do it
+_DRAW = update(jobs).values(event_seq=jobs.c.event_seq + 1).returning(*jobs.c, ledger_now().label("now"))
+_TAKE = _DRAW.where(
+    jobs.c.id == bindparam("job"), jobs.c.state == literal("queued", literal_execute=True), due()
+).values(
+    state="running",
+    attempt=jobs.c.attempt + 1,
+    fence=jobs.c.fence + 1,
+    claim_token=bindparam("token"),
+    lease_owner=bindparam("owner"),
+    lease_expires_at=ledger_now(bindparam("seconds", type_=Double())),
+    progress=null(),
+    started_at=func.coalesce(jobs.c.started_at, ledger_now()),
+)
+_EVENT = insert(job_events).values(at=ledger_now())
+_SILENCE = delete(outbox).where(outbox.c.job_id == bindparam("job"))
+
+
+def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
+    """Lock the one job that fits ``conditions`` and draw its next event number; None where none fits.
+
+    The row holds the job as it stands, with `event_seq` drawn and the database's `now`.
+    """
+    return connection.execute(_DRAW.where(*conditions)).one_or_none()
+
+
+def take(
+    connection: Connection,
+    job_id: str,
+    owner: str,
+    claim_token: str,
+    lease_seconds: float,
+    *conditions: ColumnElement[bool],
+) -> Row[Any] | None:
+    """Draw of a queued job that is due and fits ``conditions``, and move it to its next holder, all at once.
+
+    The row holds the job as it is from now on; None where none fits.
+    """
+    drawn = connection.execute(
+        _TAKE.where(*conditions) if conditions else _TAKE,
+        {"job": job_id, "owner": owner, "token": claim_token, "seconds": float(lease_seconds)},
+    ).one_or_none()
+    if drawn is not None:
+        _follow(connection, drawn, "queued", "running", {"attempt": drawn.attempt})
+    return drawn
+
+
+def fenced(connection: Connection, claim: Claim) -> Row[Any]:
+    """Draw as the holder of ``claim``.
+
+    Raises:
+        LeaseLost: If the fence moved on or the job has ended.
+    """
+    row = draw(connection, jobs.c.id == claim.job_id, jobs.c.fence == claim.fence, jobs.c.state.in_(HELD))
+    if row is None:
+        raise LeaseLost(claim.job_id, claim.fence)
+    return row
+
+
+def by_holder(
+    write: Callable[Concatenate[Engine, Claim, P], T],
+) -> Callable[Concatenate[Engine, Claim, P], T]:
+    """Count the refusal where a transaction of an attempt is refused: after it, since it leaves nothing behind."""
+
+    @functools.wraps(write)
+    def counted(engine: Engine, claim: Claim, /, *given: P.args, **named: P.kwargs) -> T:
+        try:
+            return write(engine, claim, *given, **named)
+        except LeaseLost:
+            note_refused(engine)
+            raise
+
+    return counted
+
+
+def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -> None:
+    """Set columns of the job that ``drawn`` has locked."""
+    connection.execute(update(jobs).where(jobs.c.id == drawn.id).values(dict(values)))
+
+
+def append_event(connection: Connection, drawn: Row[Any], event_type: str, data: Mapping[str, Any]) -> None:
+    """Write the event under the number drawn; one draw, one event."""
+    connection.execute(
+        _EVENT,
+        {
+            "job_id": drawn.id,
+            "tenant_id": drawn.tenant_id,
+            "seq": drawn.event_seq,
+            "type": event_type,
+            "data": dict(data),
+        },
+    )
+
+
+def move(
+    connection: Connection,
+    drawn: Row[Any],
+    state: State,
+    values: Mapping[str, Any] | None = None,
+    reason: str | None = None,
+) -> None:
+    """Take the locked job to ``state``, with everything that goes with it: stamps, lease, doorbell, event.
+
+    Raises:
+        ValueError: If the table of legal moves does not hold this one.
+    """
+    if state not in LEGAL_MOVES[drawn.state]:
+        raise ValueError(f"no job goes from {drawn.state} to {state}; the legal moves are in jobs.lifecycle")
+    changes = {"state": state, **(values or {})}
+    if state not in HELD:
+        changes |= {"lease_owner": None, "lease_expires_at": None, "claim_token": None}
+    if state in TERMINAL:
+        changes["finished_at"] = ledger_now()
+    change(connection, drawn, changes)
+    told = {"attempt": changes.get("attempt", drawn.attempt)} | ({"reason": reason} if reason else {})
+    _follow(connection, drawn, drawn.state, state, told)
+
+
+def _follow(connection: Connection, drawn: Row[Any], before: State, after: State, told: Mapping[str, Any]) -> None:
+    """Do all that goes with a move beside the job's own row."""
+    add(connection, "moves", after)
+    if before in HELD and after not in HELD:
+        drain(connection, drawn)
+    if after == "queued":
+        post_doorbell(connection, drawn.id, drawn.tenant_id)
+    elif before == "queued":
+        connection.execute(_SILENCE, {"job": drawn.id})
+    append_event(connection, drawn, "state", {"state": after, **told})
+
+
+def post_doorbell(connection: Connection, job_id: str, tenant_id: str) -> None:
+    """Leave a doorbell for the relay, in the transaction that queues the job: neither exists alone."""
+    connection.execute(insert(outbox).values(id=new_id(), job_id=job_id, tenant_id=tenant_id, created_at=ledger_now()))

@@ -1,0 +1,91 @@
+"""The reaper takes jobs away from holders that fell silent, and ends those that nobody holds at their deadline."""
+
+import logging
+
+from sqlalchemy import Engine, literal, select
+
+from jobs.lifecycle import HELD
+from jobs.metrics.counters import add
+from jobs.queue.claims import record_failure
+from jobs.queue.fence import draw, move
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import reading, writing
+from jobs.schema.tables import jobs
+
+_log = logging.getLogger("kronoscope.jobs")
+
+_AT_ONCE = 100
+
+_SILENT = {
+    "category": "transient",
+    "code": "worker_lost",
+    "message": "the worker that ran this job fell silent: it was killed, or lost its machine or the database",
+    "pointer": None,
+    "layer": None,
+    "detail": None,
+}
+
+
+_OVERDUE = {
+    "category": "usage",
+    "code": "deadline_exceeded",
+    "message": "the deadline passed while the job was in the queue; submit it again with a later one",
+    "pointer": None,
+    "layer": None,
+    "detail": None,
+}
+
+_SILENT_AND_OVERDUE = _OVERDUE | {
+    "message": "the worker that ran this job fell silent, and then its deadline passed; what was done stays",
+}
+
+
+def reap_expired(engine: Engine) -> int:
+    """Take away every job whose lease has expired; returns how many.
+
+    One whose deadline has passed as well ends here; the others go back into the queue.
+
+    It runs in every API and worker process at once: each job is taken in a transaction of its own
+    whose first statement checks the lease again, so that a second reaper, or a heartbeat that came
+    first, leaves it nothing to do. A job whose row is locked is left for the next round: a holder
+    that froze in the middle of a write keeps its lock until the database ends its session, and must
+    not hold up the others.
+    """
+    expired = (jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
+    with reading(engine) as connection:
+        candidates = connection.execute(
+            select(jobs.c.id, jobs.c.fence).where(*expired).limit(_AT_ONCE).with_for_update(skip_locked=True)
+        ).all()
+    taken = 0
+    for job_id, fence in candidates:
+        with writing(engine) as connection:
+            drawn = draw(connection, jobs.c.id == job_id, jobs.c.fence == fence, *expired)
+            if drawn is not None:
+                overdue = drawn.deadline_at is not None and drawn.deadline_at <= drawn.now
+                record_failure(connection, drawn, _SILENT_AND_OVERDUE if overdue else _SILENT)
+                add(connection, "reaped")
+                taken += 1
+        if drawn is not None:
+            told = {"job": job_id, "attempt": drawn.attempt, "fence": fence, "owner": drawn.lease_owner}
+            _log.warning("lease reaped", extra=told)
+    return taken
+
+
+def end_overdue(engine: Engine) -> int:
+    """End every queued job whose deadline has passed, failed without another attempt; returns how many.
+
+    Of those that run their workers keep the time. It counts as no failure of an attempt: there was none.
+    """
+    # in the statement's text, for the index that holds queued jobs with a deadline alone
+    overdue = (jobs.c.state == literal("queued", literal_execute=True), jobs.c.deadline_at <= ledger_now())
+    with reading(engine) as connection:
+        candidates = connection.execute(select(jobs.c.id).where(*overdue).limit(_AT_ONCE)).scalars().all()
+    ended = 0
+    for job_id in candidates:
+        with writing(engine) as connection:
+            drawn = draw(connection, jobs.c.id == job_id, *overdue)
+            if drawn is not None:
+                move(connection, drawn, "failed", {"failure": _OVERDUE}, reason=str(_OVERDUE["code"]))
+                add(connection, "job_failures", "usage")
+                ended += 1
+    return ended

@@ -1,0 +1,1 @@
+"""What a tenant calls: submit, read, list, cancel; results; the history of events."""

@@ -1,0 +1,239 @@
+"""What a job has left: layer rows, artifacts and events, read by its tenant in bounded pages."""
+
+import base64
+import binascii
+import dataclasses
+import heapq
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, get_args, get_type_hints
+
+from sqlalchemy import ColumnElement, Double, Engine, Row, Table, and_, func, literal, or_, select
+from sqlalchemy import cast as sql_cast
+
+from catalog import ANALYSES
+from jobs.errors import PageRefused
+from jobs.records import Artifact, Event, LayerPage, LayerRow
+from jobs.repository.store import artifact_record, check_limit
+from jobs.schema.database import reading
+from jobs.schema.identifiers import is_id
+from jobs.schema.tables import artifacts, job_events, layer_results
+
+MAX_ORDINAL = 2**31 - 1
+
+
+def _numbers(metrics: type) -> set[str]:
+    hints = get_type_hints(metrics)
+    return {
+        field.name
+        for field in dataclasses.fields(metrics)
+        if {int, float} & {hints[field.name], *get_args(hints[field.name])}
+    }
+
+
+SORT_KEYS: frozenset[str] = frozenset().union(*(_numbers(analysis.metrics) for analysis in ANALYSES.values()))
+"""Metrics that layers can be sorted by: the numeric ones of the menu, and no other text reaches SQL."""
+
+
+def layer_rows(
+    engine: Engine,
+    tenant_id: str,
+    job_id: str,
+    kind: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
+    sort: str | None = None,
+    layer: str | None = None,
+) -> LayerPage:
+    """A page of layer rows, by kind and ordinal or by a metric (``-metric`` descending, nulls last).
+
+    Raises:
+        PageRefused: If the limit, the sort key or the cursor means nothing.
+    """
+    check_limit(limit)
+    table = layer_results.c
+    query = select(layer_results).where(*_owned(layer_results, tenant_id, job_id))
+    if kind is not None:
+        query = query.where(table.kind == kind.replace("\0", ""))
+    if layer is not None:
+        query = query.where(table.layer == layer.replace("\0", ""))
+    descending = sort is not None and sort.startswith("-")
+    value = _sort_value(sort, descending=descending)
+    if after is not None:
+        query = query.where(_beyond(value, _read_cursor(after, sort), descending=descending))
+    order = value.desc() if descending else value.asc()
+    query = query.add_columns(value.label("sort_value")).order_by(order, table.kind, table.ordinal).limit(limit + 1)
+    with reading(engine) as connection:
+        rows = connection.execute(query).all()
+    kept = rows[:limit]
+    last = kept[-1] if len(rows) > limit else None
+    following = None if last is None else _cursor(sort, last.sort_value, last.kind, last.ordinal)
+    return LayerPage(items=tuple(_layer_row(row) for row in kept), next=following)
+
+
+def page_of(
+    rows: Iterable[LayerRow],
+    kind: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
+    sort: str | None = None,
+    layer: str | None = None,
+) -> LayerPage:
+    """The page that `layer_rows` gives, of rows that are not in the ledger; no more than a page is held.
+
+    Raises:
+        PageRefused: If the sort key or the cursor means nothing.
+    """
+    number = _number_of(sort)
+    beyond = None if after is None else _read_cursor(after, sort)
+    sign = -1 if sort is not None and sort.startswith("-") else 1
+
+    def place(row: LayerRow) -> tuple[float, str, int]:
+        return sign * number(row), row.kind, row.ordinal
+
+    wanted = (row for row in rows if kind in (None, row.kind) and layer in (None, row.layer))
+    if beyond is not None:
+        last = (sign * beyond[0], *beyond[1:])
+        wanted = (row for row in wanted if place(row) > last)
+    found = heapq.nsmallest(limit + 1, wanted, key=place)
+    kept = found[:limit]
+    more = len(found) > limit
+    following = _cursor(sort, number(kept[-1]), kept[-1].kind, kept[-1].ordinal) if more else None
+    return LayerPage(items=tuple(kept), next=following)
+
+
+def layer_row(engine: Engine, tenant_id: str, job_id: str, kind: str, ordinal: int) -> LayerRow | None:
+    """One layer's row, or None."""
+    if not 0 <= ordinal <= MAX_ORDINAL:
+        return None
+    query = select(layer_results).where(
+        *_owned(layer_results, tenant_id, job_id),
+        layer_results.c.kind == kind.replace("\0", ""),
+        layer_results.c.ordinal == ordinal,
+    )
+    with reading(engine) as connection:
+        row = connection.execute(query).one_or_none()
+    return None if row is None else _layer_row(row)
+
+
+def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
+    """How many layer rows the job has so far."""
+    query = select(func.count()).select_from(layer_results).where(*_owned(layer_results, tenant_id, job_id))
+    with reading(engine) as connection:
+        return connection.execute(query).scalar_one()
+
+
+def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
+    """How many lines the job's history has in the ledger."""
+    query = select(func.count()).select_from(job_events).where(*_owned(job_events, tenant_id, job_id))
+    with reading(engine) as connection:
+        return connection.execute(query).scalar_one()
+
+
+def list_artifacts(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifact, ...]:
+    """All files of the job, by name."""
+    query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id)).order_by(artifacts.c.name)
+    with reading(engine) as connection:
+        return tuple(artifact_record(row) for row in connection.execute(query))
+
+
+def read_artifact(engine: Engine, tenant_id: str, job_id: str, name: str) -> Artifact | None:
+    """One file's record, or None; `ArtifactFolder.open` gives its bytes."""
+    query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id), artifacts.c.name == name.replace("\0", ""))
+    with reading(engine) as connection:
+        row = connection.execute(query).one_or_none()
+    return None if row is None else artifact_record(row)
+
+
+def events_after(engine: Engine, tenant_id: str, job_id: str, seq: int = 0, limit: int = 100) -> tuple[Event, ...]:
+    """Events numbered above ``seq``, in order; numbers grow, with gaps."""
+    check_limit(limit)
+    query = (
+        select(job_events)
+        .where(*_owned(job_events, tenant_id, job_id), job_events.c.seq > max(0, min(seq, 2**63 - 1)))
+        .order_by(job_events.c.seq)
+        .limit(limit)
+    )
+    with reading(engine) as connection:
+        return tuple(Event(seq=row.seq, at=row.at, type=row.type, data=row.data) for row in connection.execute(query))
+
+
+def _owned(table: Table, tenant_id: str, job_id: str) -> tuple[ColumnElement[bool], ...]:
+    return (table.c.tenant_id == tenant_id, table.c.job_id == (job_id if is_id(job_id) else ""))
+
+
+def _sort_value(sort: str | None, *, descending: bool) -> ColumnElement[float]:
+    """What rows are sorted by: a constant without a sort key, and beyond every number where it is null."""
+    if sort is None:
+        return sql_cast(literal(0.0), Double)
+    metric = layer_results.c.outcome["metrics", _sort_key(sort)].as_float()
+    return func.coalesce(metric, sql_cast(literal(-math.inf if descending else math.inf), Double))
+
+
+def _sort_key(sort: str) -> str:
+    key = sort.removeprefix("-")
+    if key not in SORT_KEYS:
+        raise PageRefused("sort", f"is no metric; take one of {', '.join(sorted(SORT_KEYS))}, with - for descending")
+    return key
+
+
+def _beyond(value: ColumnElement[float], cursor: tuple[float, str, int], *, descending: bool) -> ColumnElement[bool]:
+    last, kind, ordinal = cursor
+    table = layer_results.c
+    past = value < last if descending else value > last
+    return or_(
+        past,
+        and_(value == last, or_(table.kind > kind, and_(table.kind == kind, table.ordinal > ordinal))),
+    )
+
+
+def _number_of(sort: str | None) -> Callable[[LayerRow], float]:
+    """What rows are sorted by outside of SQL: as `_sort_value`."""
+    if sort is None:
+        return lambda _: 0.0
+    key = _sort_key(sort)
+    beyond = -math.inf if sort.startswith("-") else math.inf
+
+    def number(row: LayerRow) -> float:
+        value = (row.outcome.get("metrics") or {}).get(key)
+        return beyond if value is None else float(value)
+
+    return number
+
+
+def _cursor(sort: str | None, value: float, kind: str, ordinal: int) -> str:
+    text = json.dumps([sort, repr(float(value)), kind, ordinal])
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _read_cursor(cursor: str, sort: str | None) -> tuple[float, str, int]:
+    refusal = PageRefused("after", "is no cursor of this order; take `next` of the page before")
+    try:
+        padded = cursor[:1000] + "=" * (-len(cursor) % 4)
+        made_for, value, kind, ordinal = json.loads(base64.urlsafe_b64decode(padded))
+        number = float(value)
+    except (binascii.Error, ValueError, TypeError, RecursionError) as error:
+        raise refusal from error
+    if (
+        made_for != sort
+        or math.isnan(number)
+        or kind not in ANALYSES
+        or type(ordinal) is not int
+        or not 0 <= ordinal <= MAX_ORDINAL
+    ):
+        raise refusal
+    return number, kind, ordinal
+
+
+def _layer_row(row: Row[Any]) -> LayerRow:
+    return LayerRow(
+        kind=row.kind,
+        ordinal=row.ordinal,
+        layer=row.layer,
+        attempt=row.attempt,
+        fence=row.fence,
+        sha256=row.sha256,
+        outcome=row.outcome,
+        observed=row.observed,
+    )

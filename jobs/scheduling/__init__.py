@@ -1,0 +1,1 @@
+"""Which job runs next (fair share, deadlines) and on which device it fits."""

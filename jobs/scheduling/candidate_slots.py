@@ -1,0 +1,106 @@
+"""Which queued jobs a worker may put on its devices, asked of the ledger in one statement.
+
+A `Seat` is what decides how the condition reads; the numbers in it are given when it is asked. So the statement is
+built once for each shape of fleet that a worker meets, not at each look: building it takes longer than the answer.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    ColumnElement,
+    Double,
+    Integer,
+    Select,
+    String,
+    and_,
+    bindparam,
+    case,
+    func,
+    or_,
+)
+
+from catalog.record import record
+from jobs.devices.leases import suited
+from jobs.scheduling.fair_share import due, goes_ahead, in_turn
+from jobs.schema.clock import Moment, ledger_now
+from jobs.schema.tables import jobs, tenants
+
+NEEDS = func.coalesce(jobs.c.needs_bytes, 0)
+_SHAPES = 128
+
+
+@record
+class Seat:
+    """What a device takes now, but for the numbers."""
+
+    kind: str
+    factories: tuple[str, ...]
+    kept: bool
+    """Whether it is kept for a job."""
+    smaller: tuple[str, ...]
+    """Classes of the smaller free devices of others, to whom what they could hold is left for a grace."""
+
+
+def seats_query(dialect: str, limit: int, seats: Sequence[Seat]) -> Select[Any]:
+    """The ids of the next ``limit`` jobs in turn that fit on one of ``seats``, and as `told` on which device.
+
+    To be given when it is asked: `most_bytes`, the most that is free on any, `before_grace`, the grace in seconds
+    taken negative, and `seat_values` of each seat.
+    """
+    return _built(dialect, limit, tuple(seats))
+
+
+def seat_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - a row of `jobs`
+    """The numbers of the seat that stands at ``number``; ``most`` bytes free in each class of its `smaller`."""
+    values = {f"device_{number}": device, f"free_{number}": free_bytes}
+    values |= {f"most_{number}_{index}": each for index, each in enumerate(most)}
+    if kept is not None:
+        values |= {
+            f"kept_id_{number}": kept.id,
+            f"kept_tenant_{number}": kept.tenant_id,
+            f"kept_priority_{number}": kept.priority,
+            f"kept_since_{number}": kept.queued_at,
+        }
+    return values
+
+
+@functools.lru_cache(maxsize=_SHAPES)
+def _built(dialect: str, limit: int, seats: tuple[Seat, ...]) -> Select[Any]:
+    taken = [(_takes(number, seat), bindparam(f"device_{number}", type_=String())) for number, seat in enumerate(seats)]
+    # what fits nowhere is passed over by one comparison
+    claimable = and_(_bytes("most_bytes") >= NEEDS, due(), or_(*(condition for condition, _ in taken)))
+    return in_turn(dialect, limit, claimable, case(*taken))
+
+
+def _takes(number: int, seat: Seat) -> ColumnElement[bool]:
+    conditions = [_bytes(f"free_{number}") >= NEEDS, suited(seat.kind, seat.factories)]
+    if seat.kept:
+        conditions.append(
+            or_(
+                goes_ahead(jobs.c.priority, tenants.c.served_at),
+                and_(
+                    jobs.c.tenant_id == bindparam(f"kept_tenant_{number}", type_=String()),
+                    jobs.c.priority > bindparam(f"kept_priority_{number}", type_=Integer()),
+                ),
+                # named, as what SQLite keeps of a moment is finer than what comes back of it
+                jobs.c.id == bindparam(f"kept_id_{number}", type_=String()),
+                jobs.c.queued_at < bindparam(f"kept_since_{number}", type_=Moment()),
+            )
+        )
+    for index, device_class in enumerate(seat.smaller):
+        conditions.append(
+            or_(
+                _bytes(f"most_{number}_{index}") < NEEDS,
+                jobs.c.device_class != device_class,  # not of one that no plan has tied to a class yet
+                jobs.c.queued_at <= ledger_now(bindparam("before_grace", type_=Double())),
+            )
+        )
+    return and_(*conditions)
+
+
+def _bytes(name: str) -> BindParameter[int]:
+    return bindparam(name, type_=BigInteger())

@@ -1,0 +1,99 @@
+"""Whose turn it is: the order in which queued jobs are claimed, fair between tenants whatever priority they give."""
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, literal, or_, select, true
+from sqlalchemy.sql.util import ClauseAdapter
+
+from jobs.lifecycle import HELD
+from jobs.schema.clock import ledger_now
+from jobs.schema.tables import jobs, tenants
+
+AHEAD = 100
+"""A priority that no document can ask for: before all of a tenant's jobs, for what takes seconds and is waited for."""
+
+_AHEAD_EVERY_SECONDS = 60.0
+"""How long a tenant must not have been served to go before everybody's jobs: longer than such a thing takes."""
+
+
+def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
+    """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds, and ``told`` of each.
+
+    The tenant with the fewest jobs running comes first, among equals the one that was served longest ago.
+
+    What is waited for goes before everybody's jobs once, and then in turn: one who asks for estimates without end holds
+    up nobody. A priority orders a tenant's own jobs. Were it to count between tenants, one who asked for the highest
+    would hold up all the others.
+
+    No more than ``limit`` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
+    grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
+    """
+    first = _first_of_each(dialect, limit, claimable, told)
+    running = (
+        select(
+            jobs.c.tenant_id,
+            func.count().label("number"),
+            func.sum(case((jobs.c.priority >= AHEAD, 1), else_=0)).label("ahead"),
+        )
+        .where(jobs.c.state.in_(HELD))
+        .group_by(jobs.c.tenant_id)
+        .subquery("running")
+    )
+    position = func.row_number().over(
+        partition_by=first.c.tenant_id, order_by=(first.c.priority.desc(), first.c.queued_at, first.c.id)
+    )
+    ahead = and_(goes_ahead(first.c.priority, first.c.served_at), position == 1, func.coalesce(running.c.ahead, 0) == 0)
+    return (
+        select(first.c.id, first.c.told)
+        .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
+        .order_by(
+            ahead.desc(),
+            position + func.coalesce(running.c.number, 0),
+            # with one worker nothing runs when it looks: without this the longer backlog would go first, whole
+            first.c.served_at.asc().nulls_first(),
+            first.c.queued_at,
+            first.c.id,
+        )
+        .limit(limit)
+    )
+
+
+def goes_ahead(priority: ColumnElement[int], served_at: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Whether a queued job is waited for, and its tenant was not served just now, so that others had their turn."""
+    return and_(priority >= AHEAD, or_(served_at.is_(None), served_at <= ledger_now(-_AHEAD_EVERY_SECONDS)))
+
+
+def due() -> ColumnElement[bool]:
+    """Whether a queued job may be claimed by now, and still."""
+    return and_(
+        or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now()),
+        or_(jobs.c.not_before.is_(None), jobs.c.not_before <= ledger_now()),
+    )
+
+
+def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Subquery:
+    """The first ``limit`` queued jobs of each tenant. SQLite knows no LATERAL, and PostgreSQL no index into an IN."""
+    waiting = (
+        select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority, jobs.c.queued_at, told.label("told"))
+        # in the statement's text: neither database takes an index of part of a table for a value it is yet to be told
+        .where(jobs.c.tenant_id == tenants.c.id, jobs.c.state == literal("queued", literal_execute=True), claimable)
+        .order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
+        .limit(limit)
+        .correlate(tenants)
+    )
+    if dialect == "postgresql":
+        each = waiting.lateral("each")
+        return select(each, tenants.c.served_at).select_from(tenants.join(each, true())).subquery("first")
+    listed = jobs.alias("listed")
+    return (
+        select(
+            listed.c.id,
+            listed.c.tenant_id,
+            listed.c.priority,
+            listed.c.queued_at,
+            tenants.c.served_at,
+            ClauseAdapter(listed).traverse(told).label("told"),
+        )
+        .select_from(tenants.join(listed, listed.c.id.in_(waiting.with_only_columns(jobs.c.id))))
+        .subquery("first")
+    )

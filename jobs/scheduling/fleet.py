@@ -1,0 +1,182 @@
+"""The fleet as one look at the ledger shows it: every device, what is free there and left by others, who offers it.
+
+A device is *smaller* than another by its capacity, and every GPU is smaller than a host, which computes more slowly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select
+
+from jobs.devices.leases import suits
+from jobs.scheduling.fair_share import due
+from jobs.schema.clock import ledger_now
+from jobs.schema.tables import device_leases, devices, jobs, worker_devices, workers
+
+_BELIEVED = timedelta(minutes=15)
+"""So long nobody doubts what others than jobs were seen to hold of a device."""
+_NEVER = datetime.fromtimestamp(0, UTC)
+
+# built once: building a statement takes longer than the database takes to answer it
+_leased = (
+    select(
+        device_leases.c.device_uuid,
+        func.sum(device_leases.c.bytes).label("bytes"),
+        func.count().label("number"),
+    )
+    .group_by(device_leases.c.device_uuid)
+    .subquery()
+)
+_DEVICES = select(devices, _leased.c.bytes, _leased.c.number, ledger_now().label("now")).outerjoin(
+    _leased, _leased.c.device_uuid == devices.c.uuid
+)
+_busy = (
+    select(device_leases.c.worker_id, func.count().label("number"))
+    .where(device_leases.c.draining_at.is_(None))
+    .group_by(device_leases.c.worker_id)
+    .subquery()
+)
+_OFFERS = (
+    select(
+        worker_devices.c.device_uuid,
+        workers.c.id,
+        workers.c.factories,
+        workers.c.slots,
+        _busy.c.number,
+        (workers.c.expires_at >= ledger_now()).label("live"),
+    )
+    .join(workers, workers.c.id == worker_devices.c.worker_id)
+    .outerjoin(_busy, _busy.c.worker_id == workers.c.id)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A device as one worker offers it."""
+
+    worker_id: str
+    factories: tuple[str, ...]
+    free_slots: int
+    live: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetDevice:
+    """A device, with what is free there now."""
+
+    uuid: str
+    kind: str
+    capacity_bytes: int
+    most_bytes: int
+    """What may be leased there while no job is, by what others were last seen to hold: on a host always some."""
+    free_bytes: int
+    """-1 where nothing may be put there, however little it needs."""
+    read_at: datetime
+    """When it was last read what others hold: while jobs are there it cannot be."""
+    now: datetime
+    offers: list[Offer] = field(default_factory=list)
+    reserver: Row[Any] | None = None
+    """The job that it is kept for."""
+
+    @property
+    def size(self) -> tuple[bool, int]:
+        """What makes it smaller or larger than another."""
+        return self.kind == "host", self.capacity_bytes
+
+    @property
+    def rank(self) -> tuple[bool, int, str]:
+        """The order from small to large, the same for everybody who looks."""
+        return *self.size, self.uuid
+
+    def offered_by(self, worker_id: str) -> bool:
+        """Whether that worker may put a job here."""
+        return any(each.worker_id == worker_id for each in self.offers)
+
+    def takes_now(self, job: Row[Any]) -> bool:
+        """Whether some worker could begin the job here at once."""
+        return (job.needs_bytes or 0) <= self.free_bytes and any(
+            each.live and each.free_slots > 0 and suits(job, self.kind, each.factories) for each in self.offers
+        )
+
+    def could_hold(self, job: Row[Any], *, live: bool) -> bool:
+        """Whether it has what the job needs, when nothing else is there."""
+        return (job.needs_bytes or 0) <= self.capacity_bytes and any(
+            (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
+        )
+
+    @property
+    def doubted_since(self) -> datetime:
+        """Jobs queued later doubt what others are said to hold: it was read long ago, and may be gone.
+
+        It is read anew when the device was emptied for one. Where that was in vain the job believes it for as long as
+        it had waited by then: it has the device emptied again at twice the age only.
+        """
+        age = self.now - self.read_at
+        return self.now - 2 * age if age > _BELIEVED else self.now
+
+    def most_bytes_if_read(self, seconds: float) -> int:
+        """What others than jobs leave, if that was read in the last ``seconds``; else all there is."""
+        return self.most_bytes if self.now - self.read_at <= timedelta(seconds=seconds) else self.capacity_bytes
+
+    def leaves(self, job: Row[Any]) -> bool:
+        """Whether others than jobs leave what the job needs, as far as it believes what was read of them."""
+        doubted = (job.queued_at or self.now) > self.doubted_since
+        return (job.needs_bytes or 0) <= (self.capacity_bytes if doubted else self.most_bytes)
+
+    def could_lease(self, job: Row[Any]) -> bool:
+        """Whether a job could be put here once no other is: keeping the device for one that cannot helps nobody."""
+        return self.leaves(job) and self.could_hold(job, live=True)
+
+
+def read_fleet(connection: Connection) -> list[FleetDevice]:
+    """Every known device, from small to large, with who offers it and what is free there."""
+    rows = connection.execute(_DEVICES).all()
+    reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
+    waiting = {}
+    if reserved:
+        found = connection.execute(select(jobs).where(jobs.c.id.in_(reserved), jobs.c.state == "queued", due())).all()
+        waiting = {row.id: row for row in found}
+    offers = _offers(connection)
+    fleet = []
+    for row in rows:
+        most = max(0, row.capacity_bytes - row.foreign_bytes)
+        free = max(0, most - int(row.bytes or 0))
+        if row.kind != "host" and (row.number or free == 0):
+            free = -1
+        fleet.append(
+            FleetDevice(
+                uuid=row.uuid,
+                kind=row.kind,
+                capacity_bytes=row.capacity_bytes,
+                most_bytes=most,
+                free_bytes=free,
+                read_at=row.foreign_at or _NEVER,
+                now=row.now,
+                offers=offers.get(row.uuid, []),
+                # a device whose workers are gone keeps room for nobody: the job may reserve another
+                reserver=waiting.get(row.reserved_job_id) if any(o.live for o in offers.get(row.uuid, [])) else None,
+            )
+        )
+    return sorted(fleet, key=lambda each: each.rank)
+
+
+def _offers(connection: Connection) -> dict[str, list[Offer]]:
+    rows = connection.execute(_OFFERS).all()
+    offers: dict[str, list[Offer]] = {}
+    for row in rows:
+        offers.setdefault(row.device_uuid, []).append(
+            Offer(
+                worker_id=row.id,
+                factories=tuple(row.factories),
+                free_slots=row.slots - (row.number or 0),
+                live=bool(row.live),
+            )
+        )
+    return offers
+
+
+def offered_by(fleet: Sequence[FleetDevice], worker_id: str) -> list[tuple[FleetDevice, Offer]]:
+    """The devices of one worker, from small to large, and how it offers each."""
+    return [(each, offer) for each in fleet for offer in each.offers if offer.worker_id == worker_id]

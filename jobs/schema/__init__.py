@@ -1,0 +1,1 @@
+"""Tables, connections, the database's clock and identifiers."""

@@ -1,0 +1,212 @@
+"""The connection to the ledger's database, PostgreSQL or SQLite, its transactions and its schema's version.
+
+The same statements run on both. What differs stands here and in ``jobs.schema.clock``: above all how a
+transaction takes its lock. SQLite takes the file's one write lock at BEGIN IMMEDIATE, so that two
+writers queue up instead of failing halfway.
+"""
+
+import functools
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, exc, make_url, text
+
+from catalog.record import canonical_json
+from jobs.errors import LedgerUnavailable, SchemaOutdated, SettingsInvalid
+
+_READING = "kronoscope_reading"
+_BUSY_SECONDS = 15
+_POSTGRES_OPTIONS = (
+    "-c statement_timeout=30s -c lock_timeout=5s -c idle_in_transaction_session_timeout=10s -c timezone=UTC"
+)
+"""Whoever is silent for 10 s within a transaction is frozen or gone, and a job's row must not stay locked for longer
+than its lease: nobody else could take it."""
+_POSTGRES_PATIENCE = {
+    "connect_timeout": 3,
+    # a machine that is gone closes nothing: what was sent is acknowledged within this time, or the connection is over
+    "tcp_user_timeout": 10_000,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
+_READ_ONLY = "25006"
+"""PostgreSQL's word where it takes no writes for now: a standby after a failover, or a full disk of a managed one."""
+_UPGRADE_LOCK = 0x6B726F6E
+"""Advisory lock of PostgreSQL under which one process at a time migrates."""
+
+
+def open_database(url: str) -> Engine:
+    """Connect lazily, through a small pool; a patience that PostgreSQL's URL names (`connect_timeout`) stands.
+
+    Raises:
+        SettingsInvalid: If the URL names neither PostgreSQL nor an SQLite file.
+    """
+    parsed = _parse(url)
+    if parsed.get_backend_name() == "sqlite":
+        engine = create_engine(parsed, json_serializer=canonical_json, pool_size=5, max_overflow=5, pool_timeout=30)
+        event.listen(engine, "connect", _configure_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    patience = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in parsed.query}
+    engine = create_engine(
+        parsed,
+        json_serializer=canonical_json,
+        pool_size=5,
+        max_overflow=5,
+        pool_timeout=5,
+        pool_pre_ping=True,  # a connection that a restart has ended is noticed before it is used
+        connect_args={"options": _POSTGRES_OPTIONS, **patience},
+    )
+    event.listen(engine, "handle_error", _leave_readers)
+    return engine
+
+
+def _leave_readers(context: ExceptionContext) -> None:
+    """Whoever takes no writes counts as gone, with every connection of the pool: the next ones may find who does."""
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except exc.ArgumentError as error:
+        raise SettingsInvalid(
+            "the database's URL cannot be read; write postgresql://user:password@host/name or sqlite:////path"
+        ) from error
+    if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername == "sqlite":
+        if parsed.database in (None, "", ":memory:"):
+            raise SettingsInvalid("the ledger is shared by several processes; give SQLite a file: sqlite:////path")
+        return parsed
+    raise SettingsInvalid(f"`{parsed.drivername}` is no database of the ledger; take postgresql or sqlite")
+
+
+def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # transactions begin where _begin_sqlite says, not where the driver guesses
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {_BUSY_SECONDS * 1000}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    reading = connection.get_execution_options().get(_READING, False)
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+@contextmanager
+def writing(engine: Engine) -> Iterator[Connection]:
+    """One short transaction that writes; it commits at the end and rolls back on any exception.
+
+    Raises:
+        LedgerUnavailable: If the database does not answer.
+    """
+    with _translated(), engine.begin() as connection:
+        yield connection
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Connection]:
+    """One short transaction that only reads, beside any writer.
+
+    Raises:
+        LedgerUnavailable: If the database does not answer.
+    """
+    with _translated(), engine.connect() as opened:
+        connection = opened.execution_options(**{_READING: True})
+        with connection.begin():
+            yield connection
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """The driver's message names hosts and statements: it stays in the cause, for the operator's log."""
+    try:
+        yield
+    except (exc.DBAPIError, exc.TimeoutError) as error:
+        lost = isinstance(error, exc.DBAPIError) and error.connection_invalidated
+        if not lost and not isinstance(error, (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)):
+            raise
+        # SQLite reports a faulty statement in the same class as a locked or unreadable file
+        if (
+            getattr(error.orig if isinstance(error, exc.DBAPIError) else None, "sqlite_errorcode", None)
+            == sqlite3.SQLITE_ERROR
+        ):
+            raise
+        raise LedgerUnavailable("the ledger's database does not answer; try again in a moment") from error
+
+
+def migration_config(connection: Connection | None = None) -> Config:
+    """Alembic's configuration; with a ``connection``, for commands that run on it."""
+    config = Config()
+    config.set_main_option("script_location", "migrations:")  # the package, wherever it is installed
+    config.attributes["connection"] = connection
+    return config
+
+
+def upgrade_schema(url: str) -> None:
+    """Bring the database to this code's schema; several processes may try at once.
+
+    Raises:
+        SchemaOutdated: If the database belongs to newer code.
+        LedgerUnavailable: If it does not answer, or another transaction held a table for too long.
+    """
+    engine = open_database(url)
+    try:
+        with writing(engine) as connection:
+            if connection.dialect.name == "postgresql":
+                # another migration may be waited for; waiting for a table would hold up every query behind it
+                connection.execute(text("SET LOCAL statement_timeout = 0"))
+                connection.execute(text("SET LOCAL lock_timeout = 0"))
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
+                connection.execute(text("SET LOCAL lock_timeout = '5s'"))
+            _check_known(connection)
+            command.upgrade(migration_config(connection), "head")
+    finally:
+        engine.dispose()
+
+
+def require_current_schema(engine: Engine) -> None:
+    """Return quietly if the database has this code's schema.
+
+    Raises:
+        SchemaOutdated: With what to run, if it has another one.
+    """
+    with reading(engine) as connection:
+        _check_known(connection)
+        present = MigrationContext.configure(connection).get_current_heads()
+    wanted, _ = _revisions()
+    if set(present) != wanted:
+        raise SchemaOutdated(
+            f"the database's schema is {_names(present)}, this version works on {_names(wanted)}; "
+            "run `python -P -m migrations` with the same KRONOSCOPE_DATABASE_URL first"
+        )
+
+
+def _check_known(connection: Connection) -> None:
+    present = MigrationContext.configure(connection).get_current_heads()
+    unknown = set(present) - _revisions()[1]
+    if unknown:
+        raise SchemaOutdated(
+            f"the database's schema is {_names(unknown)}, which this version does not know; "
+            "install the version that made it, or a newer one"
+        )
+
+
+@functools.cache  # every probe of readiness asks, and reading the files takes 27 ms of a core
+def _revisions() -> tuple[frozenset[str], frozenset[str]]:
+    """The heads, and all that this code knows."""
+    scripts = ScriptDirectory.from_config(migration_config())
+    return frozenset(scripts.get_heads()), frozenset(script.revision for script in scripts.walk_revisions())
+
+
+def _names(revisions: Iterable[str]) -> str:
+    return ", ".join(sorted(revisions)) or "empty"

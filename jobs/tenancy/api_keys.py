@@ -1,0 +1,205 @@
+"""API keys: shown once, stored as a keyed hash, compared in constant time.
+
+``kron_<prefix>_<secret><checksum>``: the prefix finds the row, 160 random bits are the secret, and
+the checksum (CRC-32 of what stands before it) lets a mistyped key, or a scanner of leaked ones,
+be told without the database.
+
+    python -P -m jobs.tenancy.api_keys create --tenant NAME [--scope SCOPE]... [--expires 2030-01-01T00:00:00Z]
+    python -P -m jobs.tenancy.api_keys revoke PREFIX
+"""
+
+import argparse
+import base64
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import sys
+import zlib
+from collections.abc import Sequence
+from datetime import datetime
+
+from sqlalchemy import Connection, Engine, insert, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from jobs.errors import LedgerError, SettingsInvalid, TransientError
+from jobs.records import Caller, Scope
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import open_database, reading, require_current_schema, writing
+from jobs.schema.identifiers import new_id
+from jobs.schema.tables import api_keys, tenants
+from jobs.settings import LedgerSettings
+from jobs.settings import secret as read_secret
+
+SCOPES: tuple[Scope, ...] = ("read", "submit", "admin")
+MIN_SECRET_CHARACTERS = 16
+_KEY = re.compile(r"kron_([a-z2-7]{16})_([a-z2-7]{32})([0-9a-f]{8})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def create_key(
+    engine: Engine,
+    secret: str,
+    tenant: str,
+    scopes: tuple[Scope, ...] = ("read", "submit"),
+    expires_at: datetime | None = None,
+) -> str:
+    """Make a key for the tenant of that name, which is created where there is none yet.
+
+    Returns:
+        The key, in plain text for the only time.
+
+    Raises:
+        SettingsInvalid: If the secret is too short, the name unusable or a scope unknown.
+    """
+    check_secret(secret)
+    if not _NAME.fullmatch(tenant):
+        raise SettingsInvalid("a tenant's name is 1 to 100 letters, digits or ._- and starts with a letter or digit")
+    if not scopes or not set(scopes) <= set(SCOPES):
+        raise SettingsInvalid(f"scopes are one or several of {', '.join(SCOPES)}")
+    if expires_at is not None and expires_at.tzinfo is None:
+        raise SettingsInvalid("the expiry has no time zone; write it as 2030-01-01T00:00:00Z")
+    prefix = _base32(10)
+    body = f"kron_{prefix}_{_base32(20)}"
+    key = body + _checksum(body)
+    with writing(engine) as connection:
+        connection.execute(
+            insert(api_keys).values(
+                id=new_id(),
+                tenant_id=_tenant_id(connection, tenant),
+                prefix=prefix,
+                hmac=_digest(secret, key),
+                scopes=" ".join(scope for scope in SCOPES if scope in scopes),
+                created_at=ledger_now(),
+                expires_at=expires_at,
+            )
+        )
+    return key
+
+
+def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
+    """Who presents this key; None where it is malformed, unknown, revoked or expired (no telling which)."""
+    check_secret(secret)
+    match = _KEY.fullmatch(presented)
+    if match is None or not hmac.compare_digest(_checksum(presented[:-8]), match[3]):
+        return None
+    with reading(engine) as connection:
+        row = connection.execute(
+            select(api_keys.c.hmac, api_keys.c.tenant_id, api_keys.c.scopes).where(
+                api_keys.c.prefix == match[1],
+                api_keys.c.revoked_at.is_(None),
+                or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > ledger_now()),
+            )
+        ).one_or_none()
+    # an unknown prefix is compared too, with what no digest equals: both ways take the same time
+    stored = "-" * 64 if row is None else row.hmac
+    if not hmac.compare_digest(stored, _digest(secret, presented)) or row is None:
+        return None
+    return Caller(tenant_id=row.tenant_id, scopes=frozenset(row.scopes.split(" ")), key=match[1])
+
+
+def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:
+    """End a key's life, named whole or by its prefix; False where there is no such living key."""
+    match = _KEY.fullmatch(presented_or_prefix)
+    prefix = presented_or_prefix if match is None else match[1]
+    with writing(engine) as connection:
+        found = connection.execute(
+            update(api_keys)
+            .where(api_keys.c.prefix == prefix.replace("\0", ""), api_keys.c.revoked_at.is_(None))
+            .values(revoked_at=ledger_now())
+        )
+    return found.rowcount == 1
+
+
+def check_secret(secret: str) -> None:
+    """Refuse a secret that could be guessed.
+
+    Raises:
+        SettingsInvalid: If it has fewer than 16 characters.
+    """
+    if len(secret) < MIN_SECRET_CHARACTERS:
+        raise SettingsInvalid(
+            f"the key secret has {len(secret)} characters; "
+            f"set KRONOSCOPE_KEY_SECRET to at least {MIN_SECRET_CHARACTERS}"
+        )
+
+
+def _tenant_id(connection: Connection, name: str) -> str:
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    connection.execute(
+        dialect.insert(tenants)
+        .values(id=new_id(), name=name, created_at=ledger_now())
+        .on_conflict_do_nothing(index_elements=[tenants.c.name])
+    )
+    tenant_id: str = connection.execute(select(tenants.c.id).where(tenants.c.name == name)).scalar_one()
+    return tenant_id
+
+
+def _base32(size: int) -> str:
+    return base64.b32encode(secrets.token_bytes(size)).decode().lower()
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _digest(secret: str, key: str) -> str:
+    return hmac.new(secret.encode(), key.encode(), hashlib.sha256).hexdigest()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make or end a key; returns the exit code (0 done, 2 usage, 3 no database, 4 the operator must act)."""
+    parser = argparse.ArgumentParser(prog="python -P -m jobs.tenancy.api_keys", description="Make or end an API key.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    creating = commands.add_parser("create", help="make a key; it is shown once")
+    creating.add_argument("--tenant", required=True, help="whose key it is; made where there is none of that name")
+    creating.add_argument("--scope", action="append", choices=SCOPES, help="default: read and submit")
+    creating.add_argument("--expires", type=_moment, help="when it ends, e.g. 2030-01-01T00:00:00Z")
+    revoking = commands.add_parser("revoke", help="end a key's life")
+    revoking.add_argument("key", help="its prefix (the part between the underscores), or the whole key")
+    chosen = parser.parse_args(arguments)
+    try:
+        return _create(chosen) if chosen.command == "create" else _revoke(chosen)
+    except LedgerError as error:
+        sys.stderr.write(f"{error}\n")
+        return 3 if isinstance(error, TransientError) else 4
+
+
+def _create(chosen: argparse.Namespace) -> int:
+    pepper = read_secret(os.environ, "KRONOSCOPE_KEY_SECRET")
+    if pepper is None:
+        raise SettingsInvalid(
+            "KRONOSCOPE_KEY_SECRET is not set; keys are kept under the secret that the API verifies with"
+        )
+    engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
+    try:
+        require_current_schema(engine)
+        key = create_key(engine, pepper, chosen.tenant, tuple(chosen.scope or ("read", "submit")), chosen.expires)
+    finally:
+        engine.dispose()
+    sys.stderr.write("keep this key now, it is shown only once:\n")
+    sys.stdout.write(f"{key}\n")
+    return 0
+
+
+def _revoke(chosen: argparse.Namespace) -> int:
+    engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
+    try:
+        require_current_schema(engine)
+        revoked = revoke_key(engine, chosen.key)
+    finally:
+        engine.dispose()
+    sys.stderr.write("revoked\n" if revoked else "there is no such living key\n")
+    return 0 if revoked else 2
+
+
+def _moment(text: str) -> datetime:
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise argparse.ArgumentTypeError("has no time zone; write it as 2030-01-01T00:00:00Z")
+    return moment
+
+
+if __name__ == "__main__":
+    sys.exit(main())

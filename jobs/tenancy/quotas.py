@@ -1,0 +1,103 @@
+"""Byte quotas: what the files of one tenant take, and how much they may.
+
+Equal files are kept once and counted once. Every file is counted in before it is kept, so that a
+tenant is over its quota by one file of each job running at once at the most.
+"""
+
+from typing import Any
+
+from sqlalchemy import Connection, Engine, func, select, update
+
+from catalog.record import record
+from jobs.errors import QuotaExceeded
+from jobs.objects.artifacts import object_key
+from jobs.schema.database import reading, writing
+from jobs.schema.tables import artifacts, tenants
+
+_BYTES = "bytes"
+
+
+@record
+class Usage:
+    """One tenant's."""
+
+    tenant: str
+    used_bytes: int
+    quota_bytes: int | None
+    """Null where there is no limit."""
+
+
+def usage(engine: Engine, name: str | None = None) -> tuple[Usage, ...]:
+    """Of the tenant of that name, or of all by name."""
+    query = select(tenants.c.id, tenants.c.name, tenants.c.quotas).order_by(tenants.c.name)
+    if name is not None:
+        query = query.where(tenants.c.name == name)
+    with reading(engine) as connection:
+        return tuple(
+            Usage(tenant=row.name, used_bytes=_used(connection, row.id), quota_bytes=_quota(row.quotas))
+            for row in connection.execute(query).all()
+        )
+
+
+def set_quota(engine: Engine, name: str, quota_bytes: int | None) -> bool:
+    """Limit a tenant, or take its limit away; False where there is none of that name."""
+    with writing(engine) as connection:
+        # one that changes nothing first: two operators at once take turns
+        row = connection.execute(
+            update(tenants).where(tenants.c.name == name).values(name=name).returning(tenants.c.quotas)
+        ).one_or_none()
+        if row is None:
+            return False
+        quotas = {key: value for key, value in (row.quotas or {}).items() if key != _BYTES}
+        if quota_bytes is not None:
+            quotas[_BYTES] = quota_bytes
+        connection.execute(update(tenants).where(tenants.c.name == name).values(quotas=quotas or None))
+    return True
+
+
+def require_room(engine: Engine, tenant_id: str) -> None:
+    """Let a tenant submit who has any room left.
+
+    Raises:
+        QuotaExceeded: If its files take all of its quota.
+    """
+    with reading(engine) as connection:
+        quota = _quota_of(connection, tenant_id)
+        if quota is not None and (used := _used(connection, tenant_id)) >= quota:
+            raise QuotaExceeded(used, quota, 0)
+
+
+def require_room_for(engine: Engine, tenant_id: str, sha256: str, size_bytes: int) -> None:
+    """Let a file be kept that fits, or that the tenant has already.
+
+    Raises:
+        QuotaExceeded: If it does not fit.
+    """
+    with reading(engine) as connection:
+        quota = _quota_of(connection, tenant_id)
+        if quota is None:
+            return
+        kept = select(artifacts.c.uri).where(
+            artifacts.c.tenant_id == tenant_id, artifacts.c.uri == object_key(tenant_id, sha256)
+        )
+        if connection.execute(kept.limit(1)).one_or_none() is not None:
+            return
+        used = _used(connection, tenant_id)
+        if used + size_bytes > quota:
+            raise QuotaExceeded(used, quota, size_bytes)
+
+
+def _used(connection: Connection, tenant_id: str) -> int:
+    kept = (
+        select(artifacts.c.uri, artifacts.c.size_bytes).where(artifacts.c.tenant_id == tenant_id).distinct().subquery()
+    )
+    return int(connection.execute(select(func.coalesce(func.sum(kept.c.size_bytes), 0))).scalar_one())
+
+
+def _quota_of(connection: Connection, tenant_id: str) -> int | None:
+    return _quota(connection.execute(select(tenants.c.quotas).where(tenants.c.id == tenant_id)).scalar_one_or_none())
+
+
+def _quota(quotas: Any) -> int | None:  # noqa: ANN401 - whatever JSON the column holds
+    found = quotas.get(_BYTES) if isinstance(quotas, dict) else None
+    return found if type(found) is int else None

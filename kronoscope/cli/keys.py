@@ -1,0 +1,34 @@
+"""``kronoscope keys``: API keys, made and ended by whoever holds the service's database."""
+
+from typing import Annotated
+
+import typer
+
+from kronoscope.cli.serve import exec_module
+
+CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
+now · 4 an operator must look into it · 5 stopped or cancelled."""
+"""What every command's help ends with."""
+
+keys = typer.Typer(help="API keys of the service's database.", no_args_is_help=True, epilog=CODES)
+
+
+@keys.command("create", epilog=CODES)
+def create_key(
+    tenant: Annotated[str, typer.Option(help="Whose key it is; made where there is none of that name.")],
+    scope: Annotated[list[str] | None, typer.Option(help="read, submit or admin; default: read and submit.")] = None,
+    expires: Annotated[str | None, typer.Option(help="When it ends, e.g. 2030-01-01T00:00:00Z.")] = None,
+) -> None:
+    """Make an API key in the database that KRONOSCOPE_DATABASE_URL names; it is shown once."""
+    arguments = ["create", "--tenant", tenant]
+    for each in scope or ():
+        arguments += ["--scope", each]
+    if expires is not None:
+        arguments += ["--expires", expires]
+    raise typer.Exit(exec_module("jobs.tenancy.api_keys", arguments))
+
+
+@keys.command("revoke", epilog=CODES)
+def revoke_key(key: Annotated[str, typer.Argument(help="The key, or its prefix.")]) -> None:
+    """End an API key's life."""
+    raise typer.Exit(exec_module("jobs.tenancy.api_keys", ["revoke", key]))

@@ -1,0 +1,188 @@
+"""A job in the foreground: start the worker's runner as a process, follow its frames, end it cleanly.
+
+The runner's standard input is its lifeline: when this process ends, however it ends, the runner
+stops the job and everything it started.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from catalog.frames import (
+    Failed,
+    Finished,
+    Frame,
+    LayerDone,
+    LogLine,
+    Planned,
+    Progress,
+    Started,
+    Stopped,
+    Summarised,
+    decode,
+)
+from kronoscope.display.progress import Display
+
+_RUNNER = (sys.executable, "-P", "-m", "worker.foreground")
+_END_SECONDS = 20.0
+
+
+class NotInstalled(RuntimeError):
+    """What runs jobs is not part of this installation."""
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Of memory and seconds, once there is one."""
+    failure: Failed | None = None
+    finished: bool = False
+    stopped: bool = False
+    interrupted: bool = False
+    last_words: list[str] = field(default_factory=list)
+    """The last lines of the runner's own output: what is left when it dies without a frame."""
+
+
+def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbose: bool = False) -> Outcome:
+    """Run one job into ``output``; every frame moves ``display``.
+
+    Ctrl-C asks it to stop, a second one ends it at once; either way nothing runs on afterwards.
+
+    Raises:
+        NotInstalled: If the worker's packages are not there.
+    """
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("worker") is None:
+        raise NotInstalled("`kronoscope run` computes on this machine, which needs `pip install kronoscope[worker]`")
+    existed = output.exists()
+    outcome = Outcome()
+    runner = subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell
+        [*_RUNNER, "--output", str(output), "--frames-to-stdout"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # ctrl-C reaches us alone, and we say what happens
+    )
+    listener = threading.Thread(target=_listen, args=(runner.stderr, display, outcome, verbose), daemon=True)
+    listener.start()
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in previous:
+            signal.signal(number, lambda *_: _interrupt(runner, outcome))
+        _hand_over(runner, request)
+        for frame in _frames(runner.stdout):
+            _take(frame, display, outcome, verbose=verbose)
+    finally:
+        _end(runner)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        listener.join(timeout=2)
+    if _left_nothing(outcome) and not existed:
+        shutil.rmtree(output, ignore_errors=True)
+    return outcome
+
+
+def _hand_over(runner: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
+    """Write the request and keep the pipe: its end is what stops the job."""
+    if runner.stdin is not None:
+        # closed by ctrl-C, or by a runner that is gone: its frames, or their absence, tell
+        with contextlib.suppress(OSError, ValueError):
+            runner.stdin.write(json.dumps(request, allow_nan=False).encode() + b"\n")
+            runner.stdin.flush()
+
+
+def _interrupt(runner: subprocess.Popen[bytes], outcome: Outcome) -> None:
+    """Ctrl-C. Inside a signal handler: nothing that may hold a lock."""
+    if outcome.interrupted:
+        with contextlib.suppress(ProcessLookupError):
+            runner.send_signal(signal.SIGINT)
+        return
+    outcome.interrupted = True
+    os.write(2, b"\nstopping: the job ends at its next checkpoint (ctrl-C again: at once)\n")
+    _close_lifeline(runner)
+
+
+def _take(frame: Frame, display: Display, outcome: Outcome, *, verbose: bool) -> None:
+    match frame:
+        case Started():
+            outcome.environment = frame.environment
+        case Planned():
+            outcome.plan = frame.plan
+        case Progress():
+            display.update(frame.stage, frame.done, frame.total, frame.unit)
+        case LayerDone():
+            outcome.rows.append({**frame.outcome, "observed": dict(frame.observed)})
+        case Summarised():
+            outcome.summary[frame.kind] = frame.summary
+        case LogLine():
+            if frame.level == "warning" or verbose:
+                display.line(f"{frame.level}: {frame.message}")
+        case _:
+            _note_end(frame, outcome)
+
+
+def _note_end(frame: Frame, outcome: Outcome) -> None:
+    match frame:
+        case Failed():
+            outcome.failure = frame
+        case Finished():
+            outcome.finished = True
+        case Stopped():
+            outcome.stopped = True
+        case _:
+            pass
+
+
+def _frames(pipe: IO[bytes] | None) -> Iterator[Frame]:
+    """Frames until the pipe closes; a line that is none is the runner's fault, and is left out."""
+    while pipe is not None and (line := pipe.readline()):
+        with contextlib.suppress(ValueError):
+            yield decode(line)
+
+
+def _listen(pipe: IO[bytes] | None, display: Display, outcome: Outcome, verbose: bool) -> None:
+    """What a factory prints comes here; it is shown when asked for, and kept in case of a crash."""
+    while pipe is not None and (line := pipe.readline(8192)):
+        text = line.decode(errors="replace").rstrip()
+        outcome.last_words = [*outcome.last_words[-39:], text]
+        if verbose:
+            display.line(text)
+
+
+def _close_lifeline(runner: subprocess.Popen[bytes]) -> None:
+    if runner.stdin is not None:
+        # a write that was interrupted half-way holds the buffer's lock
+        with contextlib.suppress(OSError, RuntimeError):
+            runner.stdin.close()
+
+
+def _end(runner: subprocess.Popen[bytes]) -> None:
+    """Whatever happened, nothing stays: the lifeline, then time, then the whole group."""
+    _close_lifeline(runner)
+    try:
+        runner.wait(timeout=_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        # the guardian sees its supervisor die and ends the computing group itself
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(runner.pid, signal.SIGKILL)
+        runner.wait()
+
+
+def _left_nothing(outcome: Outcome) -> bool:
+    """A refused job has no results; a folder made for it would only be in the way."""
+    return outcome.failure is not None and outcome.failure.category == "usage" and not outcome.rows

@@ -1,0 +1,33 @@
+"""Options of the command line for a job's schedule: they stand in for the document's block `schedule`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from kronoscope.cli.documents import DocumentUnreadable
+
+Priority = Annotated[
+    int | None, typer.Option(metavar="-10..10", help="Which of your own waiting jobs goes first; default 0.")
+]
+Deadline = Annotated[str | None, typer.Option(metavar="MOMENT", help='End it as failed by then: "2026-12-01T12:00Z".')]
+Within = Annotated[str | None, typer.Option(metavar="TIME", help="The same from now on: 90m, 4h or 2d.")]
+
+
+def scheduled(
+    document: dict[str, Any], *, priority: int | None, deadline: str | None, within: str | None
+) -> dict[str, Any]:
+    """The document with what was given put into its block `schedule`; a deadline replaces the other way to say it.
+
+    Raises:
+        DocumentUnreadable: If the block is no mapping, so that nothing can be put in.
+    """
+    given = {"priority": priority, "deadline": deadline, "within": within}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return document
+    block = document.get("schedule") or {}
+    if not isinstance(block, dict):
+        raise DocumentUnreadable("`schedule` is a value, not a block; write `schedule: {priority: 5}`")
+    if deadline is not None or within is not None:
+        block = {name: value for name, value in block.items() if name not in ("deadline", "within")}
+    return {**document, "schedule": {**block, **given}}

@@ -1,0 +1,30 @@
+"""``kronoscope tenants``: what tenants' files take and may take, for whoever holds the service's database."""
+
+from typing import Annotated
+
+import typer
+
+from kronoscope.cli.keys import CODES
+from kronoscope.cli.serve import exec_module
+
+tenants = typer.Typer(help="Tenants of the service's database.", no_args_is_help=True, epilog=CODES)
+
+
+@tenants.command("show", epilog=CODES)
+def show_tenants(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One tenant; default: all.")] = None,
+) -> None:
+    """Show how many bytes the files of each tenant take, and how many they may."""
+    raise typer.Exit(exec_module("jobs.tenancy.tenants", ["show", *([] if name is None else [name])]))
+
+
+@tenants.command("set", epilog=CODES)
+def set_tenant(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")],
+    quota: Annotated[
+        str, typer.Option("--bytes", metavar="50GB", help="What its files may take: bytes, MB, GiB …; or `none`.")
+    ],
+) -> None:
+    """Limit what the files of a tenant take."""
+    limit = ["--no-bytes"] if quota == "none" else ["--bytes", quota]
+    raise typer.Exit(exec_module("jobs.tenancy.tenants", ["set", name, *limit]))

@@ -1,0 +1,322 @@
+"""Results as tables that fit 100 columns: one row per layer, one closing line per analysis."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from kronoscope.client.models import Job, Layer
+
+Column = tuple[str, Callable[[Layer], str]]
+_WIDTH = 100
+_NAME_WIDTH = 40
+_LEAST_NAME = 16
+_MOST_DECLARED = 12
+
+
+def _metric(name: str) -> Callable[[Layer], str]:
+    return lambda row: number(_field(row.metrics, name))
+
+
+def _sides(row: Layer) -> str:
+    if row.record is None or row.record.in_dim is None:
+        return "–"
+    return f"{row.record.in_dim}×{row.record.out_dim}"
+
+
+def _share(row: Layer) -> str:
+    share = _field(row.metrics, "effective_dimension_share")
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _of_side(name: str, show: Callable[[Any], str]) -> Callable[[Layer], str]:
+    def shown(row: Layer) -> str:
+        side = _field(row.metrics, name)
+        return "–" if side is None else show(side)
+
+    return shown
+
+
+def _clipped(side: Any) -> str:  # noqa: ANN401 - a record, or a mapping of a newer service
+    clipped = _field(side, "clipped")
+    return "–" if clipped is None else f"{clipped:,}/{_field(side, 'size'):,}"
+
+
+def _both(row: Layer) -> list[Any]:
+    return [side for name in ("A", "G") if (side := _field(row.metrics, name)) is not None]
+
+
+def _floor_kept(row: Layer) -> str:
+    """The smallest eigenvalue over the floor that was wanted, of the side that kept less of it."""
+    wanted = [(_field(side, "floor"), _field(side, "floor_reached")) for side in _both(row)]
+    shares = [found / floor for floor, found in wanted if floor and found is not None]
+    return "–" if not shares else "kept" if min(shares) >= 0.99 else f"{min(shares):.0%}"
+
+
+def _kappa(row: Layer) -> str:
+    """The larger condition number of the two that came out."""
+    found = [_field(side, "kappa_reached") for side in _both(row)]
+    return "–" if not found or None in found else number(max(found))
+
+
+def _where(row: Layer) -> str:
+    places = [
+        _field(side, "placement") or ("basis" if _field(side, "update") == "eigenbasis" else _field(side, "update"))
+        for side in _both(row)
+    ]
+    return "/".join(dict.fromkeys(str(place) for place in places)) or "–"
+
+
+def _effective_rank(row: Layer) -> str:
+    """With a star where it has not converged."""
+    shown = number(_field(row.metrics, "effective_rank"))
+    followed = _field(row.metrics, "convergence") or ()
+    late = any(_field(each, "metric") == "effective_rank" and _field(each, "not_converged") for each in followed)
+    return f"{shown}*" if late else shown
+
+
+def _decay(row: Layer) -> str:
+    return number(_field(_field(row.metrics, "decay"), "exponent"))
+
+
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "capacity": (
+        ("A×G", _sides),
+        ("trace", _metric("trace")),
+        ("eff. rank", _effective_rank),
+        ("eff. dim.", _metric("effective_dimension")),
+        ("share", _share),
+        ("decay", _decay),
+        ("κ", _metric("kappa")),
+    ),
+    "reconstruction": (
+        ("A×G", _sides),
+        ("clipped A", _of_side("A", _clipped)),
+        ("clipped G", _of_side("G", _clipped)),
+        ("κ", _kappa),
+        ("floor", _floor_kept),
+        ("where", _where),
+    ),
+    "factors": (
+        ("A×G", _sides),
+        ("form", lambda row: str(_field(row.metrics, "form") or "–")),
+        ("trace A", _metric("trace_A")),
+        ("trace G", _metric("trace_G")),
+        ("exact", _metric("exact_trace")),
+        ("ratio", _metric("trace_ratio")),
+        ("κ_A", lambda row: number(row.record.kappa_A if row.record else None)),
+        ("κ_G", lambda row: number(row.record.kappa_G if row.record else None)),
+    ),
+}
+
+
+def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
+    """One analysis's covered rows. Figures are shown whole; names take what the width leaves them.
+
+    Where ``width`` is too narrow for all columns, the first figures are left out, and named below.
+    """
+    # measured largest first, and shown in the model's order
+    covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
+    columns = _COLUMNS.get(kind) or _generic_columns(covered)
+    if kind == "capacity" and all(_field(row.metrics, "effective_rank") is None for row in covered):
+        # other metrics were asked for: show those
+        columns = _generic_columns(covered)
+    headings = ["parameters", *(heading for heading, _ in columns)]
+    figures = [[number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]
+    widths = [max(len(text) for text in column) for column in zip(headings, *figures, strict=True)]
+    shown = 0
+    names = min(_LEAST_NAME, max((len(row.layer or "(model)") for row in covered), default=0))
+    while len(widths) - shown > 1 and sum(widths[shown:]) + 3 * len(widths[shown:]) + names > width:
+        shown += 1
+    left_out, headings, widths = headings[:shown], headings[shown:], widths[shown:]
+    figures = [texts[shown:] for texts in figures]
+    left = width - sum(widths) - 3 * len(widths)
+    longest = max(_LEAST_NAME, min(_NAME_WIDTH, left))
+    table = Table(title=f"{kind}: {_layers(len(covered))}", title_justify="left", pad_edge=False, show_edge=False)
+    table.add_column("layer", no_wrap=True)
+    for heading, least in zip(headings, widths, strict=True):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=least)
+    for row, texts in zip(covered, figures, strict=True):
+        table.add_row(Text(shortened(row.layer or "(model)", longest)), *(Text(text) for text in texts))
+    if left_out:
+        table.caption = f"too narrow for {', '.join(left_out)}"
+        table.caption_justify = "left"
+    return table
+
+
+def declared_lines(rows: Sequence[Layer]) -> list[str]:
+    """What is trainable and not covered, each with its reason, and layers that are no plain case; none is left out."""
+    declared = [row for row in rows if row.status == "declared"]
+    if len(declared) <= _MOST_DECLARED:
+        lines = [
+            f"not covered: {shortened(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
+            for row in declared
+        ]
+    else:
+        lines = [_together(reason, declared) for reason in dict.fromkeys(row.reason for row in declared)]
+    for status in dict.fromkeys(row.status for row in rows if row.status not in ("covered", "declared")):
+        concerned = [shortened(row.layer or "(model)") for row in rows if row.status == status]
+        more = f" and {len(concerned) - _MOST_DECLARED} more" if len(concerned) > _MOST_DECLARED else ""
+        lines.append(f"{status}: {', '.join(concerned[:_MOST_DECLARED])}{more}")
+    return lines
+
+
+def _together(reason: str | None, declared: Sequence[Layer]) -> str:
+    """Too many to list: all that one reason declares."""
+    rows = [row for row in declared if row.reason == reason]
+    first = shortened(rows[0].layer or "(model)")
+    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+    return f"not covered: {sum(row.parameter_count or 0 for row in rows):,} parameters, {reason}: {first}{more}"
+
+
+def _proved(identity: float | None) -> list[str]:
+    """What the layers have proved of themselves, if anything."""
+    return [] if identity is None else [f"gradient identity to {identity:.1g}"]
+
+
+def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysis has its own record
+    """The whole model in a sentence."""
+    coverage = _field(summary, "coverage")
+    parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
+    # of a matrix of one's own there is no model, and nothing to cover
+    if coverage is not None and _field(coverage, "trainable_parameters"):
+        share = _field(coverage, "covered_share")
+        # cut, not rounded: what is not whole must not read 100.0%
+        tenths = math.floor(share * 1000 + 1e-9)
+        parts.append(f"{tenths / 10}% of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
+        reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
+        if reasons:
+            parts.append("not covered: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons))
+        parts += _proved(_field(coverage, "gradient_identity"))
+    dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
+    if effective is not None:
+        parts.append(f"effective dimension {number(effective)}" + (f" of {dimension:,}" if dimension else ""))
+    clipped = _field(summary, "clipped")
+    if clipped is not None:
+        kept, limit = _field(summary, "floor_kept"), number(_field(summary, "kappa_max"))
+        parts.append(f"{clipped:,} of {_field(summary, 'eigenvalues'):,} eigenvalues clipped at κ_max {limit}")
+        if kept is not None:
+            parts.append(f"floor kept to {kept:.1%}")
+    rank = _field(summary, "effective_rank")
+    together = _field(_field(summary, "model"), "effective_rank")
+    if rank is not None:
+        whole = "" if together is None else f" summed over layers, {number(together)} of the model as a whole"
+        parts.append(f"effective rank {number(rank)}{whole}")
+    parts += _caveats(_field(summary, "model"))
+    late = (_field(summary, "not_converged") or {}).get("effective_rank")
+    if late:
+        parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
+    asked = {"token_importance": _of_tokens, "cross_check": _beside_exact}
+    parts += [said(found) for name, said in asked.items() if (found := _field(summary, name)) is not None]
+    return "; ".join(parts)
+
+
+def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a service sends in its place
+    """Whose eigenvalues are not those of the factors themselves."""
+    told = (
+        ("approximate", "approximate, as a sketch stands for G of"),
+        ("estimated", "eigenvalues estimated between bounds in"),
+    )
+    layers = [(said, _field(model, name)) for name, said in told]
+    return [f"{said} {', '.join(map(shortened, names))}" for said, names in layers if names]
+
+
+def _of_tokens(tokens: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
+    """How few tokens carry a head's curvature, or why nobody knows."""
+    layer = shortened(str(_field(tokens, "layer")))
+    why = _field(tokens, "why")
+    if why is not None:
+        return f"no token importance of {layer}: {why}"
+    few, every = number(_field(tokens, "tokens_for_99_percent")), number(_field(tokens, "tokens"))
+    return f"{few} of {every} tokens carry 99 % of the trace of G of {layer}"
+
+
+def _beside_exact(exact: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
+    """K-FAC's trace and largest eigenvalue, each beside that of the curvature itself."""
+    low, high = number(_field(exact, "trace_low")), number(_field(exact, "trace_high"))
+    text = (
+        f"trace {number(_field(exact, 'kronecker_trace'))} where the exact one is {number(_field(exact, 'trace'))} "
+        f"({low} to {high})"
+    )
+    top = _field(exact, "top_eigenvalue")
+    if top is None:
+        return text
+    at_least = "" if _field(exact, "top_converged") else "at least "
+    largest = number(_field(exact, "kronecker_spectral_norm"))
+    return f"{text}, largest eigenvalue {largest} where it is {at_least}{number(top)}"
+
+
+def reuse_lines(rows: Sequence[Layer]) -> list[str]:
+    """Whose collection the results stand on, where it is another job's."""
+    sources = dict.fromkeys(row.observed.factors_from for row in rows if row.observed is not None)
+    return [f"factors from the cache: those of job {source}" for source in sources if source]
+
+
+def job_table(jobs: Iterable[Job]) -> Table:
+    """Jobs, as a list."""
+    table = Table(pad_edge=False, show_edge=False)
+    for heading in ("id", "kind", "state", "progress", "created"):
+        # an id that is cut is of no use, so the kinds fold
+        whole = {"id": 36, "state": 9, "progress": 8, "created": 16}.get(heading)
+        table.add_column(heading, no_wrap=whole is not None, overflow="fold", min_width=whole)
+    for job in jobs:
+        percent = job.progress.percent if job.progress is not None else None
+        table.add_row(job.id, ", ".join(job.kinds), job.state, "–" if percent is None else f"{percent:.0f} %",
+                      (job.created_at or "")[:16].replace("T", " "))  # fmt: skip
+    return table
+
+
+def _layers(count: Any) -> str:  # noqa: ANN401 - as summaries of analyses unknown here have it
+    return f"{number(count)} layer{'' if count == 1 else 's'}"
+
+
+def number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
+    """A figure in at most nine characters; a dash where it is undefined."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) and abs(value) < 10**7:
+        return f"{value:,}"
+    digits = f"{value:.4g}"
+    if "e" not in digits:
+        return digits
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def shortened(name: str, width: int = _NAME_WIDTH) -> str:
+    """A layer's name in ``width``: leading parts become initials (numbers stay), then the middle goes.
+
+    `encoder.layer.11.attention.self.query` → `e.l.11.attention.self.query`: its number and its end
+    tell layers apart.
+    """
+    plain = "".join(each if each.isprintable() else "�" for each in name)
+    parts = plain.split(".")
+    for place in range(len(parts) - 1):
+        if len(".".join(parts)) <= width:
+            break
+        if not parts[place].isdecimal():
+            parts[place] = parts[place][:1]
+    plain = ".".join(parts)
+    if len(plain) <= width:
+        return plain
+    start = width // 4
+    return f"{plain[:start]}…{plain[-(width - start - 1) :]}"
+
+
+def _generic_columns(rows: Sequence[Layer]) -> tuple[Column, ...]:
+    """The first five figures of an analysis that this client has no columns for."""
+    metrics: Any = next((row.metrics for row in rows if row.metrics is not None), {})
+    named = vars(metrics) if dataclasses.is_dataclass(metrics) else metrics
+    figures = [
+        name for name, value in named.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ][:5]
+    return tuple((name, _metric(name)) for name in figures) or (("status", lambda row: row.status),)
+
+
+def _field(source: Any, name: str) -> Any:  # noqa: ANN401 - records, or mappings of analyses unknown here
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)

@@ -1,0 +1,113 @@
+"""Sound documents that this service does not take: the caller hears which field, and what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from api.requests.admission import admit
+from api.settings import Settings
+from jobs.codec import parse_document
+from jobs.errors import DocumentRefused
+from jobs.records import LOCAL_TENANT
+from jobs.settings import LedgerSettings
+from jobs.tenancy.api_keys import create_key, verify_key
+from tests.api import seeding
+
+FACTORY = "package.models:build"
+
+
+def settings(tmp_path: Path, **more: Any) -> Settings:
+    ledger = LedgerSettings(database_url=f"sqlite:///{tmp_path}/l.db", artifact_root=tmp_path)
+    return Settings(ledger=ledger, embedded=True, model_store=tmp_path / "models", **more)
+
+
+def refused(engine: Engine, chosen: Settings, document: dict[str, Any]) -> dict[str, str]:
+    try:
+        admit(parse_document(seeding.raw(document)), chosen, engine, LOCAL_TENANT)
+    except DocumentRefused as error:
+        return {each.pointer: each.code for each in error.complaints}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "pointer", "code"),
+    [
+        ("model", {"source": "factory", "factory": FACTORY}, "/model/factory", "not_allowed"),
+        ("data", {"source": "factory", "factory": FACTORY}, "/data/factory", "not_allowed"),
+        ("model", {"source": "directory", "path": "/etc"}, "/model/path", "not_allowed"),
+        ("data", {"source": "file", "path": "/etc/passwd"}, "/data/path", "not_allowed"),
+        ("model", {"source": "upload", "id": "x"}, "/model/source", "not_available"),
+        ("data", {"source": "upload", "id": "x"}, "/data/source", "not_available"),
+        ("model", {"source": "huggingface", "id": "a/b"}, "/model/id", "not_in_store"),
+        ("model", {"source": "huggingface", "id": "../../etc"}, "/model/id", "invalid_value"),
+        ("model", {"source": "huggingface", "id": "a/b", "revision": "../x"}, "/model/revision", "invalid_value"),
+        ("data", {"source": "huggingface", "id": "a/b"}, "/data/id", "not_in_store"),
+        ("data", {"source": "huggingface", "id": "/etc"}, "/data/id", "not_allowed"),
+        ("data", {"source": "huggingface", "id": "../data"}, "/data/id", "not_allowed"),
+    ],
+)
+def test_sources_that_nobody_listed(
+    ledger: Engine, tmp_path: Path, part: str, source: dict[str, str], pointer: str, code: str
+) -> None:
+    assert refused(ledger, settings(tmp_path), {**seeding.DOCUMENT, part: source}) == {pointer: code}
+
+
+def test_what_the_operator_lists_is_taken(ledger: Engine, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "listed", tmp_path / "other"
+    inside.mkdir()
+    outside.mkdir()
+    (inside / "link").symlink_to(outside)
+    chosen = settings(tmp_path, allowed_factories=(FACTORY,), allowed_directories=(str(inside),))
+
+    def taken(source: dict[str, str]) -> bool:
+        return not refused(ledger, chosen, {**seeding.DOCUMENT, "model": source})
+
+    assert taken({"source": "factory", "factory": FACTORY})
+    assert not taken({"source": "factory", "factory": FACTORY + "2"})
+    assert taken({"source": "directory", "path": str(inside / "model")})
+    assert not taken({"source": "directory", "path": str(inside / ".." / "other")})
+    assert not taken({"source": "directory", "path": str(inside / "link" / "model")})
+    assert not taken({"source": "directory", "path": "model"})
+
+
+def test_a_model_in_the_store_needs_no_hub(ledger: Engine, tmp_path: Path) -> None:
+    (tmp_path / "models" / "hub" / "models--owner--name").mkdir(parents=True)
+    (tmp_path / "models" / "datasets" / "owner___name").mkdir(parents=True)
+    document = {
+        **seeding.DOCUMENT,
+        "model": {"source": "huggingface", "id": "owner/name"},
+        "data": {"source": "huggingface", "id": "owner/name"},
+    }
+    assert refused(ledger, settings(tmp_path), document) == {}
+
+
+def test_factors_of_an_earlier_job(ledger: Engine, tmp_path: Path) -> None:
+    chosen = settings(tmp_path)
+
+    def document(reference: dict[str, str]) -> dict[str, Any]:
+        return {"kind": "capacity", "factors": reference}
+
+    assert refused(ledger, chosen, document({"path": "/tmp/x"})) == {"/factors/path": "not_allowed"}
+    listed = settings(tmp_path, allowed_directories=(str(tmp_path),))
+    assert refused(ledger, listed, document({"path": f"{tmp_path}/m.safetensors"})) == {}
+    assert refused(ledger, listed, document({"path": f"{tmp_path}/../m.safetensors"})) == {
+        "/factors/path": "not_allowed"
+    }
+    assert refused(ledger, chosen, document({"job": "nonsense"})) == {"/factors/job": "not_found"}
+    foreign = seeding.running(ledger, _other_tenant(ledger)).job_id
+    assert refused(ledger, chosen, document({"job": foreign})) == {"/factors/job": "not_found"}
+    claim = seeding.running(ledger, LOCAL_TENANT)
+    assert refused(ledger, chosen, document({"job": claim.job_id})) == {"/factors/job": "not_succeeded"}
+    without = seeding.finished(ledger, tmp_path, LOCAL_TENANT)
+    assert refused(ledger, chosen, document({"job": without})) == {"/factors/job": "no_factors"}
+    kept = seeding.finished(ledger, tmp_path, LOCAL_TENANT, with_factors=True)
+    assert refused(ledger, chosen, document({"job": kept})) == {}
+
+
+def _other_tenant(engine: Engine) -> str:
+    secret = "a secret of this test alone"
+    caller = verify_key(engine, secret, create_key(engine, secret, "theirs"))
+    assert caller is not None
+    return caller.tenant_id

@@ -1,0 +1,167 @@
+"""The contract itself: complete OpenAPI, problems everywhere, and no torch behind the door."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.main import create_app
+from api.requests.examples import EXAMPLES
+from api.settings import Settings
+from catalog import ANALYSES
+from jobs.codec import parse_document
+from jobs.settings import LedgerSettings
+from tests.api.conftest import Embedded
+from tests.api.expect import problem
+from tests.conftest import Databases
+
+
+@pytest.fixture
+def client(embedded: Embedded) -> Iterator[httpx.Client]:
+    with embedded.server.client() as opened:
+        yield opened
+
+
+@pytest.fixture
+def contract(client: httpx.Client) -> dict[str, Any]:
+    answer = client.get("/openapi.json")
+    assert answer.status_code == 200
+    return dict(answer.json())
+
+
+def test_importing_the_api_leaves_torch_out() -> None:
+    script = (
+        "import sys, api.main, api.__main__\n"
+        "heavy = {'torch', 'engine', 'worker', 'transformers', 'safetensors', 'numpy', 'sklearn'} & set(sys.modules)\n"
+        "print(sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each["title"])
+def test_examples_are_sound(client: httpx.Client, example: dict[str, Any]) -> None:
+    parse_document(json.dumps(example["document"]).encode())
+    answer = client.post("/v1/jobs?validate_only=true", json=example["document"])
+    assert answer.status_code == 200, answer.text
+
+
+def references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        for value in node.values():
+            yield from references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from references(value)
+
+
+def test_openapi_is_complete(contract: dict[str, Any]) -> None:
+    assert contract["openapi"] == "3.1.0"
+    schemas = contract["components"]["schemas"]
+    for reference in references(contract):
+        assert reference.removeprefix("#/components/schemas/") in schemas, reference
+    identifiers = []
+    for path, operations in contract["paths"].items():
+        for method, operation in operations.items():
+            identifiers.append(operation["operationId"])
+            assert operation["summary"], path
+            assert operation["description"], path
+            declared = {each["name"] for each in operation.get("parameters", []) if each["in"] == "path"}
+            assert declared == set(re.findall(r"{(\w+)}", path)), path
+            answers = operation["responses"]
+            assert any(status.startswith("2") for status in answers), path
+            for status, answer in answers.items():
+                assert answer["description"], (path, status)
+                if status[0] in "45":
+                    schema = answer["content"]["application/problem+json"]["schema"]
+                    assert schema == {"$ref": "#/components/schemas/ProblemDocument"}, (path, status)
+            if path.startswith("/v1"):
+                assert {"401", "403", "500", "503"} <= set(answers), path
+                assert operation["security"] == [{"key": []}], (path, method)
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_openapi_carries_the_document(contract: dict[str, Any]) -> None:
+    body = contract["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]
+    assert len(body["examples"]) == len(EXAMPLES)
+    document = contract["components"]["schemas"]["JobDocument"]
+    assert {"kind", "model", "data", "task", "collection", "stabilisation", "capacity"} <= set(document["properties"])
+    assert document["additionalProperties"] is False
+    collection = contract["components"]["schemas"]["Collection"]["properties"]
+    assert "Every Nth batch" in collection["update_freq"]["description"]
+    model = document["properties"]["model"]
+    assert "builtin" in json.dumps(model)
+
+
+def test_the_menu(client: httpx.Client) -> None:
+    menu = client.get("/v1/analyses").json()
+    assert [each["kind"] for each in menu["items"]] == list(ANALYSES)
+    capacity = client.get("/v1/analyses/capacity").json()
+    assert capacity in menu["items"]
+    assert "rank_tolerance" in capacity["options"]["properties"]
+    assert "effective_rank" in capacity["metrics"]["properties"]
+    problem(client.get("/v1/analyses/canary"), 404)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1", 404),
+        ("GET", "/v1/jobs/", 404),
+        ("GET", "/dashboard/../main.py", 404),
+        ("GET", "/dashboard/%2e%2e%2fmain.py", 404),
+        ("PUT", "/v1/jobs", 405),
+        ("POST", "/livez", 405),
+        ("GET", "/v1/jobs/x", 404),
+        ("GET", "/v1/jobs?limit=canary", 422),
+        ("GET", "/v1/jobs?kind=%00", 400),
+        ("GET", "/docs", 404),
+        ("GET", "/redoc", 404),
+    ],
+)
+def test_every_error_is_a_problem(client: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = client.request(method, path)
+    problem(answer, status)
+    assert "canary" not in answer.text
+
+
+def test_what_nobody_foresaw_is_a_problem_too(databases: Databases, tmp_path: Path) -> None:
+    ledger = LedgerSettings(database_url=databases.migrated("sqlite"), artifact_root=tmp_path)
+    app = create_app(Settings(ledger=ledger, embedded=True))
+
+    @app.get("/boom")
+    def boom() -> str:
+        raise ZeroDivisionError("canary")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as client:
+            return await client.get("http://127.0.0.1/boom")
+
+    answer = asyncio.run(ask())
+    problem(answer, 500)
+    assert "canary" not in answer.text
+    assert "content-security-policy" in answer.headers
+
+
+def test_security_headers_are_everywhere(client: httpx.Client) -> None:
+    for path in ("/", "/dashboard/app.js", "/livez", "/v1/jobs", "/nothing"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert policy.startswith(
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
+        )
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert "server" not in headers

@@ -1,0 +1,536 @@
+"""The page in a real browser: no console error, no breach of its own policy, everything it promises to show."""
+
+import contextlib
+import itertools
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
+
+from catalog.frames import layer_frame
+from jobs.codec import parse_document
+from jobs.devices.registry import Device, Worker, register
+from jobs.devices.registry import remove as forget
+from jobs.queue import claims
+from jobs.records import LOCAL_TENANT
+from jobs.repository.store import read_job, submit
+from jobs.schema.identifiers import new_id
+from tests.api import seeding
+from tests.api.conftest import Embedded, Keyed
+from tests.machine.stopwatch import until
+
+pytestmark = pytest.mark.browser
+
+PATIENCE_MS = 120_000
+"""No promise: a browser on a machine that is taken away for most of the time needs long for what takes it no time."""
+
+MARKUP = "<img src=x onerror=\"document.title='broken'\">"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """The system's Chromium, else the one that playwright brought."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    expect.set_options(timeout=PATIENCE_MS)
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        opened = playwright.chromium.launch(executable_path=found, args=arguments, timeout=PATIENCE_MS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser, embedded: Embedded) -> Iterator[Page]:
+    """A fresh tab that fails its test at any console error, uncaught exception or policy breach."""
+    context = browser.new_context(base_url=embedded.server.url, viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE_MS)
+    opened = context.new_page()
+    complaints: list[str] = []
+    opened.on("console", lambda said: complaints.extend(_complaint(said)))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("requestfailed", lambda failed: complaints.append(f"{failed.url}: {failed.failure}"))
+    opened.add_init_script(
+        "document.addEventListener('securitypolicyviolation', e => console.error('CSP', e.violatedDirective))"
+    )
+    yield opened
+    # requests that a navigation aborts, and the 422 that a bad document is meant to bring, are no faults
+    left = [each for each in complaints if "ERR_ABORTED" not in each and "status of 422" not in each]
+    context.close()
+    assert left == []
+
+
+def _complaint(said: ConsoleMessage) -> Iterator[str]:
+    # the badge in the corner asks for a database that answers within a second; on a slow machine it may say no
+    slow = said.location.get("url", "").endswith("/readyz") and "status of 503" in said.text
+    if said.type in ("error", "warning") and not slow:
+        yield f"{said.text} {said.location}"
+
+
+@contextlib.contextmanager
+def held(page: Page, path: str) -> Iterator[None]:
+    """Requests for ``path`` wait until the block ends."""
+    waiting: list[Route] = []
+    page.route(path, lambda route: waiting.append(route))  # noqa: PLW0108 - a built-in method takes no mark of theirs
+    yield
+    for each in waiting:
+        each.continue_()
+    page.unroute(path)
+
+
+@contextlib.contextmanager
+def answered_late(page: Page, path: str) -> Iterator[list[Any]]:
+    """The next request for ``path`` is answered when the block ends, with what was so when it was asked."""
+    answers: list[tuple[Route, Any]] = []
+    page.route(path, lambda route: answers.append((route, route.fetch())), times=1)
+    yield answers
+    until(lambda: page.wait_for_timeout(20) or answers)
+    for route, answer in answers:
+        route.fulfill(response=answer)
+    page.wait_for_timeout(200)
+
+
+@contextlib.contextmanager
+def tab_of(browser: Browser, embedded: Embedded) -> Iterator[Page]:
+    """A tab that may complain."""
+    with contextlib.closing(browser.new_context(base_url=embedded.server.url)) as context:
+        context.set_default_timeout(PATIENCE_MS)
+        yield context.new_page()
+
+
+@pytest.fixture(scope="module")
+def finished(embedded: Embedded) -> str:
+    return seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+
+
+def test_the_job_page_shows_results(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
+    expect(page.get_by_text("Succeeded")).to_be_visible()
+    expect(page.get_by_text("Effective dimension").first).to_be_visible()
+    rows = page.locator("table.layers tbody tr")
+    expect(rows).to_have_count(8)
+    expect(rows.nth(7)).to_contain_text("declared")
+    expect(rows.nth(7)).to_contain_text("no gradient")
+    expect(page.get_by_role("img", name="trainable parameters are covered")).to_be_visible()
+
+
+def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    page.get_by_role("button", name="features.3", exact=True).click()
+    picture = page.locator("#spectrum svg.spectrum")
+    expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
+    paths = picture.locator("path.curve")
+    expect(paths).to_have_count(2)
+    expect(picture.locator("line.floor")).to_have_count(2)
+    # log-log: a power law of slope -1.35 is a straight line of that slope, in units of the axes' decades
+    points = [
+        tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", paths.nth(0).get_attribute("d") or "")
+    ]
+    A = [value for value in seeding.spectrum(145, 1.0, 1.35, dead=16) if value > 0][::-1]
+    assert len(points) == len(A)
+    (x1, y1), (x2, y2) = points[0], points[9]
+    (left, _), (_, low) = points[0], points[-1]
+    per_decade_x = (points[99][0] - left) / 2
+    assert (x2 - x1) == pytest.approx(per_decade_x, rel=0.01)
+    per_decade_y = (low - y1) / math.log10(A[0] / A[-1])
+    assert (y2 - y1) == pytest.approx(per_decade_y * math.log10(A[0] / A[9]), rel=0.01)
+    # the read-out by keyboard says the value
+    picture.focus()
+    page.keyboard.press("Home")
+    expect(page.locator(".readout")).to_contain_text("№ 1")
+    page.keyboard.press("End")
+    expect(page.locator(".readout")).to_contain_text("№ 129")
+
+
+def test_a_layer_chosen_before_the_spectra_are_there_is_the_one_that_is_opened(page: Page, finished: str) -> None:
+    with held(page, "**/results"):
+        page.goto(f"/#/jobs/{finished}")
+        page.get_by_role("button", name="features.3", exact=True).click()
+        expect(page.locator("#spectrum")).to_have_count(0)
+    expect(page.locator("#spectrum svg.spectrum")).to_have_attribute("aria-label", re.compile("features.3"))
+    expect(page.get_by_role("combobox", name="Layer")).to_have_value("features.3")
+
+
+def test_a_view_that_was_left_before_it_was_there_does_not_come_back(page: Page, finished: str) -> None:
+    with held(page, "**/v1/analyses"):
+        with page.expect_request("**/v1/analyses"):
+            page.goto(f"/#/jobs/{finished}")
+        page.get_by_role("link", name="Jobs", exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Jobs")
+        expect(page.locator("table.jobs")).to_be_visible()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Jobs")
+    assert page.title().startswith("Jobs")
+
+
+def test_rows_that_come_late_do_not_take_the_place_of_later_ones(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.add_init_script("Date.now = () => globalThis.later ?? 1_000_000_000_000")
+    with page.expect_response("**/layers?*"):
+        page.goto(f"/#/jobs/{claim.job_id}")
+    usual = page.get_by_role("columnheader", name="Effective dim.")
+    with answered_late(page, "**/layers?*") as late:
+        seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
+        seeding.progress(embedded.engine, claim, stage="factors", done=7, total=7, unit="layers", layers_done=7)
+        expect(page.get_by_text("7 of 7 layers")).to_be_visible()
+        # it is not yet time for more rows: they are asked for beside the watch once it is
+        with page.expect_request("**/layers?*"):
+            page.evaluate("globalThis.later = 1_000_000_002_000")
+        until(lambda: page.wait_for_timeout(20) or late)
+        seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("capacity",))
+        seeding.summarise(embedded.engine, claim)
+        claims.finish(embedded.engine, claim)
+        expect(usual).to_be_visible()
+    expect(usual).to_be_visible()
+
+
+def test_a_cancellation_that_is_answered_late_does_not_undo_the_end(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    ended = page.get_by_text("Cancelled", exact=True)
+    with answered_late(page, "**/v1/jobs/*:cancel"):
+        page.get_by_role("button", name="Cancel job").click()
+        expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
+        claims.cancelled(embedded.engine, claim)
+        expect(ended).to_be_visible()
+    expect(ended).to_be_visible()
+
+
+def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto("/")
+    for path, target in (
+        ("**/v1/jobs?limit=25", page.locator(f'a[href="#/jobs/{claim.job_id}"]')),
+        (f"**/v1/jobs/{claim.job_id}?wait=20", page.get_by_role("button", name="Cancel job")),
+    ):
+        target.hover()
+        page.mouse.down()
+        with page.expect_response(path):
+            seeding.progress(embedded.engine, claim, stage="collection", done=25, total=29, unit="batches", percent=60)
+        page.wait_for_timeout(200)
+        page.mouse.up()
+        expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
+        seeding.progress(embedded.engine, claim, stage="collection", done=26, total=29, unit="batches", percent=61)
+    expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
+    expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "61")
+    claims.cancelled(embedded.engine, claim)
+
+
+def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
+    picture = page.locator("#spectrum svg.spectrum")
+    page.goto(f"/#/jobs/{finished}")
+    expect(picture).to_have_attribute("aria-label", re.compile("features.0"))
+    with held(page, "**/spectra/2.json?*"):
+        page.get_by_role("button", name="features.3", exact=True).click()
+        expect(picture).to_have_count(0)
+    expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
+
+
+def test_a_list_that_fails_late_does_not_take_the_place_of_a_later_one(browser: Browser, embedded: Embedded) -> None:
+    seeding.failed(embedded.engine, LOCAL_TENANT)
+    with tab_of(browser, embedded) as tab:
+        tab.goto("/")
+        failed = tab.locator("table.jobs tbody tr[data-state=failed]")
+        expect(failed.first).to_be_visible()
+        waiting: list[Route] = []
+        tab.route("**/v1/jobs?limit=25", lambda route: waiting.append(route), times=1)  # noqa: PLW0108 - as above
+        with tab.expect_request("**/v1/jobs?limit=25"):
+            tab.get_by_role("button", name="all", exact=True).click()
+        tab.get_by_role("button", name="failed", exact=True).click()
+        expect(tab.locator("table.jobs tbody tr:not([data-state=failed])")).to_have_count(0)
+        waiting[0].fulfill(status=503, json={"detail": "The disk is asleep."})
+        tab.wait_for_timeout(200)
+        assert tab.get_by_text("The disk is asleep.").count() == 0
+        expect(failed.first).to_be_visible()
+
+
+def test_a_submission_whose_answer_was_lost_is_no_second_job(browser: Browser, embedded: Embedded) -> None:
+    with tab_of(browser, embedded) as tab:
+        tab.goto("/#/new")
+        tab.get_by_label("Job document").fill(json.dumps({**seeding.DOCUMENT, "labels": {"lost": "answer"}}))
+        tab.route("**/v1/jobs", lambda route: (route.fetch(), route.abort()), times=1)
+        tab.get_by_role("button", name="Submit job").click()
+        expect(tab.get_by_text("The service does not answer.")).to_be_visible()
+        tab.get_by_role("button", name="Submit job").click()
+        expect(tab.get_by_text("Waiting for a worker")).to_be_visible()
+        again = tab.request.get("/v1/jobs", params={"label": "lost=answer"})
+        assert len(again.json()["items"]) == 1
+        # what was answered is over: the same document is another job from here on
+        tab.goto("/#/new")
+        tab.get_by_label("Job document").fill(json.dumps({**seeding.DOCUMENT, "labels": {"lost": "answer"}}))
+        tab.get_by_role("button", name="Submit job").click()
+        expect(tab.get_by_text("Waiting for a worker")).to_be_visible()
+        again = tab.request.get("/v1/jobs", params={"label": "lost=answer"})
+        assert len(again.json()["items"]) == 2
+
+
+def test_a_file_that_came_at_last_has_its_note_again(browser: Browser, embedded: Embedded, finished: str) -> None:
+    with tab_of(browser, embedded) as tab:
+        tab.route("**/log", lambda route: route.fulfill(status=503, json={"detail": "The disk is asleep."}), times=1)
+        tab.goto(f"/#/jobs/{finished}")
+        file = tab.get_by_role("listitem").filter(has_text="log.jsonl")
+        file.get_by_role("button").click()
+        expect(file).to_contain_text("The disk is asleep.")
+        with tab.expect_download():
+            file.get_by_role("button").click()
+        expect(file).to_contain_text("reproducibility record of every layer")
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(browser: Browser, embedded: Embedded, finished: str) -> None:
+    with tab_of(browser, embedded) as tab:
+        tab.route("**/results", lambda route: route.fulfill(body='{"job": {', content_type="application/json"), times=1)
+        tab.goto(f"/#/jobs/{finished}")
+        expect(tab.get_by_text("broke off. Trying again.")).to_be_visible()
+        expect(tab.locator("#spectrum svg.spectrum path.curve")).to_have_count(2)
+
+
+def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    asked: list[float] = []
+
+    def at_once(route: Route) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=304)
+
+    page.route("**/v1/jobs/*?wait=20", at_once)
+    began = time.monotonic()
+    page.goto(f"/#/jobs/{claim.job_id}")
+    expect(page.get_by_role("progressbar", name="Progress of the job")).to_be_visible()
+    page.wait_for_timeout(700)
+    assert 1 <= len(asked) <= 2 + (time.monotonic() - began)
+    claims.cancelled(embedded.engine, claim)
+
+
+def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> None:
+    page.clock.install()
+    page.goto("/")
+    expect(page.locator("#service")).to_have_text("Service ready")
+    with held(page, "**/readyz"):
+        with page.expect_request("**/readyz"):
+            page.clock.fast_forward(15_000)
+        page.clock.fast_forward(20_000)
+        expect(page.locator("#service")).to_have_text("Service not ready")
+
+
+@pytest.mark.parametrize("path", ["**/results", "**/layers?*"])
+def test_what_cannot_be_had_for_a_moment_is_asked_for_again(
+    browser: Browser, embedded: Embedded, finished: str, path: str
+) -> None:
+    with contextlib.closing(browser.new_context(base_url=embedded.server.url)) as context:
+        context.set_default_timeout(PATIENCE_MS)
+        tab = context.new_page()
+        tab.route(path, lambda route: route.fulfill(status=503, json={"detail": "The disk is asleep."}))
+        tab.goto(f"/#/jobs/{finished}")
+        notice = tab.get_by_text("The disk is asleep. Trying again.")
+        expect(notice).to_be_visible()
+        tab.unroute(path)
+        expect(tab.locator("#spectrum svg.spectrum")).to_have_attribute("aria-label", re.compile("features.0"))
+        expect(tab.locator("table.layers tbody tr")).to_have_count(8)
+        expect(notice).to_have_count(0)
+
+
+def test_the_models_spectrum_is_drawn_and_told(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    card = page.get_by_role("region", name="Spectrum of the model")
+    made = seeding.model()
+    assert made.density is not None
+    bins = card.locator("svg.whole rect.bin")
+    expect(bins).to_have_count(sum(count > 0 for count in made.density.counts))
+    heights = [float(each.get_attribute("height") or 0) for each in bins.all()]
+    shown = [count for count in made.density.counts if count]
+    assert heights == pytest.approx([count / max(shown) * max(heights) for count in shown], abs=0.2)
+    curve = card.locator("path.curve").get_attribute("d") or ""
+    points = [tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", curve)]
+    assert len(points) == 37
+    # half decades are evenly spaced, and the curve falls
+    gaps = [right[0] - left[0] for left, right in itertools.pairwise(points)]
+    assert gaps == pytest.approx([gaps[0]] * 36, abs=0.25)
+    assert [y for _, y in points] == sorted(y for _, y in points)
+    expect(card.get_by_text("0.06 in features.0")).to_be_visible()
+    expect(card.get_by_text("effective rank (7 layers)")).to_be_visible()
+    star = page.locator("table.layers tbody tr").first.get_by_role("note")
+    expect(star).to_have_attribute("aria-label", re.compile("^not converged: heading for "))
+
+
+def test_the_table_sorts_by_keyboard_and_filters(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    expect(page.locator("table.layers tbody tr")).to_have_count(8)
+    page.get_by_role("button", name="Parameters").focus()
+    page.keyboard.press("Enter")
+    head = page.get_by_role("columnheader", name="Parameters")
+    expect(head).to_have_attribute("aria-sort", "descending")
+    expect(page.locator("table.layers tbody tr").first).to_contain_text("features.7")
+    page.keyboard.press("Enter")
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    expect(page.locator("table.layers tbody tr").first).to_contain_text("head.temperature")
+    page.get_by_role("button", name="factors", exact=True).click()
+    expect(page.get_by_role("columnheader", name="Trace of A")).to_be_visible()
+    page.get_by_label("Filter layers by name").fill("head")
+    expect(page.locator("table.layers tbody tr")).to_have_count(3)
+
+
+def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    bar = page.get_by_role("progressbar", name="Progress of the job")
+    expect(bar).to_have_attribute("aria-valuenow", "41")
+    expect(page.get_by_text("17 of 29 batches")).to_be_visible()
+    seeding.progress(embedded.engine, claim, stage="collection", done=25, total=29, unit="batches", percent=60.0)
+    expect(bar).to_have_attribute("aria-valuenow", "60")
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
+    seeding.progress(embedded.engine, claim, stage="factors", done=7, total=7, unit="layers", layers_done=7)
+    expect(page.locator("table.layers tbody tr")).to_have_count(8)
+    page.get_by_role("button", name="Trace of A", exact=True).click()
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("capacity",))
+    seeding.progress(
+        embedded.engine, claim, stage="capacity", done=7, total=7, unit="layers", percent=99.0, layers_done=14
+    )
+    expect(page.get_by_role("columnheader", name="Effective dim.")).to_be_visible()
+    expect(page.locator("table.layers tbody tr")).to_have_count(8)
+    seeding.summarise(embedded.engine, claim)
+    claims.finish(embedded.engine, claim)
+    expect(page.get_by_text("Succeeded")).to_be_visible()
+    expect(page.locator("#spectrum svg.spectrum path.curve")).to_have_count(2)
+    expect(bar).to_have_count(0)
+
+
+def test_cancelling(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    page.get_by_role("button", name="Cancel job").click()
+    expect(page.get_by_role("button", name="Cancelling…")).to_be_disabled()
+    job = read_job(embedded.engine, LOCAL_TENANT, claim.job_id)
+    assert job is not None
+    assert job.state == "cancelling"
+    claims.cancelled(embedded.engine, claim)
+    expect(page.get_by_text("Cancelled", exact=True)).to_be_visible()
+
+
+def test_a_failure_says_why(page: Page, embedded: Embedded) -> None:
+    page.goto(f"/#/jobs/{seeding.failed(embedded.engine, LOCAL_TENANT)}")
+    alert = page.get_by_role("alert", name="Failure")
+    expect(alert).to_contain_text("holds 3 values that are not finite")
+    expect(alert).to_contain_text("features.3")
+    assert "SECRET" not in page.content()
+
+
+def test_names_from_the_server_are_text(page: Page, embedded: Embedded) -> None:
+    document = {**seeding.DOCUMENT, "labels": {"note": MARKUP}}
+    claim = seeding.claimed(embedded.engine, LOCAL_TENANT, document)
+    claims.write_layer(embedded.engine, claim, layer_frame(seeding.declared("capacity", 0, MARKUP)))
+    claims.finish(embedded.engine, claim)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    expect(page.locator("table.layers tbody tr")).to_contain_text(MARKUP)
+    assert page.locator("main img").count() == 0
+    assert page.title() != "broken"
+
+
+def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
+    page.goto("/")
+    page.get_by_role("link", name="New job").first.click()
+    editor = page.get_by_label("Job document")
+    expect(editor).to_have_value(re.compile("digits_cnn"))
+    document: dict[str, Any] = json.loads(editor.input_value())
+    editor.fill(json.dumps({**document, "collection": {"batch_size": -1}}, indent=2))
+    page.get_by_role("button", name="Check only").click()
+    expect(page.get_by_role("alert")).to_contain_text("take 1 to 65536")
+    page.get_by_role("button", name="/collection/batch_size").click()
+    assert page.evaluate("getSelection().toString()") == '"batch_size": -1'
+    editor.fill(json.dumps(document))
+    page.get_by_role("button", name="Submit job").click()
+    expect(page.get_by_text("Waiting for a worker")).to_be_visible()
+    expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
+    page.get_by_role("link", name="Jobs", exact=True).click()
+    row = page.locator("table.jobs tbody tr").first
+    expect(row).to_contain_text("Queued")
+    page.get_by_role("button", name="succeeded").click()
+    expect(page.locator("table.jobs tbody tr[data-state=queued]")).to_have_count(0)
+
+
+def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    card = page.get_by_role("region", name="Memory", exact=True)
+    picture = card.get_by_role(
+        "img", name=re.compile(r"Memory over 22 s: at most 559 MiB .*, 900 MiB planned; .*1.6 GiB")
+    )
+    expect(picture).to_be_visible()
+    expect(picture.locator("path.curve")).to_have_count(3)
+    plans = picture.locator("line.floor")
+    expect(plans).to_have_count(2)
+    # to scale: the plans' lines stand in the ratio of their bytes above the axis
+    base = float(picture.locator("line.frame").get_attribute("y1") or 0)
+    host, device = (base - float(plans.nth(place).get_attribute("y1") or 0) for place in range(2))
+    assert device / host == pytest.approx(2 * 2**30 / (900 * 2**20), rel=1e-3)
+    stages = card.get_by_role("region", name="Stages, planned and measured").locator("tbody tr")
+    expect(stages).to_have_count(2)
+    expect(stages.nth(0)).to_have_text("collection2.0 GiB1.6 GiB−21 %500 MiB550 MiB+10 %about 10 s13 s+25 %")
+    expect(stages.nth(0).locator("strong")).to_have_text("+10 %")
+    card.get_by_text("Operation by operation").click()
+    rows = card.get_by_role("region", name="Memory by operation").locator("tbody tr")
+    expect(rows).to_have_count(10)
+    expect(rows.nth(2)).to_contain_text("pass 1")
+    expect(rows.nth(2)).to_contain_text("13 s")
+
+
+def test_downloads(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="log.jsonl").click()
+    assert waiting.value.suggested_filename == "log.jsonl"
+    assert len(waiting.value.path().read_text().splitlines()) == 16
+
+
+@pytest.mark.parametrize("width", [320, 480, 768])
+def test_nothing_sticks_out_where_it_is_narrow(page: Page, finished: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    for address, heading, last in (
+        ("/#/", "Jobs", "main table tbody tr"),
+        ("/#/new", "New job", "main textarea"),
+        (f"/#/jobs/{finished}", "digits_cnn", "#spectrum svg.spectrum"),
+    ):
+        page.goto(address)
+        # a change of the hash loads nothing: only what is shown tells that the view is there
+        expect(page.get_by_role("heading", level=1, name=heading)).to_be_visible()
+        expect(page.locator(last).first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, keyed: Keyed) -> None:
+    context = browser.new_context(base_url=keyed.server.url)
+    context.set_default_timeout(PATIENCE_MS)
+    tab = context.new_page()
+    tab.goto("/")
+    dialog = tab.get_by_role("dialog", name="API key")
+    dialog.get_by_label("Key").fill("wrong")
+    dialog.get_by_role("button", name="Use this key").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("not valid")
+    dialog.get_by_label("Key").fill("no key…")
+    dialog.get_by_role("button", name="Use this key").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("visible ASCII characters only")
+    dialog.get_by_label("Key").fill(keyed.key)
+    dialog.get_by_role("button", name="Use this key").click()
+    expect(dialog).to_be_hidden()
+    expect(tab.get_by_role("heading", name="Jobs", exact=True)).to_be_visible()
+    expect(tab.get_by_text("No jobs yet")).to_be_visible()
+    tab.reload()
+    expect(tab.get_by_text("No jobs yet")).to_be_visible()
+    assert tab.evaluate("localStorage.length") == 0
+    context.close()
+
+
+def test_a_job_that_no_device_can_hold_says_so(page: Page, embedded: Embedded) -> None:
+    worker = Worker(id=new_id(), node="node-1", process_space="s", version="0", slots=1, factories=())
+    device = Device(uuid="FAKE-a", kind="fake", name="fake GPU", capacity_bytes=1_000)
+    document = parse_document(seeding.raw())
+    job = submit(embedded.engine, LOCAL_TENANT, document, needs_bytes=40 * 10**9).job
+    register(embedded.engine, worker, [device], 600)
+    page.goto(f"/#/jobs/{job.id}")
+    said = page.get_by_role("status", name="Placement")
+    expect(said).to_contain_text("No device can hold this job")
+    expect(said).to_contain_text("Needs 40 GB; the largest known device is FAKE-a with 1 kB.")
+    forget(embedded.engine, worker.id)

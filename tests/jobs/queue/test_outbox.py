@@ -1,0 +1,121 @@
+"""Every queued job is rung for until it is claimed, whatever the broker loses."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select, update
+
+from catalog.job import JobDocument
+from jobs.queue.claims import hand_back
+from jobs.queue.outbox import MAX_OUTSTANDING, oldest_unanswered_seconds, relay
+from jobs.records import LOCAL_TENANT, Claim
+from jobs.repository.store import submit
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import open_database, reading, writing
+from jobs.schema.tables import outbox
+
+
+class Broker:
+    """Counts what rings; a test double of the world outside, which may also be down."""
+
+    def __init__(self, fails_after: int | None = None) -> None:
+        self.rung: list[str] = []
+        self.fails_after = fails_after
+
+    def __call__(self, job_id: str) -> None:
+        if self.fails_after is not None and len(self.rung) >= self.fails_after:
+            raise ConnectionError("the broker is down")
+        self.rung.append(job_id)
+
+
+def test_a_doorbell_rings_once_and_again_when_nobody_answers(ledger: Engine, queued: Callable[..., str]) -> None:
+    job_id = queued()
+    broker = Broker()
+    assert relay(ledger, broker, 15) == 1
+    assert relay(ledger, broker, 15) == 0
+    with writing(ledger) as connection:
+        connection.execute(update(outbox).values(sent_at=ledger_now(-16)))
+    assert relay(ledger, broker, 15) == 1
+    assert broker.rung == [job_id, job_id]
+
+
+def test_a_claimed_job_is_rung_for_no_more_a_returned_one_is(ledger: Engine, held: Callable[..., Claim]) -> None:
+    mine = held()
+    broker = Broker()
+    assert relay(ledger, broker, 0.001) == 0
+    assert oldest_unanswered_seconds(ledger) is None
+    hand_back(ledger, mine)
+    assert relay(ledger, broker, 15) == 1
+    age = oldest_unanswered_seconds(ledger)
+    assert age is not None
+    assert 0 <= age < 60
+
+
+def test_a_broker_that_is_down_loses_nothing(ledger: Engine, queued: Callable[..., str]) -> None:
+    ids = {queued() for _ in range(5)}
+    broker = Broker(fails_after=2)
+    with pytest.raises(ConnectionError):
+        relay(ledger, broker, 15)
+    assert len(broker.rung) == 2
+    broker.fails_after = None
+    assert relay(ledger, broker, 15) == 3
+    assert set(broker.rung) == ids
+
+
+def test_a_relay_that_dies_between_mark_and_ring_only_delays(ledger: Engine, queued: Callable[..., str]) -> None:
+    job_id = queued()
+
+    def die(_: str) -> None:
+        raise SystemExit  # no Exception: what a killed process leaves behind
+
+    with pytest.raises(SystemExit):
+        relay(ledger, die, 15)
+    with reading(ledger) as connection:
+        assert connection.execute(select(outbox.c.sent_at)).scalar_one() is not None
+        connection.rollback()
+    with writing(ledger) as connection:
+        connection.execute(update(outbox).values(sent_at=ledger_now(-16)))
+    broker = Broker()
+    assert relay(ledger, broker, 15) == 1
+    assert broker.rung == [job_id]
+
+
+def test_a_backlog_never_fills_the_broker(
+    ledger: Engine, document: Callable[..., JobDocument], queued: Callable[..., str]
+) -> None:
+    made = document()
+    ids = {submit(ledger, LOCAL_TENANT, made).job.id for _ in range(MAX_OUTSTANDING + 6)}
+    broker = Broker()
+    assert [relay(ledger, broker, 15) for _ in range(2)] == [MAX_OUTSTANDING, 0]
+    with writing(ledger) as connection:
+        connection.execute(update(outbox).where(outbox.c.sent_at.is_not(None)).values(sent_at=ledger_now(-16)))
+    relay(ledger, broker, 15)
+    assert set(broker.rung) == ids  # those never rung for came before the unanswered
+
+
+def test_many_relays_ring_each_doorbell_once(ledger: Engine, queued: Callable[..., str], at_once: Any) -> None:
+    ids = [queued() for _ in range(10)]
+    broker = Broker()
+    assert sum(at_once(8, lambda _: relay(ledger, broker, 60))) == 10
+    assert sorted(broker.rung) == sorted(ids)
+
+
+def test_postgresql_skips_rows_that_another_relay_holds(databases: Any, document: Callable[..., JobDocument]) -> None:
+    engine = open_database(databases.migrated("postgresql"))
+    first, second = (submit(engine, LOCAL_TENANT, document()).job.id for _ in range(2))
+    broker, done = Broker(), threading.Event()
+    with engine.begin() as other:
+        other.execute(select(outbox).where(outbox.c.job_id == first).with_for_update())
+
+        def ring() -> None:
+            relay(engine, broker, 15)
+            done.set()
+
+        thread = threading.Thread(target=ring)
+        thread.start()
+        assert done.wait(60), "the relay waited for a row that another one holds"
+        thread.join()
+    assert broker.rung == [second]
+    engine.dispose()

@@ -1,0 +1,174 @@
+"""One key, one job; nothing of it is visible to another tenant."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, func, select
+
+from catalog.job import JobDocument
+from jobs.codec import document_json, sha256_of
+from jobs.errors import IdempotencyConflict, IdempotencyKeyRefused, JobNotFound, JobStillActive, PageRefused
+from jobs.queue.claims import next_claimable
+from jobs.records import LOCAL_TENANT, Claim, Job, Submitted
+from jobs.repository.results import count_layers, events_after, layer_row, layer_rows, list_artifacts, read_artifact
+from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, submit
+from jobs.schema.database import reading
+from jobs.schema.identifiers import is_id, new_id
+from jobs.schema.tables import job_events, jobs, outbox
+from jobs.tenancy.api_keys import create_key, verify_key
+
+Make = Callable[..., JobDocument]
+
+
+def count(engine: Engine, table: Any) -> int:
+    with reading(engine) as connection:
+        return connection.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+def test_a_submitted_job_stands_with_its_doorbell_and_its_first_event(ledger: Engine, document: Make) -> None:
+    made = document(labels={"team": "β"})
+    submitted = submit(ledger, LOCAL_TENANT, made, None)
+    job = read_job(ledger, LOCAL_TENANT, submitted.job.id)
+    assert submitted.created
+    assert job == submitted.job
+    assert (job.state, job.attempt, job.fence, job.event_seq) == ("queued", 0, 0, 1)
+    assert job.document == document_json(made)
+    assert job.document_sha256 == sha256_of(document_json(made))
+    assert job.created_at == job.queued_at or job.created_at < job.queued_at
+    assert is_id(job.id)
+    assert count(ledger, outbox) == 1
+    assert [(event.seq, event.data["state"]) for event in events_after(ledger, LOCAL_TENANT, job.id)] == [(1, "queued")]
+
+
+def test_twenty_threads_with_one_key_make_one_job(ledger: Engine, document: Make, at_once: Any) -> None:
+    answers = at_once(20, lambda _: submit(ledger, LOCAL_TENANT, document(), "the-key"))
+    assert all(isinstance(answer, Submitted) for answer in answers), answers
+    assert len({answer.job.id for answer in answers}) == 1
+    assert sum(answer.created for answer in answers) == 1
+    assert (count(ledger, jobs), count(ledger, outbox), count(ledger, job_events)) == (1, 1, 1)
+
+
+def test_a_key_with_another_document_conflicts_and_stores_nothing(ledger: Engine, document: Make) -> None:
+    first = submit(ledger, LOCAL_TENANT, document(), "k").job
+    with pytest.raises(IdempotencyConflict, match=first.id):
+        submit(ledger, LOCAL_TENANT, document(labels={"a": "b"}), "k")
+    assert (count(ledger, jobs), count(ledger, outbox)) == (1, 1)
+
+
+def test_documents_that_differ_in_spelling_only_are_the_same(ledger: Engine, document: Make) -> None:
+    first = submit(ledger, LOCAL_TENANT, document(), "k")
+    again = submit(ledger, LOCAL_TENANT, document(stabilisation={"damping": 1e-4}, keep=["spectra"]), "k")
+    assert (again.created, again.job.id) == (False, first.job.id)
+
+
+def test_without_a_key_every_submission_is_a_job(ledger: Engine, document: Make) -> None:
+    assert len({submit(ledger, LOCAL_TENANT, document()).job.id for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a\0b", "two words", "ü"])
+def test_unusable_keys_are_refused(ledger: Engine, document: Make, key: str) -> None:
+    with pytest.raises(IdempotencyKeyRefused):
+        submit(ledger, LOCAL_TENANT, document(), key)
+
+
+def test_numbers_of_a_document_come_back_as_they_were(ledger: Engine, document: Make) -> None:
+    # a binary JSON column would give 10000000000000000 (an int) and 0.0 back
+    kwargs = {"large": 1e16, "negative_zero": -0.0, "tiny": 5e-324, "huge": 1.7e308, "nothing": None, "text": "λ"}
+    made = document(model={"source": "factory", "factory": "a:b", "kwargs": kwargs})
+    job = read_job(ledger, LOCAL_TENANT, submit(ledger, LOCAL_TENANT, made).job.id)
+    assert job is not None
+    assert json.dumps(job.document["model"]["kwargs"], sort_keys=True) == json.dumps(kwargs, sort_keys=True)
+    assert sha256_of(job.document) == job.document_sha256
+
+
+def test_pages_follow_the_key_and_lose_or_repeat_nothing(ledger: Engine, document: Make) -> None:
+    ids = [submit(ledger, LOCAL_TENANT, document()).job.id for _ in range(7)]
+    seen: list[str] = []
+    before = None
+    while True:
+        page = list_jobs(ledger, LOCAL_TENANT, None, None, None, before, 3)
+        seen += [job.id for job in page.items]
+        if before is None:  # what arrives meanwhile is newer than every cursor
+            submit(ledger, LOCAL_TENANT, document())
+        before = page.next
+        if before is None:
+            break
+    assert seen == sorted(ids, reverse=True)
+
+
+def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) -> None:
+    plain = submit(ledger, LOCAL_TENANT, document()).job
+    both = submit(ledger, LOCAL_TENANT, document(kind=["factors", "capacity"], labels={"a.b/c": 'x"y', "n": "1"})).job
+    request_cancel(ledger, LOCAL_TENANT, plain.id)
+
+    def found(**filters: Any) -> set[str]:
+        return {job.id for job in list_jobs(ledger, LOCAL_TENANT, **filters).items}
+
+    assert found(state="cancelled") == {plain.id}
+    assert found(kind="capacity") == {plain.id, both.id}
+    assert found(kind="factors") == {both.id}
+    assert found(kind="factor") == found(kind="%") == found(kind="a\0") == set()
+    assert found(label=("a.b/c", 'x"y')) == found(label=("n", "1")) == {both.id}
+    assert found(label=("n", "2")) == found(label=('x"', "1")) == found(label=("n", "\0")) == set()
+
+
+@pytest.mark.parametrize("limit", [0, -1, 101, 2**40])
+def test_empty_and_unbounded_pages_are_refused(ledger: Engine, limit: int) -> None:
+    with pytest.raises(PageRefused, match="1 to 100"):
+        list_jobs(ledger, LOCAL_TENANT, limit=limit)
+
+
+def test_a_foreign_cursor_is_refused(ledger: Engine) -> None:
+    with pytest.raises(PageRefused, match="no cursor"):
+        list_jobs(ledger, LOCAL_TENANT, before="' OR 1=1")
+
+
+@pytest.mark.parametrize("whose", ["theirs", "nobody's", "no id", "nul"])
+def test_another_tenants_job_answers_as_one_that_never_was(
+    ledger: Engine, document: Make, held: Callable[..., Claim], layer_frame: Any, whose: str
+) -> None:
+    key = create_key(ledger, "a secret of the server", "others")
+    caller = verify_key(ledger, "a secret of the server", key)
+    assert caller is not None
+    foreign = submit(ledger, caller.tenant_id, document(), "shared-key").job
+    own = submit(ledger, LOCAL_TENANT, document(), "shared-key")
+    assert own.created  # keys of two tenants never meet
+    job_id = {"theirs": foreign.id, "nobody's": new_id(), "no id": "../../etc", "nul": "a\0b"}[whose]
+    assert read_job(ledger, LOCAL_TENANT, job_id) is None
+    assert layer_rows(ledger, LOCAL_TENANT, job_id).items == ()
+    assert layer_row(ledger, LOCAL_TENANT, job_id, "capacity", 0) is None
+    assert count_layers(ledger, LOCAL_TENANT, job_id) == 0
+    assert list_artifacts(ledger, LOCAL_TENANT, job_id) == ()
+    assert read_artifact(ledger, LOCAL_TENANT, job_id, "spectra/0.json") is None
+    assert events_after(ledger, LOCAL_TENANT, job_id) == ()
+    for act in (request_cancel, delete_job):
+        with pytest.raises(JobNotFound, match=r"^there is no such job$"):
+            act(ledger, LOCAL_TENANT, job_id)
+    assert {job.id for job in list_jobs(ledger, LOCAL_TENANT).items} == {own.job.id}
+    assert read_job(ledger, caller.tenant_id, foreign.id) == foreign
+
+
+def test_an_ended_job_is_deleted_with_its_rows_an_active_one_is_not(
+    ledger: Engine, queued: Callable[..., str], held: Callable[..., Claim]
+) -> None:
+    kept, gone = held(), queued()
+    with pytest.raises(JobStillActive, match="running"):
+        delete_job(ledger, LOCAL_TENANT, kept.job_id)
+    request_cancel(ledger, LOCAL_TENANT, gone)
+    assert delete_job(ledger, LOCAL_TENANT, gone) == ()
+    assert read_job(ledger, LOCAL_TENANT, gone) is None
+    assert {job.id for job in list_jobs(ledger, LOCAL_TENANT).items} == {kept.job_id}
+    assert next_claimable(ledger) == []
+
+
+def test_a_cancelled_queued_job_ends_at_once_and_rings_no_more(ledger: Engine, queued: Callable[..., str]) -> None:
+    job_id = queued()
+    cancelled: Job = request_cancel(ledger, LOCAL_TENANT, job_id)
+    assert cancelled.state == "cancelled"
+    assert cancelled.finished_at is not None
+    assert cancelled.cancel_requested_at is not None
+    assert count(ledger, outbox) == 0
+    again = request_cancel(ledger, LOCAL_TENANT, job_id)
+    assert again == cancelled

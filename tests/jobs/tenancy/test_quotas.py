@@ -1,0 +1,82 @@
+"""What a tenant's files take is counted once each, and no file is kept that does not fit."""
+
+import argparse
+import hashlib
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from catalog.frames import ArtifactWritten
+from jobs.errors import QuotaExceeded
+from jobs.objects.artifacts import object_key
+from jobs.queue.claims import finish, write_artifact
+from jobs.records import LOCAL_TENANT, Claim
+from jobs.repository.store import delete_job
+from jobs.tenancy.quotas import Usage, require_room, require_room_for, set_quota, usage
+from jobs.tenancy.tenants import main, read_bytes
+
+
+def listed(ledger: Engine, claim: Claim, name: str, content: bytes) -> str:
+    digest = hashlib.sha256(content).hexdigest()
+    frame = ArtifactWritten(name=name, sha256=digest, size_bytes=len(content), media_type="application/json")
+    write_artifact(ledger, claim, frame, object_key(claim.tenant_id, digest))
+    return digest
+
+
+def test_equal_files_are_counted_once_and_deleting_frees_them(ledger: Engine, held: Any) -> None:
+    first, second = held(), held()
+    listed(ledger, first, "a.json", bytes(100))
+    listed(ledger, first, "b.json", bytes(100))
+    listed(ledger, second, "c.json", bytes(100))
+    listed(ledger, second, "d.json", bytes(30))
+    assert usage(ledger, "local") == (Usage(tenant="local", used_bytes=130, quota_bytes=None),)
+    finish(ledger, second)
+    delete_job(ledger, LOCAL_TENANT, second.job_id)
+    assert usage(ledger)[0].used_bytes == 100
+
+
+def test_what_fits_and_what_is_there_already_may_be_kept(ledger: Engine, held: Any) -> None:
+    digest = listed(ledger, held(), "a.json", bytes(100))
+    other = hashlib.sha256(b"other").hexdigest()
+    assert set_quota(ledger, "local", 150)
+    require_room(ledger, LOCAL_TENANT)
+    require_room_for(ledger, LOCAL_TENANT, other, 50)
+    require_room_for(ledger, LOCAL_TENANT, digest, 100)
+    with pytest.raises(QuotaExceeded, match="take 100 of the 150 bytes that they may and 51 more do not fit"):
+        require_room_for(ledger, LOCAL_TENANT, other, 51)
+    assert set_quota(ledger, "local", 100)
+    with pytest.raises(QuotaExceeded, match="take 100 of the 100 bytes"):
+        require_room(ledger, LOCAL_TENANT)
+    assert set_quota(ledger, "local", None)
+    require_room(ledger, LOCAL_TENANT)
+    require_room_for(ledger, LOCAL_TENANT, other, 10**15)
+
+
+def test_the_command_sets_and_shows(
+    ledger: Engine, ledger_url: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, held: Any
+) -> None:
+    monkeypatch.setenv("KRONOSCOPE_DATABASE_URL", ledger_url)
+    listed(ledger, held(), "a.json", bytes(1500))
+    assert main(["set", "local", "--bytes", "50GB"]) == 0
+    assert capsys.readouterr().out == "local: 1,500 bytes, of 50,000,000,000 bytes\n"
+    assert main(["set", "local", "--no-bytes"]) == 0
+    assert main(["show"]) == 0
+    assert capsys.readouterr().out == "local: 1,500 bytes, no limit\n" * 2
+    for unknown in (["show", "nobody"], ["set", "nobody", "--bytes", "1"]):
+        assert main(unknown) == 2
+        assert "no tenant of that name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("1000", 1000), ("50GB", 50 * 10**9), ("1.5TiB", 3 * 2**39), ("10 MB", 10**7), ("0.25kB", 250)],
+)
+def test_bytes_are_read_as_they_are_written(text: str, expected: int) -> None:
+    assert read_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "GB", "1e9", "1PB", "1.GB", "50 gigabytes", "ten", "1.2345GB"])
+def test_what_is_no_number_of_bytes_is_said(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="write one like 50GB"):
+        read_bytes(text)

@@ -1,0 +1,181 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from catalog.capacity import CapacityMetrics, CapacitySummary
+from catalog.layer_record import LayerRecord
+from kronoscope import Client
+from kronoscope.cli.documents import read_document
+from kronoscope.client import ClientError
+from kronoscope.local import load_factors
+from tests.kronoscope.conftest import FACTORIES, JOB, KRONOSCOPE, environment, settings
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``kronoscope serve --embedded`` as a process; ended by ctrl-C."""
+    home = tmp_path_factory.mktemp("serving")
+    (home / "mine_for_kronoscope.py").write_text(FACTORIES)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    listed = [f"--allow-factory=mine_for_kronoscope:{name}" for name in ("model", "data", "endless")]
+    with subprocess.Popen(
+        [*KRONOSCOPE, "serve", "--embedded", "--port", str(port), "--data-dir", "data", *listed],
+        cwd=home, env=environment(), stderr=subprocess.PIPE, text=True,
+    ) as serving:  # fmt: skip
+        assert serving.stderr is not None
+        said = []
+        for line in serving.stderr:
+            said.append(line)
+            if line.startswith("ready:"):
+                break
+        assert said, "it never came up"
+        assert said[-1].startswith("ready:"), "".join(said)
+        yield f"http://127.0.0.1:{port}"
+        serving.send_signal(signal.SIGINT)
+        serving.communicate(timeout=300)
+    assert serving.returncode == 0
+    assert oct((home / "data").stat().st_mode)[-3:] == "700"
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Client]:
+    with Client(url) as client:
+        yield client
+
+
+def test_a_job_goes_through_the_service_and_comes_back_typed(
+    folder: Path, kronoscope: Run, client: Client, url: str
+) -> None:
+    done = kronoscope("submit", "job.yaml", "--wait", "--set", "labels.note=first", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert "capacity: 2 layers" in done.stdout
+    # what the stages took beside their plan comes with the job's files
+    assert "stages: planned, measured, error" in done.stdout
+    (job,) = client.jobs(label="note=first")
+    assert job.state == "succeeded"
+    results = client.results(job.id)
+    assert isinstance(results.summary["capacity"], CapacitySummary)
+    assert results.summary["capacity"].coverage.covered_share == 1
+    rows = list(client.layers(job.id, kind="capacity"))
+    assert [row.layer for row in rows] == ["0", "2"]
+    assert isinstance(rows[0].metrics, CapacityMetrics)
+    assert isinstance(rows[0].record, LayerRecord)
+    assert len(client.log(job.id).splitlines()) == 4
+    shown = kronoscope("results", job.id, "--json", "--download", "files", "--url", url)
+    assert shown.returncode == 0, shown.stderr
+    assert len(json.loads(shown.stdout)["layers"]) == 4
+    refused = kronoscope("results", job.id, "--download", "job.yaml", "--url", url)
+    assert refused.returncode == 2
+    assert "error: job.yaml cannot be written (" in refused.stderr
+    factors = load_factors(folder / "files", verify=True)
+    assert list(factors) == ["0", "2"]
+    assert factors["2"].G.shape == (3, 3)
+
+
+def test_the_same_key_gives_the_same_job(folder: Path, client: Client) -> None:
+    document = read_document(folder / "job.yaml", ["labels.note=twice"])
+    first, second = (client.submit(document, idempotency_key="one-and-the-same") for _ in range(2))
+    assert first.id == second.id
+    with pytest.raises(ClientError) as refused:
+        client.submit({**document, "kind": "capacity"}, idempotency_key="one-and-the-same")
+    assert refused.value.status in (409, 422)
+
+
+def test_an_estimate_says_what_the_job_would_take_and_makes_none(kronoscope: Run, client: Client, url: str) -> None:
+    before = [job.id for job in client.jobs()]
+    shown = kronoscope("plan", "job.yaml", "--budget", "1MiB", "--url", url)
+    assert shown.returncode == 0, shown.stderr
+    for said in ("collection", "does not fit into 1 MiB", "the smallest budget that would do", "taken for given"):
+        assert said in shown.stdout
+    assert [job.id for job in client.jobs()] == before
+
+
+def test_an_estimate_of_what_does_not_belong_together_names_the_field(folder: Path, client: Client) -> None:
+    changes = ["model={source: builtin, name: tiny_gpt}", "data={source: builtin, name: digits}"]
+    with pytest.raises(ClientError) as refused:
+        client.estimate(read_document(folder / "job.yaml", changes))
+    assert refused.value.status == 422
+    (fault,) = refused.value.complaints
+    assert fault.pointer == "/data/name"
+
+
+def test_faults_are_the_services_own_sentences(folder: Path, kronoscope: Run, client: Client, url: str) -> None:
+    changes = settings(["collection.batch_size=-1", "labels.note=bad"])
+    for more in ([], ["--validate-only"]):
+        done = kronoscope("submit", "job.yaml", *changes, *more, "--url", url)
+        assert done.returncode == 2
+        assert "error: /collection/batch_size is -1; take 1 to 65536" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert kronoscope("results", "no-such-job", "--url", url).returncode == 2
+    assert list(client.jobs(label="note=bad")) == []
+
+
+def test_a_job_that_fails_gives_the_commands_exit_code(kronoscope: Run, url: str) -> None:
+    done = kronoscope("submit", "job.yaml", "--wait", *settings(["model.kwargs={poison: true}"]), "--url", url)
+    assert done.returncode == 2, done.stderr
+    assert "`2.weight`" in done.stderr
+
+
+def test_a_running_job_is_cancelled(folder: Path, kronoscope: Run, client: Client, url: str) -> None:
+    os.mkfifo(folder / "pid")
+    changes = ["data.factory=mine_for_kronoscope:endless", f"data.kwargs={{path: {folder / 'pid'}}}"]
+    submitted = kronoscope("submit", "job.yaml", *settings(changes), "--url", url)
+    job_id = submitted.stdout.strip()
+    assert int((folder / "pid").read_text())  # the child has begun
+    assert kronoscope("cancel", job_id, "--url", url).returncode == 0
+    watched = kronoscope("watch", job_id, "--url", url)
+    assert watched.returncode == 5, watched.stderr
+    assert "cancelled" in watched.stderr
+    assert client.job(job_id).state == "cancelled"
+
+
+def test_a_taken_port_is_said(url: str, kronoscope: Run) -> None:
+    done = kronoscope("serve", "--embedded", "--port", url.rpartition(":")[2])
+    assert done.returncode == 3
+    assert "give another with --port" in done.stderr
+
+
+assert JOB  # written into every test's folder
+
+
+def test_an_unlisted_factory_or_folder_is_refused(folder: Path, kronoscope: Run, url: str) -> None:
+    for change, pointer in (
+        ('model={source: factory, factory: "os:getcwd"}', "/model/factory"),
+        ("model={source: directory, path: /etc}", "/model/path"),
+    ):
+        done = kronoscope("submit", "job.yaml", "--set", change, "--url", url)
+        assert done.returncode == 2
+        assert pointer in done.stderr
+
+
+def test_a_job_is_scheduled_from_the_command_line(folder: Path, kronoscope: Run, client: Client, url: str) -> None:
+    def submit(*options: str) -> subprocess.CompletedProcess[str]:
+        slow = ("--set", "model={source: factory, factory: 'mine_for_kronoscope:endless'}")
+        return kronoscope("submit", "job.yaml", *slow, "--url", url, *options)
+
+    done = submit("--set", "schedule.deadline=2020-01-01T00:00Z", "--priority", "-4", "--within", "2h")
+    assert done.returncode == 0, done.stderr
+    job = client.job(done.stdout.strip())
+    assert job.priority == -4
+    assert job.created_at is not None
+    assert job.deadline_at is not None
+    left = datetime.fromisoformat(job.deadline_at) - datetime.fromisoformat(job.created_at)
+    assert abs(left.total_seconds() - 7200) < 600
+    assert client.reschedule(job.id, {"priority": 2}).deadline_at is None
+    client.cancel(job.id)
+    late = submit("--deadline", "2020-01-01T00:00Z")
+    assert (late.returncode, late.stdout) == (2, "")
+    assert "/schedule/deadline has passed" in late.stderr

@@ -1,0 +1,98 @@
+"""Real workers on made-up GPUs: each job has one to itself, plans within it, and goes to a larger one if it must."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from jobs.devices.registry import list_devices
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.tables import jobs
+from worker.devices.discover import fake_gpu
+
+MIB = 2**20
+ROOMY, TIGHT = 4096 * MIB, 300 * MIB
+
+
+@pytest.fixture
+def dialect() -> str:
+    """PostgreSQL; the ledger's own tests run on both."""
+    return "postgresql"
+
+
+@pytest.fixture
+def started(ledger_url: str, tmp_path: Any) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """``started("node-1", 2**30)``: a worker process whose machine has one GPU of that size."""
+    running = []
+
+    def start(node: str, *sizes: int, **more: str) -> subprocess.Popen[bytes]:
+        given = {
+            "KRONOSCOPE_DATABASE_URL": ledger_url,
+            "KRONOSCOPE_ARTIFACTS": str(tmp_path / "artifacts"),
+            "KRONOSCOPE_MODEL_STORE": str(tmp_path / "store"),
+            "KRONOSCOPE_FAKE_GPUS": ",".join(f"{size // MIB}MiB" for size in sizes),
+            "KRONOSCOPE_NODE": node,
+            "KRONOSCOPE_SLOTS": str(len(sizes)),
+            "KRONOSCOPE_POLL_SECONDS": "0.2",
+            "KRONOSCOPE_HEARTBEAT_SECONDS": "1",
+            # a machine that is taken away for some seconds must not look like a worker that is gone
+            "KRONOSCOPE_LEASE_SECONDS": "120",
+            "KRONOSCOPE_REAPER_SECONDS": "0.5",
+            "KRONOSCOPE_THREADS": "1",
+        } | more
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "worker.embedded"], env={**os.environ, **given}, stderr=subprocess.DEVNULL
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    for process in running:
+        try:
+            process.wait(240)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
+    ledger: Any, started: Any, submitted: Any, job: Any, eventually: Any
+) -> None:
+    started("tight", TIGHT)
+    started("roomy", ROOMY)
+    # a plan that is made before the larger one is known stays on the small one
+    eventually(lambda: len(list_devices(ledger)) == 2)
+    job_id = submitted()
+    eventually(lambda: job(job_id).ended)
+    done = job(job_id)
+    assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0)
+    assert done.needs_bytes <= ROOMY
+    assert done.plan["host_peak_bytes"] <= 0.9 * ROOMY
+    eventually(lambda: {each.jobs for each in list_devices(ledger)} == {0})
+    assert {each.uuid for each in list_devices(ledger)} == {fake_gpu("tight", 0, 1).uuid, fake_gpu("roomy", 0, 1).uuid}
+
+
+def test_after_a_kill_the_job_goes_on_on_the_same_gpu_under_another_worker(
+    ledger: Any, started: Any, submitted: Any, job: Any, eventually: Any, gated: Any
+) -> None:
+    """The killed worker's guardian ends what computes there; only then is the GPU leased again."""
+    job_id = submitted(**gated.document)
+    first = started("node", ROOMY, **gated.environment)
+    eventually(gated.begun)
+    assert [each.jobs for each in list_devices(ledger)] == [1]
+    first.kill()
+    first.wait()
+    with writing(ledger) as connection:  # as it does by itself when nobody renews it any more
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(lease_expires_at=ledger_now(-1)))
+    started("node", ROOMY, **gated.environment)
+    eventually(lambda: job(job_id).attempt == 2)
+    assert job(job_id).failures == 1
+    assert [(each.jobs, each.draining) for each in list_devices(ledger)] == [(1, 0)]

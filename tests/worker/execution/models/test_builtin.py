@@ -1,0 +1,97 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from catalog.inputs import BuiltinData, BuiltinModel, Task
+from engine.errors import StopRequested
+from worker.execution.data import builtin as builtin_data
+from worker.execution.data.bundled import TEST_EXAMPLES, digits
+from worker.execution.data.request import DataRequest
+from worker.execution.loader_context import Surroundings
+from worker.execution.models.builtin import load
+
+CNN = BuiltinModel(source="builtin", name="digits_cnn")
+TASK = Task(type="classification")
+
+
+def test_the_cnn_classifies_digits_it_never_saw(surroundings: Surroundings) -> None:
+    loaded = load(CNN, TASK, surroundings)
+    images, classes = digits()
+    with torch.no_grad():
+        right = loaded.model(images[-TEST_EXAMPLES:]).argmax(1) == classes[-TEST_EXAMPLES:]
+    assert right.double().mean() > 0.95
+    assert not loaded.model.training
+
+
+def test_the_second_use_trains_nothing(surroundings: Surroundings) -> None:
+    first = load(CNN, TASK, surroundings)
+    trained = []
+    again = load(CNN, TASK, replace(surroundings, report=lambda *frame: trained.append(frame)))
+    assert trained == []
+    assert again.provenance == first.provenance
+
+
+def test_a_damaged_file_is_trained_again_to_the_same_bytes(tmp_path: Path) -> None:
+    surroundings = Surroundings(store=tmp_path)
+    mlp = BuiltinModel(source="builtin", name="digits_mlp")
+    first = load(mlp, TASK, surroundings).provenance
+    (weights,) = tmp_path.glob("builtin/digits_mlp*.safetensors")
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    torch.manual_seed(123)  # the caller's seed has no say
+    assert load(mlp, TASK, surroundings).provenance == first
+    assert json.loads(weights.with_suffix(".json").read_text())["sha256"] in first
+
+
+def test_training_stops_at_a_checkpoint_and_leaves_no_file(tmp_path: Path) -> None:
+    def stop() -> None:
+        raise StopRequested
+
+    with pytest.raises(StopRequested):
+        load(CNN, TASK, Surroundings(store=tmp_path, checkpoint=stop))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_training_reports_its_progress(tmp_path: Path) -> None:
+    reports = []
+    load(
+        BuiltinModel(source="builtin", name="digits_mlp"),
+        TASK,
+        Surroundings(store=tmp_path, report=lambda *frame: reports.append(frame)),
+    )
+    assert {frame[0] for frame in reports} == {"model"}
+    assert reports[-1][1] == reports[-1][2]
+
+
+def test_positions_of_the_tiny_gpt_have_gradients_per_example() -> None:
+    from worker.execution.models.builtin_architectures import TinyGPT  # noqa: PLC0415 - the class alone is looked at
+
+    torch.manual_seed(0)
+    model, seen = TinyGPT(), []
+    model.positions.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
+    model(torch.zeros(3, 5, dtype=torch.int64))
+    assert seen == [torch.Size([3, 5])]
+
+
+def test_digits_are_images_and_english_is_bytes(
+    surroundings: Surroundings, request_for: Callable[..., DataRequest]
+) -> None:
+    loaded = load(CNN, TASK, surroundings)
+    stream = builtin_data.load(
+        BuiltinData(source="builtin", name="digits", limit=10), request_for(loaded, "classification")
+    )
+    ((images, classes),) = stream.batches()
+    assert images.shape == (10, 1, 8, 8)
+    assert classes.dtype == torch.int64
+    assert stream.examples == 10
+    assert 0 <= float(images.min()) <= float(images.max()) <= 1
+
+
+def test_the_store_may_not_exist_yet(tmp_path: Path) -> None:
+    load(BuiltinModel(source="builtin", name="digits_mlp"), TASK, Surroundings(store=tmp_path / "a" / "b"))
+    assert list((tmp_path / "a" / "b" / "builtin").iterdir())

@@ -1,0 +1,297 @@
+"""Killed for real in the middle, and gone on with: the digests are those of a job that nobody disturbed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Progress, Summarised
+from engine.curvature.checkpoints import MANIFEST
+from tests.machine.stopwatch import Stopwatch
+from worker.process.child_process import EXECUTION, Child
+
+MODEL = """
+import time
+from pathlib import Path
+from torch import nn, relu
+
+class Gated(nn.Module):
+    # slow enough for checkpoints in between; at one batch it waits for as long as the gate stands
+    def __init__(self, gate, at):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(12, 40), nn.Linear(40, 30), nn.Linear(30, 3)
+        self.gate, self.at, self.calls = Path(gate), at, 0
+
+    def forward(self, x):
+        self.calls += 1
+        time.sleep(0.02)
+        while self.calls == self.at and self.gate.exists():
+            self.gate.with_name("waits").touch()
+            time.sleep(0.01)
+        return self.head(relu(self.second(relu(self.first(x)))))
+
+def make(gate, at):
+    return Gated(gate, at)
+"""
+BATCHES = 30
+PARTS = [["first"], ["second"], ["head"]]
+DIE_WRITING = """
+import os, signal, sys
+real, seen, last = os.fsync, 0, int(sys.argv.pop(1))
+
+def fsync(descriptor):
+    global seen
+    if "/checkpoint/.part-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        seen += 1
+        if seen == last:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+    real(descriptor)
+
+os.fsync = fsync
+from engine.curvature import checkpoints
+checkpoints._SHARE = 0
+from worker.execution.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+AT_EVERY_BATCH = """
+import sys
+from engine.curvature import checkpoints
+checkpoints._SHARE = 0
+from worker.execution.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+DIE_BETWEEN = """
+import os, signal, sys
+from worker.execution import frame_pipe
+real = frame_pipe.FramePipe.send
+
+def send(pipe, frame):
+    real(pipe, frame)
+    if frame.frame == "layer" and frame.kind == "capacity":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+frame_pipe.FramePipe.send = send
+from worker.execution.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Place:
+    """One job's folders, a gate and the numbers of its attempts."""
+
+    def __init__(self, root: Path, parts: Any = None, at: int = 24) -> None:
+        root.mkdir(exist_ok=True)
+        (root / "kronoscope_test_gated.py").write_text(MODEL)
+        self.root, self.parts, self.attempts = root, parts, 0
+        self.completed: list[tuple[str, int]] = []
+        self.gate = root / "gate"
+        self.document = {
+            "kind": "factors",
+            "model": {
+                "source": "factory",
+                "factory": "kronoscope_test_gated:make",
+                "kwargs": {"gate": str(self.gate), "at": at},
+            },
+            "data": {"source": "synthetic", "shape": [12], "examples": 4 * BATCHES, "classes": 3},
+            "task": {"type": "classification"},
+            # a gate counts forward passes
+            "collection": {"batch_size": 4, "self_check": "off"},
+            "keep": [],
+        }
+
+    def start(self, *command: str) -> Child:
+        self.attempts += 1
+        given = {
+            "document": self.document,
+            "artifacts": str(self.root / str(self.attempts)),
+            "completed": self.completed,
+            "threads": 1,
+            "paths": [str(self.root)],
+            "allowed": {"factories": ["*"], "directories": ["*"]},
+            "store": str(self.root / "store"),
+            "offline": True,
+            "plan": {"parts": self.parts} if self.parts else None,
+            "scratch": str(self.scratch(self.attempts)),
+            "earlier": [str(self.scratch(each)) for each in range(self.attempts - 1, 0, -1)],
+            "checkpoint_seconds": 0.001,
+        }
+        return Child.start(given, subprocess.DEVNULL, {**os.environ, "OMP_NUM_THREADS": "1"}, command or EXECUTION)
+
+    def scratch(self, attempt: int) -> Path:
+        return self.root / "waiting" / str(attempt)
+
+    def run(self, *command: str) -> list[Frame]:
+        child = self.start(*command)
+        try:
+            return list(child.frames())
+        finally:
+            child.close()
+
+    def killed_at_the_gate(self, *command: str) -> list[Frame]:
+        """Run until the model waits and a checkpoint stands, and kill the whole group."""
+        self.gate.touch()
+        child = self.start(*command)
+        try:
+            self._kill_when_it_waits(child)
+            return list(child.frames())
+        finally:
+            child.close()
+            self.gate.unlink()
+
+    def _kill_when_it_waits(self, child: Child) -> None:
+        waits = self.gate.with_name("waits")
+        watch = Stopwatch()
+        while not waits.exists():
+            assert watch.seconds() < 120, "the model never came to its gate"
+            time.sleep(0.01)
+        assert (self.scratch(self.attempts) / MANIFEST).is_file()
+        child.kill()
+        waits.unlink()
+
+
+def dying(folder: Path, sync: int) -> list[str]:
+    """A child that is killed at its ``sync``-th file of a checkpoint, half of it written."""
+    program = folder / "dies.py"
+    program.write_text(DIE_WRITING)
+    return [sys.executable, "-P", str(program), str(sync)]
+
+
+def digests(frames: list[Frame]) -> list[tuple[Any, ...]]:
+    failed = [frame for frame in frames if isinstance(frame, Failed)]
+    assert not failed
+    assert isinstance(frames[-1], Finished)
+    rows = [frame.outcome for frame in frames if isinstance(frame, LayerDone)]
+    return [(row["layer"], row["record"]["digest_A"], row["record"]["digest_G"], row["record"]["positions"],
+             row["record"]["update_index"], row["metrics"]) for row in rows]  # fmt: skip
+
+
+def resumed_at(frames: list[Frame]) -> tuple[int, int]:
+    """Batch and batches that the log names."""
+    lines = [frame.message for frame in frames if isinstance(frame, LogLine)]
+    (found,) = filter(None, (re.search(r"resumed at batch (\d+) of (\d+)", line) for line in lines))
+    return int(found[1]), int(found[2])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    place = Place(tmp_path_factory.mktemp("undisturbed"))
+    found = digests(place.run())
+    assert len(found) == 3
+    assert not place.scratch(1).exists()
+    return found
+
+
+def test_killed_in_the_middle(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.killed_at_the_gate()
+    left = {path.name for path in place.scratch(1).rglob("*.safetensors")}
+    assert left
+    frames = place.run()
+    assert digests(frames) == undisturbed
+    batch, batches = resumed_at(frames)
+    # two dry runs come before: the gate stood at batch 22
+    repeated = 21 - batch
+    assert batches == BATCHES
+    assert 0 <= repeated < 21
+    done = [frame.done for frame in frames if isinstance(frame, Progress) and frame.stage == "collection"]
+    assert (done[0], done[-1]) == (batch, BATCHES)
+    assert not place.scratch(1).exists()
+    assert not place.scratch(2).exists()
+
+
+def test_gradient_rows_survive_a_kill(tmp_path: Path) -> None:
+    """More of them than outputs, so that triangles, too, are brought back to the same bits."""
+    plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
+    for each in (plain, place):
+        each.document |= {"woodbury": {"policy": "all", "dtype": "fp16"}}
+    truth = plain.run()
+    place.killed_at_the_gate()
+    frames = place.run()
+    assert digests(frames) == digests(truth)
+    assert resumed_at(frames)[0] > 0
+    records = [frame.outcome["record"] for frame in frames if isinstance(frame, LayerDone)]
+    assert [each["gradient_rows"] for each in records if each["branch"] == "woodbury"] != []
+
+
+def test_killed_in_the_second_pass(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    place = Place(tmp_path, PARTS, at=2 + BATCHES + 20)
+    # else a disk that takes its time for one of the first pass leaves none for the second
+    program = tmp_path / "saves.py"
+    program.write_text(AT_EVERY_BATCH)
+    place.killed_at_the_gate(sys.executable, "-P", str(program))
+    frames = place.run()
+    assert digests(frames) == undisturbed
+    batch, batches = resumed_at(frames)
+    assert batches == 3 * BATCHES
+    assert BATCHES <= batch < 2 * BATCHES
+
+
+@pytest.mark.parametrize("sync", [4, 5], ids=["the manifest", "the sums"])
+def test_killed_while_a_checkpoint_is_written(undisturbed: list[tuple[Any, ...]], tmp_path: Path, sync: int) -> None:
+    place = Place(tmp_path)
+    frames = place.run(*dying(tmp_path, sync))
+    assert not isinstance(frames[-1], Finished)
+    assert list(place.scratch(1).rglob(".part-*"))
+    again = place.run()
+    assert digests(again) == undisturbed
+    assert resumed_at(again)[0] > 0
+
+
+def test_a_torn_checkpoint_is_said_to_be(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.killed_at_the_gate()
+    (sums,) = place.scratch(1).rglob("*.safetensors")
+    os.truncate(sums, sums.stat().st_size // 2)
+    frames = place.run()
+    assert digests(frames) == undisturbed
+    lines = [frame.message for frame in frames if isinstance(frame, LogLine) and frame.level == "warning"]
+    assert any("discarded" in line and "safetensors" in line for line in lines)
+
+
+def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.killed_at_the_gate()
+    # the later attempt dies, too, while the earlier one writes again as if it had never been killed
+    kept = tmp_path / "kept"
+    shutil.copytree(place.scratch(1), kept)
+    place.run(*dying(tmp_path, 1))
+    shutil.copytree(kept, place.scratch(1))
+    for file in place.scratch(1).rglob("*.safetensors"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    frames = place.run()
+    assert digests(frames) == undisturbed
+    assert resumed_at(frames)[0] > 0
+
+
+def test_killed_between_two_analyses(tmp_path: Path) -> None:
+    kinds = ["factors", "capacity", "reconstruction"]
+    document = {"kind": kinds, "keep": []}
+    plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
+    for each in (plain, place):
+        each.document |= document
+    undisturbed = rows_of(plain.run())
+    program = tmp_path / "dies.py"
+    program.write_text(DIE_BETWEEN)
+    before = place.run(sys.executable, "-P", str(program))
+    done = rows_of(before)
+    assert [kind for kind, _ in done] == ["factors", "factors", "factors", "capacity"]
+    place.completed = sorted(done)
+    after = place.run()
+    assert isinstance(after[-1], Finished)
+    assert not done.keys() & rows_of(after).keys()
+    assert {**done, **rows_of(after)} == undisturbed
+    assert [frame.kind for frame in after if isinstance(frame, Summarised)] == kinds
+
+
+def rows_of(frames: list[Frame]) -> dict[tuple[str, int], Any]:
+    """What the ledger's digests cover, by row."""
+    return {(frame.kind, frame.ordinal): frame.outcome for frame in frames if isinstance(frame, LayerDone)}

@@ -1,0 +1,1 @@
+"""Taking jobs: registration, the claim loop and the maintenance thread of one worker."""

@@ -1,0 +1,228 @@
+"""The Agent: owns this process's slots, and takes into them the jobs whose turn it is.
+
+A doorbell says no more than that there is something in the queue: which job comes next is the
+database's to say, or a tenant who rings a thousand times would go before all others. Without a free
+slot a doorbell is dropped: the job stands in the database, where the next poll, here or elsewhere,
+finds it. So a worker deaf to its broker costs seconds, never a job.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import structlog
+from sqlalchemy import Engine
+
+from jobs.devices.leases import Place, free_drained
+from jobs.errors import LedgerUnavailable
+from jobs.queue.claims import claim
+from jobs.records import Claim
+from jobs.scheduling.placement import may_come, next_places, reserve
+from worker.agent.registration import Registration
+from worker.devices.device_health import Fitness
+from worker.disk.free_space import free_bytes
+from worker.lifetime import DRAIN_SECONDS
+from worker.process.child_process import EXECUTION
+from worker.process.process_group import group_lives
+from worker.settings import WorkerSettings
+from worker.supervision.supervisor import Supervisor
+
+_CLAIM_TRIES = 3
+_READ_BEATS = 2
+"""What others hold of a device where no job is was read within as many beats."""
+_GRACE_POLLS = 2
+"""A job is left so long to a smaller device: its worker has looked into the queue by then."""
+_RETRY_SECONDS = 3.0
+"""A look that failed is repeated so soon, however rare the others are: it may have been for a doorbell."""
+
+
+class Agent:
+    """One per worker process."""
+
+    def __init__(self, engine: Engine, settings: WorkerSettings, command: Sequence[str] = EXECUTION) -> None:
+        self.idle = threading.Event()
+        """Set where the worker is to end with nothing left to do, and nothing is: it takes no job any more."""
+        self._engine = engine
+        self._settings = settings
+        self._command = command
+        self._fitness = Fitness()
+        self._registration = Registration(engine, settings, fitness=self._fitness)
+        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._slots = threading.Semaphore(settings.slots)
+        self._supervisors: set[Supervisor] = set()
+        self._lock = threading.Lock()
+        self._draining = False
+        self._room = True
+        self._nudge = threading.Event()
+        self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
+        self._log = structlog.get_logger("kronoscope.worker")
+
+    def start(self) -> None:
+        """Be known to the others, and begin to look for work."""
+        self._registration.start()
+        self._poller.start()
+
+    def wake(self) -> None:
+        """Look into the queue now: a doorbell rang, for whichever job; one too many costs a look."""
+        self._nudge.set()
+
+    def take(self) -> bool:
+        """Take the job whose turn it is, if a slot is free; whether one was taken.
+
+        Raises:
+            LedgerUnavailable: If the database does not answer; nothing is held then.
+        """
+        if self._draining or not self._may_take() or not self._slots.acquire(blocking=False):
+            return False
+        taken = False
+        try:
+            held = self._claim_next()
+            if held is not None:
+                self._supervise(held)
+                taken = True
+        finally:
+            if not taken:
+                self._slots.release()
+        return taken
+
+    def _may_take(self) -> bool:
+        """Whether this worker could begin a job now, whichever it is."""
+        return not self._fitness.resting() and self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether the disk is above its floor: below it the next job would only fail, and be counted."""
+        free = free_bytes(self._settings.ledger.artifact_root)
+        room = free >= self._settings.disk_floor_bytes
+        if room != self._room:
+            self._room = room
+            if room:
+                self._log.info("there is room on the disk again; jobs are taken", free_bytes=free)
+            else:
+                floor = self._settings.disk_floor_bytes
+                self._log.warning("the disk is too full to take jobs", free_bytes=free, floor_bytes=floor)
+        return room
+
+    def begin_drain(self) -> None:
+        """Take no more jobs and have the running ones stop; a second call changes nothing."""
+        if not self._draining:  # the event has a lock, which a signal handler that was interrupted may hold
+            self._draining = True
+            self._nudge.set()
+
+    def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
+        """Hand every running job back, its attempt uncounted; whether all were within the time."""
+        self.begin_drain()
+        deadline = time.monotonic() + seconds
+        self._stop_all()
+        free = [self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(self._settings.slots)]
+        for taken in free:
+            if taken:
+                self._slots.release()  # nobody takes it any more, and draining twice finds the same
+        if self._poller.is_alive():  # its last look may be under way, and the caller is about to close the database
+            self._poller.join(max(0.0, deadline - time.monotonic()))
+        self._registration.end()
+        return all(free)
+
+    def _nothing_to_do(self) -> bool:
+        """Asked by the thread that takes jobs. What runs here is looked at first: as it ends it may join the queue."""
+        with self._lock:
+            running = bool(self._supervisors)
+        beats = _READ_BEATS * self._settings.ledger.heartbeat_seconds
+        return not running and not may_come(self._engine, self._registration.worker.id, beats)
+
+    def _claim_next(self) -> Claim | None:
+        """The first in turn that no other worker was quicker to take."""
+        self._registration.ensure()
+        grace = _GRACE_POLLS * self._settings.poll_seconds
+        for place in next_places(self._engine, self._registration.worker.id, grace):
+            held = self._claim(place)
+            if held is not None:
+                return held
+        return None
+
+    def _claim(self, place: Place) -> Claim | None:
+        """Claim; one token for all tries, so that a claim whose reply was lost is recognised."""
+        token = secrets.token_hex(16)
+        for tries_left in reversed(range(_CLAIM_TRIES)):
+            try:
+                lease_seconds = self._settings.ledger.lease_seconds
+                return claim(self._engine, place.job_id, self._owner, token, lease_seconds, place=place)
+            except LedgerUnavailable:
+                if not tries_left:
+                    raise
+                time.sleep(0.2)
+        return None
+
+    def _supervise(self, held: Claim) -> None:
+        supervisor = Supervisor(self._engine, held, self._settings, self._command, self._fitness)
+        with self._lock:
+            self._supervisors.add(supervisor)
+        # a daemon: where a drain is cut short the process may end, and the lifeline ends the child
+        try:
+            threading.Thread(target=self._run, args=(supervisor,), name=f"job-{held.job_id}", daemon=True).start()
+        except RuntimeError as error:  # no thread is to be had
+            with self._lock:
+                self._supervisors.discard(supervisor)
+            supervisor.give_up(str(error))
+            raise
+        if self._draining:
+            supervisor.stop("drain")
+
+    def _run(self, supervisor: Supervisor) -> None:
+        try:
+            supervisor.run()
+        finally:
+            with self._lock:
+                self._supervisors.discard(supervisor)
+            self._slots.release()
+            self._nudge.set()
+
+    def _look_after_devices(self) -> None:
+        """Free what nothing runs on any more, and keep room for jobs that wait long for it."""
+        self._registration.ensure()
+        worker = self._registration.worker
+        with self._lock:
+            running = {each.held for each in self._supervisors}
+        freed = free_drained(self._engine, worker.id, worker.process_space, running, group_lives)
+        if freed:
+            self._log.info("devices are free again", leases=freed)
+        if self._may_take():  # what this worker does not take now is not to be kept from others
+            reserve(self._engine, worker.id, self._settings.reserve_seconds)
+
+    def _stop_all(self) -> None:
+        with self._lock:
+            running = list(self._supervisors)
+        for supervisor in running:
+            supervisor.stop("drain")
+
+    def _beat(self) -> None:
+        """Show that jobs are being looked for; a broker that is gone, or a silent database, is no fault of this one."""
+        if self._settings.pulse_file is not None:
+            try:
+                self._settings.pulse_file.touch()
+            except OSError as error:
+                self._log.warning("the pulse file cannot be touched", why=str(error))
+
+    def _poll(self) -> None:
+        while True:
+            self._nudge.clear()
+            if self._draining:  # looked at after the nudge was cleared, which may have been for this
+                break
+            self._beat()
+            pause = min(self._settings.poll_seconds, _RETRY_SECONDS)
+            try:
+                self._look_after_devices()
+                while self.take():  # each is looked for anew: the one before has changed whose turn it is
+                    pass
+                if self._settings.lifetime.until_idle and self._nothing_to_do():
+                    self._draining = True
+                    self.idle.set()
+                pause = self._settings.poll_seconds
+            except LedgerUnavailable:
+                self._log.warning("the database does not answer; the queue is looked into again")
+            except Exception:  # noqa: BLE001 - what makes lost doorbells harmless outlives whatever happens
+                self._log.exception("looking into the queue failed")
+            self._nudge.wait(pause)
+        self._stop_all()

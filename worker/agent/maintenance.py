@@ -1,0 +1,147 @@
+"""The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters.
+
+The broom has a thread of its own: a store that is silent for minutes must not hold up who rescues jobs.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy import Engine
+
+from jobs.errors import LedgerUnavailable
+from jobs.metrics.counters import Reconciler, note_round
+from jobs.objects.artifacts import ArtifactFolder, open_artifacts
+from jobs.objects.scratch import open_scratch, sweep_scratch
+from jobs.queue.outbox import relay
+from jobs.queue.reaper import end_overdue, reap_expired
+from jobs.retention.object_sweep import sweep_attempts, sweep_objects
+from jobs.retention.retention import archive_ended, forget_estimates
+from jobs.settings import LedgerSettings
+from worker.disk.cache_folder import sweep_tenants
+
+_SCRATCH_SECONDS = 60
+_FAULTS_SECONDS = 3600
+"""How long a job that cannot be archived is passed over."""
+
+
+class Sweeper:
+    """Threads that take jobs from silent workers, ring for jobs that nobody took, and clear up after ended ones."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: LedgerSettings,
+        ring: Callable[[str], object] | None,
+        lying: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Get ready.
+
+        Args:
+            engine: The ledger.
+            settings: How often.
+            ring: Rings one doorbell where every worker hears it. Without it nothing is relayed: a row marked as rung
+                for is not rung for again for a while, and the workers elsewhere that hear a broker would miss it.
+            lying: How many doorbells lie there untaken.
+        """
+        self._engine = engine
+        self._settings = settings
+        self._ring = ring
+        self._lying = lying
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._reconcile, name="sweeper", daemon=True),
+            threading.Thread(target=self._clear, name="broom", daemon=True),
+        ]
+        self._at_fault: set[str] = set()
+        self._log = structlog.get_logger("kronoscope.worker")
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End after the rounds under way; a round that a store holds up dies with the process."""
+        self._ended.set()
+        until = time.monotonic() + 5
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _reconcile(self) -> None:
+        next_reap = next_relay = time.monotonic()
+        while not self._ended.is_set():
+            now = time.monotonic()
+            if now >= next_reap:
+                next_reap = now + self._settings.reaper_seconds
+                reaped = self._round("reaped", lambda: reap_expired(self._engine))
+                if self._round("overdue", lambda: end_overdue(self._engine)) and reaped:
+                    self._note("reaper")
+            if now >= next_relay:
+                next_relay = now + self._settings.relay_seconds
+                if self._round("rang", self._relay) and self._ring is not None:
+                    self._note("relay")
+            self._ended.wait(max(0.0, min(next_reap, next_relay) - time.monotonic()))
+
+    def _clear(self) -> None:
+        next_clearing = forgotten = time.monotonic()
+        # the workers of one night's restart need not all list the store at once
+        next_sweep = time.monotonic() + random.uniform(0, self._settings.sweep_seconds)  # noqa: S311 - no secret
+        scratch = open_scratch(self._settings)
+        folder = open_artifacts(self._settings)
+        grace = self._settings.grace_seconds
+        while not self._ended.is_set():
+            now = time.monotonic()
+            if now >= forgotten + _FAULTS_SECONDS:
+                forgotten = now
+                self._at_fault.clear()
+            if now >= next_clearing:
+                next_clearing = now + _SCRATCH_SECONDS
+                self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
+                self._round("archived", lambda: self._archive(folder))
+                self._round("forgotten", self._forget)
+                self._round("uncached", lambda: sweep_tenants(self._settings.artifact_root, self._settings.cache_bytes))
+            if now >= next_sweep:
+                next_sweep = now + self._settings.sweep_seconds
+                self._round("objects removed", lambda: sweep_objects(self._engine, folder, grace))
+                self._round("attempts removed", lambda: sweep_attempts(self._engine, folder, grace))
+            self._ended.wait(max(0.0, min(next_clearing, next_sweep) - time.monotonic()))
+
+    def _archive(self, folder: ArtifactFolder) -> int:
+        days = self._settings.retention_days
+        if days is None:
+            return 0
+        dropped = self._settings.retention_files == "drop"
+        return archive_ended(self._engine, folder, days, drop_files=dropped, at_fault=self._at_fault)
+
+    def _forget(self) -> int:
+        days = self._settings.retention_days
+        return 0 if days is None else forget_estimates(self._engine, days)
+
+    def _relay(self) -> int:
+        if self._ring is None:
+            return 0
+        return relay(self._engine, self._ring, self._settings.unclaimed_seconds, self._lying)
+
+    def _note(self, reconciler: Reconciler) -> None:
+        def note() -> int:
+            note_round(self._engine, reconciler)
+            return 0
+
+        self._round("noted", note)
+
+    def _round(self, what: str, sweep: Callable[[], int]) -> bool:
+        """One round, and whether it ended well; neither a silent database nor a silent broker ends the thread."""
+        try:
+            count = sweep()
+        except LedgerUnavailable:
+            self._log.warning("the database does not answer; swept again later", sweep=what)
+        except Exception as error:  # noqa: BLE001 - brokers raise what they like; the database keeps every job meanwhile
+            self._log.warning("sweeping failed; tried again later", sweep=what, error=type(error).__name__)
+        else:
+            if count:
+                self._log.info(what, number=count)
+            return True
+        return False

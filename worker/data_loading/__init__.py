@@ -1,1 +1,0 @@
-"""Data of every source, one file each; all give a ``DataStream``."""

@@ -1,0 +1,1 @@
+"""The devices that this worker offers, and which of them failed."""

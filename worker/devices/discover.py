@@ -1,0 +1,218 @@
+"""What this worker computes on: NVIDIA's GPUs, GPUs that are only a number of bytes, or the host itself.
+
+A provider reads its devices anew at each call. NVIDIA's are read through its management library, which makes no
+context on the GPU, so this process holds none of its memory; they are known by UUID, since their numbers differ
+from process to process. A *fake* GPU is a capacity in bytes and computes on the CPU, held to that capacity: what is
+leased, reserved and refused on a machine without a GPU is so by the same code. A host's memory is that of the
+machine, or of the control group that bounds it.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
+from pathlib import Path
+
+import psutil
+import pynvml
+
+from catalog.control_groups import tightest_group
+from jobs.devices.registry import Device
+
+Provider = Callable[[], tuple[Device, ...]]
+
+_UUIDS = ("GPU-", "MIG-")
+"""What theirs begin with: `-1` is not the name of a GPU that has failed."""
+_SLOT_BYTES = 4 * 2**30
+"""Host memory of a job on a GPU: with less there is hardly room beside CUDA's libraries."""
+_NODES = Path("/dev")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> Provider:
+    """The provider for this machine: what the operator made up, or its GPUs, or where it has none itself."""
+    if fake_gpus:
+        made_up = tuple(fake_gpu(node, index, size) for index, size in enumerate(fake_gpus))
+        return lambda: made_up
+    if gpus_given(environ.get("CUDA_VISIBLE_DEVICES")):
+        return lambda: nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+    return lambda: (host(node),)
+
+
+def usual_slots(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> int:
+    """A job on each GPU, as far as the host's memory goes; and one on a host, whose memory would have to be shared."""
+    if fake_gpus:
+        return len(fake_gpus)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(nvidia_gpus(visible)) or gpus_given(visible)
+    return max(1, min(gpus, host(node).capacity_bytes // _SLOT_BYTES))
+
+
+def fake_gpu(node: str, index: int, capacity_bytes: int) -> Device:
+    """One that exists in the ledger alone; of the same node and index it is the same one."""
+    digest = hashlib.sha256(f"{node} {index}".encode()).hexdigest()
+    return Device(uuid=f"FAKE-{digest[:32]}", kind="fake", name=f"fake GPU {index}", capacity_bytes=capacity_bytes)
+
+
+def host(node: str) -> Device:
+    """This machine's memory, or the part of it that a control group leaves to this worker and its neighbours."""
+    group = tightest_group()
+    memory = psutil.virtual_memory()
+    limit = None if group is None else group.limit_bytes()
+    free = None if group is None else group.free_bytes()
+    shared_by = [boot_id() or node]
+    capacity, left = memory.total, memory.available
+    if group is not None and limit is not None and limit < memory.total:
+        # whoever is in the same group shares its memory, however their containers are called
+        shared_by.append(str(group.folder.stat().st_ino))
+        capacity, left = limit, limit if free is None else min(free, memory.available)
+    digest = hashlib.sha256(" ".join(shared_by).encode()).hexdigest()
+    return Device(
+        uuid=f"HOST-{digest[:32]}",
+        kind="host",
+        name="host memory",
+        capacity_bytes=capacity,
+        used_bytes=max(0, capacity - left),
+    )
+
+
+def process_space(node: str) -> str:
+    """Where a process's number means the same process: this boot of the kernel and this namespace of it."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:
+        namespace = "?"
+    return f"{node} {boot_id() or '?'} {namespace}"
+
+
+def boot_id() -> str | None:
+    """The kernel's name for its present run; None where it has none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return None
+
+
+def gpus_given(visible: str | None) -> int:
+    """How many GPUs this process has to itself or shares, also while none of them answers; 0 makes it a host.
+
+    One whose driver comes up after it, or whose GPUs have failed for now, would else compute on the host for ever.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        none = error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION)
+        return 0 if none else _spoken_of(visible, len([*_NODES.glob("nvidia[0-9]*")]))
+    try:
+        numbers = range(pynvml.nvmlDeviceGetCount())
+        answering = len([*_chosen([_at(number) for number in numbers], visible)])
+        if answering:
+            return answering
+        failed = len([number for number in numbers if _failed(number)])
+        return min(failed, _spoken_of(visible, failed))
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _spoken_of(visible: str | None, there: int) -> int:
+    """How many GPUs CUDA_VISIBLE_DEVICES names, whether they answer or not; without it all that are ``there``."""
+    if visible is None:
+        return there
+    words = (word.strip() for word in visible.split(","))
+    return len([*takewhile(lambda word: word.isdecimal() or word.startswith(_UUIDS), words)])
+
+
+def _failed(number: int) -> bool:
+    """Whether it does not answer; one that the system keeps from this process is only none of its own."""
+    try:
+        pynvml.nvmlDeviceGetHandleByIndex(number)
+    except pynvml.NVMLError as error:
+        return bool(error.value != pynvml.NVML_ERROR_NO_PERMISSION)
+    return False
+
+
+def nvidia_gpus(visible: str | None) -> tuple[Device, ...]:
+    """NVIDIA's GPUs, or where one is cut into MIG slices those; of them what CUDA_VISIBLE_DEVICES leaves."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()  # no driver, or none that answers
+    try:
+        gpus = [_at(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(read for handle in _chosen(gpus, visible) if (read := _read(handle)) is not None)
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _at(index: int) -> object | None:
+    """One that has failed keeps its number, and the others of the machine are well."""
+    try:
+        handle: object = pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError:
+        return None
+    return handle
+
+
+def _chosen(gpus: list[object | None], visible: str | None) -> Iterator[object]:
+    parts = [[] if gpu is None else _parts(gpu) for gpu in gpus]
+    if visible is None:
+        for each in parts:
+            yield from each
+        return
+    handles = [each for gpu, cut in zip(gpus, parts, strict=True) for each in (gpu, *cut)]
+    by_uuid = {None if each is None else _uuid(each): each for each in handles}
+    named = {uuid: each for uuid, each in by_uuid.items() if uuid is not None}
+    for word in visible.split(","):
+        name = word.strip()
+        if name.isdecimal() and int(name) < len(gpus):
+            # CUDA would show nothing of what follows a GPU that failed; but a child is told one UUID, and may see it
+            yield from parts[int(name)][:1]
+            continue
+        found = [] if name.isdecimal() else [each for uuid, each in named.items() if name and uuid.startswith(name)]
+        if len(found) == 1:
+            yield found[0]
+        elif found or None not in by_uuid or not name.startswith(_UUIDS):
+            return  # as CUDA does: what follows a name that fits none, or several, is not seen
+
+
+def _parts(gpu: object) -> list[object]:
+    """What CUDA computes on: the GPU, or where it is to be cut its slices, of which there may be none yet."""
+    try:
+        if pynvml.nvmlDeviceGetMigMode(gpu)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return [gpu]
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
+    except pynvml.NVMLError:
+        return [gpu]  # one that cannot be cut
+    found = []
+    for index in range(count):
+        try:
+            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
+        except pynvml.NVMLError:
+            continue  # no slice of that number
+    return found
+
+
+def _read(handle: object) -> Device | None:
+    """None of one that does not answer: no job is put there, and the others are offered all the same."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return Device(
+            uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+            kind="cuda",
+            name=str(pynvml.nvmlDeviceGetName(handle)),
+            capacity_bytes=memory.total - memory.reserved,
+            used_bytes=memory.used,
+        )
+    except pynvml.NVMLError:
+        return None
+
+
+def _uuid(handle: object) -> str | None:
+    try:
+        return str(pynvml.nvmlDeviceGetUUID(handle))
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,1 @@
+"""Free space, and the folder of cached factors."""

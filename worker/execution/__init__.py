@@ -1,0 +1,1 @@
+"""The child process: the one room of the worker that imports torch, and never ``jobs``."""

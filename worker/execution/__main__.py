@@ -1,0 +1,397 @@
+"""The child: computes one job and tells its parent about it in frames; writes nothing but artifacts.
+
+    python -P -m worker.execution --frames FD        (the assignment comes on standard input)
+
+The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 4 fatal) or
+``stopped`` (5). SIGTERM stops it at its next checkpoint: a batch, a layer, a training step.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from catalog import ANALYSES, DOCUMENT
+from catalog.analysis import LayerResult, most_decomposed
+from catalog.complaints import complaints
+from catalog.estimate import unplannable
+from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
+from catalog.job import JobDocument
+from catalog.record import canonical_json, plain
+from engine.curvature.coverage_law import surveyed
+from engine.errors import StopRequested
+from engine.memory.curve import MemoryCurve
+from engine.memory.guard import Guard
+from engine.memory.stage_peaks import StagePeaks
+from engine.workspace import Artifacts, Workspace
+from worker.execution.artifact_files import ArtifactFiles, find_factors
+from worker.execution.assignment import Assignment, read_assignment
+from worker.execution.computing_environment import computing_device, computing_environment
+from worker.execution.computing_place import ComputingPlace, computing_place
+from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataStream
+from worker.execution.data.validation import examined
+from worker.execution.device_calibration import Calibration
+from worker.execution.factor_cache import FactorCache
+from worker.execution.factor_cache_key import Witness, data_digest, factor_key, uncacheable
+from worker.execution.failures import DocumentRefused, failure_of
+from worker.execution.frame_pipe import FramePipe
+from worker.execution.loaded_model import LoadedModel
+from worker.execution.loader_context import Surroundings
+from worker.execution.matrix_file import MatrixFile
+from worker.execution.refusal import Refusal
+from worker.execution.resolve import resolve
+from worker.execution.resume_scratch import take_over
+
+EXIT_STOPPED = 5
+_EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
+
+ESTIMATE = "engine.curvature.planning:estimate"
+
+MODEL_SOURCES = {
+    "builtin": "worker.execution.models.builtin:load",
+    "directory": "worker.execution.models.checkpoint:load",
+    "factory": "worker.execution.models.factory:load",
+    "huggingface": "worker.execution.models.huggingface:load",
+}
+DATA_SOURCES = {
+    "builtin": "worker.execution.data.builtin:load",
+    "factory": "worker.execution.data.factory:load",
+    "file": "worker.execution.data.file:load",
+    "huggingface": "worker.execution.data.huggingface:load",
+    "synthetic": "worker.execution.data.synthetic:load",
+}
+
+
+class StopFlag:
+    """Raised by a signal handler, looked at between units of work."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def install(self) -> None:
+        """Take SIGTERM. Ctrl-C is the parent's business."""
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._asked = True
+
+    def checkpoint(self) -> None:
+        """Stop here if it was asked for.
+
+        Raises:
+            StopRequested: If so.
+        """
+        if self._asked:
+            raise StopRequested
+
+
+def parse_document(document: Mapping[str, Any]) -> JobDocument:
+    """The document as a record, strictly: no string for a number, no number for a flag.
+
+    Raises:
+        DocumentRefused: With every complaint.
+    """
+    try:
+        raw = json.dumps(document, allow_nan=False)
+    except ValueError as error:
+        raise Refusal("the document holds NaN or Infinity; take ordinary numbers", pointer="") from error
+    try:
+        parsed: JobDocument = TypeAdapter(DOCUMENT).validate_json(raw, strict=True)
+    except ValidationError as error:
+        raise DocumentRefused(complaints(error.errors(include_url=False, include_input=False), DOCUMENT)) from error
+    return parsed
+
+
+def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> None:
+    """Run every analysis of the document, frame by frame.
+
+    Raises:
+        Exception: Whatever goes wrong; ``failures`` tells it.
+    """
+    # read when CUDA's libraries are first used; without it their products are not the same in every run
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = computing_device(assignment.leased)
+    _settle(assignment.threads, device)
+    # read when the hub's libraries are imported, which the loaders do first
+    os.environ.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    if assignment.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    pipe.send(Started(environment=computing_environment(device)))
+    cores = len(os.sched_getaffinity(0))
+    if assignment.numerics is not None and (assignment.threads or 0) > cores:
+        pipe.log(
+            "warning",
+            f"computes with the {assignment.threads} threads of the first attempt on {cores} cores: "
+            "the numbers stay the same, and it takes longer",
+        )
+    document = parse_document(assignment.document)
+    if assignment.estimate and (refused := unplannable(document)) is not None:
+        raise DocumentRefused((refused,))
+    _seed(document.collection.seed)
+    place = computing_place(document, device, assignment.bounds, assignment.device if assignment.estimate else None)
+    take_over(assignment.scratch, assignment.earlier)
+    # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
+    scratch = ArtifactFiles(assignment.scratch, None)
+    _compute(assignment, document, pipe, checkpoint, place, scratch)
+    # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
+    shutil.rmtree(assignment.scratch, ignore_errors=True)
+
+
+def _compute(
+    assignment: Assignment,
+    document: JobDocument,
+    pipe: FramePipe,
+    checkpoint: StopFlag,
+    place: ComputingPlace,
+    scratch: ArtifactFiles,
+) -> None:
+    device, memory = place.device, place.memory
+    artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
+    calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
+    workspace = Workspace(
+        model=None,
+        batches=None,
+        task=document.task,
+        collection=document.collection,
+        stabilisation=document.stabilisation,
+        woodbury=document.woodbury,
+        memory=memory,
+        curve=MemoryCurve(stages=StagePeaks(apart=True)),
+        # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
+        guard=Guard(
+            budget=memory,
+            device=place.guarded,
+            log=pipe.log,
+            by_kernel=document.memory.host != "auto" and device.type != "cuda",
+        ),
+        device=device,
+        keep=document.keep,
+        kinds=document.kinds,
+        decomposition=most_decomposed(_options(kind, document) or ANALYSES[kind] for kind in document.kinds),
+        params={kind: _options(kind, document) for kind in document.kinds},
+        artifacts=artifacts,
+        scratch=scratch,
+        checkpoint_seconds=assignment.checkpoint_seconds,
+        conditions={
+            "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
+            "version of Kronoscope": importlib.metadata.version("kronoscope"),
+        },
+        pace=calibration.read() if place.here else None,
+        measure_pace=calibration.measure if place.here else lambda: None,
+        memory_options=document.memory,
+        chosen=assignment.chosen,
+        numerics=assignment.numerics,
+        completed=assignment.completed,
+        report=pipe.report,
+        checkpoint=checkpoint.checkpoint,
+        log=pipe.log,
+        planned=pipe.planned,
+    )
+    surroundings = Surroundings(
+        store=assignment.store,
+        offline=assignment.offline,
+        paths=assignment.paths,
+        factories=assignment.factories,
+        directories=assignment.directories,
+        report=pipe.report,
+        checkpoint=checkpoint.checkpoint,
+        log=pipe.log,
+        shapes_only=assignment.estimate,
+    )
+    if document.factors is not None:
+        workspace.stored = _stored(document, assignment, surroundings)
+        workspace.guard.hold()
+    else:
+        with workspace.operation("model"):
+            loaded = _load_model(document, surroundings)
+        # what the modules alone show of the coverage, before data is read and a device is touched
+        if not assignment.estimate:
+            surveyed(loaded.model, document.collection)
+        with workspace.operation("data"):
+            data = _load_data(document, loaded, surroundings)
+        workspace.batches, workspace.examples = data.batches, data.examples
+        if assignment.estimate:
+            workspace.model = loaded.model
+            plan = resolve(ESTIMATE)(workspace)
+            pipe.planned({**plan, "device": device.type, "unmeasured": list(place.unmeasured)})
+            return
+        with workspace.operation("model to device"):
+            workspace.model = loaded.model.to(device)
+        _use_cache(assignment, document, workspace)
+        pipe.log("info", f"model: {loaded.provenance}")
+    with contextlib.ExitStack() as ending:
+        if workspace.cache is not None:
+            ending.callback(workspace.cache.close)
+        for kind in document.kinds:
+            checkpoint.checkpoint()
+            with workspace.operation(kind):
+                _analyse(kind, document, workspace, pipe)
+    for line in workspace.curve.stages.exceeded():
+        pipe.log("warning", line)
+    artifacts.save_json("memory_curve.json", workspace.curve.as_json(device))
+
+
+def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace) -> None:
+    """Give the workspace a cache, if there is one and the collection can be told from every other."""
+    if assignment.cache is None or document.cache == "off" or workspace.model is None or workspace.batches is None:
+        return
+    why = uncacheable(document, workspace.model)
+    if why is not None:
+        workspace.log("debug", f"factors are not cached: {why}")
+        return
+    workspace.report("data", 0, None, "sources")
+    data = data_digest(workspace.batches, document.collection.seed, workspace.checkpoint)
+    witness = Witness(workspace.batches)
+    workspace.batches = witness
+    workspace.cache = FactorCache(
+        assignment.cache,
+        limit_bytes=assignment.cache_bytes,
+        key=factor_key(document, workspace.model, data, workspace.device),
+        job=assignment.job,
+        own=assignment.scratch / "cached",
+        refresh=document.cache == "refresh",
+        unchanged=lambda: bool(witness.digests) and set(witness.digests) == {data},
+        log=workspace.log,
+    )
+
+
+def _settle(threads: int | None, device: torch.device) -> None:
+    """What must stand before the first tensor: the same numbers on the same machine."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        # not an error where an operation has no deterministic form: the record will tell
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _seed(seed: int) -> None:
+    """For models and data that draw; our own labels are keyed by counters and need none."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
+
+
+def _load_model(document: JobDocument, surroundings: Surroundings) -> LoadedModel:
+    source: Any = document.model
+    loader = MODEL_SOURCES.get(source.source)
+    if loader is None:
+        raise Refusal(
+            f"`source: {source.source}` is not served here; take one of {', '.join(MODEL_SOURCES)}",
+            pointer="/model/source",
+            code="unsupported_source",
+        )
+    surroundings.report("model", 0, None, "models")
+    loaded: LoadedModel = resolve(loader)(source, document.task, surroundings)
+    surroundings.checkpoint()
+    return loaded
+
+
+def _load_data(document: JobDocument, loaded: LoadedModel, surroundings: Surroundings) -> DataStream:
+    source: Any = document.data
+    loader = DATA_SOURCES.get(source.source)
+    if loader is None or document.task is None:
+        raise Refusal(
+            f"`source: {source.source}` is not served here; take one of {', '.join(DATA_SOURCES)}",
+            pointer="/data/source",
+            code="unsupported_source",
+        )
+    surroundings.report("data", 0, None, "sources")
+    request = DataRequest(
+        task=document.task,
+        loaded=loaded,
+        batch_size=document.collection.batch_size,
+        seed=document.collection.seed,
+        surroundings=surroundings,
+    )
+    stream: DataStream = resolve(loader)(source, request)
+    surroundings.checkpoint()
+    return examined(stream, loaded, "/data")
+
+
+def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroundings) -> Artifacts:
+    """The factors of an earlier job: its folder as the parent found it, or the path in the document; or a matrix."""
+    if assignment.factors_path is not None:
+        return find_factors(assignment.factors_path, "/factors")
+    reference = document.factors
+    path = None if reference is None else reference.path
+    if reference is None or path is None:
+        raise Refusal(
+            "names a job of the service; in the foreground give `factors: {path: FOLDER}`", pointer="/factors/job"
+        )
+    found = surroundings.allowed_path(path, "/factors/path")
+    if not found.is_file():
+        if reference.tensor is not None:
+            raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
+        return find_factors(found, "/factors/path")
+    if document.kinds != ("reconstruction",):
+        raise Refusal(
+            "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
+            pointer="/factors/path",
+        )
+    return MatrixFile(found, reference.tensor, surroundings.log)
+
+
+def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:
+    """Pull one analysis's rows and send each up; its return value is the summary."""
+    rows: Generator[LayerResult, None, Any] = resolve(ANALYSES[kind].function)(_options(kind, document), workspace)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration as end:
+            pipe.send(Summarised(kind=kind, summary=plain(end.value)))
+            return
+        pipe.send(layer_frame(row))
+
+
+def _options(kind: str, document: JobDocument) -> Any:  # noqa: ANN401 - each analysis has its own
+    return None if ANALYSES[kind].params is None else getattr(document, kind)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program."""
+    parser = argparse.ArgumentParser(prog="worker.execution", description="Compute one job; started by its parent.")
+    parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
+    pipe = FramePipe(parser.parse_args(arguments).frames)
+    stop = StopFlag()
+    stop.install()
+    try:
+        execute(read_assignment(sys.stdin.buffer.read()), pipe, stop)
+    except StopRequested:
+        pipe.send(Stopped())
+        return EXIT_STOPPED
+    except BrokenPipeError:
+        # nobody reads: the parent is gone, and the guardian is about to end this process
+        return _EXIT_CODES["fatal"]
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent is told
+        failed = failure_of(error)
+        pipe.send(failed)
+        return _EXIT_CODES[failed.category]
+    pipe.send(Finished())
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # frames are out and files are synced; a caller's threads and exit hooks have no say in how this ends
+    os._exit(code)

@@ -1,0 +1,198 @@
+"""Artifacts as files: the engine's port for tensors and tables, on a folder.
+
+A file is written under a temporary name while its digest is taken, synced, and renamed into
+place; only then is it announced. Tensors are streamed one by one in the safetensors layout (the
+library's own writer wants all of them in memory, and copies).
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from catalog.record import plain
+from worker.execution.refusal import Refusal
+from worker.execution.safetensors_header import read_header
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,127}(/[A-Za-z0-9][\w.\-]{0,127}){0,3}", re.ASCII)
+_PART_BYTES = 16 * 2**20
+_MAX_JSON_BYTES = 512 * 2**20
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+Announce = Callable[[str, str, int, str], None]
+"""``announce(name, sha256, size_bytes, media_type)``."""
+
+
+class ArtifactFiles:
+    """Writes below one folder, reads from it, or from the folder of an earlier job."""
+
+    def __init__(self, root: Path, announce: Announce | None) -> None:
+        """Write below ``root``; without ``announce``, nothing is announced, and nothing hashed for it."""
+        self._root = root
+        self._announce = announce
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write host tensors as safetensors.
+
+        Memory:
+            16 MiB beyond the tensors, one contiguous copy of a tensor that is not.
+        """
+        # wide types first keeps every tensor aligned, and names settle the rest: same tensors, same bytes
+        ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+        offset = 0
+        for key, tensor in ordered:
+            size = tensor.numel() * tensor.element_size()
+            header[key] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + size],
+            }
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+
+        def parts() -> Iterator[bytes]:
+            yield len(text).to_bytes(8, "little") + text
+            for _, tensor in ordered:
+                yield from tensor_bytes(tensor)
+
+        self._write(name, parts(), "application/vnd.safetensors")
+
+    def save_json(self, name: str, value: object) -> None:
+        """Write a table.
+
+        Raises:
+            ValueError: If a number is NaN or infinite.
+        """
+        text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+        self._write(name, [text], "application/json")
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        """Read tensors back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+            Refusal: If the file is no safetensors file.
+        """
+        path = self._path(name)
+        if not path.is_file():
+            raise FileNotFoundError(name)
+        read_header(path, "/factors")
+        return safetensors.torch.load_file(path)
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
+        """Read a table back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+            Refusal: If the file is not JSON.
+        """
+        path = self._path(name)
+        if not path.is_file():
+            raise FileNotFoundError(name)
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise Refusal(f"{path.name} has more than {_MAX_JSON_BYTES:,} bytes", pointer="/factors")
+        try:
+            return json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise Refusal(f"{path.name} is not valid JSON", pointer="/factors", code="broken_factors") from error
+
+    def remove(self, name: str) -> None:
+        """Delete a file; one that is gone already is no error."""
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name for an artifact")
+        return self._root / name
+
+    def _write(self, name: str, parts: Iterable[bytes], media_type: str) -> None:
+        path = self._path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest, size = hashlib.sha256(), 0
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for part in parts:
+                    file.write(part)
+                    if self._announce is not None:
+                        digest.update(part)
+                    size += len(part)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException as error:
+            with contextlib.suppress(FileNotFoundError):
+                Path(temporary).unlink()
+            if isinstance(error, OSError) and error.filename is None:
+                # a write knows no name; whoever makes room needs to know where
+                error.filename = str(path.parent)
+            raise
+        # the rename itself is on disk only when its folder is
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        if self._announce is not None:
+            self._announce(name, digest.hexdigest(), size, media_type)
+
+
+class StoredFactors(ArtifactFiles):
+    """Factors of an earlier job: a folder with ``factors.index.json``, named as if below ``factors/``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, _never)
+
+    def remove(self, name: str) -> None:
+        """Never: they are another job's."""
+        _never(name)
+
+    def _path(self, name: str) -> Path:
+        return super()._path(name.removeprefix("factors/"))
+
+
+def find_factors(path: Path, pointer: str) -> StoredFactors:
+    """The factors in ``path``, which may be the folder itself, a run's `artifacts`, or a run's output.
+
+    Raises:
+        Refusal: If there is no index.
+    """
+    for folder in (path, path / "factors", path / "artifacts" / "factors"):
+        if (folder / "factors.index.json").is_file():
+            return StoredFactors(folder)
+    raise Refusal(
+        f"{path} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote",
+        pointer=pointer,
+        code="not_found",
+    )
+
+
+def tensor_bytes(tensor: Tensor) -> Iterator[bytes]:
+    """Row-major little-endian bytes, in parts."""
+    flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    for start in range(0, flat.numel(), _PART_BYTES):
+        yield flat[start : start + _PART_BYTES].numpy().tobytes()
+
+
+def _never(*_: object) -> None:
+    raise PermissionError("factors of an earlier job are read, never written")

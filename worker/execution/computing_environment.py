@@ -1,0 +1,70 @@
+"""What a job computes with: versions, device, threads, platform. The manifest's part that the child knows."""
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.execution.refusal import Unavailable
+from worker.process.crash import DEVICE_LOST
+
+_PACKAGES = ("kronoscope", "torch", "numpy", "scipy", "safetensors", "transformers", "tokenizers", "datasets")
+
+
+def computing_device(leased: str | None) -> torch.device:
+    """Where the job computes: on the GPU, where this process sees one, and it answers.
+
+    Args:
+        leased: The kind of device that was leased for it; None where nobody leases.
+
+    Raises:
+        Unavailable: If that was a GPU, and there is none: its numbers would be another device's.
+        RuntimeError: If CUDA counts a GPU that nothing can be done on; found out before anything of the job is.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return torch.device("cuda")
+    if leased == "cuda":
+        message = (
+            f"a GPU was leased for this job, and CUDA does not come up in its process (torch {torch.__version__}): it "
+            "has failed, or its driver is too old for this build of torch; mend it, or start the worker with an empty "
+            "CUDA_VISIBLE_DEVICES, and it computes on the host"
+        )
+        raise Unavailable(message, code=DEVICE_LOST)
+    return torch.device("cpu")
+
+
+def computing_environment(device: torch.device) -> dict[str, Any]:
+    """Facts on which digests depend, and nothing about the machine's owner."""
+    return {
+        "python": platform.python_version(),
+        "implementation": sys.implementation.name,
+        "platform": platform.platform(),
+        "processor": processor(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """The CPU's name where the kernel tells it."""
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,35 @@
+"""Data that the caller's own code yields."""
+
+from collections.abc import Iterable, Iterator
+
+from catalog.inputs import DataFactory
+from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.validation import guarded
+from worker.execution.refusal import Refusal
+from worker.execution.resolve import call_factory, resolve_factory
+
+_POINTER = "/data/factory"
+
+
+def load(source: DataFactory, request: DataRequest) -> DataStream:
+    """A stream that calls the factory anew for every pass.
+
+    Raises:
+        Refusal: If the factory cannot be imported; on a pass, if it raises or yields something else.
+    """
+    around = request.surroundings
+    factory = resolve_factory(source.factory, around.paths, around.factories, _POINTER)
+
+    def batches() -> Iterator[Chunk]:
+        made = call_factory(factory, source.factory, dict(source.kwargs), _POINTER)
+        if not isinstance(made, Iterable):
+            raise Refusal(
+                f"factory `{source.factory}` returned {type(made).__name__}; it must return an iterable of "
+                "(inputs, targets)",
+                pointer=_POINTER,
+                code="wrong_type",
+            )
+        yield from guarded(lambda: made, source.factory, _POINTER)
+
+    return DataStream(batches=batches, examples=None)

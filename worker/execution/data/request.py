@@ -1,0 +1,19 @@
+"""What a data loader is asked: for which model and task, in which batches."""
+
+from dataclasses import dataclass
+
+from catalog.inputs import Task
+from worker.execution.loaded_model import LoadedModel
+from worker.execution.loader_context import Surroundings
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """The same for every source."""
+
+    task: Task
+    loaded: LoadedModel
+    batch_size: int
+    """Texts are padded to the longest of this many; tensors are re-sliced to it by the engine."""
+    seed: int
+    surroundings: Surroundings

@@ -1,0 +1,170 @@
+"""Texts as batches of token ids: cut, padded to the longest of each batch, with what the task needs.
+
+Masking for ``masked_lm`` is keyed by (seed, example, position), so the same tokens are masked
+whatever the batch size. A masked token is always shown as the mask token (BERT's recipe also shows
+a tenth unchanged and a tenth replaced; what is measured here is the plain prediction).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from engine.curvature.sampling import uniforms
+from worker.execution.data.forward_inputs import row_positions
+from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.loaded_model import Vocabulary
+from worker.execution.refusal import Refusal
+
+_MASKED_SHARE = 0.15
+_MASKING = 0x6D61736B
+"""Last part of the draw's key: sampled labels have the same seed and example, and must not follow it."""
+_AT_ONCE = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """One text."""
+
+    ids: Tensor
+    """(T,) int64."""
+    special: Tensor
+    """(T,) booleans: tokens that the tokenizer added."""
+    place: int
+    """Its number among the texts given: the key of its masking and of its sampled labels."""
+
+
+def text_stream(
+    texts: Sequence[str], labels: Sequence[float] | None, length: int, request: DataRequest, pointer: str
+) -> DataStream:
+    """Tokenise ``texts`` with the model's own tokenizer.
+
+    Raises:
+        Refusal: If the model reads no text, has no tokenizer, nothing is left, or labels are needed.
+    """
+    vocabulary = request.loaded.vocabulary
+    if vocabulary is None:
+        raise Refusal("these are texts, but the model reads no tokens; give tensors", pointer=pointer)
+    if labels is None and request.task.type in ("classification", "sequence_classification", "regression"):
+        raise Refusal(
+            f"`{request.task.type}` needs a label for every text, and there is none", pointer=pointer, code="no_targets"
+        )
+    if vocabulary.max_length is not None:
+        length = min(length, vocabulary.max_length)
+    mask_id = _mask_id(vocabulary, pointer) if request.task.type == "masked_lm" else None
+    least = 2 if request.task.type == "causal_lm" else 1
+    encoded = [text for text in _encode(texts, vocabulary, length, request, pointer) if len(text.ids) >= least]
+    if not encoded:
+        raise Refusal(
+            f"none of the {len(texts)} texts has {least} tokens or more; give text", pointer=pointer, code="empty_data"
+        )
+    if len(encoded) < len(texts):
+        request.surroundings.log("info", f"{len(texts) - len(encoded)} texts without tokens are left out")
+
+    def batches() -> Iterator[Chunk]:
+        for start in range(0, len(encoded), request.batch_size):
+            yield _batch(encoded[start : start + request.batch_size], labels, vocabulary, mask_id, request)
+
+    return DataStream(batches=batches, examples=len(encoded))
+
+
+def _encode(
+    texts: Sequence[str], vocabulary: Vocabulary, length: int, request: DataRequest, pointer: str
+) -> Iterator[_Encoded]:
+    if vocabulary.tokenizer is None and vocabulary.arguments:
+        raise Refusal(
+            "the model's folder has no tokenizer.json, so texts cannot be read; add it, or give token ids",
+            pointer=pointer,
+            code="no_tokenizer",
+        )
+    tokenizer = _tokenizer(vocabulary, length, pointer)
+    for start in range(0, len(texts), _AT_ONCE):
+        request.surroundings.checkpoint()
+        some = list(texts[start : start + _AT_ONCE])
+        if tokenizer is None:
+            for place, text in enumerate(some, start):
+                ids = torch.tensor(list(text.encode()[:length]), dtype=torch.int64)
+                yield _Encoded(ids=ids, special=torch.zeros(len(ids), dtype=torch.bool), place=place)
+        else:
+            for place, encoding in enumerate(tokenizer.encode_batch(some), start):
+                yield _Encoded(
+                    ids=torch.tensor(encoding.ids, dtype=torch.int64),
+                    special=torch.tensor(encoding.special_tokens_mask, dtype=torch.bool),
+                    place=place,
+                )
+        request.surroundings.report("data", min(start + _AT_ONCE, len(texts)), len(texts), "texts")
+
+
+def _tokenizer(vocabulary: Vocabulary, length: int, pointer: str) -> tokenizers.Tokenizer | None:
+    if vocabulary.tokenizer is None:
+        return None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(vocabulary.tokenizer))
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(length)
+    except Exception as error:
+        # the library raises bare Exception for every fault of the file
+        raise Refusal(
+            f"tokenizer.json cannot be read: {str(error)[:200]}", pointer=pointer, code="broken_tokenizer"
+        ) from error
+    return tokenizer
+
+
+def _mask_id(vocabulary: Vocabulary, pointer: str) -> int:
+    tokenizer = _tokenizer(vocabulary, 512, pointer)
+    for token in (vocabulary.mask_token, "[MASK]", "<mask>"):
+        found = tokenizer.token_to_id(token) if tokenizer is not None and token is not None else None
+        if found is not None:
+            return int(found)
+    raise Refusal(
+        "the model's tokenizer has no mask token, which `masked_lm` needs; take `causal_lm`, or another model",
+        pointer="/task/type",
+    )
+
+
+def _batch(
+    texts: Sequence[_Encoded],
+    labels: Sequence[float] | None,
+    vocabulary: Vocabulary,
+    mask_id: int | None,
+    request: DataRequest,
+) -> Chunk:
+    task = request.task
+    longest = max(len(text.ids) for text in texts)
+    ids = torch.full((len(texts), longest), vocabulary.pad_id, dtype=torch.int64)
+    mask = torch.zeros((len(texts), longest), dtype=torch.int64)
+    places = torch.tensor([text.place for text in texts], dtype=torch.int64)
+    targets: Tensor | None = None
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids)] = text.ids
+        mask[row, : len(text.ids)] = 1
+    if task.type == "causal_lm":
+        targets = torch.where(mask.bool(), ids, task.ignore_index)
+    elif mask_id is not None:
+        targets = torch.full_like(ids, task.ignore_index)
+        for row, text in enumerate(texts):
+            chosen = _masked_positions(text, request.seed)
+            targets[row, chosen] = ids[row, chosen]
+            ids[row, chosen] = mask_id
+    elif labels is not None and task.type != "sentence_embedding":
+        chosen_labels = [labels[text.place] for text in texts]
+        targets = torch.tensor(chosen_labels, dtype=torch.float32 if task.type == "regression" else torch.int64)
+    if not vocabulary.arguments:
+        return ids, targets, places
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if vocabulary.explicit_positions:
+        inputs["position_ids"] = row_positions(ids)
+    return inputs, targets, places
+
+
+def _masked_positions(text: _Encoded, seed: int) -> Tensor:
+    """Positions (k,) to mask: each real token with probability 0.15, and at least one."""
+    real = torch.nonzero(~text.special).flatten()
+    if not real.numel():
+        return real
+    draws = uniforms(seed, text.place, real, _MASKING)
+    chosen = draws < _MASKED_SHARE
+    return real[chosen] if bool(chosen.any()) else real[draws.argmin()].reshape(1)

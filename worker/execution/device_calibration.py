@@ -1,0 +1,84 @@
+"""The machine's pace, measured once and kept in the model store: a file for each device, version of torch and threads.
+
+A file that cannot be read, or that another machine wrote, is measured again.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.memory.pace import Pace, measured_pace
+from worker.execution.computing_environment import processor
+
+FORMAT = "kronoscope-pace/1"
+_FOLDER = "pace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Where one machine's pace is kept."""
+
+    store: Path
+    """The model store."""
+    device: torch.device
+    scratch: Path
+    """The place that factors wait in: its disk is the one that counts."""
+    log: Callable[[str, str], None]
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What a pace is of: measured of anything else it would be foreign."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else processor()
+        return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        key = hashlib.sha256(json.dumps(self.machine, sort_keys=True).encode()).hexdigest()[:16]
+        return self.store / _FOLDER / f"{key}.json"
+
+    def read(self) -> Pace | None:
+        """What was measured earlier; None where nothing was, or what stands there is not this machine's."""
+        try:
+            found = json.loads(self.path.read_bytes())
+            figures = {field.name: found["pace"][field.name] for field in fields(Pace)}
+            if found["format"] != FORMAT or found["machine"] != self.machine:
+                return None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        whole = all(type(each) in (int, float) and 0 < each < math.inf for each in figures.values())
+        return Pace(**figures) if whole else None
+
+    def measure(self) -> Pace | None:
+        """Measure it now, and keep it where the store can be written; None where it cannot be measured.
+
+        A job does without: what is usual is taken then.
+        """
+        self.log("info", "measuring what this machine does in a second: once, for all jobs on it")
+        try:
+            near = next((each for each in (self.scratch, *self.scratch.parents) if each.is_dir()), None)
+            pace = measured_pace(self.device, near)
+        except OSError as error:
+            self.log("warning", f"the usual pace is taken, as the disk cannot be measured: {error.strerror or error}")
+            return None
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w") as file:
+                json.dump({"format": FORMAT, "machine": self.machine, "pace": asdict(pace)}, file, indent=2)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            self.log("debug", f"the pace is measured again next time, as it cannot be kept: {error.strerror}")
+        return pace

@@ -1,0 +1,54 @@
+"""The child's end of the frame pipe: whole lines, in order, and progress no more often than is useful."""
+
+import os
+import time
+
+from catalog.frames import ArtifactWritten, Frame, LogLine, Planned, Progress, encode
+from worker.execution.refusal import writable
+
+_PROGRESS_SECONDS = 0.2
+
+
+class FramePipe:
+    """Writes frames to a descriptor. One thread writes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._stage: str | None = None
+        self._reported = 0.0
+
+    def send(self, frame: Frame) -> None:
+        """Write one frame.
+
+        Raises:
+            ValueError: If it holds NaN or is too long.
+            BrokenPipeError: If nobody reads any more.
+        """
+        line = memoryview(encode(frame))
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+    def report(self, stage: str, done: int, total: int | None, unit: str) -> None:
+        """Send progress: the first of a stage, its last, and in between a few a second."""
+        now = time.monotonic()
+        if stage == self._stage and done != total and now - self._reported < _PROGRESS_SECONDS:
+            return
+        self._stage, self._reported = stage, now
+        self.send(Progress(stage=stage, done=done, total=total, unit=unit))
+
+    def log(self, level: str, message: str) -> None:
+        """Send a line for the job's log."""
+        message = writable(message)
+        known: dict[str, LogLine] = {
+            "debug": LogLine(level="debug", message=message),
+            "warning": LogLine(level="warning", message=message),
+        }
+        self.send(known.get(level) or LogLine(level="info", message=message))
+
+    def planned(self, plan: object) -> None:
+        """Send the memory plan."""
+        self.send(Planned(plan=plan if isinstance(plan, dict) else {}))
+
+    def artifact(self, name: str, sha256: str, size_bytes: int, media_type: str) -> None:
+        """Say that a file stands."""
+        self.send(ArtifactWritten(name=name, sha256=sha256, size_bytes=size_bytes, media_type=media_type))

@@ -1,0 +1,157 @@
+"""A symmetric matrix of the caller's own, in place of collected factors: one layer, whose A is 1 and whose G it is.
+
+It is checked before anything is computed: square, of a floating-point type, finite, and symmetric up to
+what its precision rounds; then symmetric to the last bit, as the mean of the two triangles.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.curvature.collected import FORMAT, GIVEN_MATRIX, INDEX, factor_file
+from engine.curvature.factors import digest
+from worker.execution.refusal import Refusal, names
+from worker.execution.safetensors_header import TensorEntry, read_header
+
+_TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+}
+"""How far two entries may differ that should be equal, over the largest entry."""
+_TYPES = ("F64", "F32", "F16", "BF16")
+_ROWS_AT_ONCE = 256
+
+
+class MatrixFile:
+    """The matrix of a safetensors file, as the engine reads stored factors."""
+
+    def __init__(self, path: Path, tensor: str | None, log: Callable[[str, str], None]) -> None:
+        """Read and check.
+
+        Raises:
+            Refusal: If the file, or the matrix in it, is not as it must be.
+        """
+        self.name = _chosen(path, read_header(path, "/factors/path"), tensor)
+        with safe_open(path, framework="pt") as file:
+            matrix: Tensor = file.get_tensor(self.name)
+        size = matrix.shape[0]
+        _require_finite(path, self.name, matrix)
+        asymmetry = _require_symmetric(path, self.name, matrix)
+        if asymmetry > 0:
+            log("info", f"`{self.name}` is asymmetric by {asymmetry:.2g} of its largest entry; its mean is taken")
+        self._triangle = _mean_triangle(matrix)
+        self._facts = {
+            "ordinal": 0, "name": self.name, "module": GIVEN_MATRIX, "form": "block", "why": f"a matrix of {path.name}",
+            "parameters": [], "parameter_count": 0, "in_dim": 1, "out_dim": size, "bias": False, "positions": 1,
+            "terms": 1, "calls": 1, "sharing": "expand", "rank_bound_A": None, "rank_bound_G": None,
+            "shared_A_with": None,
+        }  # fmt: skip
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - the port's signature
+        """The index of one layer."""
+        if name != INDEX:
+            raise FileNotFoundError(name)
+        return {
+            "format": FORMAT,
+            "collection": {},
+            "trainable_parameters": 0,
+            "examples": 0,
+            "updates": 0,
+            "passes": 0,
+            "layers": [self._facts | {"gradient_covariance": {"sha256": digest(self._triangle)}}],
+            "declared": [],
+        }
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        """Its packed triangle."""
+        if name != factor_file(0):
+            raise FileNotFoundError(name)
+        return {
+            "activation_covariance": torch.ones(1, dtype=self._triangle.dtype),
+            "gradient_covariance": self._triangle,
+        }
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Never."""
+        del tensors, metadata
+        raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
+
+    def save_json(self, name: str, value: object) -> None:
+        """Never."""
+        del value
+        raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
+
+    def remove(self, name: str) -> None:
+        """Never."""
+        raise PermissionError(f"{name}: a matrix of the caller's is read, never removed")
+
+
+def _chosen(path: Path, header: Mapping[str, TensorEntry], tensor: str | None) -> str:
+    """Name of the matrix.
+
+    Raises:
+        Refusal: If it is not there, not the only one though none is named, or no square matrix of real numbers.
+    """
+    if tensor is None and len(header) > 1:
+        raise Refusal(
+            f"{path.name} holds {len(header)} tensors; name one of {names(sorted(header))}", pointer="/factors/tensor"
+        )
+    name = tensor if tensor is not None else next(iter(header))
+    if name not in header:
+        raise Refusal(
+            f"{path.name} holds no tensor of that name; there are {names(sorted(header))}", pointer="/factors/tensor"
+        )
+    entry = header[name]
+    if entry.dtype not in _TYPES:
+        raise _refused(path, name, f"is of type {entry.dtype}; take one of {', '.join(_TYPES)}")
+    if len(entry.shape) != 2 or entry.shape[0] != entry.shape[1] or entry.numbers == 0:
+        raise _refused(path, name, f"has shape {list(entry.shape)}; give a square matrix")
+    return name
+
+
+def _require_finite(path: Path, name: str, matrix: Tensor) -> None:
+    bad = sum(int((~torch.isfinite(rows)).sum()) for rows in torch.split(matrix, _ROWS_AT_ONCE))
+    if bad:
+        raise _refused(path, name, f"holds NaN or Inf in {bad} of its {matrix.numel()} numbers; give finite ones")
+
+
+def _require_symmetric(path: Path, name: str, matrix: Tensor) -> float:
+    """The largest difference between the triangles, over the largest entry."""
+    differs = largest = 0.0
+    for start in range(0, matrix.shape[0], _ROWS_AT_ONCE):
+        rows = matrix[start : start + _ROWS_AT_ONCE].to(torch.float64)
+        columns = matrix[:, start : start + _ROWS_AT_ONCE].to(torch.float64)
+        differs = max(differs, float((rows - columns.mT).abs().max()))
+        largest = max(largest, float(rows.abs().max()))
+    asymmetry = differs / largest if largest > 0 else 0.0
+    allowed = _TOLERANCES[matrix.dtype]
+    if asymmetry > allowed:
+        raise _refused(
+            path, name,
+            f"is not symmetric: its triangles differ by {asymmetry:.2g} of the largest entry, and at most {allowed:g} "
+            f"is rounding in its precision; give a symmetric matrix, such as (M + Mᵀ)/2",
+        )  # fmt: skip
+    return asymmetry
+
+
+def _mean_triangle(matrix: Tensor) -> Tensor:
+    """Upper triangle of ``(M + Mᵀ)/2``, row by row."""
+    size = matrix.shape[0]
+    triangle = torch.empty(size * (size + 1) // 2, dtype=matrix.dtype)
+    start = 0
+    for row in range(size):
+        right, below = matrix[row, row:], matrix[row:, row]
+        # halves first: the sum of two entries near the end of float16 is beyond it, but the least number has no half
+        triangle[start : start + size - row] = torch.where(right == below, right, right / 2 + below / 2)
+        start += size - row
+    return triangle
+
+
+def _refused(path: Path, name: str, what: str) -> Refusal:
+    return Refusal(f"`{name}` of {path.name} {what}", pointer="/factors/path", code="broken_matrix")

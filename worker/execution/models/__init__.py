@@ -1,0 +1,1 @@
+"""Loaders of models, one per source."""

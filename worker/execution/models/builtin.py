@@ -1,0 +1,171 @@
+"""The builtin models: trained once on real data with a fixed seed, then read from the model store.
+
+``python -P -m worker.execution.models.builtin digits_cnn --store DIR`` trains one ahead of time.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from catalog.inputs import BuiltinModel, Task
+from worker.execution.data.bundled import TEST_EXAMPLES, digits, english_bytes
+from worker.execution.loaded_model import LoadedModel, Vocabulary
+from worker.execution.loader_context import Surroundings
+from worker.execution.models.builtin_architectures import ARCHITECTURES, BYTES, CONTEXT
+
+_RECIPE = 1
+"""Raised when an architecture or its training changes, so that no older file is taken for it."""
+_SEED = 20_240_601
+_STEPS = {"digits_cnn": 600, "digits_mlp": 1000, "tiny_gpt": 220}
+_BATCH = {"digits_cnn": 64, "digits_mlp": 64, "tiny_gpt": 24}
+_LEARNING_RATE = {"digits_cnn": 5e-3, "digits_mlp": 5e-3, "tiny_gpt": 3e-3}
+
+
+def load(source: BuiltinModel, task: Task, surroundings: Surroundings) -> LoadedModel:  # noqa: ARG001 - as every loader
+    """The trained model, from the store or trained now."""
+    vocabulary = Vocabulary(size=BYTES, max_length=CONTEXT, tokenizer=None) if source.name == "tiny_gpt" else None
+    if surroundings.shapes_only:
+        with torch.device("meta"):
+            bare = ARCHITECTURES[source.name]()
+        return LoadedModel(model=bare.eval(), vocabulary=vocabulary, provenance=f"shapes of builtin {source.name}")
+    model = ARCHITECTURES[source.name]()
+    weights, measured = _stored_weights(source.name, surroundings.store)
+    if weights is None:
+        _train(source.name, model, surroundings)
+        measured = _measure(source.name, model)
+        digest = _store(source.name, model, surroundings.store, measured)
+    else:
+        model.load_state_dict(safetensors.torch.load(weights))
+        digest = hashlib.sha256(weights).hexdigest()
+    model.eval()
+    surroundings.log("info", f"{source.name}: " + ", ".join(f"{name} {value:.4g}" for name, value in measured.items()))
+    return LoadedModel(model=model, vocabulary=vocabulary, provenance=f"builtin {source.name} sha256:{digest}")
+
+
+def _paths(name: str, store: Path) -> tuple[Path, Path]:
+    folder = store / "builtin"
+    return folder / f"{name}-{_RECIPE}.safetensors", folder / f"{name}-{_RECIPE}.json"
+
+
+def _stored_weights(name: str, store: Path) -> tuple[bytes | None, dict[str, float]]:
+    """The stored file's bytes, if they have the digest that was noted when they were written."""
+    weights, note = _paths(name, store)
+    try:
+        raw, noted = weights.read_bytes(), json.loads(note.read_text())
+    except (FileNotFoundError, ValueError):
+        return None, {}
+    if hashlib.sha256(raw).hexdigest() != noted["sha256"]:
+        return None, {}
+    return raw, noted["measured"]
+
+
+def _store(name: str, model: nn.Module, store: Path, measured: dict[str, float]) -> str:
+    weights, note = _paths(name, store)
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    raw = safetensors.torch.save({key: value.contiguous() for key, value in model.state_dict().items()})
+    digest = hashlib.sha256(raw).hexdigest()
+    # the note last: a reader that finds it finds the weights too
+    for path, content in ((weights, raw), (note, json.dumps({"sha256": digest, "measured": measured}).encode())):
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(file.name).replace(path)
+    return digest
+
+
+def _train(name: str, model: nn.Module, surroundings: Surroundings) -> None:
+    """Train in place. One thread and one seed, whatever the job asked for: the same weights each time."""
+    loss_of, examples = _training(name)
+    threads = torch.get_num_threads()
+    steps, batch = _STEPS[name], _BATCH[name]
+    torch.set_num_threads(1)
+    try:
+        generator = torch.Generator().manual_seed(_SEED)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            for module in model.modules():
+                reset = getattr(module, "reset_parameters", None)
+                if reset is not None:
+                    reset()
+        optimiser = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE[name], weight_decay=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, _LEARNING_RATE[name], total_steps=steps)
+        model.train()
+        for step in range(steps):
+            surroundings.checkpoint()
+            chosen = torch.randint(0, examples, (batch,), generator=generator)
+            loss = loss_of(model, chosen)
+            optimiser.zero_grad()
+            torch.autograd.backward(loss)
+            optimiser.step()
+            schedule.step()
+            surroundings.report("model", step + 1, steps, "steps")
+        optimiser.zero_grad(set_to_none=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _training(name: str) -> tuple[Callable[[nn.Module, Tensor], Tensor], int]:
+    """The loss on chosen training examples, and how many examples there are."""
+    if name == "tiny_gpt":
+        rows = english_bytes(CONTEXT + 1)
+        return lambda model, chosen: _next_byte_loss(model, rows[chosen]), len(rows) - TEST_EXAMPLES
+    images, classes = digits()
+    return lambda model, chosen: _class_loss(model, images[chosen], classes[chosen]), len(images) - TEST_EXAMPLES
+
+
+def _class_loss(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(images), classes)
+
+
+def _next_byte_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def _measure(name: str, model: nn.Module) -> dict[str, float]:
+    """How good it became, on examples it never saw."""
+    model.eval()
+    if name == "tiny_gpt":
+        loss = _next_byte_loss(model, english_bytes(CONTEXT + 1)[-TEST_EXAMPLES:])
+        return {"test_bits_per_byte": float(loss) / 0.6931471805599453}
+    images, classes = digits()
+    right = model(images[-TEST_EXAMPLES:]).argmax(1) == classes[-TEST_EXAMPLES:]
+    return {"test_accuracy": float(right.double().mean())}
+
+
+def main(arguments: list[str]) -> int:
+    """Train one model into the store, or say that it is there."""
+    parser = argparse.ArgumentParser(prog="python -P -m worker.execution.models.builtin", description=__doc__)
+    parser.add_argument("name", choices=sorted(ARCHITECTURES))
+    parser.add_argument("--store", type=Path, required=True, help="folder of the model store")
+    chosen = parser.parse_args(arguments)
+    say = Surroundings(store=chosen.store, log=lambda _, message: print(message, flush=True))  # noqa: T201 - a command
+    began = time.monotonic()
+    say = replace(say, report=_printed_progress())
+    loaded = load(BuiltinModel(source="builtin", name=chosen.name), Task(type="classification"), say)
+    print(f"{loaded.provenance}, {time.monotonic() - began:.1f} s")  # noqa: T201 - a command speaks
+    return 0
+
+
+def _printed_progress() -> Callable[[str, int, int | None, str], None]:
+    def report(stage: str, done: int, total: int | None, unit: str) -> None:
+        if total and (done == total or done % max(total // 10, 1) == 0):
+            print(f"{stage}: {done}/{total} {unit}", flush=True)  # noqa: T201 - a command speaks
+
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""A checkpoint folder in the Hugging Face layout: read by our own rules, never ``from_pretrained``.
+
+Order: bounds of config.json, headers of the files, closed-form size against what the files hold,
+and only then is a module built and filled.
+"""
+
+import inspect
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+from catalog.inputs import DirectoryModel, Task
+from worker.execution.loaded_model import LoadedModel, Vocabulary
+from worker.execution.loader_context import Surroundings
+from worker.execution.models.checkpoint_weights import CheckpointFiles, fill, find_weights
+from worker.execution.models.config_json import Architecture, read_architecture
+from worker.execution.refusal import Refusal, names
+
+_MAX_TOKENIZER_BYTES = 64 * 2**20
+_AUTO = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "classification": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
+    "sentence_embedding": "AutoModel",
+}
+_SLACK = 1.02
+"""The closed form may exceed what the files hold by this much; beyond it, config.json lies."""
+
+
+def load(source: DirectoryModel, task: Task, surroundings: Surroundings) -> LoadedModel:
+    """The model of a folder that the caller names."""
+    folder = surroundings.allowed_path(source.path, "/model/path")
+    if not folder.is_dir():
+        raise Refusal(f"{source.path} is a file; give the folder that holds it", pointer="/model/path")
+    return load_checkpoint(folder, task, surroundings, "/model/path")
+
+
+def load_checkpoint(folder: Path, task: Task, surroundings: Surroundings, pointer: str) -> LoadedModel:
+    """The model in ``folder``, built for ``task`` and filled.
+
+    Raises:
+        Refusal: If anything about it is not as it must be; the message names it.
+    """
+    transformers.logging.set_verbosity_error()
+    architecture = read_architecture(folder / "config.json", pointer)
+    if task.type not in architecture.family.tasks:
+        raise Refusal(
+            f"a `{architecture.model_type}` does not do `{task.type}`; "
+            f"it does {', '.join(sorted(architecture.family.tasks))}",
+            pointer="/task/type",
+        )
+    if surroundings.shapes_only:
+        # the closed form has bounded it; what the files hold is looked at when they are read
+        with torch.device("meta"):
+            model = _build(architecture, task, pointer)
+    else:
+        model = _filled(folder, architecture, task, surroundings, pointer)
+    model.float().eval()
+    pad_id = architecture.fields.get("pad_token_id")
+    if pad_id is None:
+        # a classifier looks for the last token that is not padding; set only now, because an embedding
+        # built with a padding index has no gradient for that token
+        pad_id = architecture.end_id or 0
+        model.config.pad_token_id = pad_id  # type: ignore[union-attr] # every transformers model has one
+    vocabulary = _vocabulary(folder, architecture, model, pad_id, pointer) if architecture.family.vocabulary else None
+    return LoadedModel(
+        model=model,
+        vocabulary=vocabulary,
+        input_name=None if vocabulary else "pixel_values",
+        provenance=f"{architecture.model_type} from {folder.name}",
+    )
+
+
+def _filled(
+    folder: Path, architecture: Architecture, task: Task, surroundings: Surroundings, pointer: str
+) -> nn.Module:
+    found = find_weights(folder, pointer)
+    _require_plausible(architecture, found, pointer)
+    surroundings.checkpoint()
+    model = _build(architecture, task, pointer)
+    with torch.no_grad():
+        unused = fill(model, str(model.base_model_prefix), architecture.model_type, found, pointer)
+    if unused:
+        surroundings.log(
+            "info", f"{len(unused)} tensors of the checkpoint are not used by `{task.type}`: {names(unused)}"
+        )
+    return model
+
+
+def _require_plausible(architecture: Architecture, found: CheckpointFiles, pointer: str) -> None:
+    described = architecture.family.weights(architecture.fields)
+    if described > found.numbers * _SLACK:
+        raise Refusal(
+            f"config.json describes a model of at least {described:,} weights, but the files hold {found.numbers:,}; "
+            "config.json and the files belong to different models",
+            pointer=pointer,
+            code="invalid_config",
+        )
+
+
+def _build(architecture: Architecture, task: Task, pointer: str) -> nn.Module:
+    name = _AUTO[task.type]
+    if not architecture.family.vocabulary:
+        name = "AutoModelForImageClassification"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model: nn.Module = getattr(transformers, name).from_config(architecture.configuration)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        raise Refusal(
+            f"config.json describes a `{architecture.model_type}` that cannot be built for `{task.type}`: "
+            f"{str(error)[:300]}",
+            pointer=pointer,
+            code="invalid_config",
+        ) from error
+    return model
+
+
+def _vocabulary(folder: Path, architecture: Architecture, model: nn.Module, pad_id: int, pointer: str) -> Vocabulary:
+    family, fields = architecture.family, architecture.fields
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file() and tokenizer.stat().st_size > _MAX_TOKENIZER_BYTES:
+        raise Refusal(f"tokenizer.json has more than {_MAX_TOKENIZER_BYTES:,} bytes", pointer=pointer)
+    length = fields[family.length] - family.reserved_positions if family.length else None
+    return Vocabulary(
+        size=fields["vocab_size"],
+        max_length=length,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        pad_id=pad_id,
+        mask_token=_mask_token(folder / "tokenizer_config.json"),
+        arguments=frozenset(inspect.signature(model.forward).parameters),
+        explicit_positions=family.explicit_positions,
+    )
+
+
+def _mask_token(path: Path) -> str | None:
+    """The text of the mask token: a string there, or an object with its content."""
+    if not path.is_file() or path.stat().st_size > 2**20:
+        return None
+    try:
+        token = json.loads(path.read_bytes()).get("mask_token")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None

@@ -1,0 +1,209 @@
+"""Fill a built model from safetensors files, by name, strictly.
+
+Every tensor of the model must be there with its shape and finite values, and every tensor of the
+files must belong somewhere; what differs legitimately (the base model's prefix, older names, a
+head the task does not use) is mapped or said.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import Tensor, nn
+
+from worker.execution.refusal import Refusal, names
+from worker.execution.safetensors_header import TensorEntry, read_header
+
+_MAX_INDEX_BYTES = 8 * 2**20
+_SHARD = re.compile(r"[\w.\-]{1,200}\.safetensors", re.ASCII)
+_FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
+_HEADS = ("cls.", "lm_head.", "classifier.", "score.", "qa_outputs.", "pre_classifier.", "vocab_transform.",
+          "vocab_layer_norm.", "vocab_projector.", "seq_relationship.", "embed_out.", "pooler.")  # fmt: skip
+# buffers that older versions wrote into the file and that are made anew
+_STALE = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias)$|(^|\.)(attn|attention)\.bias$")
+_OLDER_NAMES = {
+    "gpt_neox": ((re.compile(r"^embed_out\."), "lm_head."),),
+    "": ((re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"), (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias")),
+    "vit": (
+        (re.compile(r"encoder\.layer\.(\d+)\."), r"layers.\1."),
+        (re.compile(r"attention\.attention\.(query|key|value)\."), r"attention.\1_proj."),
+        (re.compile(r"attention\.output\.dense\."), "attention.o_proj."),
+        (re.compile(r"intermediate\.dense\."), "mlp.fc1."),
+        (re.compile(r"(?<!attention\.)output\.dense\."), "mlp.fc2."),
+    ),
+}
+_VIT_PROJECTIONS = (("query_proj", "q_proj"), ("key_proj", "k_proj"), ("value_proj", "v_proj"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFiles:
+    """Which file holds which tensor."""
+
+    entries: Mapping[str, TensorEntry]
+    files: Mapping[str, Path]
+
+    @property
+    def numbers(self) -> int:
+        """Elements in all tensors."""
+        return sum(entry.numbers for entry in self.entries.values())
+
+
+def find_weights(folder: Path, pointer: str) -> CheckpointFiles:
+    """The safetensors files of ``folder``, every header checked.
+
+    Raises:
+        Refusal: If there are none, or an index names a file that is not there.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        entries = read_header(whole, pointer)
+        return CheckpointFiles(entries=entries, files=dict.fromkeys(entries, whole))
+    if not index.is_file():
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        remedy = (
+            f"{names(others)} may hold code, and is never read: save the model as safetensors"
+            if others
+            else ("save the model with `save_pretrained`")
+        )
+        raise Refusal(f"the folder has no model.safetensors; {remedy}", pointer=pointer, code="not_found")
+    entries, files = {}, {}
+    for shard in _shards(index, pointer):
+        path = folder / shard
+        if not path.is_file():
+            raise Refusal(f"{index.name} names `{shard}`, which is not in the folder", pointer=pointer)
+        header = read_header(path, pointer)
+        twice = sorted(header.keys() & entries.keys())
+        if twice:
+            raise Refusal(f"two files hold {names(twice)}", pointer=pointer, code="broken_safetensors")
+        entries.update(header)
+        files.update(dict.fromkeys(header, path))
+    return CheckpointFiles(entries=entries, files=files)
+
+
+def _shards(index: Path, pointer: str) -> list[str]:
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise Refusal(f"{index.name} has more than {_MAX_INDEX_BYTES:,} bytes", pointer=pointer)
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Refusal(f"{index.name} has no readable `weight_map`", pointer=pointer) from error
+    if not shards or any(not isinstance(shard, str) or not _SHARD.fullmatch(shard) for shard in shards):
+        raise Refusal(f"{index.name} names something that is no safetensors file beside it", pointer=pointer)
+    return shards
+
+
+def fill(model: nn.Module, prefix: str, model_type: str, found: CheckpointFiles, pointer: str) -> list[str]:
+    """Copy the tensors into ``model``; return the names left over because the task does not use them.
+
+    Memory:
+        One tensor beyond the model itself.
+
+    Raises:
+        Refusal: If a tensor is missing, unexpected, of another shape or type, or not finite.
+    """
+    state = model.state_dict()
+    places, unused = _places(found.entries, state, prefix, model_type, pointer)
+    _require_complete(model, state, places, pointer)
+    wrong = [
+        f"`{name}` is {list(found.entries[name].shape)} where config.json says {list(state[place].shape)}"
+        for place, name in places.items()
+        if found.entries[name].shape != tuple(state[place].shape)
+    ]
+    if wrong:
+        raise Refusal(
+            f"{len(wrong)} tensors have another shape: {'; '.join(wrong[:3])}", pointer=pointer, code="wrong_shape"
+        )
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for place, name in places.items():
+        by_file.setdefault(found.files[name], []).append((place, name))
+    for path, pairs in by_file.items():
+        with safetensors.safe_open(path, framework="pt") as file:
+            for place, name in pairs:
+                _copy(state[place], file.get_tensor(name), name, pointer)
+    return unused
+
+
+def _places(
+    entries: Mapping[str, TensorEntry], state: Mapping[str, Tensor], prefix: str, model_type: str, pointer: str
+) -> tuple[dict[str, str], list[str]]:
+    """Where each tensor goes, and what goes nowhere."""
+    places: dict[str, str] = {}
+    unused, unexpected = [], []
+    for name in entries:
+        current = _current_name(name, model_type)
+        candidates = (current, f"{prefix}.{current}", current.removeprefix(f"{prefix}."))
+        place = next((candidate for candidate in candidates if candidate in state), None)
+        if place is not None:
+            if place in places:
+                raise Refusal(f"`{places[place]}` and `{name}` are the same tensor", pointer=pointer)
+            if state[place].is_floating_point() and entries[name].dtype not in _FLOATING:
+                raise Refusal(
+                    f"`{name}` is {entries[name].dtype}; curvature needs floating-point weights, not quantised ones",
+                    pointer=pointer,
+                    code="wrong_dtype",
+                )
+            places[place] = name
+        elif current.removeprefix(f"{prefix}.").startswith(_HEADS):
+            unused.append(name)
+        elif not _STALE.search(name):
+            unexpected.append(name)
+    if unexpected:
+        raise Refusal(
+            f"the files hold {len(unexpected)} tensors that a `{model_type}` of this config.json does not have: "
+            f"{names(sorted(unexpected))}",
+            pointer=pointer,
+            code="unexpected_tensor",
+        )
+    return places, sorted(unused)
+
+
+def _current_name(name: str, model_type: str) -> str:
+    for pattern, replacement in (*_OLDER_NAMES[""], *_OLDER_NAMES.get(model_type, ())):
+        name = pattern.sub(replacement, name)
+    if model_type == "vit":
+        for old, new in _VIT_PROJECTIONS:
+            name = name.replace(old, new)
+    return name
+
+
+def _require_complete(model: nn.Module, state: Mapping[str, Tensor], places: Mapping[str, str], pointer: str) -> None:
+    """Every tensor is there, itself or one that it is tied to; an absent pooler is taken out."""
+    present = {state[place].data_ptr() for place in places if state[place].numel()}
+    missing = [
+        name
+        for name, tensor in state.items()
+        if name not in places and tensor.data_ptr() not in present and not name.endswith("num_batches_tracked")
+    ]
+    poolers = [name for name in missing if ".pooler." in f".{name}"]
+    missing = [name for name in missing if name not in poolers]
+    if missing:
+        head = all(name.startswith(_HEADS) for name in missing)
+        remedy = (
+            "this task needs that head: take a checkpoint trained for it, or another task"
+            if head
+            else "the checkpoint is incomplete, or config.json belongs to another model"
+        )
+        raise Refusal(
+            f"{len(missing)} tensors are missing from the files: {names(sorted(missing))}; {remedy}",
+            pointer=pointer,
+            code="missing_head" if head else "missing_tensor",
+        )
+    if poolers:
+        for module in model.modules():
+            if getattr(module, "pooler", None) is not None:
+                module.register_module("pooler", None)
+
+
+def _copy(place: Tensor, tensor: Tensor, name: str, pointer: str) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        count = int((~torch.isfinite(tensor)).sum())
+        raise Refusal(
+            f"tensor `{name}` holds {count:,} values that are NaN or Inf; take an intact checkpoint",
+            pointer=pointer,
+            code="non_finite_model",
+        )
+    place.copy_(tensor)

@@ -1,0 +1,189 @@
+"""Read a ``config.json`` that somebody else wrote: bounded, strictly typed, known fields only.
+
+transformers would follow ``auto_map``, fetch an attention kernel and open a name or path; here
+nothing but the fields of ``families`` goes on, each with its type and its bound.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import transformers
+
+from worker.execution.models.families import FAMILIES, MAX_LABELS, Family, Fields
+from worker.execution.refusal import Refusal
+
+_MAX_CONFIG_BYTES = 2**20
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+                 "attention_factor", "beta_fast", "beta_slow")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a config says, as far as we believe it."""
+
+    model_type: str
+    family: Family
+    fields: Fields
+    labels: int | None
+    end_id: int | None
+    """The token that ends a text, where the config names one."""
+    configuration: Any
+    """transformers' configuration object, built from ``fields`` alone."""
+
+
+def read_architecture(path: Path, pointer: str) -> Architecture:
+    """The architecture in ``config.json``.
+
+    Raises:
+        Refusal: If a field is missing, of another type, out of bounds, or asks for foreign code.
+    """
+    config = _read_json(path, pointer)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        shown = repr(model_type[:60]) if isinstance(model_type, str) else "missing"
+        _refuse(f"`model_type` is {shown}; known are {', '.join(FAMILIES)}", pointer)
+    if config.get("quantization_config") is not None:
+        _refuse("`quantization_config` is set; curvature needs full weights: take the unquantised model", pointer)
+    family = FAMILIES[model_type]
+    defaults = getattr(transformers, family.config)()
+    fields = _fields(config, family, defaults, pointer)
+    if family.divides is not None:
+        width, heads = (fields[name] for name in family.divides)
+        if width % heads:
+            _refuse(f"`{family.divides[1]}` is {heads}, which does not divide `{family.divides[0]}` {width}", pointer)
+    extra: dict[str, Any] = dict(family.fixed)
+    if family.rotary:
+        extra["rope_parameters"] = _rope(config, model_type, pointer)
+    labels = _labels(config, pointer)
+    if labels is not None:
+        extra["num_labels"] = labels
+    configuration = getattr(transformers, family.config)(**fields, **extra)
+    return Architecture(
+        model_type=model_type,
+        family=family,
+        fields=fields,
+        labels=labels,
+        end_id=_end_id(config, fields("vocab_size")),
+        configuration=configuration,
+    )
+
+
+def _read_json(path: Path, pointer: str) -> dict[str, Any]:
+    if not path.is_file():
+        _refuse("is missing; a checkpoint folder holds config.json and *.safetensors", pointer, code="not_found")
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        _refuse(f"has {path.stat().st_size:,} bytes; at most {_MAX_CONFIG_BYTES:,} are read", pointer)
+    try:
+        value = json.loads(path.read_bytes(), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        _refuse("is not valid JSON (NaN and Infinity are not)", pointer)
+    if not isinstance(value, dict):
+        _refuse("is not a JSON object", pointer)
+    return value
+
+
+def _fields(config: dict[str, Any], family: Family, defaults: Any, pointer: str) -> Fields:  # noqa: ANN401 - a config class of transformers
+    """The family's own fields; what a config leaves out has transformers' default."""
+    found = Fields()
+    for name, most in family.sizes.items():
+        found[name] = _integer(name, config.get(name, getattr(defaults, name)), 1, most, pointer)
+    for name, most in family.optional.items():
+        value = config.get(name, getattr(defaults, name, None))
+        # -1 is a common spelling of "none"
+        found[name] = None if value in (None, -1) else _integer(name, value, 0, most, pointer)
+    for name in family.numbers:
+        if name in config:
+            found[name] = _number(name, config[name], pointer)
+    for name in family.flags:
+        if name in config:
+            found[name] = _flag(name, config[name], pointer)
+    for name, choices in family.words.items():
+        value = config.get(name, getattr(defaults, name, None))
+        if value is not None:
+            found[name] = _word(name, value, choices, pointer)
+    for name, most in (family.lists or {}).items():
+        found[name] = _integers(name, config.get(name, getattr(defaults, name)), most, pointer)
+    # the only value accepted is the only one there is
+    found.pop("position_embedding_type", None)
+    return found
+
+
+def _flag(name: str, value: Any, pointer: str) -> bool:  # noqa: ANN401
+    if not isinstance(value, bool):
+        _refuse(f"`{name}` must be true or false", pointer)
+    return value
+
+
+def _word(name: str, value: Any, choices: frozenset[str], pointer: str) -> str:  # noqa: ANN401
+    if not isinstance(value, str) or value not in choices:
+        _refuse(f"`{name}` is not one of {', '.join(sorted(choices))}", pointer)
+    return value
+
+
+def _integers(name: str, value: Any, most: int, pointer: str) -> list[int]:  # noqa: ANN401
+    if not isinstance(value, list) or not 1 <= len(value) <= 64:
+        _refuse(f"`{name}` must be a list of 1 to 64 integers", pointer)
+    return [_integer(name, item, 1, most, pointer) for item in value]
+
+
+def _integer(name: str, value: Any, least: int, most: int, pointer: str) -> int:  # noqa: ANN401
+    if type(value) is not int:
+        _refuse(f"`{name}` must be an integer", pointer)
+    if not least <= value <= most:
+        shown = f"{value:,}" if abs(value) < 10**18 else "too large"
+        _refuse(f"`{name}` is {shown}; accepted are {least:,} to {most:,}", pointer)
+    return value
+
+
+def _number(name: str, value: Any, pointer: str) -> float:  # noqa: ANN401
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= 1e12:
+        _refuse(f"`{name}` must be a number between 0 and 1e12", pointer)
+    return float(value)
+
+
+def _rope(config: dict[str, Any], model_type: str, pointer: str) -> dict[str, Any]:
+    """Rotary parameters, from either spelling, with known kinds and plain numbers only."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        _refuse("`rope_scaling` must be an object", pointer)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in _ROPE_TYPES:
+        _refuse(f"`rope_scaling` has an unknown type; known are {', '.join(_ROPE_TYPES)}", pointer)
+    theta = given.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10_000.0)))
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": _number("rope_theta", theta, pointer)}
+    for name in _ROPE_NUMBERS:
+        if name in given:
+            found[name] = given[name] if type(given[name]) is int else _number(name, given[name], pointer)
+    if model_type == "gpt_neox":
+        share = given.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
+        found["partial_rotary_factor"] = _number("rotary_pct", share, pointer)
+    return found
+
+
+def _labels(config: dict[str, Any], pointer: str) -> int | None:
+    names = config.get("id2label")
+    if isinstance(names, dict):
+        count = len(names)
+    elif "num_labels" in config:
+        count = _integer("num_labels", config["num_labels"], 1, MAX_LABELS, pointer)
+    else:
+        return None
+    return _integer("id2label", count, 1, MAX_LABELS, pointer)
+
+
+def _end_id(config: dict[str, Any], vocabulary: int) -> int | None:
+    given = config.get("eos_token_id")
+    first = given[0] if isinstance(given, list) and given else given
+    return first if type(first) is int and 0 <= first < vocabulary else None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _refuse(message: str, pointer: str, code: str = "invalid_config") -> NoReturn:
+    raise Refusal(f"config.json: {message}", pointer=pointer, code=code)

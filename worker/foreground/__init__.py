@@ -1,0 +1,1 @@
+"""``kronoscope run``: the same child process, its output in a folder instead of the ledger."""

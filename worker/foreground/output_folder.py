@@ -1,0 +1,193 @@
+"""The folder that a foreground run fills: ``job.json``, ``results.json``, ``log.jsonl``, ``artifacts/``.
+
+``job.json`` says at any time how the run stands; a reader who finds it ``succeeded`` finds the rest
+complete. What an earlier run left is set aside until the new one has its first row, and comes back where
+it is refused or stopped before. JSON files are replaced whole (temporary file, fsync, rename); the log
+grows by whole lines.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from catalog.frames import ArtifactWritten, Failed, Frame, LayerDone, Planned, Started, Summarised
+from catalog.record import canonical_json, plain
+from worker.process.artifact_check import require_artifact
+
+_FORMAT = "kronoscope.run/1"
+_OURS = ("results.json", "log.jsonl", "artifacts")
+_SCRATCH = ".waiting"
+_EARLIER = ".earlier"
+
+
+class OutputRefused(ValueError):
+    """The folder cannot take the results; the message says why and what to do."""
+
+
+class OutputFolder:
+    """One run's folder; the only writer of everything in it but the artifacts' bytes."""
+
+    def __init__(self, path: Path, document: object) -> None:
+        """Take the folder over, setting aside what an earlier run left in it.
+
+        Raises:
+            OutputRefused: If it is a file, cannot be written, or holds files of our names that no run wrote.
+        """
+        self.path = path.absolute()
+        self.artifacts = self.path / "artifacts"
+        self.scratch = self.path / _SCRATCH
+        """What a killed run of the same document left is gone on with, by its plan."""
+        self.plan = self._plan_of_killed_run(document)
+        self._rows: list[dict[str, Any]] = []
+        self._summary: dict[str, Any] = {}
+        self._job: dict[str, Any] = {
+            "format": _FORMAT,
+            "document": document,
+            "state": "running",
+            "started_at": _now(),
+            "finished_at": None,
+            "seconds": None,
+            "environment": None,
+            "plan": self.plan,
+            "failure": None,
+            "artifacts": [],
+        }
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._set_aside()
+            self._write("job.json", self._job)
+            self.artifacts.mkdir()
+            self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
+        except OSError as error:
+            raise OutputRefused(
+                f"the output folder {path} cannot be used: {error.strerror}; give a folder that you may write"
+            ) from error
+
+    def take(self, frame: Frame) -> None:
+        """Write down one frame.
+
+        Raises:
+            ArtifactMismatch: If an announced artifact is not what stands on the disk.
+            OSError: If the disk refuses.
+        """
+        match frame:
+            case Started():
+                self._job["environment"] = dict(frame.environment)
+                self._write("job.json", self._job)
+            case Planned():
+                self._job["plan"] = dict(frame.plan)
+                self._write("job.json", self._job)
+            case LayerDone():
+                shutil.rmtree(self.path / _EARLIER, ignore_errors=True)
+                self._rows.append({**frame.outcome, "observed": dict(frame.observed)})
+                self._log.write(canonical_json(_log_record(frame)).encode() + b"\n")
+            case ArtifactWritten():
+                require_artifact(self.artifacts, frame)
+                listed = plain(frame)
+                del listed["frame"]
+                self._job["artifacts"].append(listed)
+            case Summarised():
+                self._summary[frame.kind] = dict(frame.summary)
+            case _:
+                pass
+
+    def end(self, state: str, failure: Failed | None) -> None:
+        """Write the results, then the last state: in this order, so that `succeeded` promises them.
+
+        A run that was refused or stopped before its first row gives back what it found.
+        """
+        self._log.close()
+        refused = failure.category == "usage" if failure is not None else state == "cancelled"
+        if refused and not self._rows and (self.path / _EARLIER).exists():
+            self._give_back()
+            return
+        # layers arrive by size
+        kinds = list(dict.fromkeys(row["kind"] for row in self._rows))
+        rows = sorted(self._rows, key=lambda row: (kinds.index(row["kind"]), row["ordinal"]))
+        self._write("results.json", {"summary": self._summary, "layers": rows})
+        started = datetime.fromisoformat(self._job["started_at"])
+        self._job["state"] = state
+        self._job["finished_at"] = _now()
+        self._job["seconds"] = (datetime.now(UTC) - started).total_seconds()
+        if failure is not None:
+            self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
+        self._write("job.json", self._job)
+        for name in (_SCRATCH, _EARLIER):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def _plan_of_killed_run(self, document: object) -> dict[str, Any] | None:
+        """The plan of a run of the same document that never came to its end."""
+        found = self._earlier_run()
+        if found is None or found.get("state") != "running" or found.get("document") != document:
+            return None
+        plan = found.get("plan")
+        return plan if isinstance(plan, dict) else None
+
+    def _set_aside(self) -> None:
+        left = [name for name in _OURS if (self.path / name).exists()]
+        earlier = self.path / _EARLIER
+        if (left or (self.path / "job.json").exists()) and self._earlier_run() is None:
+            raise OutputRefused(
+                f"the output folder {self.path} holds {', '.join(left) or 'job.json'} that no run of Kronoscope wrote;"
+                " give another folder, or an empty one"
+            )
+        if self.plan is not None or earlier.exists():
+            # what a killed run left is not worth more than what was set aside for it
+            self._remove(left if self.plan is not None else [*left, _SCRATCH])
+            return
+        found = [name for name in (*left, "job.json", _SCRATCH) if (self.path / name).exists()]
+        if found:
+            earlier.mkdir()
+        for name in found:
+            (self.path / name).rename(earlier / name)
+
+    def _give_back(self) -> None:
+        self._remove([*_OURS, "job.json", _SCRATCH])
+        earlier = self.path / _EARLIER
+        for found in earlier.iterdir():
+            found.rename(self.path / found.name)
+        earlier.rmdir()
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _earlier_run(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.path / "job.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        temporary = self.path / f".{name}.{os.getpid()}"
+        with temporary.open("wb") as file:
+            file.write(json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path / name)
+
+
+def _log_record(frame: LayerDone) -> dict[str, Any]:
+    """One line of the reproducibility log, flat."""
+    return {
+        "kind": frame.kind,
+        "ordinal": frame.ordinal,
+        "layer": frame.layer,
+        "status": frame.outcome.get("status"),
+        "reason": frame.outcome.get("reason"),
+        **(frame.outcome.get("record") or {}),
+        **frame.observed,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()

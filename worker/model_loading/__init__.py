@@ -1,1 +1,0 @@
-"""Models of every source, one file each; all give a ``LoadedModel``."""

@@ -1,0 +1,227 @@
+"""The child seen from its parent: one guarded process, its assignment, its frames, its end.
+
+Used by the supervisor (whose sink is the ledger) and by the foreground runner (whose sink is a
+folder). Knows neither torch nor the ledger.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from catalog.frames import MAX_FRAME_BYTES, Frame, decode
+from worker.process.pipe_reader import lines
+from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
+
+EXECUTION = (sys.executable, "-P", "-m", "worker.execution")
+STOP_GRACE_SECONDS = 8.0
+"""From SIGTERM to SIGKILL: a child reaches its next checkpoint well within it, or never."""
+
+_GUARDIAN = (sys.executable, "-P", "-m", "worker.process.guardian")
+_GROUP_GONE_SECONDS = 5.0
+
+# Model code runs in the child, so it gets what computing needs by name; a deny-list would have to know
+# every secret an operator ever sets.
+_PASSED_NAMES = {
+    "HOME",
+    "HF_DATASETS_CACHE",
+    "HF_DATASETS_OFFLINE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "LOGNAME",
+    "PATH",
+    "PYTHONHASHSEED",
+    "PYTHONPATH",
+    "SCIKIT_LEARN_DATA",
+    "TMPDIR",
+    "TRANSFORMERS_OFFLINE",
+    "TZ",
+    "USER",
+    "VIRTUAL_ENV",
+}
+_PASSED_PREFIXES = ("CUBLAS", "CUDA_", "KMP_", "LC_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTORCH_")
+
+
+class MalformedFrame(ValueError):
+    """The child wrote something that is no frame; it cannot be trusted any further."""
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of a service's environment the child may see: no database, no broker, no secret."""
+    return {
+        name: value for name, value in environ.items() if name in _PASSED_NAMES or name.startswith(_PASSED_PREFIXES)
+    }
+
+
+class Child:
+    """A running child. ``start`` makes one; the group is gone when ``wait`` returns."""
+
+    def __init__(self, process: subprocess.Popen[bytes], frames: IO[bytes], lifeline: int) -> None:
+        self._process = process
+        self._frames = frames
+        self.began = began(process.pid)
+        """When the guardian began, in the kernel's count; it is not reaped before the reaper below runs."""
+        self._lifeline = lifeline
+        self._lock = threading.Lock()
+        self._reaped = False
+        self._gone = threading.Event()
+        self._gone_read, self._gone_write = os.pipe()  # the same for readers that wait for bytes
+        try:
+            threading.Thread(target=self._reap, name=f"reaper-{process.pid}", daemon=True).start()
+        except RuntimeError:
+            os.close(self._gone_read)
+            os.close(self._gone_write)
+            raise
+
+    @classmethod
+    def start(
+        cls,
+        assignment: Mapping[str, Any],
+        output: int | IO[bytes],
+        environment: Mapping[str, str],
+        command: Sequence[str] = EXECUTION,
+    ) -> "Child":
+        """Start guardian and child.
+
+        Args:
+            assignment: What the child reads from its standard input.
+            output: Where its standard output and error go (``subprocess.PIPE``: to ``.output``).
+            environment: Its whole environment.
+            command: The child's program; ``--frames FD`` is appended.
+
+        Raises:
+            OSError: If no process, pipe or temporary file can be had.
+        """
+        with contextlib.ExitStack() as ours, tempfile.TemporaryFile() as text:
+            # a file, not a pipe: a child that never reads cannot block its supervisor
+            text.write(json.dumps(assignment, allow_nan=False).encode())
+            text.seek(0)
+            lifeline_read, lifeline = _pipe(ours)
+            frames_read, frames_write = _pipe(ours)
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules, no shell
+                [*_GUARDIAN, "--lifeline", str(lifeline_read), "--", *command, "--frames", str(frames_write)],
+                stdin=text,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                pass_fds=(lifeline_read, frames_write),
+                start_new_session=True,
+            )
+            ours.pop_all()
+        os.close(lifeline_read)
+        os.close(frames_write)
+        frames = os.fdopen(frames_read, "rb")
+        try:
+            return cls(process, frames, lifeline)
+        except (OSError, RuntimeError) as error:
+            frames.close()
+            os.close(lifeline)  # whereupon the guardian ends all that it guards, and itself
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+            raise OSError(errno.EAGAIN, f"nobody can look after it ({error})") from error
+
+    @property
+    def pid(self) -> int:
+        """Of the guardian, which is also the group's id."""
+        return self._process.pid
+
+    def left_something(self) -> bool:
+        """Whether anything of the group lives on although it was killed, stuck in the kernel as it may be."""
+        return group_lives(self.pid, self.began)
+
+    def output(self, limit: int) -> Iterator[bytes]:
+        """Lines of standard output and error, where ``start`` was given ``subprocess.PIPE``; long ones in pieces."""
+        if self._process.stdout is None:
+            raise ValueError("this child was started with an output of its own; there is no pipe to read")
+        return lines(self._process.stdout.fileno(), self._gone_read, limit)
+
+    def frames(self) -> Iterator[Frame]:
+        """Frames in order, until the child's end of the pipe closes or the group is gone.
+
+        Raises:
+            MalformedFrame: If a line is too long or no frame. A line cut short by the child's
+                death is no frame and no fault: the death itself is what counts.
+        """
+        for line in lines(self._frames.fileno(), self._gone_read, MAX_FRAME_BYTES + 1):
+            if not line.endswith(b"\n"):
+                if len(line) > MAX_FRAME_BYTES:
+                    raise MalformedFrame(f"a line of more than {MAX_FRAME_BYTES:,} bytes came over the frame pipe")
+                return
+            try:
+                yield decode(line)
+            except (ValueError, RecursionError, AttributeError) as error:
+                raise MalformedFrame(
+                    f"the frame pipe carried a line that is no frame ({type(error).__name__})"
+                ) from error
+
+    def terminate(self) -> None:
+        """Ask it to stop at its next checkpoint (SIGTERM, forwarded by the guardian)."""
+        with self._lock:
+            if not self._reaped:
+                os.kill(self.pid, signal.SIGTERM)  # not Popen's: it would reap the leader before its group
+
+    def kill(self) -> None:
+        """End it and everything it started, now."""
+        with self._lock:
+            self._kill_group()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code (128 + n: ended by signal n), once its whole group is gone.
+
+        Raises:
+            TimeoutError: If it still runs after ``timeout`` seconds.
+        """
+        if not self._gone.wait(timeout):
+            raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        """Kill what still runs and give the pipes back."""
+        self.kill()
+        self.wait()
+        self._frames.close()
+        os.close(self._lifeline)
+        os.close(self._gone_read)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _reap(self) -> None:
+        """Wait for the guardian, then take what it left behind; the pid stays ours until it is reaped."""
+        try:
+            with contextlib.suppress(ChildProcessError):  # where this process was told to ignore that children end
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            with self._lock:
+                self._kill_group()
+                self._process.wait()
+                self._reaped = True
+            wait_until_gone(self.pid, _GROUP_GONE_SECONDS)
+        finally:
+            os.close(self._gone_write)  # readers see its end
+            self._gone.set()
+
+    def _kill_group(self) -> None:
+        if not self._reaped:
+            kill_descendants(self.pid)  # what left the group is still below its guardian
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def _pipe(ours: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe of which both ends are closed if starting fails."""
+    ends = os.pipe()
+    for end in ends:
+        ours.callback(os.close, end)
+    return ends

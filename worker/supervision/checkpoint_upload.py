@@ -1,0 +1,73 @@
+"""The mirror of an attempt's scratch: copies each checkpoint to the bucket while the child goes on.
+
+A machine may be lost with its disk. The copy runs in a thread of its own and is never waited for
+but for a moment at the attempt's end: the one before stands until a later one is whole.
+"""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from structlog.typing import FilteringBoundLogger
+
+from jobs.errors import ArtifactDamaged, StoreUnavailable
+from jobs.objects.scratch_store import MANIFEST, ScratchStore
+from jobs.records import Claim
+from worker.process.child_process import STOP_GRACE_SECONDS
+from worker.supervision.lease_monitor import LeaseWatch
+
+_LOOK_SECONDS = 1.0
+_LAST_COPY_SECONDS = 4.0
+"""How long an attempt that has ended waits for the copy of its last checkpoint."""
+_LATEST_COPY_SECONDS = STOP_GRACE_SECONDS + 0.5
+"""From a stop to where it is waited for no longer: what is left of ten seconds is for the ledger."""
+
+
+class ScratchMirror:
+    """Copies one attempt's checkpoints for as long as it is entered."""
+
+    def __init__(
+        self, store: ScratchStore, claim: Claim, folder: Path, watch: LeaseWatch, log: FilteringBoundLogger
+    ) -> None:
+        self._store = store
+        self._claim = claim
+        self._folder = folder
+        self._watch = watch
+        self._log = log
+        self._copied: tuple[int, int] | None = None
+        self._ended = threading.Event()
+        self._given_up = False
+        self._thread = threading.Thread(target=self._run, name=f"mirror-{claim.job_id}", daemon=True)
+
+    def __enter__(self) -> None:
+        """Begin."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._log.warning("no checkpoint of this attempt is copied to the store", why=str(error))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Copy the last checkpoint, unless the job is another's by now, and end."""
+        self._given_up = kind is not None
+        self._ended.set()
+        left = min(_LAST_COPY_SECONDS, self._watch.left(_LATEST_COPY_SECONDS))
+        if self._thread.is_alive():
+            self._thread.join(0.0 if self._given_up else max(0.0, left))
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            self._copy()
+        if not self._given_up:
+            self._copy()
+
+    def _copy(self) -> None:
+        try:
+            status = (self._folder / MANIFEST).stat()
+            found = (status.st_ino, status.st_mtime_ns)
+            if found != self._copied and self._store.save(self._claim.job_id, self._claim.fence, self._folder):
+                self._copied = found
+                self._log.debug("a checkpoint was copied to the store")
+        except FileNotFoundError:
+            return
+        except (ArtifactDamaged, StoreUnavailable, OSError) as error:
+            self._log.warning("a checkpoint could not be copied to the store; tried again", why=str(error))

@@ -1,0 +1,90 @@
+"""The briefing of a child: its environment, and the assignment that tells it what to do and where things lie."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from catalog.estimate import ESTIMATE
+from catalog.record import plain
+from jobs.objects.scratch import Scratch
+from jobs.records import Claim
+from worker.devices.discover import host
+from worker.disk.cache_folder import cache_of_tenant
+from worker.process.child_process import child_environment
+from worker.settings import WorkerSettings
+
+
+def environment(claim: Claim, threads: int) -> dict[str, str]:
+    """The child's, in which no GPU can be seen but the one that was leased."""
+    passed = child_environment(os.environ)
+    # else each library that brings its own starts a thread for every core, in every slot
+    passed.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+    if claim.lease is not None:
+        passed["CUDA_VISIBLE_DEVICES"] = claim.lease.device_uuid if claim.lease.kind == "cuda" else ""
+    return passed
+
+
+def assignment(
+    claim: Claim,
+    settings: WorkerSettings,
+    threads: int,
+    artifacts: Path,
+    factors: Path | None,
+    scratch: Scratch,
+) -> dict[str, Any]:
+    """What `worker.execution.assignment` reads.
+
+    Args:
+        claim: The job, and what it has leased.
+        settings: What the operator allows.
+        threads: How many it computes with.
+        artifacts: Where the attempt's files go.
+        factors: Where an earlier job's were laid out; None where it names none.
+        scratch: Where the attempts' checkpoints stand.
+    """
+    return {
+        "document": plain(claim.document),
+        "artifacts": str(artifacts),
+        "completed": [list(row) for row in claim.completed],
+        "threads": threads,
+        "paths": list(settings.paths),
+        "allowed": {"factories": list(settings.factories), "directories": list(settings.directories)},
+        "store": str(settings.store),
+        "offline": True,
+        "plan": None if claim.plan is None else plain(claim.plan),
+        "estimate": claim.kinds == (ESTIMATE,),
+        "factors_path": None if factors is None else str(factors),
+        **_cache(claim, settings),
+        "scratch": str(scratch.of_attempt(claim.job_id, claim.fence)),
+        "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],
+        "checkpoint_seconds": settings.checkpoint_seconds,
+        "bounds": _bounds(claim, settings),
+        "leased": None if claim.lease is None else claim.lease.kind,
+    }
+
+
+def _cache(claim: Claim, settings: WorkerSettings) -> dict[str, Any]:
+    """The tenant's own: what another tenant has collected is neither found nor felt."""
+    if settings.ledger.cache_bytes == 0:
+        return {}
+    folder = cache_of_tenant(settings.ledger.artifact_root, claim.tenant_id)
+    return {"cache": str(folder), "cache_bytes": settings.ledger.cache_bytes, "job": claim.job_id}
+
+
+def _bounds(claim: Claim, settings: WorkerSettings) -> dict[str, int]:
+    """What it must plan within: what was leased, and beside a GPU its part of the host's memory."""
+    leased = claim.lease
+    if leased is None or leased.bound_bytes is None:
+        return {}
+    if leased.kind != "cuda":
+        return {"host_bytes": leased.bound_bytes}
+    # a later attempt does what the first one's plan says
+    part = {} if claim.plan is not None else _part_of_host(settings)
+    return {"device_bytes": leased.bound_bytes, **part}
+
+
+def _part_of_host(settings: WorkerSettings) -> dict[str, int]:
+    """An equal part for each slot: it is not leased, and what is free now every slot would take."""
+    if settings.slots == 1:
+        return {}
+    return {"host_bytes": host(settings.node).capacity_bytes // settings.slots, "host_shared_by": settings.slots}

@@ -1,0 +1,144 @@
+"""What a child's frames become in the ledger: one fenced transaction each.
+
+A database, or a store of artifacts, that does not answer is asked again for as long as the lease
+holds (every write of both may be repeated); once the lease is lost nothing more is written.
+"""
+
+import random
+from collections.abc import Callable
+from functools import singledispatchmethod
+from typing import TypeVar
+
+from sqlalchemy import Engine
+from structlog.typing import FilteringBoundLogger
+
+from catalog.frames import ArtifactWritten, Frame, LayerDone, LogLine, Planned, Progress, Started, Summarised
+from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
+from jobs.objects.artifacts import ArtifactFolder
+from jobs.queue import claims
+from jobs.records import Claim
+from jobs.tenancy.quotas import require_room_for
+from worker.process.log_lines import Narrator
+from worker.supervision.job_progress import ProgressView
+from worker.supervision.lease_monitor import LeaseWatch
+from worker.supervision.retrying_object_store import Interrupted
+
+T = TypeVar("T")
+_FIRST_RETRY_SECONDS = 0.2
+_LONGEST_RETRY_SECONDS = 5.0
+_MAX_LOG_LINES = 1_000
+
+
+class Misplaced(Exception):
+    """The job needs more than was leased for it, and another device could hold it."""
+
+
+class LedgerSink:
+    """Writes one attempt's frames."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        claim: Claim,
+        folder: ArtifactFolder,
+        threads: int,
+        watch: LeaseWatch,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._engine = engine
+        self._claim = claim
+        self._folder = folder
+        self._threads = threads
+        self._watch = watch
+        self._log = log
+        self._progress = ProgressView(claim.kinds, claim.completed, collects=claim.document.get("factors") is None)
+        self._narrator = Narrator(claim.document)
+        self._log_lines = 0
+
+    def take(self, frame: Frame) -> None:
+        """Write one frame and say what is to be said of it.
+
+        Raises:
+            Misplaced: If the frame was a plan that belongs on another device.
+            LeaseLost: If the job is another's by now.
+            ArtifactDamaged: If an announced artifact is not what stands on the disk.
+            QuotaExceeded: If it is more than its tenant's files may take.
+        """
+        self._keep(frame)
+        layer = {"layer": frame.layer} if isinstance(frame, LayerDone) else {}
+        for line in self._narrator.lines(frame):
+            getattr(self._log, line.level)(line.message, **layer)
+            if isinstance(frame, Summarised):
+                self._keep(line)
+
+    def write(self, write: Callable[[], T]) -> T:
+        """Write, patiently: asked again after ever longer pauses, which workers do not take in step.
+
+        Raises:
+            LeaseLost: If the job is another's by now.
+            Interrupted: If the store of artifacts does not answer, and the attempt was told to stop.
+        """
+        pause = _FIRST_RETRY_SECONDS
+        while True:
+            if self._watch.lost.is_set():
+                raise LeaseLost(self._claim.job_id, self._claim.fence)
+            try:
+                return write()
+            except (LedgerUnavailable, StoreUnavailable) as error:
+                what = "database" if isinstance(error, LedgerUnavailable) else "store of artifacts"
+                if self._watch.reason is not None and isinstance(error, StoreUnavailable):
+                    raise Interrupted from error
+                self._log.warning(
+                    f"the {what} does not answer; the write is repeated",
+                    why=str(error),
+                    pause_seconds=round(pause, 1),
+                )
+                self._watch.lost.wait(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads load, guards nothing
+                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+
+    @singledispatchmethod
+    def _keep(self, frame: Frame) -> None:
+        raise TypeError(f"a {type(frame).__name__} frame is no row; the supervisor takes last frames itself")
+
+    @_keep.register
+    def _started(self, frame: Started) -> None:
+        self.write(lambda: claims.write_started(self._engine, self._claim, frame))
+
+    @_keep.register
+    def _progressed(self, frame: Progress) -> None:
+        view = self._progress.take(frame)
+        if view is not None:
+            self.write(lambda: claims.write_progress(self._engine, self._claim, view))
+
+    @_keep.register
+    def _planned(self, frame: Planned) -> None:
+        # threads stand in the plan: both decide the digests, and later attempts follow both
+        planned = Planned(plan={**frame.plan, "threads": self._threads})
+        if not self.write(lambda: claims.write_plan(self._engine, self._claim, planned)):
+            raise Misplaced
+
+    @_keep.register
+    def _layer_done(self, frame: LayerDone) -> None:
+        self._progress.take_layer(frame)
+        if self.write(lambda: claims.write_layer(self._engine, self._claim, frame)) == "differs":
+            self._log.warning("another digest stands for this layer already", layer=frame.layer)
+
+    @_keep.register
+    def _artifact_written(self, frame: ArtifactWritten) -> None:
+        claim = self._claim
+        kept = (claim.tenant_id, frame.sha256, frame.size_bytes)
+        self.write(lambda: require_room_for(self._engine, *kept))
+        place = (claim.tenant_id, claim.job_id, claim.fence, frame.name)
+        uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
+        self.write(lambda: claims.write_artifact(self._engine, self._claim, frame, uri))
+
+    @_keep.register
+    def _summarised(self, frame: Summarised) -> None:
+        self.write(lambda: claims.write_summary(self._engine, self._claim, frame))
+
+    @_keep.register
+    def _line(self, frame: LogLine) -> None:
+        """A line of the job's history; a child that talks without end is cut off."""
+        self._log_lines += 1
+        if self._log_lines <= _MAX_LOG_LINES and frame.level != "debug":
+            self.write(lambda: claims.write_log_line(self._engine, self._claim, frame))

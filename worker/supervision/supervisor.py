@@ -1,0 +1,400 @@
+"""The supervisor: one job from its claim to its end.
+
+It starts the child, has its frames written (``worker.supervision.frame_writer``) under the eyes of the clock
+(``worker.supervision.lease_monitor``), and decides what the attempt's end means for the job::
+
+    last frame   finished            -> succeeded
+                 failed              -> failed, or queued again where transient
+    stopped for  cancel              -> cancelled
+                 drain               -> queued again, uncounted
+                 deadline, too long  -> failed
+    no last word, silent for too long,
+    a device that failed             -> crash: queued again; the same crash twice in a row -> failed
+    misplaced by its plan            -> queued again, uncounted, for a device that holds it
+    never begun: its process cannot
+    be started, its device not used  -> queued again, uncounted, for another worker (``worker.devices.device_health``)
+    lease lost                       -> nothing is written
+"""
+
+import contextlib
+import errno
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from sqlalchemy import Engine
+
+from catalog.control_groups import oom_kills
+from catalog.frames import Failed, Finished, Frame, Stopped
+from jobs.devices.leases import note_guardian, release
+from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
+from jobs.lifecycle import TERMINAL, State
+from jobs.objects.artifacts import open_artifacts
+from jobs.objects.object_store import ObjectStore
+from jobs.objects.scratch import open_scratch
+from jobs.queue import claims
+from jobs.queue.crash_signatures import record_crash
+from jobs.records import Claim
+from worker.devices.device_health import Fitness
+from worker.disk.free_space import DISK_FULL, told_full
+from worker.process.child_process import EXECUTION, Child, MalformedFrame
+from worker.process.crash import (
+    DEVICE_LOST,
+    Signature,
+    Whereabouts,
+    crash_failure,
+    ending,
+    never_ran,
+    row_name,
+    silence_failure,
+)
+from worker.settings import WorkerSettings
+from worker.supervision import child_launch
+from worker.supervision.checkpoint_upload import ScratchMirror
+from worker.supervision.child_output import ChildOutput
+from worker.supervision.frame_writer import LedgerSink, Misplaced
+from worker.supervision.job_logger import job_logger
+from worker.supervision.lease_monitor import LeaseWatch, StopReason
+from worker.supervision.retrying_object_store import AwaitedObjects, Interrupted
+from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors
+
+_OUTPUT_LINE_BYTES = 1_000
+_MAX_PAUSE_SECONDS = 900.0
+_SICK_PAUSE_SECONDS = 10.0
+"""For a job whose device did not come up: a worker of many such devices is not to go through them all at once."""
+_DEADLINE = "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
+_TOO_LONG = (
+    "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
+    "Ask for less in one job, or the operator for more time (KRONOSCOPE_ATTEMPT_LIMIT)"
+)
+_MISPLACED = "needs more than was leased for it; another device holds it"
+_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
+
+
+class Supervisor:
+    """Runs one claim; ``run`` returns when nothing of the attempt is left on this machine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        claim: Claim,
+        settings: WorkerSettings,
+        command: Sequence[str] = EXECUTION,
+        fitness: Fitness | None = None,
+    ) -> None:
+        self._engine = engine
+        self._fitness = fitness or Fitness()
+        self._claim = claim
+        self._settings = settings
+        self._command = command
+        self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
+        self._watch = LeaseWatch(engine, claim, settings, self._log)
+        self._folder = open_artifacts(settings.ledger, self._awaited)
+        self._scratch = open_scratch(settings.ledger, self._awaited)
+        self._copies = open_scratch(settings.ledger).copies
+        self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
+        self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
+        self._child: Child | None = None
+        self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch, self._log)
+
+    def _awaited(self, store: ObjectStore) -> AwaitedObjects:
+        return AwaitedObjects(store, self._claim, self._watch)
+
+    @property
+    def held(self) -> tuple[str, int]:
+        """Job and fence."""
+        return self._claim.job_id, self._claim.fence
+
+    def stop(self, reason: StopReason) -> None:
+        """End the attempt early: `drain` hands the job back."""
+        self._watch.stop(reason)
+
+    def run(self) -> None:
+        """Start the child, write what it sends, and end the attempt."""
+        self._log.info("job claimed", kinds=self._claim.kinds, threads=self._threads)
+        try:
+            self._watch.start()
+        except RuntimeError as error:
+            self.give_up(str(error))
+            return
+        try:
+            self._attempt()
+        except LeaseLost as error:
+            self._log.warning("nothing more is written", why=str(error))
+        except Exception:  # noqa: BLE001 - one job's fault must not end the worker
+            # the lease runs out and the reaper counts a failure: the honest end of a fault of ours
+            self._log.exception("the supervisor failed")
+        finally:
+            self._watch.end()
+            self._release()
+            # listed files are in the store by now, and no other attempt has this folder
+            self._folder.clear_attempt(self._claim.job_id, self._claim.fence)
+
+    def give_up(self, why: str) -> None:
+        """Hand the job back before anything was begun, where no thread is to be had to look after it.
+
+        Nobody holds the lease meanwhile, so it is tried once: where the database does not answer, the lease runs out.
+        """
+        self._rest(why)
+        try:
+            claims.decline(self._engine, self._claim, code="not_started")
+        except (LeaseLost, LedgerUnavailable) as error:
+            self._log.warning("the job could not be handed back; its lease runs out", why=str(error))
+        self._release()
+
+    def _release(self) -> None:
+        """Give the device back, now that nothing of the attempt runs; what cannot be told now the Agent frees later."""
+        if self._claim.lease is None or (self._child is not None and self._child.left_something()):
+            return
+        try:
+            release(self._engine, self._claim.job_id, self._claim.fence)
+        except LedgerUnavailable:
+            self._log.warning("the database does not answer; the device is given back later")
+
+    def _attempt(self) -> None:
+        if self._claim.cancel_requested_at is not None:
+            self._watch.stop("cancel")
+        kills = oom_kills()
+        told = self._lay_out()
+        started = self._launch(told) if isinstance(told, dict) else told
+        if isinstance(started, tuple):
+            self._attend(*started, kills)
+            return
+        self._watch.settle()
+        if started is None:
+            self._end(None, None)
+        elif isinstance(started, OSError):
+            self._not_started(str(started.strerror or started))
+        else:
+            self._fail(started, None, patiently=True)
+
+    def _attend(self, child: Child, output: ChildOutput, kills: int) -> None:
+        """Write what it sends, and end the attempt as it ended."""
+        with contextlib.closing(child), self._mirroring():
+            self._watch.guard(child)
+            last, fault = self._hear(child, output)
+            code = child.wait()
+            tail = output.tail()
+        self._log.info("child ended", code=code, last=None if last is None else last.frame)
+        if self._watch.lost.is_set():
+            raise LeaseLost(self._claim.job_id, self._claim.fence)
+        self._watch.settle()
+        died = None if last is not None else fault or (ending(code) if self._watch.reason is None else None)
+        if died is not None and fault is None and not self._whereabouts.begun and never_ran(code):
+            self._not_started(tail or died)
+        elif died is not None:
+            signature = self._signature(died)
+            self._crash(signature, crash_failure(signature, tail, exhausted=oom_kills() > kills))
+        else:
+            self._end(last, tail)
+
+    def _hear(self, child: Child, output: ChildOutput) -> tuple[Frame | None, str | None]:
+        """Its last frame, or what is to stand in its place; else what was wrong with what it sent."""
+        try:
+            return self._follow(child), None
+        except (LeaseLost, LedgerUnavailable):
+            child.kill()
+            output.tail()  # its thread reads from descriptors that are about to be others'
+            raise
+        except ArtifactDamaged as error:
+            child.kill()
+            return _failure("transient", "artifact_damaged", f"{error}; it is computed again"), None
+        except QuotaExceeded as error:
+            child.kill()
+            return _failure("usage", "disk_quota", f"{error}; what was done stays"), None
+        except Interrupted:
+            child.kill()
+            return None, None
+        except Exception as error:  # noqa: BLE001 - whatever the child sent, this job's fault ends with this job
+            self._log.warning("the child sent what cannot be written", exc_info=True)
+            child.kill()
+            malformed = isinstance(error, MalformedFrame)
+            full = _disk_full(error)
+            return full, None if full else "malformed frame" if malformed else f"unwritable {type(error).__name__}"
+
+    def _lay_out(self) -> dict[str, Any] | Failed | None:
+        """The child's assignment, and all that it names in its place; or why it cannot be.
+
+        None where the attempt was told to stop meanwhile.
+        """
+        try:
+            told = self._sink.write(self._assignment)
+        except Interrupted:
+            return None
+        except FactorsUnavailable as error:
+            return error.failure
+        except ArtifactDamaged as error:
+            return _failure("fatal", "artifact_damaged", f"{error}")
+        except OSError as error:  # it may be this job's own files that cannot be read, so it counts
+            message = f"the job's files could not be laid out: {error.strerror or error}; it is tried again"
+            return _disk_full(error) or _failure("transient", "machine", message)
+        return told if self._watch.reason is None else None
+
+    def _launch(self, told: dict[str, Any]) -> tuple[Child, ChildOutput] | OSError | Failed:
+        """The child; an OSError where this worker can start none, whatever the job."""
+        environment = child_launch.environment(self._claim, self._threads)
+        try:
+            self._child = child = Child.start(told, subprocess.PIPE, environment, self._command)
+        except OSError as error:
+            return _disk_full(error) or error
+        try:
+            return child, ChildOutput(child.output(_OUTPUT_LINE_BYTES), self._log)
+        except RuntimeError as error:  # no thread is to be had
+            child.close()
+            return OSError(errno.EAGAIN, str(error))
+
+    def _note(self, child: Child) -> None:
+        """Before anything is computed: whoever finds the device leased must be able to see who is on it."""
+        if self._claim.lease is not None:
+            job_id, fence = self._claim.job_id, self._claim.fence
+            self._sink.write(lambda: note_guardian(self._engine, job_id, fence, child.pid, child.began))
+
+    def _assignment(self) -> dict[str, Any]:
+        artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
+        factors = lay_out_factors(self._engine, self._folder, self._claim)
+        if self._watch.reason is None:  # else no child will read it
+            self._bring_scratch()
+        return child_launch.assignment(self._claim, self._settings, self._threads, artifacts, factors, self._scratch)
+
+    def _bring_scratch(self) -> None:
+        """From the machine of an earlier attempt; what is damaged is collected again."""
+        try:
+            self._scratch.bring(self._claim.job_id, self._claim.fence)
+        except ArtifactDamaged as error:
+            self._log.warning("the checkpoint of an earlier attempt is not used", why=str(error))
+
+    @contextlib.contextmanager
+    def _mirroring(self) -> Iterator[None]:
+        """Have the child's checkpoints copied to the bucket, where there is one."""
+        if self._copies is None:
+            yield
+            return
+        folder = self._scratch.of_attempt(self._claim.job_id, self._claim.fence)
+        with ScratchMirror(self._copies, self._claim, folder, self._watch, self._log):
+            yield
+
+    def _follow(self, child: Child) -> Frame | None:
+        """Write every frame; return the last one, if the child came to say it."""
+        last: Frame | None = None
+        self._note(child)
+        for frame in child.frames():
+            if self._watch.lost.is_set():
+                raise LeaseLost(self._claim.job_id, self._claim.fence)
+            self._fitness.started()
+            self._whereabouts.follow(frame)
+            if isinstance(frame, (Finished, Failed, Stopped)):
+                last = frame
+            else:
+                try:
+                    self._sink.take(frame)
+                except Misplaced:
+                    self._watch.stop("misplaced")
+                    child.kill()  # nothing was computed yet, and what it would say next is of no interest
+                    return None
+            self._watch.progressed()
+        return last
+
+    def _end(self, last: Frame | None, tail: str | None) -> None:
+        reason = self._watch.reason
+        if isinstance(last, Finished):
+            state = self._sink.write(lambda: claims.finish(self._engine, self._claim))
+        elif isinstance(last, Failed) and last.code == DEVICE_LOST:
+            state = self._lose_device(_with_detail(last, tail))
+        elif isinstance(last, Failed):
+            state = self._fail(last, tail)
+        elif reason == "no_progress":
+            signature = self._signature("no progress")
+            state = self._crash(signature, silence_failure(signature, self._settings.no_progress_seconds, tail))
+        elif reason == "deadline":
+            state = self._fail(_failure("usage", "deadline_exceeded", _DEADLINE), None)
+        elif reason == "timeout":
+            state = self._fail(_failure("usage", "timeout", _TOO_LONG.format(self._settings.attempt_seconds)), None)
+        elif reason == "cancel":
+            state = self._sink.write(lambda: claims.cancelled(self._engine, self._claim))
+        elif reason == "misplaced":
+            state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim, _MISPLACED))
+        elif reason == "drain":
+            state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim))
+        else:
+            state = self._fail(_failure("transient", "stopped_from_outside", _FROM_OUTSIDE), tail)
+        self._clear(state)
+        self._log.info("attempt ended", state=state, reason=reason)
+
+    def _not_started(self, why: str) -> None:
+        """Leave the job to others: it stays queued, uncounted, however often, since it was never looked at.
+
+        What is wrong shows in this worker's log, in the job's events and among the operator's failed attempts.
+        """
+        self._rest(why)
+        state = self._sink.write(lambda: claims.decline(self._engine, self._claim, code="not_started"))
+        self._clear(state)
+        self._log.info("attempt ended", state=state, reason="not_started")
+
+    def _rest(self, why: str) -> None:
+        self._log.warning(
+            "no computing process can be started here; the job is handed back, and none is taken for some seconds: "
+            "raise the limit of processes (WORKER_PIDS), or mend the installation",
+            why=why,
+            seconds=round(self._fitness.not_started(), 1),
+        )
+
+    def _lose_device(self, failure: Failed) -> State:
+        """End the attempt as a crash; one whose device did not even come up for it is left to others, uncounted."""
+        if self._whereabouts.begun:
+            return self._crash(self._signature(failure.code), failure)
+        leased = self._claim.lease
+        self._log.warning(
+            "the device did not come up; the job is handed back, and the device not offered for some minutes: mend it, "
+            "its driver or the build of torch, or start the worker with a CUDA_VISIBLE_DEVICES that leaves it out",
+            device=None if leased is None else leased.device_uuid,
+            seconds=None if leased is None else self._fitness.withhold(leased.device_uuid),
+            why=failure.message,
+            detail=failure.detail,
+        )
+        return self._sink.write(lambda: claims.decline(self._engine, self._claim, failure.code, _SICK_PAUSE_SECONDS))
+
+    def _clear(self, state: State) -> None:
+        """Keep what the next attempt goes on with, for as long as there may be one."""
+        if state in TERMINAL:
+            self._watch.wind_up()
+            with contextlib.suppress(Interrupted, LeaseLost):  # the sweeper comes by
+                self._scratch.clear(self._claim.job_id)
+
+    def _signature(self, how: str) -> Signature:
+        return Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
+
+    def _crash(self, signature: Signature, failure: Failed) -> State:
+        """End the attempt with ``failure``; what ended the attempt before in the same way and place is poison."""
+        repeated = self._sink.write(lambda: record_crash(self._engine, self._claim, signature.as_json()))
+        if repeated:
+            failure = replace(failure, category="fatal")
+        state = self._fail(failure, None)
+        self._log.warning("child crashed", state=state, poison=repeated, **signature.as_json())
+        return state
+
+    def _fail(self, failure: Failed, tail: str | None, *, patiently: bool = False) -> State:
+        failure = _with_detail(failure, tail)
+        self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
+        # whatever fills the disk, or keeps files from being read, is not gone within seconds, and failures are counted
+        patiently = patiently or failure.code == DISK_FULL
+        pause = self._settings.disk_pause_seconds * 2**self._claim.failures if patiently else 0
+        state = self._sink.write(
+            lambda: claims.fail(self._engine, self._claim, failure, min(pause, _MAX_PAUSE_SECONDS))
+        )
+        self._clear(state)
+        return state
+
+
+def _with_detail(failure: Failed, tail: str | None) -> Failed:
+    return failure if tail is None or failure.detail is not None else replace(failure, detail=tail)
+
+
+def _disk_full(error: Exception) -> Failed | None:
+    """The failure where it is a disk that is full."""
+    full = told_full(error) if isinstance(error, OSError) else None
+    return None if full is None else _failure("transient", DISK_FULL, full)
+
+
+def _failure(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:
+    return Failed(category=category, code=code, message=message, pointer=None, layer=None, detail=None)
