@@ -113,7 +113,7 @@ class Collector:
     def begin(self, examples: int, mask: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
         """Prepare for one batch, of which ``inputs`` enter the model."""
         if self._interception is not None:
-            self._interception.begin(inputs, examples)
+            self._interception.begin(inputs, examples, graphed=self.gradients)
         self.examples = examples
         self.shapes.begin(examples, inputs)
         self.mask = None if mask is None or bool(mask.all()) else mask

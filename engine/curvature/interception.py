@@ -4,7 +4,8 @@ Module hooks see modules; a parameter that a model uses by itself is seen by a m
 every torch operation. A tensor made from such a parameter alone is *derived*: it is followed until
 it meets the data. There it is one of these:
 
-- a matrix in a product with the data: the place it shows of its parameter is a linear layer;
+- a matrix in a product with the data: the place it shows of its parameter is a linear layer, and so is
+  that of each parameter which it is linear in, see ``derivations``;
 - a tensor that is broadcast over the examples: each example gets its own copy, whose gradient is
   that example's gradient;
 - something else in an operation whose examples never meet: the operation is run again for each of
@@ -27,13 +28,13 @@ from torch import Tensor
 
 from engine.curvature.contributions import contribution, takes_shapes_alone
 from engine.curvature.custom_functions import shown
-from engine.curvature.layers.place import Place, place_of
-from engine.curvature.marks import Marking, alike_along
+from engine.curvature.marks import alike_along
+from engine.curvature.products import Multiplying
 from engine.curvature.provenance import Rows, batch_first
 from engine.curvature.pullback import Arrived, Derived, Pullback, outliving
 from engine.curvature.recurrent_rewrites import RECURRENT
 from engine.curvature.rewrites import REWRITES, expansion_of
-from engine.curvature.sightings import Product, Sink
+from engine.curvature.sightings import Sink
 from engine.curvature.storages import apart, storage_of
 from engine.curvature.torch_functions import (
     JOINS,
@@ -49,7 +50,7 @@ from engine.curvature.torch_functions import (
 from engine.memory.exhaustion import is_unexplained
 
 
-class Interception(Marking):
+class Interception(Multiplying):
     """Shows ``sink`` what ``parameters`` do while inside.
 
     Args:
@@ -60,15 +61,14 @@ class Interception(Marking):
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], sink: Sink, *, proving: bool = False) -> None:
-        super().__init__(parameters)
+        super().__init__(parameters, sink)
         self._proving = proving
-        self._parameters = dict(parameters)
-        self._sink = sink
         self._pullback = Pullback(self._parameters)
 
-    def begin(self, inputs: Sequence[Tensor], examples: int) -> None:
-        """Prepare for one forward pass on ``inputs``, whose examples lead."""
+    def begin(self, inputs: Sequence[Tensor], examples: int, *, graphed: bool = True) -> None:
+        """Prepare for one forward pass on ``inputs``, whose examples lead, with gradients or without."""
         self._marks.begin(examples)
+        self._graphed = graphed
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
             self._pullback.begin()
         for name, leaf in self._pullback.leaves.items():
@@ -188,8 +188,9 @@ class Interception(Marking):
             if over:
                 with self:
                     return operation.run(lambda tensor: over.get(id(tensor), tensor))
-        for result in results:
-            self._marks.put(result, sources)
+        for place, result in enumerate(results):
+            made = None if expansions else self._derivation(operation, result, self._leaf, place)
+            self._marks.put(result, sources, made=made)
         for result, expansion in zip(results, expansions, strict=False):
             self._marks.put(result, sources, expansion=expansion)
             self._marks.put(expansion, sources)
@@ -367,29 +368,3 @@ class Interception(Marking):
             copies.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._marks.put(copies, rows=rows)
         return copies
-
-    # ---- products
-
-    def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401 - NotImplemented where it is none
-        """``entered Wᵀ + b`` with W (out, in) or b derived, or NotImplemented."""
-        if self._marks.sources(entered):
-            return NotImplemented
-        rows = self._marks.rows(entered)
-        places = [self._place(tensor) for tensor in (weight, bias)]
-        for tensor, place in zip((weight, bias), places, strict=True):
-            if tensor is not None and place is None and (self._marks.sources(tensor) or self._marks.is_data(tensor)):
-                return NotImplemented
-        if rows is None or weight.ndim != 2 or rows.dim == entered.ndim - 1 or (bias is not None and bias.ndim != 1):
-            return NotImplemented
-        if not self._sink.factorises(*places):
-            return NotImplemented
-        left = run()
-        stands = self._sink.multiplied(Product(weight=places[0], bias=places[1], entered=entered, rows=rows, left=left))
-        return self.with_rows(stands, rows)
-
-    def _place(self, tensor: Tensor | None) -> Place | None:
-        names = frozenset[str]() if tensor is None else self._marks.sources(tensor)
-        if tensor is None or len(names) != 1:
-            return None
-        (name,) = names
-        return place_of(tensor, self._parameters[name], name)

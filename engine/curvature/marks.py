@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from engine.curvature.calls import version
+from engine.curvature.derivations import Derivation
 from engine.curvature.provenance import Rows, batch_first, followed
 from engine.curvature.torch_functions import Operation, tensors_of
 from engine.memory.exhaustion import is_unexplained
@@ -30,7 +31,9 @@ class Mark:
     expansion: Tensor | None = None
     """Of a repetition: the same numbers as an expansion, by whose strides its copies are known to be alike."""
     version: int = 0
-    """Writes to the tensor until the expansion was made."""
+    """Writes to the tensor until the expansion was made, or the derivation."""
+    made: Derivation | None = None
+    """How it is linear in other derived tensors, if that is known."""
 
 
 class Marks:
@@ -57,10 +60,18 @@ class Marks:
         sources: frozenset[str] | None = None,
         rows: Rows | None = None,
         expansion: Tensor | None = None,
+        made: Derivation | None = None,
     ) -> None:
         """Mark ``tensor`` in the place of what was known of it."""
-        written = 0 if expansion is None else version(tensor)
-        vars(tensor)[_MARK] = Mark(self._epoch, sources, rows, expansion, written)
+        written = 0 if expansion is None and made is None else version(tensor)
+        vars(tensor)[_MARK] = Mark(self._epoch, sources, rows, expansion, written, made)
+
+    def made(self, tensor: Tensor) -> Derivation | None:
+        """Return how a derived tensor was made, unless it or its parts were written to since."""
+        mark = self.of(tensor)
+        if mark is None or mark.made is None or mark.version != version(tensor) or not mark.made.holds:
+            return None
+        return mark.made
 
     def expanded(self, tensor: Tensor) -> Tensor:
         """Return the expansion of a repetition that has not been written to since; any other tensor itself."""

@@ -106,13 +106,13 @@ def masked(model: Used, x: Tensor) -> Tensor:
     return torch.where(x[..., :1] > 0, x, model.p.expand(x.shape[0], 5, -1))
 
 
-def transposed_and_scaled(model: Used, x: Tensor) -> Tensor:
-    return (x.transpose(0, 1).flatten(0, 1) @ (model.p * 0.5)).unflatten(0, (5, -1)).transpose(0, 1)
+def transposed_and_changed(model: Used, x: Tensor) -> Tensor:
+    return (x.transpose(0, 1).flatten(0, 1) @ model.p.exp()).unflatten(0, (5, -1)).transpose(0, 1)
 
 
-def picked_and_scaled(model: Used, x: Tensor) -> Tensor:
+def picked_and_changed(model: Used, x: Tensor) -> Tensor:
     token = (torch.tensor([3, 1, 1, 0, 4]) + 5 * torch.arange(x.shape[0]).flip(0)[:, None]).flatten()
-    return x.flatten(0, 1).index_add(0, token, x.flatten(0, 1)[token] @ (model.p * 2)).view_as(x)
+    return x.flatten(0, 1).index_add(0, token, x.flatten(0, 1)[token] @ model.p.exp()).view_as(x)
 
 
 def repeated_keys(model: Used, x: Tensor) -> Tensor:
@@ -138,13 +138,13 @@ def written(model: Used, x: Tensor) -> Tensor:
 
 
 def written_to_afterwards(model: Used, x: Tensor) -> Tensor:
-    both = torch.einsum("btd,hde->bhte", x, model.p * 2)
+    both = torch.einsum("btd,hde->bhte", x, model.p.exp())
     both[:, 0].mul_(3)
     return both.sum(1)
 
 
 def typed_by_the_data(model: Used, x: Tensor) -> Tensor:
-    return x @ (model.p @ torch.eye(4).to(x))
+    return x @ (model.p.exp() @ torch.eye(4).to(x)).exp()
 
 
 USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, ...] | None]] = [
@@ -176,15 +176,15 @@ USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, .
     (lambda model, x: functional.linear(x, model.p, model.q) + model.q, (4, 4), (4,)),
     (lambda model, x: functional.conv1d(x.mT, model.p).mT, (4, 4, 1), None),
     (lambda model, x: functional.conv1d(x.mT, model.p.unsqueeze(1), model.q, groups=4, padding=1).mT, (4, 3), (4,)),
-    (lambda model, x: x @ (model.p * 2), (4, 4), None),
-    (lambda model, x: x @ (torch.eye(4).double() + model.p @ model.q), (4, 2), (2, 4)),
-    (lambda model, x: x @ torch.cat([model.p.T, model.q], 0), (4, 3), (1, 4)),
+    (lambda model, x: x @ model.p.exp(), (4, 4), None),
+    (lambda model, x: x @ (torch.eye(4).double() + model.p @ model.q).exp(), (4, 2), (2, 4)),
+    (lambda model, x: x @ torch.cat([model.p.T.exp(), model.q.exp()], 0), (4, 3), (1, 4)),
     (lambda model, x: functional.linear(x, functional.normalize(model.p)) * model.q, (4, 4), (1,)),
     (lambda model, x: functional.linear(x, model.q * model.p / model.p.norm(dim=1, keepdim=True)), (4, 4), (4, 1)),
     (lambda model, x: model.p[(x > 0).long().sum(-1)] + x, (5, 4), None),
     (lambda model, x: functional.embedding((x > 0).long().sum(-1), model.p * 3) + x, (5, 4), None),
-    (transposed_and_scaled, (4, 4), None),
-    (picked_and_scaled, (4, 4), None),
+    (transposed_and_changed, (4, 4), None),
+    (picked_and_changed, (4, 4), None),
     (repeated_keys, (2, 3, 4), None),
     (attended, (4, 4), (4, 4)),
     (written, (3,), (4,)),

@@ -77,7 +77,7 @@ def hooked(model: Language, x: Tensor) -> Tensor:
     (lambda m, x: x @ torch.where(m.table.weight > 0, m.table.weight, 0.0).T, {"table"}),
     (lambda m, x: x @ straight_through(m.table.weight).T, {"table"}),
     (lambda m, x: functional.embedding(m.words(x).argmax(-1), m.table.weight) @ m.words.weight.T, {"table", "words"}),
-    (scaled, {"words"}),
+    (scaled, set()),
     (hooked, {"first"}),
 ])  # fmt: skip
 def test_a_use_that_no_hook_sees_is_measured_with_the_others(

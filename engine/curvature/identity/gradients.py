@@ -33,7 +33,9 @@ class Piece:
             gradient = torch.empty_strided(
                 like.shape, like.stride(), dtype=gradient.dtype, device=gradient.device
             ).copy_(gradient)
-        return gradient.as_strided(self.place.shape, self.place.strides, self.place.offset)
+        # the gradient may be a part of another, that of what was joined
+        offset = int(gradient.storage_offset()) + self.place.offset
+        return gradient.as_strided(self.place.shape, self.place.strides, offset)
 
 
 def pieces_of(layer: TreatedLayer) -> tuple[Piece, ...]:
