@@ -158,7 +158,9 @@ def _settled(
         with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
             changed = verification.changes(job, found, mixed)
         if not changed:
-            return dataclasses.replace(job, self_check=verification.self_check), found, shared, mixed, plan
+            cut = verification.cuts_padding(job, found, mixed)
+            job = dataclasses.replace(job, self_check=verification.self_check, cut_padding=cut)
+            return job, found, shared, mixed, plan
 
 
 def _announce_anew(workspace: Workspace, numerics: Numerics, plan: Plan) -> None:

@@ -112,6 +112,18 @@ class Verification:
                 self._say(job, layer, check, "it is not covered")
         return changed
 
+    def cuts_padding(self, job: PassJob, survey: Survey, mixed: frozenset[str]) -> bool:
+        """Whether the padding of ``job`` is cut off: it decides no output, and has no gradient in any layer."""
+        if not job.cut_padding or self.self_check.mode == "off":
+            return job.cut_padding
+        layers = [layer for layer in survey.treated if foreseen_flaw(layer, job.collection, mixed) is None]
+        heard = frozenset(job.heard)
+        holds = self.self_check.allows_cutting(layers, next(job.stream()))
+        job.heard.intersection_update(heard)
+        if not holds:
+            job.workspace.log("warning", "padding decides no output, but has a gradient: it goes through the model")
+        return holds
+
     def _checked(
         self, job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, others: dict[str, nn.Parameter]
     ) -> dict[str, LayerCheck]:

@@ -167,3 +167,43 @@ def test_groups_hold_every_example_once_and_like_lengths(monkeypatch: pytest.Mon
     monkeypatch.setattr(padding, "_POSITIONS", 1024)
     larger = list(padding._groups(lengths))
     assert all(len(group) * lengths[group[0]] >= 1024 for group in larger[:-1])
+
+
+class Summing(nn.Module):
+    """Adds up the vectors of all ids, with and without a mask: that of the padding happens to be zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(20, 4), nn.Linear(4, 3)
+        self.double()
+        with torch.no_grad():
+            self.table.weight[0] = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.table(input_ids).sum(1))
+
+
+def test_padding_that_decides_nothing_but_has_a_gradient_is_not_cut() -> None:
+    inputs, labels = texts()
+    # no padding is left within the groups, which a mask could be laid on
+    for row, length in enumerate((12, 6, 3, 12, 6, 3, 12, 6)):
+        inputs["attention_mask"][row] = (torch.arange(12) < length).long()
+    inputs["input_ids"] = torch.randint(1, 20, (8, 12)) * inputs["attention_mask"]
+    model = Summing()
+    squares = 0.0
+    for place in range(len(labels)):
+        one = {name: each[place : place + 1] for name, each in inputs.items()}
+        loss = nn.functional.cross_entropy(model(**one), labels[place : place + 1])
+        squares += float(torch.autograd.grad(loss, model.table.weight)[0].square().sum())
+    truth = squares / len(labels)
+
+    def trace(**options: Any) -> float:
+        whole = collect(model, [(inputs, labels)], "classification", fisher="empirical", batch_size=8, **options)
+        (found,) = (layer.exact_trace for layer in whole.layers if layer.name == "table")
+        assert found is not None
+        return found
+
+    assert trace() == pytest.approx(truth, rel=1e-12)
+    # what the check is for: without it the gradients that went with the padding are missing
+    assert trace(self_check="off") < 0.9 * truth

@@ -7,6 +7,7 @@ that calls a layer as no batch before it did. What is checked follows from the b
 and no generator, buffer or sum is changed by it: factors have the same bits without.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +19,7 @@ from torch import nn
 from engine.curvature.batches import Batch, tensors
 from engine.curvature.check_work import FIRST_EXAMPLES, LATER_EXAMPLES
 from engine.curvature.identity.check import BatchCheck, Checked, LayerCheck, picked
+from engine.curvature.identity.cut_examples import padding_has_no_gradient
 from engine.curvature.identity.subject import Subject
 from engine.curvature.layers.layer import TreatedLayer
 
@@ -67,6 +69,12 @@ class SelfCheck:
         self.layers |= found.layers
         return found.layers
 
+    def allows_cutting(self, layers: Sequence[TreatedLayer], batch: Batch) -> bool:
+        """Whether the padding of the first batch may be cut off, as far as the gradients of ``layers`` say."""
+        some = [layer for layer in layers if layer.name not in self.drawing]
+        with self._generators_kept():
+            return padding_has_no_gradient(self.subject, some, batch, self.subject.collection.seed)
+
     def is_due(self, number: int, shapes: AbstractSet[str]) -> bool:
         """Whether batch ``number`` is to be checked, whose layers were called with ``shapes``."""
         fresh = not shapes <= self.shapes
@@ -106,9 +114,12 @@ class SelfCheck:
             others=others,
             has_room=self.has_room,
         )
-        devices = [self.subject.device] if self.subject.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with self._generators_kept():
             return check.run()
+
+    def _generators_kept(self) -> contextlib.AbstractContextManager[None]:
+        devices = [self.subject.device] if self.subject.device.type == "cuda" else []
+        return torch.random.fork_rng(devices=devices)
 
     # ---- checkpoints
 
