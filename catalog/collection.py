@@ -47,6 +47,10 @@ class Collection:
     asks only that what is not covered is declared, which always holds."""
     exact_trace: bool = True
     """Whether the exact trace of each layer's block is gathered beside K-FAC's, which says how far the two differ."""
+    batch_variance: bool = False
+    """Whether the variance of A and of G over batches is gathered, at no extra pass: how far the factors of single
+    batches are from the factor of all, and its standard error. It takes a second set of sums. Factors may differ in
+    their last digits from those without it, as each batch is summed by itself."""
     ekfac: bool = False
     """Whether further passes over the data re-estimate the eigenvalues in the eigenbases of A and G (EK-FAC)."""
 

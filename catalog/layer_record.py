@@ -75,6 +75,17 @@ class LayerRecord:
     """`kronecker_trace` over `exact_trace`: 1 where K-FAC's scale is right."""
     trace_standard_error: float | None
     """Standard error of `exact_trace` over the examples as a sample, each weighted by its loss terms."""
+    relative_variance_A: float | None
+    """`E‖A_b − A‖² / ‖A‖²` of the factors A_b of single batches, by Frobenius norm; null without
+    `collection.batch_variance`, and where `no_batch_variance` says why."""
+    relative_variance_G: float | None
+    """The same of G."""
+    relative_standard_error_A: float | None
+    """Standard error of A over its batches as a sample, relative to ‖A‖: of its noise as an estimate."""
+    relative_standard_error_G: float | None
+    """The same of G."""
+    no_batch_variance: str | None
+    """Why one of them or both are null, where `collection.batch_variance` asked for them."""
     gradient_identity: float | None
     """Largest relative difference between the layer's rows and the gradient of each checked example alone, by plain
     autograd; null where nothing was checked (`collection.self_check: off`, or stored factors that do not say)."""

@@ -24,6 +24,14 @@ const side = (name, key, heading, title) => ({
   ...(key === "clipped" ? { share: (row) => (row.metrics?.[name]?.clipped ?? 0) / (row.metrics?.[name]?.size || 1) } : {}),
 });
 
+/** The standard error of a factor over batches, shown where a layer has one. */
+const noise = (name) => ({
+  name: `Noise of ${name}`,
+  title: `Standard error of ${name} over batches, relative to its Frobenius norm`,
+  value: (row) => row.record?.[`relative_standard_error_${name}`] ?? null,
+  optional: true,
+});
+
 /** How a metric's value is to be taken where the sample is too small for it. */
 function late(row, key) {
   const followed = row.metrics?.convergence?.find((each) => each.metric === key);
@@ -70,6 +78,8 @@ const COLUMNS = {
     metric("trace_G", "Trace of G", "Sum of the eigenvalues of G", { relative: true }),
     metric("exact_trace", "Exact trace", "Trace of the layer's block of the curvature itself, from each example's squared gradient", { relative: true }),
     metric("trace_ratio", "K-FAC / exact", "K-FAC's trace, tr(A)·tr(G), over the exact one: 1 where its scale is right"),
+    noise("A"),
+    noise("G"),
     metric("calls", "Calls", "Calls of the module in one forward pass"),
     { name: "Size", title: "Bytes of the dense factors", value: (row) => row.record?.factor_bytes ?? null, show: (row) => bytes(row.record?.factor_bytes) },
     metric("shared_A_with", "A shared with", "Layer that reads the same input", { text: true }),
@@ -78,7 +88,7 @@ const COLUMNS = {
 };
 
 function columnsOf(kind, rows) {
-  if (COLUMNS[kind]) return COLUMNS[kind];
+  if (COLUMNS[kind]) return COLUMNS[kind].filter((column) => !column.optional || rows.some((row) => column.value(row) !== null));
   const sample = rows.find((row) => row.metrics)?.metrics ?? {};
   const keys = Object.keys(sample).filter((key) => typeof sample[key] === "number").slice(0, 6);
   return [LAYER, SIZE, PARAMETERS, ...keys.map((key) => metric(key, words(key), key)), SECONDS];

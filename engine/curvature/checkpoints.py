@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.curvature.batch_variance import BatchVariance
 from engine.curvature.batches import Batch
 from engine.curvature.factors import digest
 from engine.curvature.gathered import Cursor, Gathered, Snapshot, bit_sum
@@ -34,10 +35,12 @@ from engine.curvature.waiting import Waiting
 from engine.errors import Unwinding
 from engine.workspace import Artifacts, Workspace
 
-FORMAT = "kronoscope-checkpoint/2"
+FORMAT = "kronoscope-checkpoint/3"
 MANIFEST = "checkpoint/checkpoint.json"
 _FILE_BYTES = 64 * 2**20
 """A file holds as many tensors as fit, or one that is larger: what reading back holds at once."""
+_PARTS = (GradientRows, BatchVariance)
+"""What of a layer's statistics has a state of its own."""
 _SHARE = 20
 """No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
 
@@ -307,7 +310,7 @@ def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
 def _put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.device) -> None:
     owner, _, own = entry.partition(".")
     held = getattr(statistics, owner)
-    if isinstance(held, GradientRows):
+    if isinstance(held, _PARTS):
         held.put(own, tensor)
     elif isinstance(held, Tensor) and held.shape == tensor.shape and held.dtype == tensor.dtype:
         # in place, for whoever holds a view of it
@@ -326,7 +329,7 @@ def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
     for name in _state(statistics).keys() & stored.keys():
         owner, _, own = name.partition(".")
         held = getattr(statistics, owner)
-        if isinstance(held, GradientRows):
+        if isinstance(held, _PARTS):
             held.put(own, stored[name])
         else:
             setattr(statistics, name, stored[name])
@@ -343,7 +346,7 @@ def _state(statistics: LayerStatistics) -> dict[str, Any]:
         if entry.name in ("layer", "leader", "staging", "row_staging", "representation", "sums_dtype"):
             continue
         value = getattr(statistics, entry.name)
-        if isinstance(value, GradientRows):
+        if isinstance(value, _PARTS):
             state |= {f"{entry.name}.{name}": held for name, held in value.state().items()}
             continue
         numbers = isinstance(value, list) and all(isinstance(each, (float, type(None))) for each in value)

@@ -60,6 +60,16 @@ class LayerFacts:
     """Examples that were held against themselves alone."""
     checked_against: str | None = None
     """What the rows were held against: `alone`, `single`, `inputs` or `same_forward`."""
+    relative_variance_A: float | None = None
+    """`E‖A_b − A‖² / ‖A‖²` of the factors of single batches; None where it was not gathered."""
+    relative_variance_G: float | None = None
+    """The same of G."""
+    relative_standard_error_A: float | None = None
+    """Standard error of A over batches, relative to ‖A‖."""
+    relative_standard_error_G: float | None = None
+    """The same of G."""
+    no_batch_variance: str | None = None
+    """Why one of them is None where it was asked for."""
     rows_place: str | None = None
     """Where gradient rows stood while they were collected; None where none were kept."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from engine.curvature.activations import checkpointed
+from engine.curvature.batch_variance import activation_refusal, gradient_refusal
 from engine.curvature.calls import followers
 from engine.curvature.collected import Collected, LayerFacts, read_collected, reused
 from engine.curvature.coverage_law import require_coverage, surveyed, trainable_numbers
@@ -238,7 +239,7 @@ def _finished(
         # examples of a moving average do not weigh alike, and the formula takes them to
         ema = job.collection.ema_decay is not None
         own = _facts(ordinal, found, group, leader, shared_with, ema=ema, sums=sums)
-        facts.append(dataclasses.replace(own, **_proved(job, found.layer)))
+        facts.append(dataclasses.replace(own, **_proved(job, found.layer), **_varied(job, found, group)))
     factors = [gathered.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return Collected(
@@ -275,6 +276,23 @@ def _proved(job: PassJob, layer: TreatedLayer) -> dict[str, Any]:
     if check is None:
         return {}
     return {"gradient_identity": check.error, "examples_checked": check.examples, "checked_against": check.proof}
+
+
+def _varied(job: PassJob, found: LayerStatistics, group: int) -> dict[str, Any]:
+    """The variance of a covered layer's factors over batches, by the names of its facts."""
+    if not job.collection.batch_variance:
+        return {}
+    layer, source = found.layer, found.leader or found
+    A = source.variance_A.relative(group, activation_refusal(layer))
+    G = found.variance_G.relative(group, gradient_refusal(layer, found.representation.kind, job.collection.fisher))
+    return {
+        "relative_variance_A": A.variance,
+        "relative_variance_G": G.variance,
+        "relative_standard_error_A": A.standard_error,
+        "relative_standard_error_G": G.standard_error,
+        "no_batch_variance": "; ".join(f"{side}: {each.why}" for side, each in (("A", A), ("G", G)) if each.why)
+        or None,
+    }
 
 
 def _not_covered(job: PassJob, layer: TreatedLayer, reason: str) -> DeclaredLayer:

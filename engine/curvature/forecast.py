@@ -107,7 +107,8 @@ class _Ways:
     @cached_property
     def groups(self) -> dict[tuple[str, ...], int]:
         """Layers of one A stay together; bytes of their sums."""
-        return group_bytes(self.treated, self.shared, self.item, self.seen, self.workspace.device)
+        collection = self.workspace.collection
+        return group_bytes(self.treated, self.shared, self.item, self.seen, self.workspace.device, collection)
 
     @cached_property
     def bases(self) -> dict[tuple[str, ...], int]:

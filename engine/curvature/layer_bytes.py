@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from catalog.collection import Collection
 from engine.curvature.activations import Saved
+from engine.curvature.batch_variance import activation_refusal, gradient_refusal
 from engine.curvature.calls import Call
 from engine.curvature.layers.layer import TreatedLayer
 from engine.curvature.layers.tied import TiedHeadLayer
@@ -81,12 +83,21 @@ def members_of(treated: Sequence[TreatedLayer], shared: dict[str, str]) -> dict[
 
 
 def group_bytes(
-    treated: Sequence[TreatedLayer], shared: dict[str, str], item: int, seen: DryRun, device: torch.device
+    treated: Sequence[TreatedLayer],
+    shared: dict[str, str],
+    item: int,
+    seen: DryRun,
+    device: torch.device,
+    varied: Collection | None = None,
 ) -> dict[tuple[str, ...], int]:
-    """Bytes of the sums and gradient rows of layers that stay together, where the sums stand."""
+    """Bytes of the sums and gradient rows of layers that stay together, where the sums stand.
+
+    With ``varied``, the collection that they are made by, those of a second set where it asks for their variance.
+    """
     return {
         names: sum(
             _summed_bytes(layer, seen, item, follows=layer.name in shared)
+            + (0 if varied is None else _varied_bytes(layer, seen, item, varied, follows=layer.name in shared))
             + (0 if _elsewhere(layer, seen, device) else _row_bytes(layer, seen))
             for layer in group
         )
@@ -96,6 +107,17 @@ def group_bytes(
 
 def _summed_bytes(layer: TreatedLayer, seen: DryRun, item: int, *, follows: bool) -> int:
     sides = seen.sides(layer, follows=follows)
+    return item * layer.groups * sum(side * side if dense else side for side, dense in sides)
+
+
+def _varied_bytes(layer: TreatedLayer, seen: DryRun, item: int, collection: Collection, *, follows: bool) -> int:
+    """Bytes of the sums that the variance over batches sets aside."""
+    if not collection.batch_variance:
+        return 0
+    gradient, *activation = sides_of(layer, follows=follows)
+    sides = activation if activation_refusal(layer) is None else []
+    if gradient_refusal(layer, seen.kept(layer).kind, collection.fisher) is None:
+        sides.append(gradient)
     return item * layer.groups * sum(side * side if dense else side for side, dense in sides)
 
 

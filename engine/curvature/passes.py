@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.curvature.backward import pull_back
+from engine.curvature.batch_variance import BatchVariance, activation_refusal, gradient_refusal
 from engine.curvature.batches import Batch, batched, tensors
 from engine.curvature.checkpoints import Checkpoints, Resumed
 from engine.curvature.finishing import foreseen_flaw
@@ -161,7 +162,7 @@ def run_pass(
                 if collection.ema_decay is not None and cursor.updates:
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
-                cursor.terms += update(job, batch, collector)
+                cursor.terms += _varied(job, batch, collector)
                 _check(job, arrived, cursor.batches, collector)
                 cursor.note(collector.scale)
                 witness.require_finite(all_statistics)
@@ -247,8 +248,23 @@ def _allocated(
         if layer.name in unordered and needs_order and statistics.flaw is None:
             statistics.flaw = "batch_not_first"
         statistics.allocate(job.dtype, job.workspace.device)
+        if job.collection.batch_variance:
+            _gather_variance_(statistics, job.collection.fisher)
         by_name[layer.name] = statistics
     return by_name
+
+
+def _gather_variance_(statistics: LayerStatistics, fisher: str) -> None:
+    """Let the sums that a layer holds itself have their variance over batches gathered.
+
+    Memory:
+        A second set of those sums.
+    """
+    layer, kept = statistics.layer, statistics.representation.kind
+    if statistics.A is not None and activation_refusal(layer) is None:
+        statistics.variance_A = BatchVariance.of(statistics.A)
+    if statistics.G is not None and gradient_refusal(layer, kept, fisher) is None:
+        statistics.variance_G = BatchVariance.of(statistics.G)
 
 
 def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
@@ -278,6 +294,16 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
     for staging in {each for found in collector.statistics for each in (found.staging, found.row_staging)}:
         if staging is not None:
             staging.settle()
+    return terms
+
+
+def _varied(job: PassJob, batch: Batch, collector: Collector) -> int:
+    """Let one batch enter the statistics and their variance, as one however it is sliced; returns its loss terms."""
+    for statistics in collector.statistics:
+        statistics.begin_update_()
+    terms = update(job, batch, collector)
+    for statistics in collector.statistics:
+        statistics.end_update_()
     return terms
 
 

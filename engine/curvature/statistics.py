@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.curvature.batch_variance import BatchVariance
 from engine.curvature.gradient_rows import GradientRows
 from engine.curvature.gram import add_gram_, add_grams_
 from engine.curvature.joint import Met, block_gradients, squared_norms
@@ -73,6 +74,9 @@ class LayerStatistics:
     """How contributions reach the sums where these stand on the host."""
     row_staging: Staging | None = None
     """How gradient rows reach the host where they stand there and the sums do not."""
+    variance_A: BatchVariance = field(default_factory=BatchVariance)
+    """Of A over batches; a leader's where A is."""
+    variance_G: BatchVariance = field(default_factory=BatchVariance)
     ordered: bool = True
     """Whose each row is is known."""
     traced: bool = False
@@ -167,6 +171,18 @@ class LayerStatistics:
             self.squares[0] *= past
         self.weight_A *= past
         self.weight_G *= past
+        self.variance_A.decay_(past)
+        self.variance_G.decay_(past)
+
+    def begin_update_(self) -> None:
+        """Let the next batch be summed by itself, where its own factors are wanted."""
+        self.variance_A.begin_(self.A, self.weight_A)
+        self.variance_G.begin_(self.G, self.weight_G)
+
+    def end_update_(self) -> None:
+        """Let the batch's factors enter their variance, and its sums those of the batches before."""
+        self.variance_A.end_(self.A, self.weight_A)
+        self.variance_G.end_(self.G, self.weight_G)
 
     def add_input_(self, use: Use) -> None:
         """Add ``Σ a aᵀ`` of one call."""
@@ -347,7 +363,9 @@ class LayerStatistics:
             self.norms = None
 
     def end_pass_(self) -> None:
-        """Turn the squared norms into traces, which outlive the sums."""
+        """Turn squared norms into traces and variances, which outlive the sums."""
+        self.variance_A.end_pass_(self.A, self.weight_A)
+        self.variance_G.end_pass_(self.G, self.weight_G)
         if self.squares is None or not self.weight_G:
             return
         for total, squared, crossed in self.squares.T.tolist():

@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 
 from engine.curvature.activations import Saved
+from engine.curvature.batch_variance import NUMBERS_AT_ONCE
 from engine.curvature.calls import Call
 from engine.curvature.check_bytes import check_bytes
 from engine.curvature.contributions import examples_at_once
@@ -83,6 +84,9 @@ def plan_of(
         copied = own * item + largest * largest * item // 2
         sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
         sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
+    if workspace.collection.batch_variance:
+        # the sums set aside are among the accumulators
+        sizes.append(("batch variance", "3 · 2¹⁸ · 8, parts of a sum", 3 * NUMBERS_AT_ONCE * 8, "exact", "collection"))
     if saved is not None:
         sizes.append(("activations", "a + b · slice, as autograd saves", saved.of(examples), "traced", "collection"))
     else:
@@ -103,7 +107,7 @@ def plan_of(
     sums: Literal["device", "host"] = "host" if chosen.offload else place
     accumulators = Term(
         name="accumulators",
-        formula="Σ in² + Σ out², or T · out",
+        formula="Σ in² + Σ out², or T · out" + (", sums twice" if workspace.collection.batch_variance else ""),
         size_bytes=most,
         place=sums,
         source="exact",

@@ -82,6 +82,13 @@ def _decay(row: Layer) -> str:
     return number(_field(_field(row.metrics, "decay"), "exponent"))
 
 
+def _noise(side: str) -> Callable[[Layer], str]:
+    """The standard error of a factor over batches, relative to its norm."""
+    return lambda row: number(_field(row.record, f"relative_standard_error_{side}"))
+
+
+_NOISE: tuple[Column, ...] = (("noise A", _noise("A")), ("noise G", _noise("G")))
+"""Shown where `collection.batch_variance` was asked for."""
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "capacity": (
         ("A×G", _sides),
@@ -121,6 +128,8 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
     # measured largest first, and shown in the model's order
     covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
     columns = _COLUMNS.get(kind) or _generic_columns(covered)
+    if kind == "factors":
+        columns = (*columns, *(each for each in _NOISE if any(each[1](row) != "–" for row in covered)))
     if kind == "capacity" and all(_field(row.metrics, "effective_rank") is None for row in covered):
         # other metrics were asked for: show those
         columns = _generic_columns(covered)

@@ -6,6 +6,8 @@ import pytest
 from rich.console import Console
 
 from catalog.capacity_metrics import CapacityMetrics
+from catalog.factors import FactorsMetrics
+from catalog.layer_record import LayerRecord
 from catalog.nested import NestedCapacity
 from catalog.reconstruction import ReconstructedSide
 from kronoscope.cli.devices import device_table
@@ -296,3 +298,14 @@ def test_devices_fit_a_hundred_columns() -> None:
     assert max(map(len, text.splitlines())) <= 100
     for part in ("140.4", "3.0", "reserved", "stale", "[b]host[/b]", "NVIDIA H200"):
         assert part in " ".join(text.split())
+
+
+def test_the_noise_of_factors_has_columns_where_a_layer_has_it() -> None:
+    record = dict.fromkeys(LayerRecord.__dataclass_fields__)
+    plain = ROW | {"kind": "factors", "metrics": dict.fromkeys(FactorsMetrics.__dataclass_fields__), "record": record}
+    noisy = plain | {"record": record | {"relative_standard_error_A": 0.0123}}
+    text = printed(layer_table("factors", [layer_of(noisy), layer_of(plain)]))
+    assert "noise A" in text
+    assert "0.0123" in text
+    assert "noise G" not in text
+    assert "noise" not in printed(layer_table("factors", [layer_of(plain)]))
