@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from engine.curvature.calls import version
 from engine.curvature.derivations import Derivation
 from engine.curvature.provenance import Rows, batch_first, followed
-from engine.curvature.torch_functions import Operation, tensors_of
+from engine.curvature.scattered_rows import SCATTERS, joined, scattered, source_of
+from engine.curvature.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
 from engine.memory.exhaustion import is_unexplained
 
 _MARK = "kronoscope"
@@ -110,12 +111,42 @@ class Marks:
             # a constant that takes only its type from the data stays one
             return
         for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
-            rows = None
+            rows = self._combined(operation, result)
             for tensor in data:
                 before = self.rows(tensor)
                 if before is not None and rows is None:
                     rows = self._followed(operation, tensor, before, result)
-            self.put(result, rows=rows)
+            if operation.name not in CONSTANTS or (rows is not None and rows.labels is None):
+                self.put(result, rows=rows)
+
+    def _combined(self, operation: Operation, left: Tensor) -> Rows | None:
+        """Return the rows of what the rows of several tensors were put into; None where there is no rule for it."""
+        try:
+            if operation.name in SCATTERS:
+                return self._scattered(operation, left)
+            return self._joined(operation, left) if operation.name in JOINS - {"stack"} else None
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return None
+
+    def _joined(self, operation: Operation, left: Tensor) -> Rows | None:
+        parts = [self.rows(tensor) for tensor in operation.args[0] if self.of(tensor) is not None]
+        dim = operation.joined_along % left.ndim
+        rows = [part for part in parts if part is not None and part.dim == dim]
+        return joined(rows, self.examples, left.device) if len(rows) == len(operation.args[0]) else None
+
+    def _scattered(self, operation: Operation, left: Tensor) -> Rows | None:
+        """Return the rows of what other rows were put into, along the dimension of their examples."""
+        parts, into = source_of(operation.args, operation.kwargs), operation.args[0]
+        rows = None if parts is None else self.rows(parts[2])
+        if parts is None or rows is None or self.of(parts[2]) is None or parts[0] % left.ndim != rows.dim:
+            return None
+        held = self.of(into)
+        if held is not None and (held.rows is None or held.rows.dim != rows.dim):
+            # what is there already has an order that is not known
+            return None
+        return scattered(rows, None if held is None else held.rows, parts[1], rows.dim, left, self.examples)
 
     def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
         try:
@@ -148,6 +179,11 @@ class Marking(TorchFunctionMode):
     def rows_of(self, tensor: Tensor) -> Rows | None:
         """Where the examples of data are, if that is known."""
         return self._marks.rows(tensor)
+
+    def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
+        """Where the examples of a result are that ``index`` put the rows of ``source`` into; None where they meet."""
+        rows = self._marks.rows(source)
+        return None if rows is None else scattered(rows, None, index, rows.dim, left, self._marks.examples)
 
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
         """``tensor``, its examples known to be where ``rows`` say."""

@@ -8,7 +8,7 @@ an expert) carry the places they were picked from as ``labels``.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Rows:
     """Indices along it, before any were picked."""
     labels: Tensor | None = None
     """(K,) which of the ``size`` indices each one is, where they were picked; else None."""
+    origin: "Rows | None" = field(default=None, compare=False)
+    """The rows that these were picked from, where they were."""
 
     def owners(self, examples: int) -> Tensor | None:
         """(K,) the example of each picked index; None where none were picked."""
@@ -96,7 +98,8 @@ def followed(
     if found is not None or special in (_selected, _repeated):
         return found
     if _same_storage(entered, left):
-        return _viewed(entered.shape, entered.stride(), rows, left.shape, left.stride(), examples)
+        viewed = _viewed(entered.shape, entered.stride(), rows, left.shape, left.stride(), examples)
+        return viewed if viewed is not None else _cut(entered, rows, left)
     if name in _RESHAPES and entered.numel() == left.numel():
         return _viewed(entered.shape, _steps(entered.shape), rows, left.shape, _steps(left.shape), examples)
     return _kept(name, entered, rows, args, kwargs, left)
@@ -162,6 +165,24 @@ def _kept(
     return None
 
 
+def _cut(entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
+    """The rows of a slice of neighbours along the dimension of the examples."""
+    if left.ndim != entered.ndim:
+        return None
+    same = [
+        entered.stride(place) == left.stride(place) and (entered.shape[place] == left.shape[place] or place == rows.dim)
+        for place in range(entered.ndim)
+    ]
+    step, beyond = entered.stride(rows.dim), left.storage_offset() - entered.storage_offset()
+    if not all(same) or step == 0 or beyond % step:
+        return None
+    start, count = beyond // step, left.shape[rows.dim]
+    if not 0 <= start <= entered.shape[rows.dim] - count:
+        return None
+    own = torch.arange(rows.size, device=left.device) if rows.labels is None else rows.labels
+    return replace(rows, labels=own[start : start + count], origin=rows)
+
+
 def _same_storage(one: Tensor, other: Tensor) -> bool:
     return one.layout == other.layout == torch.strided and storage_of(one) == storage_of(other)
 
@@ -199,7 +220,7 @@ def _viewed(
 def _picked(rows: Rows, index: Tensor, dim: int) -> Rows:
     index = index.to(torch.int64)
     labels = index if rows.labels is None else _unless_in_order(rows.labels[index], rows.size)
-    return replace(rows, dim=dim, labels=labels)
+    return replace(rows, dim=dim, labels=labels, origin=None if labels is None else rows)
 
 
 def _unless_in_order(labels: Tensor, size: int) -> Tensor | None:

@@ -37,6 +37,9 @@ class Watch(AbstractContextManager["Watch"], Protocol):
     def rows_of(self, tensor: Tensor) -> Rows | None:
         """Where the examples of data are, if that is known."""
 
+    def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
+        """Where the examples of a result are that ``index`` put the rows of ``source`` into; None where they meet."""
+
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
         """``tensor``, its examples known to be where ``rows`` say."""
 
@@ -230,11 +233,11 @@ def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *a
     rows = mode.rows_of(ids)
     starts = offsets[:-1] if with_end else offsets
     counts = torch.diff(starts, append=starts.new_tensor([ids.numel()]))
-    if by_frequency or rows is None or ids.ndim != 1 or bool((counts <= 0).any()):
+    if by_frequency or rows is None or ids.ndim != 1 or bool((counts < 0).any()):
         return NotImplemented
     bags = torch.repeat_interleave(counts)
-    labels = torch.arange(rows.size, device=ids.device) if rows.labels is None else rows.labels
-    if bool((labels // rows.minor != (labels // rows.minor)[starts][bags]).any()):
+    found = mode.rows_put(ids, bags, counts)
+    if found is None:
         # a bag of two examples' ids
         return NotImplemented
     counted = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
@@ -242,11 +245,6 @@ def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *a
         vectors = functional.embedding(ids, weight)
     scaled = vectors if scales is None else vectors * scales.unsqueeze(1)
     pooled = _pooled(scaled, bags, counts, counted, reduction)
-    each = ids.numel() // counts.numel()
-    if rows.labels is None and rows.minor % each == 0 and bool((counts == each).all()):
-        found = Rows(dim=0, minor=rows.minor // each, size=rows.size // each)
-    else:
-        found = Rows(dim=0, minor=rows.minor, size=rows.size, labels=labels[starts])
     return mode.with_rows(pooled, found), bags, counts, counts
 
 
@@ -259,7 +257,7 @@ def _pooled(vectors: Tensor, bags: Tensor, counts: Tensor, counted: Tensor, redu
         sums = sums.index_add(0, bags[counted], vectors[counted])
         return sums / number.clamp(min=1) if reduction else sums
     within = torch.arange(bags.numel(), device=bags.device) - (counts.cumsum(0) - counts)[bags]
-    table = bags.new_full((counts.numel(), int(counts.max())), bags.numel())
+    table = bags.new_full((counts.numel(), max(1, int(counts.max()))), bags.numel())
     table[bags[counted], within[counted]] = counted.nonzero()[:, 0]
     beyond = vectors.new_full((1, vectors.shape[1]), -torch.inf)
     return torch.cat([vectors, beyond])[table].max(1).values.masked_fill(number == 0, 0)

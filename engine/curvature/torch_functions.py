@@ -18,6 +18,8 @@ POINTWISE = frozenset(
 
 
 """Operations that broadcast their tensors against each other."""
+CONSTANTS = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
+"""Operations of a tensor that take nothing from it but where it stands and of what type it is."""
 JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 """Operations that put tensors beside each other."""
 

@@ -98,6 +98,13 @@ def ragged(bag: nn.EmbeddingBag, ids: Tensor, x: Tensor) -> Tensor:
     return bag(ids[taken], starts)
 
 
+def some_empty(bag: nn.EmbeddingBag, ids: Tensor, x: Tensor) -> Tensor:
+    """Of each example the ids above its sum, packed: some examples have none."""
+    taken = ids.cumsum(1) > ids[:, :1] * 9
+    starts = taken.sum(1).cumsum(0) - taken.sum(1)
+    return bag(ids[taken], starts)
+
+
 BAGS: dict[str, tuple[dict[str, Any], Bag]] = {
     "sum": ({"mode": "sum"}, lambda bag, ids, x: bag(ids)),
     "mean": ({"mode": "mean"}, lambda bag, ids, x: bag(ids)),
@@ -108,6 +115,9 @@ BAGS: dict[str, tuple[dict[str, Any], Bag]] = {
     "offsets": ({"mode": "mean"}, lambda bag, ids, x: bag(ids.flatten(), torch.arange(0, ids.numel(), ids.shape[1]))),
     "ragged": ({"mode": "mean"}, ragged),
     "ragged maximum": ({"mode": "max", "include_last_offset": True}, ragged),
+    "empty": ({"mode": "sum"}, some_empty),
+    "empty mean": ({"mode": "mean"}, some_empty),
+    "empty maximum": ({"mode": "max"}, some_empty),
     "two bags of each": (
         {"mode": "sum"},
         lambda bag, ids, x: bag(ids.view(-1, 3)).view(ids.shape[0], 2, -1).tanh().sum(1),

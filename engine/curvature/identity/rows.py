@@ -36,6 +36,11 @@ class RowRecorder(LayerStatistics):
         """Inputs and gradients are wanted together."""
         return True
 
+    @property
+    def picks(self) -> bool:
+        """Whether rows were picked: those of one example stand in no order of their own."""
+        return any(use.owners is not None for use in self.uses)
+
     def add_input_(self, use: Use) -> None:
         """Keep one call's input."""
         self.uses.append(use)
