@@ -73,6 +73,20 @@ class Tagged:
         return {"type": "tagged-union", "discriminator": self.field, "choices": choices}
 
 
+class TextFormat:
+    """An annotation of a text with the JSON Schema format that it has, such as ``date-time``.
+
+    Pydantic calls ``__get_pydantic_json_schema__`` and takes a plain dict; it validates nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Return the text's schema with the format's name."""
+        return {**handler(core_schema), "format": self.name}
+
+
 def plain(value: Any) -> Any:  # noqa: ANN401 - any record goes in, JSON comes out
     """A record as JSON-ready dicts, lists and scalars."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -11,9 +11,9 @@ A job that is being cancelled ends `cancelled` whatever its attempt reports mean
 told `cancelling` need not ask again.
 """
 
-from typing import Literal
+from catalog.responses import JobState
 
-State = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
+State = JobState
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
     "queued": frozenset({"running", "failed", "cancelled"}),

@@ -14,9 +14,10 @@ from starlette.concurrency import run_in_threadpool
 from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader
 from api.requests.openapi import refusals
-from api.requests.response_models import ArtifactListView, artifact_view
+from api.requests.response_bodies import artifact_view
 from api.routes.results import owned_job
 from api.service import Service, ServiceOf
+from catalog.responses import ArtifactListView
 from jobs.errors import ArtifactDamaged
 from jobs.records import Artifact
 from jobs.repository.results import list_artifacts, read_artifact

@@ -13,10 +13,11 @@ from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
 from api.requests.long_poll import awaited, check_wait
 from api.requests.openapi import document_body, refusals
-from api.requests.response_models import EstimateView, estimate_view
+from api.requests.response_bodies import estimate_view
 from api.service import Service, ServiceOf
 from catalog.estimate import unplannable
 from catalog.job import JobDocument
+from catalog.responses import EstimateView
 from jobs.codec import parse_document
 from jobs.errors import DocumentRefused
 from jobs.records import Job, Submitted

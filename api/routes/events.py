@@ -12,8 +12,9 @@ from api.live.sse_format import MEDIA_TYPE
 from api.problem_details import not_found, parameter_refused
 from api.requests.auth import Reader
 from api.requests.openapi import refusals
-from api.requests.response_models import EventListView, EventView
+from api.requests.response_bodies import event_list_view
 from api.service import ServiceOf
+from catalog.responses import EventListView
 from jobs.repository.events import MAX_NUMBER, History, read_history
 
 _PAGE: TypeAdapter[EventListView] = TypeAdapter(EventListView)
@@ -85,7 +86,7 @@ async def events(
     if history is None:
         raise not_found("there is no such job")
     if as_page:
-        return Response(_PAGE.dump_json(_page(history)), media_type="application/json")
+        return Response(_PAGE.dump_json(event_list_view(history)), media_type="application/json")
     if history.ended and not history.events:
         return Response(status_code=204)
     settings = service.settings
@@ -120,8 +121,3 @@ def _wants_json(request: Request) -> bool:
     """Whether the caller names JSON and no stream; a browser's EventSource names the stream, curl neither."""
     accept = request.headers.get("accept", "")
     return "application/json" in accept and MEDIA_TYPE not in accept
-
-
-def _page(history: History) -> EventListView:
-    items = tuple(EventView(seq=each.seq, at=each.at, type=each.type, data=each.data) for each in history.events)
-    return EventListView(items=items, through=history.through, more=history.more, ended=history.ended)

@@ -16,11 +16,12 @@ from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
 from api.requests.long_poll import awaited, check_wait
 from api.requests.openapi import document_body, refusals, schedule_body
-from api.requests.response_models import JobListView, JobView, ValidationView, job_view, placement_view
+from api.requests.response_bodies import job_view
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.job import JobDocument
 from catalog.needs import least_bytes
+from catalog.responses import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES, State
 from jobs.records import Job
@@ -91,7 +92,7 @@ async def create(
 
 def _validated(service: Service, document: JobDocument) -> Response:
     body = document_json(document)
-    placement = placement_view(placement_before(service.engine, document, least_bytes(document)))
+    placement = placement_before(service.engine, document, least_bytes(document))
     view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body), placement=placement)
     return Response(TypeAdapter(ValidationView).dump_json(view), media_type="application/json")
 

@@ -13,11 +13,12 @@ from fastapi.responses import StreamingResponse
 from api.problem_details import not_found, parameter_refused
 from api.requests.auth import Reader
 from api.requests.openapi import refusals
-from api.requests.response_models import LayerListView, LayersLink, ResultsView, artifact_view, job_view, layer_view
+from api.requests.response_bodies import artifact_view, job_view, layer_view
 from api.routes.archived_layers import layer_count, layer_page
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.record import canonical_json, plain, record
+from catalog.responses import LayerListView, LayersLink, ResultsView
 from jobs.records import Job, LayerRow
 from jobs.repository.results import SORT_KEYS, list_artifacts
 from jobs.repository.store import check_limit, read_job

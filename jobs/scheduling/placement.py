@@ -8,13 +8,13 @@ What is decided here may be overtaken; that a device is never leased beyond what
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import Connection, Engine, Row, and_, case, literal, or_, select, true, update
 
 from catalog.job import JobDocument
 from catalog.needs import factories_of
-from catalog.record import record
+from catalog.responses import PlacementView
 from jobs.devices.leases import Place, device_class, suited, suits
 from jobs.records import Job
 from jobs.scheduling.candidate_slots import NEEDS, Seat, seat_values, seats_query
@@ -25,16 +25,6 @@ from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, devices, jobs
 
 _CANDIDATES = 20
-
-
-@record
-class Placement:
-    """Where a job computes or will, in words for whoever waits for it."""
-
-    status: Literal["placed", "reserved", "waiting", "no_device", "no_worker"]
-    message: str
-    device: str | None
-    """The device that it computes on, or that is kept for it."""
 
 
 def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int = 20) -> list[Place]:
@@ -104,7 +94,7 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
                 connection.execute(update(devices).where(devices.c.uuid == uuid).values(reserved_job_id=changes[uuid]))
 
 
-def placement_of(engine: Engine, job: Job) -> Placement | None:
+def placement_of(engine: Engine, job: Job) -> PlacementView | None:
     """Where the job stands with regard to devices; None once it has ended."""
     if job.ended:
         return None
@@ -118,7 +108,7 @@ def placement_of(engine: Engine, job: Job) -> Placement | None:
     return _placement_of_queued(fleet, row)
 
 
-def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> Placement:
+def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> PlacementView:
     """Where a job of the document would stand if it were submitted now."""
     with reading(engine) as connection:
         fleet = read_fleet(connection)
@@ -129,7 +119,7 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
     return _placement_of_queued(fleet, asked)
 
 
-def _placement_of_running(connection: Connection, row: Row[Any]) -> Placement | None:
+def _placement_of_running(connection: Connection, row: Row[Any]) -> PlacementView | None:
     found = connection.execute(
         select(device_leases.c.device_uuid, devices.c.name, devices.c.node)
         .join(devices, devices.c.uuid == device_leases.c.device_uuid)
@@ -137,32 +127,32 @@ def _placement_of_running(connection: Connection, row: Row[Any]) -> Placement | 
     ).one_or_none()
     if found is None:
         return None
-    return Placement(status="placed", message=f"computes on {found.name} of {found.node}", device=found.device_uuid)
+    return PlacementView(status="placed", message=f"computes on {found.name} of {found.node}", device=found.device_uuid)
 
 
-def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placement:
+def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
     kept = next((each for each in fleet if each.reserver is not None and each.reserver.id == row.id), None)
     needs = "" if row.needs_bytes is None else f"needs {readable(row.needs_bytes)}; "
     if kept is not None:
         message = f"{needs}the device {kept.uuid} with {readable(kept.capacity_bytes)} is kept for it"
-        return Placement(status="reserved", message=message, device=kept.uuid)
+        return PlacementView(status="reserved", message=message, device=kept.uuid)
     if any(each.could_hold(row, live=True) for each in fleet):
         what = "its turn and a free device"
         if not any(each.could_lease(row) for each in fleet):
             what = "memory that others than jobs hold on every device that could hold it"
-        return Placement(status="waiting", message=f"{needs}waits for {what}", device=None)
+        return PlacementView(status="waiting", message=f"{needs}waits for {what}", device=None)
     if any(each.could_hold(row, live=False) for each in fleet):
         message = f"{needs}the devices that could hold it belong to workers that have not been seen lately"
-        return Placement(status="no_worker", message=message, device=None)
+        return PlacementView(status="no_worker", message=message, device=None)
     if not any(each.offers for each in fleet):
         largest = max((each.capacity_bytes for each in fleet), default=None)
         if largest is None or (row.needs_bytes or 0) <= largest:
             message = f"{needs}no worker offers a device; it begins when one does"
-            return Placement(status="no_worker", message=message, device=None)
+            return PlacementView(status="no_worker", message=message, device=None)
     return _nowhere(fleet, row)
 
 
-def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placement:
+def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
     """Say what it is that no known device or worker has."""
     named = [name for name in (row.model_factory, row.data_factory) if name is not None]
     able = [each for each in fleet if any(suits(row, each.kind, offer.factories) for offer in each.offers)]
@@ -173,13 +163,13 @@ def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placement:
             message = f"no known worker lists {' and '.join(f'`{name}`' for name in named)}"
         else:
             message = f"its first attempt computed on a device of class `{row.device_class}`, and no worker offers one"
-        return Placement(status="no_worker", message=message, device=None)
+        return PlacementView(status="no_worker", message=message, device=None)
     largest = max(able or fleet, key=lambda each: each.capacity_bytes)
     message = (
         f"needs {readable(row.needs_bytes or 0)}; the largest known device is {largest.uuid} "
         f"with {readable(largest.capacity_bytes)}"
     )
-    return Placement(status="no_device", message=message, device=None)
+    return PlacementView(status="no_device", message=message, device=None)
 
 
 def readable(size_bytes: int) -> str:

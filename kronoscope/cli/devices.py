@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from catalog.record import plain
+from catalog.responses import DeviceView
 from kronoscope.client.client import Client
-from kronoscope.client.models import Device
 from kronoscope.display.tables import shortened
 
 _STYLES = {"free": "green", "leased": "cyan", "reserved": "cyan", "draining": "yellow", "stale": "red"}
@@ -38,7 +38,7 @@ def devices(
         console.print("no worker has offered a device yet; `kronoscope worker` starts one")
 
 
-def device_table(found: Sequence[Device]) -> Table:
+def device_table(found: Sequence[DeviceView]) -> Table:
     """One row per device: its size, what is free for the next job, what jobs and others hold."""
     table = Table(pad_edge=False, show_edge=False, caption="sizes in GiB", caption_justify="left")
     for name in ("node", "device", "state"):

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from catalog import ANALYSES
 from catalog.record import plain
+from catalog.responses import JobView, ResultsView
 from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import DocumentUnreadable, read_document
 from kronoscope.cli.keys import CODES, keys
@@ -29,7 +30,7 @@ from kronoscope.cli.serve import ServiceFailed, exec_module, serve_embedded
 from kronoscope.cli.tenants import tenants
 from kronoscope.cli.worker import worker
 from kronoscope.client.client import Client, ClientError, DownloadFailed, ServiceUnreachable
-from kronoscope.client.models import Job, Results, layer_of, summary_of
+from kronoscope.client.responses import build_layer, build_summary
 from kronoscope.client.retry import AGAIN
 from kronoscope.display.plan_tables import show_plan
 from kronoscope.display.progress import display_for
@@ -114,8 +115,8 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
                      "failure": None if outcome.failure is None else _public(outcome)})  # fmt: skip
     _require_success(outcome)
     if not as_json:
-        show_results(_out(), [layer_of(row) for row in outcome.rows],
-                     {kind: summary_of(kind, summary) for kind, summary in outcome.summary.items()},
+        show_results(_out(), [build_layer(row) for row in outcome.rows],
+                     {kind: build_summary(kind, summary) for kind, summary in outcome.summary.items()},
                      curve=curve_in(output / "artifacts"))  # fmt: skip
         _out().print(f"results in {output}/: results.json, log.jsonl, artifacts/", soft_wrap=True)
 
@@ -283,7 +284,7 @@ def show_version() -> None:
     sys.stdout.write(f"kronoscope {version('kronoscope')}\n")
 
 
-def _download(client: Client, found: Results, folder: Path, *, silent: bool) -> None:
+def _download(client: Client, found: ResultsView, folder: Path, *, silent: bool) -> None:
     try:
         with display_for(_err(), silent=silent) as display:
             for done, artifact in enumerate(found.artifacts, start=1):
@@ -325,7 +326,7 @@ def _default_store() -> Path:
 
 def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     """Show every change until the end; the exit code is the job's."""
-    job: Job | None = None
+    job: JobView | None = None
     try:
         with display_for(_err(), silent=as_json) as display:
             for job in client.follow(job_id):

@@ -21,22 +21,10 @@ from urllib.parse import quote
 
 import httpx
 
+from catalog.responses import ArtifactView, DeviceView, EstimateView, EventView, JobView, ResultsView
 from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
 from kronoscope.client.event_stream import follow_events
-from kronoscope.client.models import (
-    Artifact,
-    Device,
-    Estimate,
-    Event,
-    Job,
-    Layer,
-    Results,
-    build,
-    estimate_of,
-    job_of,
-    layer_of,
-    results_of,
-)
+from kronoscope.client.responses import Layer, build, build_layer, build_results
 from kronoscope.client.retry import AGAIN, Patience
 
 __all__ = ["DEFAULT_URL", "MEMORY_CURVE", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
@@ -80,28 +68,28 @@ class Client:
         """Give the connections back."""
         self._http.close()
 
-    def submit(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> Job:
+    def submit(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> JobView:
         """Submit a job. The same idempotency key and document give the same job, however often.
 
         Raises:
             ClientError: If the document or the key is not accepted.
         """
         headers = _idempotent(idempotency_key)
-        return job_of(self._call("POST", "/v1/jobs", json=dict(document), headers=headers))
+        return build(JobView, self._call("POST", "/v1/jobs", json=dict(document), headers=headers))
 
-    def estimate(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> Estimate:
+    def estimate(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> EstimateView:
         """What the job would take, without running it; returns when a worker has planned it.
 
         Raises:
             ClientError: If the document is not accepted, or its model, data and task do not belong together.
         """
         headers = _idempotent(idempotency_key)
-        found = estimate_of(self._call("POST", "/v1/estimates", json=dict(document), headers=headers))
+        found = build(EstimateView, self._call("POST", "/v1/estimates", json=dict(document), headers=headers))
         if found.ended:
             return found
         address = f"/v1/estimates/{quote(found.id, safe='')}"
-        news = self._news(address, {}, Patience(60), lambda answer: estimate_of(content_of(answer)).ended)
-        return estimate_of(content_of(news))
+        news = self._news(address, {}, Patience(60), lambda answer: build(EstimateView, content_of(answer)).ended)
+        return build(EstimateView, content_of(news))
 
     def validate(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """The document as it would be stored, every default written out; nothing is stored."""
@@ -110,11 +98,11 @@ class Client:
         )
         return dict(answer["document"])
 
-    def job(self, job_id: str, *, wait_seconds: float = 0) -> Job:
+    def job(self, job_id: str, *, wait_seconds: float = 0) -> JobView:
         """One job, now or when it has ended, whichever comes first within ``wait_seconds`` (at most 30)."""
-        return job_of(self._call("GET", _path(job_id), **(self._waiting(wait_seconds) if wait_seconds else {})))
+        return build(JobView, self._call("GET", _path(job_id), **(self._waiting(wait_seconds) if wait_seconds else {})))
 
-    def follow(self, job_id: str, *, patience_seconds: float = 60) -> Iterator[Job]:
+    def follow(self, job_id: str, *, patience_seconds: float = 60) -> Iterator[JobView]:
         """The job each time that it has changed, until it has ended.
 
         Once it was seen, it goes on where the service is away for less than ``patience_seconds``.
@@ -125,7 +113,7 @@ class Client:
         patience = Patience(patience_seconds)
         answer = self._send("GET", _path(job_id))
         while True:
-            job = job_of(content_of(answer))
+            job = build(JobView, content_of(answer))
             yield job
             if job.ended:
                 return
@@ -133,7 +121,7 @@ class Client:
             known = {"if-none-match": tag} if tag else {}
             answer = self._news(_path(job_id), known, patience, lambda found: found.status_code == httpx.codes.OK)
 
-    def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60) -> Iterator[Event]:
+    def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60) -> Iterator[EventView]:
         """What happens to a job, as it happens, until it has ended; begins behind the event numbered ``after``.
 
         Where the connection breaks, or the service is away for less than ``patience_seconds``, it goes on where it was.
@@ -155,42 +143,42 @@ class Client:
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
-    def jobs(self, *, state: str | None = None, kind: str | None = None, label: str | None = None) -> Iterator[Job]:
+    def jobs(self, *, state: str | None = None, kind: str | None = None, label: str | None = None) -> Iterator[JobView]:
         """Your jobs, newest first, page after page."""
         given = {"state": state, "kind": kind, "label": label, "limit": "100"}
         params = {name: value for name, value in given.items() if value is not None}
-        yield from (job_of(item) for item in self._pages("/v1/jobs", params, cursor="before"))
+        yield from (build(JobView, item) for item in self._pages("/v1/jobs", params, cursor="before"))
 
-    def cancel(self, job_id: str) -> Job:
+    def cancel(self, job_id: str) -> JobView:
         """Cancel a queued or running job; an ended one stays as it is."""
-        return job_of(self._call("POST", f"{_path(job_id)}:cancel"))
+        return build(JobView, self._call("POST", f"{_path(job_id)}:cancel"))
 
-    def reschedule(self, job_id: str, schedule: Mapping[str, Any]) -> Job:
+    def reschedule(self, job_id: str, schedule: Mapping[str, Any]) -> JobView:
         """Give a queued or running job the terms `priority`, `deadline` or `within`, in place of those it has.
 
         Raises:
             ClientError: If it has ended, or the deadline has passed.
         """
-        return job_of(self._call("PUT", f"{_path(job_id)}/schedule", json=dict(schedule)))
+        return build(JobView, self._call("PUT", f"{_path(job_id)}/schedule", json=dict(schedule)))
 
     def delete(self, job_id: str) -> None:
         """Delete an ended job with its results and files."""
         self._send("DELETE", _path(job_id))
 
-    def results(self, job_id: str) -> Results:
+    def results(self, job_id: str) -> ResultsView:
         """Summaries, manifest and the list of files."""
-        return results_of(self._call("GET", f"{_path(job_id)}/results"))
+        return build_results(self._call("GET", f"{_path(job_id)}/results"))
 
     def layers(self, job_id: str, *, kind: str | None = None) -> Iterator[Layer]:
         """Every row, page after page."""
         params = {"limit": "100"} | ({"kind": kind} if kind else {})
-        yield from (layer_of(item) for item in self._pages(f"{_path(job_id)}/layers", params, cursor="after"))
+        yield from (build_layer(item) for item in self._pages(f"{_path(job_id)}/layers", params, cursor="after"))
 
     def log(self, job_id: str) -> str:
         """The reproducibility log: JSON lines, one record per layer."""
         return self._send("GET", f"{_path(job_id)}/log").text
 
-    def memory_curve(self, results: Results) -> Mapping[str, Any] | None:
+    def memory_curve(self, results: ResultsView) -> Mapping[str, Any] | None:
         """What a job held when, and its stages beside their plan; None where it has left none."""
         if not any(artifact.name == MEMORY_CURVE for artifact in results.artifacts):
             return None
@@ -203,7 +191,7 @@ class Client:
             return None
         return found
 
-    def download(self, job_id: str, artifact: Artifact, folder: Path) -> Path:
+    def download(self, job_id: str, artifact: ArtifactView, folder: Path) -> Path:
         """One file, into ``folder``; it appears there only when its digest has been checked.
 
         Raises:
@@ -233,9 +221,9 @@ class Client:
         answer: Mapping[str, Any] = self._call("GET", "/v1/analyses")
         return answer
 
-    def devices(self) -> Iterator[Device]:
+    def devices(self) -> Iterator[DeviceView]:
         """What the service's workers compute on, page after page."""
-        yield from (build(Device, item) for item in self._pages("/v1/devices", {"limit": "100"}, cursor="after"))
+        yield from (build(DeviceView, item) for item in self._pages("/v1/devices", {"limit": "100"}, cursor="after"))
 
     def ready(self) -> bool:
         """Whether the service can take jobs now."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 
-from kronoscope.client.models import Event, build
+from catalog.responses import EventView
+from kronoscope.client.responses import build
 from kronoscope.client.retry import AGAIN, PAUSE_SECONDS, Patience, pause_of
 
 
@@ -17,7 +18,7 @@ def follow_events(
     refusal: Callable[[httpx.Response], Exception],
     after: int,
     patience_seconds: float,
-) -> Iterator[Event]:
+) -> Iterator[EventView]:
     """The events numbered above ``after``, until the job has ended.
 
     Raises:
@@ -69,7 +70,7 @@ def _lines(answer: httpx.Response, refusal: Callable[[httpx.Response], Exception
     raise refusal(answer)
 
 
-def _told(lines: Iterable[str]) -> Iterator[Event | float | None]:
+def _told(lines: Iterable[str]) -> Iterator[EventView | float | None]:
     """Each event, each hint how many seconds to pause, and None for a sign of life."""
     data: list[str] = []
     for line in lines:
@@ -84,4 +85,4 @@ def _told(lines: Iterable[str]) -> Iterator[Event | float | None]:
         elif not line and data:
             told: dict[str, Any] = json.loads("\n".join(data))
             data = []
-            yield build(Event, told)
+            yield build(EventView, told)

@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from catalog.responses import JobView
 from kronoscope.client.client import MEMORY_CURVE
-from kronoscope.client.models import Job, Layer
+from kronoscope.client.responses import Layer
 from kronoscope.display.plan_tables import taken_table
 from kronoscope.display.progress import Display
 from kronoscope.display.tables import declared_lines, layer_table, reuse_lines, summary_line
@@ -49,7 +50,7 @@ def curve_in(folder: Path) -> Mapping[str, Any] | None:
     return found
 
 
-def show_progress(job: Job, display: Display) -> None:
+def show_progress(job: JobView, display: Display) -> None:
     """How far the job is; one that waits says for what, where it is more than its turn."""
     progress = job.progress
     if progress is not None and progress.stage is not None and not job.ended:
@@ -63,7 +64,7 @@ def show_progress(job: Job, display: Display) -> None:
         display.update(progress.stage, progress.total, progress.total, progress.unit or "")
 
 
-def unplaced(job: Job) -> str | None:
+def unplaced(job: JobView) -> str | None:
     """Why no worker takes the job up, where none that is there can."""
     if job.state != "queued" or job.placement is None or job.placement.status not in _UNPLACED:
         return None

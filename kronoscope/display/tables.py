@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from kronoscope.client.models import Job, Layer
+from catalog.responses import JobView
+from kronoscope.client.responses import Layer
 
 Column = tuple[str, Callable[[Layer], str]]
 _WIDTH = 100
@@ -264,7 +265,7 @@ def reuse_lines(rows: Sequence[Layer]) -> list[str]:
     return [f"factors from the cache: those of job {source}" for source in sources if source]
 
 
-def job_table(jobs: Iterable[Job]) -> Table:
+def job_table(jobs: Iterable[JobView]) -> Table:
     """Jobs, as a list."""
     table = Table(pad_edge=False, show_edge=False)
     for heading in ("id", "kind", "state", "progress", "created"):

@@ -15,6 +15,8 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+from api.requests.response_bodies import artifact_view
+from catalog.responses import ArtifactView
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.s3_store import S3Objects
 from jobs.queue import claims
@@ -22,7 +24,6 @@ from jobs.repository.results import list_artifacts
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key, verify_key
 from kronoscope.client import Client, ClientError
-from kronoscope.client.models import Artifact
 from tests.api import seeding
 from tests.api.expect import problem
 from tests.api.server import KEY_SECRET, METRICS_TOKEN, Server, ready, serve
@@ -127,9 +128,8 @@ def ours(stored: Stored) -> Iterator[httpx.Client]:
         yield client
 
 
-def listed(stored: Stored) -> Artifact:
-    found = stored.artifact
-    return Artifact(name=found.name, sha256=found.sha256, size_bytes=found.size_bytes, media_type=found.media_type)
+def listed(stored: Stored) -> ArtifactView:
+    return artifact_view(stored.artifact)
 
 
 def test_a_file_is_fetched_from_the_store_by_a_signed_address(stored: Stored, ours: httpx.Client) -> None:

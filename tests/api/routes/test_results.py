@@ -12,12 +12,12 @@ import pytest
 from sqlalchemy import select
 
 from catalog.frames import layer_frame
+from catalog.responses import ArtifactView
 from jobs.queue import claims
 from jobs.schema.database import reading
 from jobs.schema.tables import artifacts
 from jobs.tenancy.api_keys import verify_key
 from kronoscope.client import Client, ClientError
-from kronoscope.client.models import Artifact
 from tests.api import seeding
 from tests.api.conftest import Keyed
 from tests.api.expect import problem
@@ -227,7 +227,9 @@ def test_a_flipped_byte_of_a_long_file_ends_the_connection_early(
     stored(keyed, claim.job_id, name).write_bytes(b"\1" + content[1:])
     with pytest.raises(httpx.RemoteProtocolError):
         ours.get(f"/v1/jobs/{claim.job_id}/artifacts/{name}")
-    listed = Artifact(name=name, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content), media_type="x/y")
+    listed = ArtifactView(
+        name=name, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content), media_type="x/y", href=""
+    )
     with Client(str(ours.base_url), keyed.key) as client, pytest.raises(ClientError, match="broke off; try again"):
         client.download(claim.job_id, listed, tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -10,8 +10,9 @@ from catalog.factors import FactorsMetrics
 from catalog.layer_record import LayerRecord
 from catalog.nested import NestedCapacity
 from catalog.reconstruction import ReconstructedSide
+from catalog.responses import DeviceView, JobView
 from kronoscope.cli.devices import device_table
-from kronoscope.client.models import Device, job_of, layer_of
+from kronoscope.client.responses import build, build_layer
 from kronoscope.display.plan_tables import taken_table
 from kronoscope.display.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.display.results import show_progress
@@ -36,7 +37,7 @@ def printed(thing: Any) -> str:
 
 def metrics_row(**changes: Any) -> Any:
     full = dict.fromkeys(CapacityMetrics.__dataclass_fields__)
-    return layer_of(ROW | {"metrics": full | dict(ROW["metrics"])} | changes)  # type: ignore[call-overload]
+    return build_layer(ROW | {"metrics": full | dict(ROW["metrics"])} | changes)  # type: ignore[call-overload]
 
 
 def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
@@ -88,7 +89,7 @@ def test_columns_that_a_narrow_terminal_has_no_room_for_are_named() -> None:
 def test_an_id_is_never_cut() -> None:
     job = {"id": "01a200b9-844c-77ac-8195-4c9bfab2d2e5", "kinds": ["factors", "capacity", "reconstruction"],
            "state": "succeeded", "document": {}, "created_at": "2026-01-02T03:04:05Z"}  # fmt: skip
-    text = printed(job_table([job_of(job)]))
+    text = printed(job_table([build(JobView, job)]))
     assert job["id"] in text
     assert "2026-01-02 03:04" in text
 
@@ -147,10 +148,12 @@ def test_numbers_are_short(value: Any, shown: str) -> None:
 
 
 def test_an_analysis_of_a_newer_service_is_shown_by_its_own_figures() -> None:
-    row = layer_of(ROW | {"kind": "brand_new", "metrics": {"novelty": 0.5}})
+    row = build_layer(ROW | {"kind": "brand_new", "metrics": {"novelty": 0.5}})
     assert "novelty" in printed(layer_table("brand_new", [row]))
     assert "brand_new" in summary_line("brand_new", {"layers": 1})
-    job = job_of({"id": "1", "state": "queued", "kinds": ["x"], "document": {}, "unknown": 1, "progress": {"eta": 3}})
+    job = build(
+        JobView, {"id": "1", "state": "queued", "kinds": ["x"], "document": {}, "unknown": 1, "progress": {"eta": 3}}
+    )
     assert job.kinds == ("x",)
 
 
@@ -201,7 +204,7 @@ def test_a_reconstruction_shows_what_was_clipped_and_whether_the_floor_was_kept(
     lost = side | {"floor_reached": 0.66e-6, "placement": "host"}
     metrics = {"form": "kronecker", "kappa_max": 1e6, "shared_A_with": None, "artifact": None}
     rows = [
-        layer_of(ROW | {"kind": "reconstruction", "metrics": metrics | {"A": side, "G": other}})
+        build_layer(ROW | {"kind": "reconstruction", "metrics": metrics | {"A": side, "G": other}})
         for other in (side, lost, None)
     ]
     assert isinstance(rows[0].metrics.A, ReconstructedSide)
@@ -282,18 +285,17 @@ def test_a_job_that_nobody_can_take_says_why(state: str, status: str, said: str 
     console = Console(file=io.StringIO(), width=100)
     placement = {"status": status, "message": "needs 40 GB", "device": None}
     value = {"id": "x", "state": state, "kinds": ["capacity"], "document": {}, "placement": placement}
-    show_progress(job_of(value), LineDisplay(console))
+    show_progress(build(JobView, value), LineDisplay(console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.splitlines()[1:] == ([] if said is None else [said])
 
 
 def test_devices_fit_a_hundred_columns() -> None:
     uuid = "GPU-5c1f7a3e-0d62-4a77-9a54-1f0f3c8d2b10"
-    sizes = {"capacity_bytes": 150_754_820_096, "free_bytes": 0, "leased_bytes": 3 * 2**30}
-    found = [
-        Device(uuid=uuid, kind="cuda", name="NVIDIA H200", node="node-1", state="free", reserved=True, **sizes),
-        Device(uuid="x", kind="host", name="[b]host[/b]", node="n" * 60, state="stale", **sizes),
-    ]
+    free = {"state": "free", "capacity_bytes": 150_754_820_096, "free_bytes": 0, "leased_bytes": 3 * 2**30}
+    gpu = free | {"uuid": uuid, "kind": "cuda", "name": "NVIDIA H200", "node": "node-1", "reserved": True}
+    host = free | {"uuid": "x", "kind": "host", "name": "[b]host[/b]", "node": "n" * 60, "state": "stale"}
+    found = [build(DeviceView, gpu), build(DeviceView, host)]
     text = printed(device_table(found))
     assert max(map(len, text.splitlines())) <= 100
     for part in ("140.4", "3.0", "reserved", "stale", "[b]host[/b]", "NVIDIA H200"):
@@ -304,8 +306,8 @@ def test_the_noise_of_factors_has_columns_where_a_layer_has_it() -> None:
     record = dict.fromkeys(LayerRecord.__dataclass_fields__)
     plain = ROW | {"kind": "factors", "metrics": dict.fromkeys(FactorsMetrics.__dataclass_fields__), "record": record}
     noisy = plain | {"record": record | {"relative_standard_error_A": 0.0123}}
-    text = printed(layer_table("factors", [layer_of(noisy), layer_of(plain)]))
+    text = printed(layer_table("factors", [build_layer(noisy), build_layer(plain)]))
     assert "noise A" in text
     assert "0.0123" in text
     assert "noise G" not in text
-    assert "noise" not in printed(layer_table("factors", [layer_of(plain)]))
+    assert "noise" not in printed(layer_table("factors", [build_layer(plain)]))

@@ -1,14 +1,25 @@
-"""What the routes answer: the ledger's records as callers see them."""
+"""The responses of the service, as records: the API's schema, the bodies it sends and what its client returns.
+
+A moment is a text here, as JSON has none: ISO 8601 in UTC, such as `2030-01-01T12:00:00Z`.
+"""
 
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Any, Literal
-from urllib.parse import quote
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
-from catalog.record import record
-from jobs.lifecycle import State
-from jobs.records import Artifact, Job, LayerRow
-from jobs.scheduling.placement import Placement
+from catalog.record import TextFormat, record
+
+JobState = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
+DeviceState = Literal["free", "leased", "draining", "stale"]
+Timestamp = Annotated[str, TextFormat("date-time")]
+
+ENDED: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
+"""States that a job does not leave."""
+
+
+def timestamp(moment: datetime) -> Timestamp:
+    """Return an aware ``moment`` in UTC as the text that stands for it in a response."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 @record
@@ -24,7 +35,7 @@ class ProgressView:
     layers_done: int | None = None
     layers_total: int | None = None
     percent: float | None = None
-    updated_at: datetime | None = None
+    updated_at: Timestamp | None = None
 
 
 @record
@@ -57,7 +68,7 @@ class JobView:
     """One job."""
 
     id: str
-    state: State
+    state: JobState
     kinds: tuple[str, ...]
     document: Mapping[str, Any]
     """The job document with every default written out."""
@@ -65,7 +76,7 @@ class JobView:
     labels: Mapping[str, str]
     priority: int
     """-10 to 10: which of your own waiting jobs goes first."""
-    deadline_at: datetime | None
+    deadline_at: Timestamp | None
     """It ends as failed then, if it has not ended before."""
     placement: PlacementView | None
     """Of a job that is asked for by itself and has not ended; no part of its ETag."""
@@ -76,14 +87,19 @@ class JobView:
     failures: int
     max_failures: int
     plan: Mapping[str, Any] | None
-    created_at: datetime
-    queued_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
-    archived_at: datetime | None
+    created_at: Timestamp
+    queued_at: Timestamp
+    started_at: Timestamp | None
+    finished_at: Timestamp | None
+    archived_at: Timestamp | None
     """When its rows and events left the ledger for its file `archive.jsonl.gz`; they are read from there."""
-    cancel_requested_at: datetime | None
+    cancel_requested_at: Timestamp | None
     links: Mapping[str, str]
+
+    @property
+    def ended(self) -> bool:
+        """Whether its state is final."""
+        return self.state in ENDED
 
 
 @record
@@ -101,10 +117,15 @@ class EventView:
 
     seq: int
     """Grows with every event of the job, with gaps; give it as `after`, or as `Last-Event-ID`, to read on."""
-    at: datetime
+    at: Timestamp
     type: str
     """Such as `state`, `started`, `plan`, `progress`, `layer`, `artifact`, `summary`, `log`, `digest_differs`."""
     data: Mapping[str, Any]
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the job's last event."""
+        return self.type == "state" and self.data.get("state") in ENDED
 
 
 @record
@@ -212,13 +233,17 @@ class PlaceBytes:
     disk: int | None
     """Null where the disk has no part in it."""
 
+    def __getitem__(self, place: Literal["device", "host", "disk"]) -> int | None:
+        """Return the bytes in ``place``."""
+        return {"device": self.device, "host": self.host, "disk": self.disk}[place]
+
 
 @record
 class EstimateView:
     """What a job would take. Until it is `succeeded` everything from `fits` to `plan` is null."""
 
     id: str
-    state: State
+    state: JobState
     document: Mapping[str, Any]
     """The job document with every default written out."""
     document_sha256: str
@@ -238,140 +263,46 @@ class EstimateView:
     plan: Mapping[str, Any] | None
     """The whole plan: `stages` with their bytes and seconds, `terms` of each layer with their formulas, `rungs` of each
     layer's decompositions, what was chosen, and what was `assumed`, as no weight was read."""
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
+    created_at: Timestamp
+    started_at: Timestamp | None
+    finished_at: Timestamp | None
     links: Mapping[str, str]
 
-
-def placement_view(placement: Placement) -> PlacementView:
-    """A placement as its caller sees it."""
-    return PlacementView(status=placement.status, message=placement.message, device=placement.device)
-
-
-def job_view(job: Job, placement: Placement | None = None) -> JobView:
-    """A job as its caller sees it."""
-    here = f"/v1/jobs/{job.id}"
-    labels = job.document.get("labels") or {}
-    return JobView(
-        id=job.id,
-        state=job.state,
-        kinds=job.kinds,
-        document=job.document,
-        document_sha256=job.document_sha256,
-        labels=labels,
-        priority=job.priority,
-        deadline_at=job.deadline_at,
-        placement=None if placement is None else placement_view(placement),
-        progress=None if job.progress is None else _progress(job.progress),
-        failure=None if job.failure is None else _failure(job.failure),
-        attempt=job.attempt,
-        failures=job.failures,
-        max_failures=job.max_failures,
-        plan=job.plan,
-        created_at=job.created_at,
-        queued_at=job.queued_at,
-        started_at=job.started_at,
-        finished_at=job.finished_at,
-        archived_at=job.archived_at,
-        cancel_requested_at=job.cancel_requested_at,
-        links={
-            "self": here,
-            "results": f"{here}/results",
-            "layers": f"{here}/layers",
-            "log": f"{here}/log",
-            "events": f"{here}/events",
-            "artifacts": f"{here}/artifacts",
-            "cancel": f"{here}:cancel",
-        },
-    )
+    @property
+    def ended(self) -> bool:
+        """Whether it is there, or was given up."""
+        return self.state in ENDED
 
 
-def estimate_view(job: Job) -> EstimateView:
-    """An estimate as its caller sees it."""
-    plan = job.plan if job.state == "succeeded" else None
-    peak, budget, smallest = _places(plan)
-    stages = [] if plan is None else [stage.get("seconds") for stage in plan.get("stages", {}).values()]
-    told = [seconds for seconds in stages if seconds is not None]
-    return EstimateView(
-        id=job.id,
-        state=job.state,
-        document=job.document,
-        document_sha256=job.document_sha256,
-        progress=None if job.progress is None else _progress(job.progress),
-        fits=None if plan is None else plan["fits"],
-        peak=peak,
-        seconds=sum(told) if told else None,
-        budget=budget,
-        smallest_budget=smallest,
-        why=None if plan is None else plan["why"],
-        plan=plan,
-        created_at=job.created_at,
-        started_at=job.started_at,
-        finished_at=job.finished_at,
-        links={"self": f"/v1/estimates/{job.id}"},
-    )
+@record
+class DeviceView:
+    """One device."""
+
+    uuid: str
+    kind: Literal["cuda", "fake", "host"]
+    """A GPU; one of bytes only, for trying things out; or the memory of a machine without one."""
+    name: str
+    node: str
+    state: DeviceState
+    """`leased`: a job computes there; `draining`: processes of one that was taken away are not gone yet; `stale`: no
+    worker that was seen lately offers it."""
+    capacity_bytes: int
+    free_bytes: int
+    """For the next job. A GPU with a job has none: a job gets it for itself."""
+    leased_bytes: int
+    """By jobs."""
+    foreign_bytes: int
+    """Held by others than jobs."""
+    jobs: int
+    reserved: bool
+    """Kept for a job that waits for all of its memory to become free."""
+    seen_at: Timestamp
 
 
-def _places(plan: Mapping[str, Any] | None) -> tuple[PlaceBytes | None, PlaceBytes | None, PlaceBytes | None]:
-    """Peak, budget and the smallest budget that would do."""
-    if plan is None:
-        return None, None, None
-    peaks = {place: plan.get(f"{place}_peak_bytes") for place in ("device", "host", "disk")}
-    # a job that uses no device has no peak there, and no limit
-    uses = {place: bool(peak) for place, peak in peaks.items()}
+@record
+class DeviceListView:
+    """Devices, those of one node together."""
 
-    def of(part: str) -> PlaceBytes:
-        sizes = plan.get(part) or {}
-        return PlaceBytes(
-            device=sizes.get("device_bytes") if uses["device"] else None, host=sizes.get("host_bytes"), disk=None
-        )
-
-    return PlaceBytes(**peaks), of("budget"), of("smallest_budget")
-
-
-def _progress(progress: Mapping[str, Any]) -> ProgressView:
-    known = {name: progress[name] for name in ProgressView.__annotations__ if name in progress}
-    stamp = known.get("updated_at")
-    return ProgressView(**known | {"updated_at": None if stamp is None else datetime.fromisoformat(stamp)})
-
-
-def _failure(failure: Mapping[str, Any]) -> FailureView:
-    return FailureView(
-        category=failure["category"],
-        code=failure["code"],
-        message=failure["message"],
-        pointer=failure.get("pointer"),
-        layer=failure.get("layer"),
-    )
-
-
-def layer_view(row: LayerRow) -> LayerView:
-    """A layer's row as its caller sees it."""
-    outcome = row.outcome
-    return LayerView(
-        kind=row.kind,
-        ordinal=row.ordinal,
-        layer=row.layer,
-        module=outcome.get("module"),
-        status=outcome.get("status", "covered"),
-        reason=outcome.get("reason"),
-        parameters=tuple(outcome.get("parameters") or ()),
-        parameter_count=outcome.get("parameter_count"),
-        metrics=outcome.get("metrics"),
-        record=outcome.get("record"),
-        observed=row.observed,
-        sha256=row.sha256,
-        attempt=row.attempt,
-    )
-
-
-def artifact_view(artifact: Artifact) -> ArtifactView:
-    """A file's record as its caller sees it."""
-    return ArtifactView(
-        name=artifact.name,
-        sha256=artifact.sha256,
-        size_bytes=artifact.size_bytes,
-        media_type=artifact.media_type,
-        href=f"/v1/jobs/{artifact.job_id}/artifacts/{quote(artifact.name)}",
-    )
+    items: tuple[DeviceView, ...]
+    next: str | None
+    """Give it as `after` for the next page; also in the header Link."""

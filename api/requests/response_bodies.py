@@ -1,0 +1,124 @@
+"""The bodies of responses: records of the ledger as ``catalog.responses`` shows them to their caller."""
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, TypeVar, cast
+from urllib.parse import quote
+
+from catalog.responses import (
+    ArtifactView,
+    DeviceState,
+    DeviceView,
+    EstimateView,
+    EventListView,
+    EventView,
+    FailureView,
+    JobView,
+    LayerView,
+    PlaceBytes,
+    PlacementView,
+    ProgressView,
+    timestamp,
+)
+from jobs.devices.registry import DeviceStatus
+from jobs.records import Artifact, Job, LayerRow
+from jobs.repository.events import History
+
+T = TypeVar("T")
+
+
+def job_view(job: Job, placement: PlacementView | None = None) -> JobView:
+    """Return a job as its caller sees it.
+
+    Args:
+        job: The ledger's record.
+        placement: Where it computes, or why it does not yet; None in lists and in what the ETag is taken of.
+    """
+    here = f"/v1/jobs/{job.id}"
+    parts = ("results", "layers", "log", "events", "artifacts")
+    return _filled(
+        JobView,
+        vars(job),
+        labels=job.document.get("labels") or {},
+        placement=placement,
+        progress=_progress(job),
+        failure=None if job.failure is None else _filled(FailureView, job.failure),
+        links={"self": here, **{part: f"{here}/{part}" for part in parts}, "cancel": f"{here}:cancel"},
+    )
+
+
+def estimate_view(job: Job) -> EstimateView:
+    """Return an estimate as its caller sees it: everything from `fits` to `plan` is None until it has succeeded."""
+    plan = job.plan if job.state == "succeeded" else None
+    figures: dict[str, Any] = dict.fromkeys(("peak", "budget", "smallest_budget"))
+    seconds = []
+    if plan is not None:
+        peaks = {place: plan.get(f"{place}_peak_bytes") for place in ("device", "host", "disk")}
+        figures = {name: _limits(plan.get(name) or {}, on_device=bool(peaks["device"])) for name in figures}
+        figures["peak"] = PlaceBytes(**peaks)
+        stages = [stage.get("seconds") for stage in plan.get("stages", {}).values()]
+        seconds = [each for each in stages if each is not None]
+    return _filled(
+        EstimateView,
+        vars(job),
+        progress=_progress(job),
+        fits=None if plan is None else plan["fits"],
+        seconds=sum(seconds) if seconds else None,
+        why=None if plan is None else plan["why"],
+        plan=plan,
+        links={"self": f"/v1/estimates/{job.id}"},
+        **figures,
+    )
+
+
+def _limits(sizes: Mapping[str, Any], *, on_device: bool) -> PlaceBytes:
+    # a job that uses no device has no limit there
+    device = sizes.get("device_bytes") if on_device else None
+    return PlaceBytes(device=device, host=sizes.get("host_bytes"), disk=None)
+
+
+def _progress(job: Job) -> ProgressView | None:
+    if job.progress is None:
+        return None
+    written = job.progress.get("updated_at")
+    updated_at = None if written is None else timestamp(datetime.fromisoformat(written))
+    return _filled(ProgressView, job.progress, updated_at=updated_at)
+
+
+def layer_view(row: LayerRow) -> LayerView:
+    """Return a row of the results as its caller sees it."""
+    status, parameters = row.outcome.get("status", "covered"), tuple(row.outcome.get("parameters") or ())
+    return _filled(LayerView, {**row.outcome, **vars(row)}, status=status, parameters=parameters)
+
+
+def artifact_view(artifact: Artifact) -> ArtifactView:
+    """Return a file's record as its caller sees it."""
+    href = f"/v1/jobs/{artifact.job_id}/artifacts/{quote(artifact.name)}"
+    return _filled(ArtifactView, vars(artifact), href=href)
+
+
+def event_list_view(history: History) -> EventListView:
+    """Return a part of a job's history as its caller sees it."""
+    items = tuple(_filled(EventView, vars(event)) for event in history.events)
+    return _filled(EventListView, vars(history), items=items)
+
+
+def device_view(device: DeviceStatus) -> DeviceView:
+    """Return a device as its callers see it."""
+    state: DeviceState = "free"
+    if device.stale:
+        state = "stale"
+    elif device.jobs > device.draining:
+        state = "leased"
+    elif device.draining:
+        state = "draining"
+    return _filled(DeviceView, vars(device), state=state)
+
+
+def _filled(view: type[T], values: Mapping[str, Any], **others: Any) -> T:  # noqa: ANN401 - fields of any type
+    """Return a ``view`` with the ``values`` of its fields' names, moments as texts; what is missing is None."""
+    fields = [field.name for field in dataclasses.fields(cast("Any", view))]
+    found = {name: values.get(name) for name in fields}
+    moments = {name: timestamp(value) for name, value in found.items() if isinstance(value, datetime)}
+    return view(**found | moments | others)

@@ -1,0 +1,78 @@
+"""Responses of the service as records: those of ``catalog.responses``, and rows with the catalog's own metrics.
+
+Fields that a newer service adds are left out, and those that an older one does not have are None.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from catalog import ANALYSES
+from catalog.layer_record import LayerRecord, Observed
+from catalog.record import record
+from catalog.responses import ResultsView
+
+T = TypeVar("T")
+
+
+@record
+class Layer:
+    """One row of a job's results, of a service or of a foreground run."""
+
+    kind: str
+    ordinal: int
+    layer: str
+    module: str | None
+    status: str
+    reason: str | None
+    parameters: tuple[str, ...]
+    parameter_count: int | None
+    metrics: Any
+    """The analysis's own record, such as ``catalog.capacity.CapacityMetrics``; None for a layer that is not covered."""
+    record: LayerRecord | None
+    observed: Observed | None
+    sha256: str | None = None
+
+
+def build_layer(value: Mapping[str, Any]) -> Layer:
+    """Build a row from JSON, with the metrics of its analysis as their record."""
+    row, analysis = build(Layer, value), ANALYSES.get(str(value["kind"]))
+    if analysis is None or row.metrics is None:
+        return row
+    return dataclasses.replace(row, metrics=build(analysis.metrics, row.metrics))
+
+
+def build_results(value: Mapping[str, Any]) -> ResultsView:
+    """Build results from JSON, with each analysis's summary as its record."""
+    results = build(ResultsView, value)
+    summary = {kind: build_summary(kind, each) for kind, each in results.summary.items()}
+    return dataclasses.replace(results, summary=summary)
+
+
+def build_summary(kind: str, summary: Mapping[str, Any]) -> Any:  # noqa: ANN401 - each analysis has its own
+    """Build the summary of the analysis ``kind`` as its record; it stays as it is where the analysis is not known."""
+    analysis = ANALYSES.get(kind)
+    return build(analysis.summary, summary) if analysis is not None else summary
+
+
+def build(cls: type[T], value: Mapping[str, Any]) -> T:
+    """Build a record of ``cls`` from a JSON object, with nested records and tuples as its annotations say."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(typing.cast("Any", cls))
+    absent = {field.name: None for field in fields if field.default is field.default_factory is dataclasses.MISSING}
+    sent = {field.name: _shaped(hints[field.name], value[field.name]) for field in fields if field.name in value}
+    return cls(**absent | sent)
+
+
+def _shaped(hint: Any, item: Any) -> Any:  # noqa: ANN401 - annotations and JSON
+    """Return a JSON value as ``hint`` has it: an array as a tuple, an object as a record where a record is meant."""
+    if isinstance(item, list):
+        kinds = [member for member in (hint, *typing.get_args(hint)) if typing.get_origin(member) is tuple]
+        each = typing.get_args(kinds[0])[0] if kinds else Any
+        return tuple(_shaped(each, member) for member in item)
+    if isinstance(item, dict):
+        records = [each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)]
+        if len(records) == 1 and isinstance(records[0], type):
+            return build(records[0], item)
+    return item
