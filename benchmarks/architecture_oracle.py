@@ -48,6 +48,8 @@ class Rows:
     """(rows,) booleans each: what the attention mask leaves; None where the rows are not its positions."""
     call: list[int] = field(default_factory=list)
     """Which of its module's calls in one pass each comes of."""
+    with_others: bool = False
+    """The module was called with other weights in the place of its own, whose gradients these rows do not give."""
 
     def counted(self) -> Iterator[tuple[Tensor, Tensor]]:
         """``a`` and ``g`` of the rows that count."""
@@ -93,7 +95,8 @@ def truth(case: Case) -> Truth:
         for (key, parameter), gradient in zip(unique.items(), found, strict=True):
             each_gradient[key].append(torch.zeros_like(parameter) if gradient is None else gradient)
     gradients = {name: torch.stack(each_gradient[id(each)]) for name, each in parameters.items()}
-    return Truth(gradients=gradients, terms=terms, rows=dict(rows))
+    own_rows = {name: each for name, each in rows.items() if not each.with_others}
+    return Truth(gradients=gradients, terms=terms, rows=own_rows)
 
 
 def _summed(case: Case, place: int) -> tuple[Tensor, int]:
@@ -147,6 +150,8 @@ def _watched(case: Case, place: int, rows: dict[str, Rows]) -> Iterator[None]:
 
     def see(name: str, module: nn.Module, call: int, entered: Tensor, output: Tensor) -> None:
         kept = _kept(case, place, name, module)
+        weights = module._parameters.values()  # noqa: SLF001 - as they are in this call
+        rows[name].with_others |= any(each is not None and not isinstance(each, nn.Parameter) for each in weights)
         output.register_hook(lambda gradient: _add(rows[name], call, module, entered.clone(), gradient, kept))
 
     with _hooked(case, see):
