@@ -231,7 +231,7 @@ def _write(
         },
     }
     if run.params.route == "rebuild" and isinstance(gradient, Tensor):
-        write_factors(artifacts, facts, replace(factors, **matrices), name)
+        write_factors(artifacts, facts, replace(factors, head_diagonal=None, **matrices), name)
         record = layer.record
         digests = {side: each.side.digest for side, each in made.items() if each is not None}
         shared = run.shared.get(facts.ordinal if facts.shared_A_with is None else facts.shared_A_with)

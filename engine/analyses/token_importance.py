@@ -1,8 +1,8 @@
 """Token importance: the exact diagonal of a head's G, kept as an artifact, with how few tokens carry most of it.
 
 ``G_vv = E[g_v²]`` over loss terms: of a softmax under `mc` and `type2`, where its probabilities are kept, the mean of
-``p_v (1 − p_v)``, which no sampling enters; elsewhere the sum of the collected gradients' squares. A table that is
-also the head's weight has no G of the head alone: what is kept is the nearest product of both uses.
+``p_v (1 − p_v)``, which no sampling enters; elsewhere the sum of the collected gradients' squares. Where a table holds
+the head's weight, G is that of the nearest product of both uses; the diagonal of the head's own is kept beside it.
 """
 
 import torch
@@ -46,12 +46,15 @@ def token_importance(name: str | None, workspace: Workspace, whole: Collected) -
     """
     if name is None:
         return None
-    facts = next((facts for facts in whole.layers if facts.name == name), None)
+    facts = next((facts for facts in whole.layers if facts.name == name), None) or _tied(name, whole)
     why = _why_not(name, facts, whole)
-    if why is not None or facts is None:
+    factors = None if why is not None or facts is None else whole.load(facts.ordinal)
+    if factors is not None and facts is not None and NEAREST in facts.why and factors.head_diagonal is None:
+        why = "these factors are from before the diagonal of a tied head's own G was kept"
+    if why is not None or facts is None or factors is None:
         blank = dict.fromkeys(TokenImportance.__dataclass_fields__)
         return TokenImportance(**{**blank, "layer": name, "why": why})  # type: ignore[arg-type]
-    diagonal = gradient_diagonal(whole.load(facts.ordinal))
+    diagonal = gradient_diagonal(factors)
     artifact = f"token_importance/{facts.ordinal}.safetensors"
     workspace.artifacts.save_tensors(artifact, {"importance": diagonal}, {"layer": facts.name})
     ordered = torch.sort(diagonal, descending=True, stable=True)
@@ -69,24 +72,27 @@ def token_importance(name: str | None, workspace: Workspace, whole: Collected) -
 
 
 def gradient_diagonal(factors: Factors) -> Tensor:
-    """Return the diagonal of G, (V,) float64 on the host, its scale multiplied in, without making G dense."""
+    """Return the diagonal of the head's G, (V,) float64 on the host, scale multiplied in, without making G dense."""
     side = factors.G
+    if factors.head_diagonal is not None:
+        return factors.head_diagonal.to("cpu", torch.float64)
     if isinstance(side, Structured):
         return side.diagonal().to("cpu", torch.float64) * factors.scale_G
     return (side if side.ndim == 1 else side.diagonal()).to("cpu", torch.float64) * factors.scale_G
+
+
+def _tied(name: str, whole: Collected) -> LayerFacts | None:
+    """The layer of a table that holds the weight of the head ``name``, by whichever of their names it goes."""
+    return next((each for each in whole.layers if NEAREST in each.why and f"`{name}`" in each.why), None)
 
 
 def _why_not(name: str, facts: LayerFacts | None, whole: Collected) -> str | None:
     """Why the layer has no diagonal of a head's G; None where it has."""
     if facts is None:
         declared = next((layer for layer in whole.declared if layer.name == name), None)
-        tied = [each.name for each in whole.layers if NEAREST in each.why]
         if declared is not None:
             return f"the layer is not covered: {declared.reason}"
-        also = f"; `{tied[0]}` holds a head's weight and a table's in one" if tied else ""
-        return f"no covered layer has that name{also}"
-    if NEAREST in facts.why:
-        return "its weight is a table's too, and G is that of the nearest product of both uses, not of the head"
+        return "no covered layer has that name"
     if whole.collection.fisher == "forward_only":
         return "G is the identity under `forward_only`"
     return None

@@ -11,6 +11,7 @@ from catalog.woodbury import Woodbury
 from engine.curvature.factors import Corrected, Factors, packed, require_bias_column, unpacked
 from engine.curvature.layers.coverage import DeclaredLayer
 from engine.curvature.layers.layer import Form
+from engine.curvature.layers.tied import NEAREST
 from engine.curvature.representation import read_structured
 from engine.curvature.structured import Structured
 from engine.errors import BrokenFactors
@@ -157,6 +158,8 @@ def write_factors(
         tensors, own = {"gradient_covariance": packed(side)}, {}
     if facts.shared_A_with is None:
         tensors["activation_covariance"] = packed(factors.A)
+    if factors.head_diagonal is not None:
+        tensors["head_diagonal"] = factors.head_diagonal
     if corrected is not None:
         tensors |= stored_correction(corrected, own_a=facts.shared_A_with is None)
     metadata = {
@@ -344,7 +347,13 @@ def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float], 
         G=_gradient(artifacts, facts, metadata),
         scale_A=scales[0],
         scale_G=scales[1],
+        head_diagonal=_head_diagonal(artifacts, facts),
     )
+
+
+def _head_diagonal(artifacts: Artifacts, facts: LayerFacts) -> Tensor | None:
+    """That of a head's own G, where a table holds the same weight; a set from before it was kept has none."""
+    return artifacts.load_tensors(factor_file(facts.ordinal)).get("head_diagonal") if NEAREST in facts.why else None
 
 
 def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata: Mapping[str, str]) -> Tensor | Structured:

@@ -38,6 +38,8 @@ class Factors:
     """Power of two that the stored A is to be multiplied by."""
     scale_G: float = 1.0
     """The same of G."""
+    head_diagonal: Tensor | None = None
+    """(out_dim,) the diagonal of the head's own G, where G is that of the nearest product of a head and its table."""
 
     @property
     def out_dim(self) -> int:

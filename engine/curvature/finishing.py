@@ -103,7 +103,14 @@ def finished(
     found.G = found.gradient_rows = None
     for part, (A, scale_A), (G, scale_G) in zip(found.layer.parts, shared[holder.layer.name], gradient, strict=True):
         yield Factors(
-            layer=part, form=found.layer.form, bias=found.layer.bias, A=A, G=G, scale_A=scale_A, scale_G=scale_G
+            layer=part,
+            form=found.layer.form,
+            bias=found.layer.bias,
+            A=A,
+            G=G,
+            scale_A=scale_A,
+            scale_G=scale_G,
+            head_diagonal=found.head_diagonal if isinstance(found, TiedHeadStatistics) else None,
         )
 
 

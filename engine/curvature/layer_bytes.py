@@ -188,6 +188,6 @@ def sides_of(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
     if not follows and layer.form not in ("block", "diagonal_block"):
         sides.append((layer.in_dim, layer.form == "kronecker"))
     if isinstance(layer, TiedHeadLayer):
-        # beside the head's: the counts of the table's ids, and the moments of its vectors
-        sides += [(layer.fan_out, False), (layer.fan_in, True)]
+        # beside the head's: counts of the table's ids, moments of its vectors, the diagonal of the head's own G
+        sides += [(layer.fan_out, False), (layer.fan_in, True), (layer.fan_out, False)]
     return sides

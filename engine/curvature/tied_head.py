@@ -45,6 +45,8 @@ class TiedHeadStatistics(LayerStatistics):
     """(d, d) ``Σ g gᵀ`` of the vectors looked up."""
     weight_counts: float = 0.0
     """Lookups, decayed with the sums."""
+    head_diagonal: Tensor | None = None
+    """(V,) the diagonal of the head's own normalised G, on the host, once the product is made."""
     residual: float | None = None
     """Frobenius norm of what the product misses, over that of the sum, once it is made; a sketched G is taken for
     its sketch."""
@@ -53,7 +55,7 @@ class TiedHeadStatistics(LayerStatistics):
         """Make the zeroed sums.
 
         Memory:
-            V + d² numbers more than the head alone.
+            2 V + d² numbers more than the head alone, V of them once the product is made.
         """
         super().allocate(dtype, device)
         self.counts = torch.zeros(self.layer.fan_out, dtype=dtype, device=device)
@@ -129,6 +131,7 @@ class TiedHeadStatistics(LayerStatistics):
             vectors.zero_().diagonal().fill_(1.0)
         width = vectors.shape[0]
         block, diagonal = A[:width, :width], G.diagonal().to(where)
+        self.head_diagonal = diagonal.to("cpu", copy=True)
         P = _inner_products(_inner_of(G).to(where), _inner(diagonal, counts), _inner(counts, counts))
         Q = _inner_products(_inner(A, A), _inner(block, vectors), _inner(vectors, vectors))
         traces_G = torch.stack([diagonal.sum(dtype=torch.float64), counts.sum(dtype=torch.float64)]).cpu()

@@ -39,6 +39,8 @@ class Waiting:
     """How G is kept."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What reading a structured G needs besides its tensors."""
+    has_head: bool = False
+    """The diagonal of the head's own G stands beside it."""
 
     def load(self, scratch: Artifacts) -> Factors:
         """Read them back."""
@@ -53,6 +55,7 @@ class Waiting:
             G=stored_g,
             scale_A=self.scale_A,
             scale_G=self.scale_G,
+            head_diagonal=scratch.load_tensors(_file(self.place, "head"))["head"] if self.has_head else None,
         )
 
     def intact(self, scratch: Artifacts) -> bool:
@@ -96,6 +99,8 @@ def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting 
     else:
         gradient, kind, metadata = packed(factors.G), "dense", {}
         scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
+    if factors.head_diagonal is not None:
+        scratch.save_tensors(_file(place, "head"), {"head": factors.head_diagonal}, {})
     return Waiting(
         layer=factors.layer,
         form=factors.form,
@@ -111,6 +116,7 @@ def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting 
         scale_G=factors.scale_G,
         kind=kind,
         metadata=metadata,
+        has_head=factors.head_diagonal is not None,
     )
 
 

@@ -11,6 +11,9 @@ from catalog.collection import Collection
 from catalog.token_importance import TokenImportance
 from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
+from engine.curvature.collected import factor_file, write_factors
+from engine.curvature.collection import collected
+from engine.curvature.waiting import lay_aside
 from engine.errors import NoSuchLayer
 from engine.workspace import Workspace
 from tests.oracles import workspace
@@ -88,12 +91,40 @@ def test_of_the_datas_labels_it_is_the_mean_square_of_each_examples_gradient(pol
     torch.testing.assert_close(stored, torch.stack(squares).mean(0), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", ["table", "lm_head"])
+@pytest.mark.parametrize("policy", ["dense", "all"])
+def test_of_a_head_that_holds_its_tables_weight_it_is_the_heads_own(name: str, policy: str) -> None:
+    made = space(tied=True, fisher="empirical", policy=policy)
+    found = measured(made, name)
+    squares = []
+    for logits, target in alone(made):
+        loss = nn.functional.cross_entropy(logits[None], target[None], reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, logits)
+        squares.append(gradient.square())
+    stored = made.artifacts.load_tensors(str(found.artifact))["importance"]
+    torch.testing.assert_close(stored, torch.stack(squares).mean(0), rtol=1e-10, atol=1e-14)
+    assert (found.layer, found.why, found.tokens) == (name, None, VOCABULARY)
+
+
+def test_a_tied_softmax_head_gives_that_of_its_probabilities_also_where_factors_are_read_back() -> None:
+    made = space(tied=True)
+    probabilities = torch.stack([logits.detach().softmax(0) for logits, _ in alone(made)])
+    expected = (probabilities * (1 - probabilities)).mean(0)
+    whole = collected(made)
+    (facts,) = (layer for layer in whole.layers if layer.name == "table")
+    own = whole.load(facts.ordinal)
+    write_factors(made.artifacts, facts, own)
+    tensors = made.artifacts.load_tensors(factor_file(facts.ordinal))
+    torch.testing.assert_close(tensors["head_diagonal"], expected, rtol=1e-12, atol=0)
+    waiting = lay_aside(made.artifacts, own, "aside", None)
+    torch.testing.assert_close(waiting.load(made.artifacts).head_diagonal, expected, rtol=1e-12, atol=0)
+
+
 def test_where_there_is_none_it_says_why() -> None:
-    tied = measured(space(tied=True), "table")
-    assert (tied.artifact, tied.tokens) == (None, None)
-    assert "the nearest product of both uses" in str(tied.why)
-    other = measured(space(tied=True), "lm_head")
-    assert "`table` holds a head's weight and a table's in one" in str(other.why)
+    made = space()
+    assert made.model is not None
+    made.model.middle.requires_grad_(False)
+    assert "no covered layer has that name" in str(measured(made, "middle").why)
 
 
 def test_a_head_that_the_model_does_not_have_is_refused_before_anything_is_collected() -> None:
