@@ -19,7 +19,7 @@ from catalog.inputs import Task, TaskType
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.curvature.batches import counted
-from engine.curvature.collected import INDEX, Collected, read_collected, stored_correction
+from engine.curvature.collected import INDEX, Collected, read_collected
 from engine.curvature.decomposition_bytes import eigendecomposition_bytes as eigendecomposition_bytes  # noqa: PLC0414 - offered here
 from engine.curvature.factors import Corrected, Factors, digest
 from engine.curvature.preconditioning import precondition
@@ -233,7 +233,7 @@ def _verify(folder: Path, found: LayersFactors) -> None:
         factors = found.collected.load(int(entry["ordinal"]))
         tensors = {"activation_covariance": factors.A, "gradient_covariance": factors.G}
         if found.collected.load_corrected is not None:
-            tensors |= stored_correction(found.collected.load_corrected(int(entry["ordinal"])), own_a=True)
+            tensors |= found.collected.load_corrected(int(entry["ordinal"])).stored(own_a=True)
         for side, tensor in tensors.items():
             if digest(tensor) != entry[side]["sha256"]:
                 raise BrokenFactors(

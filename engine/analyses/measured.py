@@ -23,7 +23,6 @@ from engine.curvature.collected import (
     Collected,
     Kept,
     LayerFacts,
-    stored_correction,
     write_factors,
     write_index,
     write_run,
@@ -280,7 +279,7 @@ def _kept(measured: Measured) -> Kept:
 
 
 def _digests(corrected: Corrected) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in stored_correction(corrected, own_a=True).items()}
+    return {name: digest(tensor) for name, tensor in corrected.stored(own_a=True).items()}
 
 
 def _size(factors: Factors, *, own_a: bool) -> int:

@@ -161,7 +161,7 @@ def write_factors(
     if factors.head_diagonal is not None:
         tensors["head_diagonal"] = factors.head_diagonal
     if corrected is not None:
-        tensors |= stored_correction(corrected, own_a=facts.shared_A_with is None)
+        tensors |= corrected.stored(own_a=facts.shared_A_with is None)
     metadata = {
         "format": FORMAT,
         "layer": facts.name,
@@ -175,16 +175,6 @@ def write_factors(
         **own,
     }
     artifacts.save_tensors(name or factor_file(facts.ordinal), tensors, metadata)
-
-
-def stored_correction(corrected: Corrected, *, own_a: bool) -> dict[str, Tensor]:
-    """A correction's tensors under the names that they are stored by."""
-    tensors = {
-        "eigenvectors_A": corrected.eigenvectors_A if own_a else None,
-        "eigenvectors_G": corrected.eigenvectors_G,
-        "corrected_eigenvalues": corrected.eigenvalues,
-    }
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,13 +337,11 @@ def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float], 
         G=_gradient(artifacts, facts, metadata),
         scale_A=scales[0],
         scale_G=scales[1],
-        head_diagonal=_head_diagonal(artifacts, facts),
+        # a set from before it was kept has none
+        head_diagonal=artifacts.load_tensors(factor_file(facts.ordinal)).get("head_diagonal")
+        if NEAREST in facts.why
+        else None,
     )
-
-
-def _head_diagonal(artifacts: Artifacts, facts: LayerFacts) -> Tensor | None:
-    """That of a head's own G, where a table holds the same weight; a set from before it was kept has none."""
-    return artifacts.load_tensors(factor_file(facts.ordinal)).get("head_diagonal") if NEAREST in facts.why else None
 
 
 def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata: Mapping[str, str]) -> Tensor | Structured:

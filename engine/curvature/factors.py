@@ -95,6 +95,15 @@ class Corrected:
     eigenvalues: Tensor
     """λ (out_dim, in_dim)."""
 
+    def stored(self, *, own_a: bool) -> dict[str, Tensor]:
+        """Return the tensors under the names that they are stored by; Q_A only where the layer has an A of its own."""
+        tensors = {
+            "eigenvectors_A": self.eigenvectors_A if own_a else None,
+            "eigenvectors_G": self.eigenvectors_G,
+            "corrected_eigenvalues": self.eigenvalues,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
 
 def _widened(stored: Tensor, scale: float) -> Tensor:
     if stored.element_size() > 2:
