@@ -23,6 +23,8 @@ from engine.workspace import Workspace
 
 _OPERATIONS_A_CALL = 12
 """Operations that the passes start for each call of a treated layer, there and back, and around it."""
+_TOUCHED_FOR_VARIANCE = 8
+"""Times that the sums of a batch and those before it are read or written for their variance, as measured."""
 _ROOM = 4
 """Times what measuring holds: with less left of the budget it is not done."""
 _USUAL_BATCHES = 16
@@ -47,6 +49,8 @@ class Work:
     """Rows of each dense factor."""
     sums_bytes: int
     """Of all layers."""
+    varied_bytes: int
+    """Of the sums that are set aside in each batch for their variance."""
     calls: int
     """Of treated layers in one pass."""
     directions: int
@@ -61,6 +65,7 @@ def work_of(
     seen: DryRun,
     shared: dict[str, str],
     sums_bytes: int,
+    varied_bytes: int = 0,
 ) -> Work:
     """The work of one job."""
     collection = workspace.collection
@@ -90,6 +95,7 @@ def work_of(
             for _ in range(groups if rows > 1 else 0)
         ),
         sums_bytes=sums_bytes,
+        varied_bytes=varied_bytes,
         calls=len(seen.calls),
         directions=directions,
         checks=check_work(workspace, -(-(workspace.examples or batch * _USUAL_BATCHES) // batch)),
@@ -107,9 +113,11 @@ def _gradient_products(kept: Representation, size: int) -> int:
 def with_seconds(plan: Plan, work: Work) -> Plan:
     """``plan`` with what is foreseen of each stage's duration."""
     pace, chosen = work.pace, plan.chosen
-    slices = -(-work.batch // (chosen.micro_batch or work.batch)) * -(-work.examples // work.batch)
+    batches = -(-work.examples // work.batch)
+    slices = -(-work.batch // (chosen.micro_batch or work.batch)) * batches
     touched = 2 * work.sums_bytes * slices * (1 + work.directions) / 2
     moved = 0.6 * touched / 2 / pace.bytes_per_second if chosen.offload else 0.0
+    touched += _TOUCHED_FOR_VARIANCE * work.varied_bytes * batches
     once = (
         work.examples * work.passing * (4 / 3 if chosen.activation_checkpointing else 1) / pace.operations_per_second
         + slices * work.calls * _OPERATIONS_A_CALL * pace.seconds_an_operation

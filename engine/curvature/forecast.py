@@ -91,7 +91,10 @@ class _Ways:
         shared: dict[str, str],
     ) -> "_Ways":
         item = torch.empty((), dtype=dtype).element_size()
-        sums = sum(group_bytes(treated, shared, item, seen, workspace.device).values())
+        sums, twice = (
+            sum(group_bytes(treated, shared, item, seen, workspace.device, varied).values())
+            for varied in (None, workspace.collection)
+        )
         return cls(
             workspace=workspace,
             budget=workspace.memory,
@@ -101,7 +104,7 @@ class _Ways:
             seen=seen,
             shared=shared,
             held_bytes=resident_bytes() if seen.resident_bytes is None else seen.resident_bytes,
-            work=work_of(workspace, treated, seen, shared, sums),
+            work=work_of(workspace, treated, seen, shared, sums, varied_bytes=twice - sums),
         )
 
     @cached_property

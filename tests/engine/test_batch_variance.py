@@ -421,3 +421,5 @@ def test_the_plan_counts_what_is_set_aside(fisher: str, monkeypatch: pytest.Monk
     counted = [next(term["size_bytes"] for term in plan["terms"] if term["name"] == "accumulators") for plan in plans]
     assert [held[0], held[-1]] == counted
     assert counted[0] > counted[1]
+    seconds = [plan["stages"]["collection"]["seconds"] for plan in plans]
+    assert seconds[0] > seconds[1]
