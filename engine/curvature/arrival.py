@@ -39,12 +39,14 @@ def arrival(
     def enter(gradient: Tensor) -> None:
         if read is not None:
             require_unwritten(use.input, read, statistics.layer.name)
-        if arrange is not None:
-            gradient = arrange(gradient, use.examples)
-        look(gradient)
-        statistics.add_gradient_(use, gradient)
-        if meeting is not None:
-            meeting.arrive(use, gradient, calls())
+        # operations of our own are not the model's, whose casts may be under way
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its only name
+            if arrange is not None:
+                gradient = arrange(gradient, use.examples)
+            look(gradient)
+            statistics.add_gradient_(use, gradient)
+            if meeting is not None:
+                meeting.arrive(use, gradient, calls())
 
     return enter
 

@@ -11,19 +11,27 @@ from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.exhaustion import lost_device, ran_out_of_memory
 
 
-def pull_back(end: GradientEdge, direction: Tensor, *, retain_graph: bool = False) -> None:
+def pull_back(
+    end: GradientEdge,
+    direction: Tensor,
+    *,
+    retain_graph: bool = False,
+    within: contextlib.AbstractContextManager[object] | None = None,
+) -> None:
     """Pull ``direction`` back from ``end``, to whatever hooks wait for its gradients.
 
     Args:
         end: Where the graph ends.
         direction: A vector of the shape of the outputs.
         retain_graph: Keep the graph for another direction.
+        within: What the forward pass ran in, for parts of it that activation checkpointing runs again.
 
     Raises:
         ModelRefused: If the model's backward pass raises; the message quotes it.
     """
     try:
-        torch.autograd.backward(end, direction, retain_graph=retain_graph)
+        with within or contextlib.nullcontext():
+            torch.autograd.backward(end, direction, retain_graph=retain_graph)
     except (EngineError, Unwinding):
         raise
     except Exception as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from engine.curvature.layers.coverage import Alias
@@ -81,7 +82,10 @@ def standing_in(layers: Sequence[TreatedLayer], aliases: Sequence[Alias] = ()) -
 
 
 def used_elsewhere(
-    layers: Sequence[TreatedLayer], aliases: Sequence[Alias], run: Callable[[], Tensor]
+    layers: Sequence[TreatedLayer],
+    aliases: Sequence[Alias],
+    run: Callable[[], Tensor],
+    within: contextlib.AbstractContextManager[object] | None = None,
 ) -> frozenset[str]:
     """Return those of ``layers``, by name, whose parameters ``run`` reads outside their modules' calls.
 
@@ -89,6 +93,7 @@ def used_elsewhere(
         layers: Layers that modules' calls show.
         aliases: Second names of their parameters.
         run: Makes the outputs, with a graph.
+        within: What ``run`` runs the model in, for what activation checkpointing runs again.
 
     Memory:
         What autograd saves of a run, from such uses on; and their gradients.
@@ -99,10 +104,14 @@ def used_elsewhere(
         replaced = frozenset(each.layer for each in stand_ins if each.replaced)
         if not outputs.requires_grad:
             return replaced
-        leaves = [each.leaf for each in stand_ins]
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            outputs, leaves, torch.ones_like(outputs), allow_unused=True
-        )
+        with within or contextlib.nullcontext():
+            # shown tensors, torch would take this for an operation, inside which no mode is active
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                [get_gradient_edge(outputs)],
+                [get_gradient_edge(each.leaf) for each in stand_ins],
+                [torch.ones_like(outputs)],
+                allow_unused=True,
+            )
     reached = (each.layer for each, gradient in zip(stand_ins, found, strict=True) if gradient is not None)
     return replaced | frozenset(reached)
 

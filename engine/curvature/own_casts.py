@@ -4,7 +4,8 @@ A float32 model casts with `.float()`, and a bfloat16 one with `.to(torch.bfloat
 weights already are: there that does nothing. Measured in float64 the same cast narrows, and the next
 product has operands of two precisions, which torch refuses. So the dtypes that the model's own
 tensors had stand for the one they were converted to; casts to any other dtype stay what they are, and
-operands of two precisions meet in the wider one.
+operands of two precisions meet in the wider one. Parts of the forward pass that activation checkpointing
+runs again on the way back are run so too.
 
 Only a model whose forward pass fails otherwise is run so: all others keep their numbers to the last bit.
 """

@@ -29,6 +29,7 @@ from engine.curvature.mixed_precision import Precision
 from engine.curvature.nested import Sizes, keep_size
 from engine.curvature.numerics import Numerics
 from engine.curvature.offload import ROW_STAGING_NUMBERS, Staging, staging_numbers
+from engine.curvature.own_casts import casts_of
 from engine.curvature.padding import grouped
 from engine.curvature.prediction import predict
 from engine.curvature.representation import DENSE, Representation
@@ -328,11 +329,11 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
         end = get_gradient_edge(prediction.outputs)
         for direction in directions(prediction, batch.index, job.task, job.collection):
             if waiting is not None:
-                _return(end, waiting, collector, last=False)
+                _return(job, end, waiting, collector, last=False)
             waiting = direction
         if waiting is not None:
             del prediction
-            _return(end, waiting, collector, last=True)
+            _return(job, end, waiting, collector, last=True)
     collector.end()
     shares_squared = float(shares.dot(shares))
     for statistics in collector.statistics:
@@ -340,16 +341,16 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
     return terms
 
 
-def _return(end: GradientEdge, direction: Tensor, collector: Collector, *, last: bool) -> None:
+def _return(job: PassJob, end: GradientEdge, direction: Tensor, collector: Collector, *, last: bool) -> None:
     """Pull one direction back, until all its gradients are finite."""
-    scale = collector.scale
+    scale, casts = collector.scale, casts_of(job.model)
     if scale is None:
         # the last one frees the graph as it goes
-        pull_back(end, direction, retain_graph=not last)
+        pull_back(end, direction, retain_graph=not last, within=casts)
         collector.returned()
         return
-    pull_back(end, direction * scale.value, retain_graph=True)
+    pull_back(end, direction * scale.value, retain_graph=True, within=casts)
     while not collector.returned():
         scale.lower()
-        pull_back(end, direction * scale.value, retain_graph=True)
+        pull_back(end, direction * scale.value, retain_graph=True, within=casts)
     scale.endure()

@@ -7,6 +7,7 @@ words. After an asynchronous fault of the device nothing more can be computed in
 import gc
 
 import torch
+from torch.utils import checkpoint
 
 from engine.errors import EngineError, Unwinding
 from engine.memory.budget import give_back_host_memory
@@ -19,6 +20,7 @@ _SAID = (
     "ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuDNN
     "could not create a memory",  # oneDNN
 )
+_RECOMPUTED: type[Exception] = getattr(checkpoint, "_StopRecomputationError", Unwinding)
 _DEVICE_FAULT = ("CUDA error", "device-side assert", "CUDA driver error")
 
 
@@ -38,8 +40,12 @@ def lost_device(error: BaseException) -> bool:
 
 
 def is_unexplained(error: BaseException) -> bool:
-    """Whether ``error`` is none of the engine's own, no failed allocation and no lost device."""
-    return not (isinstance(error, (EngineError, Unwinding)) or ran_out_of_memory(error) or lost_device(error))
+    """Whether ``error`` is none of the engine's own, no failed allocation and no lost device.
+
+    Nor what ends the second run of a checkpointed part early, once everything is there that the backward pass needs.
+    """
+    ours = isinstance(error, (EngineError, Unwinding, _RECOMPUTED))
+    return not (ours or ran_out_of_memory(error) or lost_device(error))
 
 
 def first_line(error: BaseException) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.curvature import own_casts
 from engine.curvature.own_casts import OwnCasts, casts_of, note_conversion, settle_casts
 from engine.curvature.planning import plan_job
 from engine.errors import ModelRefused
-from tests.oracles import collect, curvature_traces, relative_error, workspace
+from tests.oracles import collect, curvature_traces, relative_error, require_traces, workspace
 
 EXACT = 1e-10
 Use = Callable[["Casting", Tensor], Tensor]
@@ -156,3 +157,32 @@ def test_another_precision_is_settled_anew() -> None:
     assert isinstance(casts_of(model), OwnCasts)
     note_conversion(model, frozenset(), torch.float32)
     assert not isinstance(casts_of(model), OwnCasts)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_casts_do_nothing_where_a_checkpoint_runs_them_again(fisher: str, *, reentrant: bool) -> None:
+    def recomputed(model: Casting, h: Tensor) -> Tensor:
+        def inside(h: Tensor) -> Tensor:
+            return model.norm(model.inner(torch.tanh(h).float()).to(torch.float32)) * model.p.float()
+
+        return h + checkpoint(inside, h, use_reentrant=reentrant)
+
+    model = Casting(recomputed)
+    twin = Casting(lambda model, h: h + model.norm(model.inner(torch.tanh(h))) * model.p).double()
+    x, y = data()
+    found = collect(model, [(x, y)], "classification", fisher=fisher, exact_trace=True, batch_size=3)
+    truth = collect(twin, [(x.double(), y)], "classification", fisher=fisher, exact_trace=True, batch_size=3)
+    assert [layer.name for layer in found.layers] == [layer.name for layer in truth.layers]
+    for left, right in zip(found.layers, truth.layers, strict=True):
+        one, other = found.load(left.ordinal), truth.load(right.ordinal)
+        assert relative_error(one.A, other.A) < EXACT
+        assert relative_error(one.G, other.G) < EXACT
+    if fisher == "empirical":
+        # each example alone, in plain autograd
+        losses = (
+            nn.functional.cross_entropy(twin(example[None]), target[None])
+            for example, target in zip(x.double(), y, strict=True)
+        )
+        require_traces(twin, found, losses, 7)

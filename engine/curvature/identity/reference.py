@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from engine.curvature.backward import drained
 from engine.curvature.batches import Batch
 from engine.curvature.identity.rows import direction_of, run
 from engine.curvature.identity.subject import Subject, unwritten
+from engine.curvature.own_casts import casts_of
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
 """Gets a parameter and its gradient, which is let go of afterwards."""
@@ -61,7 +63,8 @@ def pull_back(
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and not failures:
                 try:
-                    arrived(parameter, gradient)
+                    with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
+                        arrived(parameter, gradient)
                 except Exception as error:  # noqa: BLE001 - raised below: autograd would keep the rest of the graph
                     failures.append(error)
 
@@ -70,7 +73,9 @@ def pull_back(
         if subject.task.likelihood == "model":
             cotangent = direction_of(subject, prediction, own.index)
         if prediction.outputs.requires_grad:
-            torch.autograd.backward(prediction.outputs, cotangent)
+            with casts_of(subject.model):
+                # shown tensors, torch would take its backward pass for an operation, inside which no mode is active
+                torch.autograd.backward(get_gradient_edge(prediction.outputs), cotangent)
         if failures:
             raise failures.pop()
         whole = {id(parameter): parameter for parameter in arrivals}

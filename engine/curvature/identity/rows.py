@@ -15,6 +15,7 @@ from engine.curvature.identity.subject import Subject, unwritten
 from engine.curvature.joint import Met
 from engine.curvature.layers.layer import TreatedLayer, Use, of_examples
 from engine.curvature.loss import directions, root_product
+from engine.curvature.own_casts import casts_of
 from engine.curvature.prediction import Prediction, predict
 from engine.curvature.sampling import normals
 from engine.curvature.statistics import LayerStatistics
@@ -130,7 +131,7 @@ def _recorded(
         if subject.has_gradients and prediction.outputs.requires_grad and (prediction.terms or cotangent is not None):
             if cotangent is None or subject.task.likelihood == "model":
                 cotangent = direction_of(subject, prediction, own.index)
-            pull_back(get_gradient_edge(prediction.outputs), cotangent)
+            pull_back(get_gradient_edge(prediction.outputs), cotangent, within=casts_of(subject.model))
             collector.returned()
         collector.end()
     return Recording(layers=recorders, outputs=prediction.outputs.detach(), cotangent=cotangent, examples=batch.size)
