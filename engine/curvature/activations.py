@@ -34,18 +34,23 @@ class Saved:
     example_bytes: int
     inputs: Mapping[nn.Module, "Saved"] = field(default_factory=dict, compare=False)
     """The part of it that is not autograd's: what enters a treated layer, held for that layer alone."""
+    others: tuple[tuple[int, int], ...] = ()
+    """What is held at other moments: bytes at any size, and bytes for each example."""
 
     def of(self, examples: int) -> int:
-        """Bytes for so many examples."""
-        return self.fixed_bytes + examples * self.example_bytes
+        """Bytes for so many examples, at the moment when they are most."""
+        lines = ((self.fixed_bytes, self.example_bytes), *self.others)
+        return max(fixed + examples * each for fixed, each in lines)
 
     def within(self, modules: Iterable[nn.Module]) -> "Saved":
         """The same where only ``modules`` are treated."""
         mine = set(modules)
-        others = [own for module, own in self.inputs.items() if module not in mine]
+        absent = [own for module, own in self.inputs.items() if module not in mine]
+        fixed, each = sum(own.fixed_bytes for own in absent), sum(own.example_bytes for own in absent)
         return Saved(
-            fixed_bytes=self.fixed_bytes - sum(own.fixed_bytes for own in others),
-            example_bytes=self.example_bytes - sum(own.example_bytes for own in others),
+            fixed_bytes=self.fixed_bytes - fixed,
+            example_bytes=self.example_bytes - each,
+            others=tuple((bytes_ - fixed, more - each) for bytes_, more in self.others),
         )
 
 

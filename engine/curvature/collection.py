@@ -146,7 +146,7 @@ def _settled(
         found, seen = verification.without_refused(found, seen)
         _require_coverage_so_far(job, found, trainable, mixed)
         shared = followers(seen.calls, found.treated)
-        seen = represented(job, found, with_activations(job, found, seen))
+        seen = represented(job, found, with_activations(job, found, seen, mixed))
         job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
         foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
         plan = foretell(seen)

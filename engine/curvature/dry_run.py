@@ -11,11 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.curvature.activations import traced
+from engine.curvature.activations import Saved, traced
 from engine.curvature.batches import Batch, mapped, tensors
 from engine.curvature.broadcast import proven
 from engine.curvature.calls import Call, called, overwritten, shared_tables, unattributed, watched
-from engine.curvature.discovery import Uses, calls_of, candidates, discovered
+from engine.curvature.discovery import Uses, calls_of, candidates, discovered, places_of
+from engine.curvature.dry_pass import pass_events
 from engine.curvature.elsewhere import used_elsewhere
 from engine.curvature.finiteness import witnessed
 from engine.curvature.head_choice import head_choice
@@ -25,12 +26,14 @@ from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.loss_head import head_of
 from engine.curvature.masks import Masking, Run, try_masks
-from engine.curvature.own_casts import settle_casts
+from engine.curvature.own_casts import casts_of, settle_casts
 from engine.curvature.padding import padding_decides_nothing
+from engine.curvature.pass_peak import peak_lines
 from engine.curvature.passes import PassJob
 from engine.curvature.prediction import answer, predict
 from engine.curvature.representation import Foreseen, choose
 from engine.curvature.row_order import find_row_orders
+from engine.errors import EngineError
 
 _DRY_EXAMPLES = (2, 3)
 """One example, repeated. Not once alone: a model may squeeze a batch of one away."""
@@ -79,7 +82,9 @@ def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Surv
         torch.manual_seed(job.collection.seed)
         return predict(job.model, batch, job.task).outputs
 
-    elsewhere = used_elsewhere([layer for layer in survey.treated if layer.name in called], survey.aliases, run)
+    elsewhere = used_elsewhere(
+        [layer for layer in survey.treated if layer.name in called], survey.aliases, run, casts_of(job.model)
+    )
     if not elsewhere:
         return survey, seen
     refused = tuple(
@@ -121,8 +126,15 @@ def looked_into(
     return survey, seen, frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
 
 
-def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
-    """The dry run, with what autograd saves of a pass where anything is pulled back."""
+def with_activations(job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str]) -> DryRun:
+    """The dry run, with what autograd saves of a pass where anything is pulled back.
+
+    Args:
+        job: What passes need.
+        survey: The layers.
+        seen: Their calls.
+        mixed: Names of layers whose positions belong to no one example.
+    """
     if job.collection.fisher == "forward_only":
         return seen
     batch = next(job.batches())
@@ -146,17 +158,37 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
             return predict(job.model, part, job.task).outputs
 
     sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    # a direction that overflows is pulled back again, through the same graph
-    retained = job.precision.amp == "fp16"
+    # a direction that overflows is pulled back again, through the same graph; and so is another direction
+    repeated = job.precision.amp == "fp16"
+    retained = repeated or job.collection.fisher == "type2" or job.collection.samples > 1
     saved, recomputed, met, normalised = traced(
         run, sizes, job.model, watched, copied, padded=padded, retained=retained
     )
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
+    # steps, operations that are run again for each example, and a graph that is kept are no single module's
+    if retained or not all(layer.roles for layer in survey.treated):
+        met = _with_passes(job, survey, mixed, sizes, met, retained=retained)
     return dataclasses.replace(
-        seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, retained=retained
+        seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, repeated=repeated
     )
+
+
+def _with_passes(
+    job: PassJob, survey: Survey, mixed: frozenset[str], sizes: tuple[int, ...], met: Saved, *, retained: bool
+) -> Saved:
+    """``met``, or what whole passes hold where that is more."""
+    batch = next(job.batches())
+    job = dataclasses.replace(job, places=places_of(survey))
+    try:
+        held = [
+            pass_events(job, survey.treated, mixed, _repeated(batch, size), directions=1 + retained) for size in sizes
+        ]
+    except EngineError:
+        # the pass that counts says why
+        return met
+    return dataclasses.replace(met, others=peak_lines(sizes, held))
 
 
 def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:

@@ -40,8 +40,8 @@ class DryRun:
     """What is held where the gradients of a layer arrive: what was saved up to its call, all inputs, and gradients."""
     met_normalised: Saved | None = None
     """The same where those of a normalisation do, with all that is made of them."""
-    retained: bool = False
-    """The graph stays until all gradients of a direction are known to be finite, and they wait for each other."""
+    repeated: bool = False
+    """A direction is pulled back again until all its gradients are finite, for which they wait for each other."""
     resident_bytes: int | None = None
     """What the process holds without the plan's own needs; None: what it holds now."""
     representations: Mapping[str, Representation] = field(default_factory=dict)

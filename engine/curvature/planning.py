@@ -107,8 +107,8 @@ def _looked_at(
         found = surveyed(job.model, job.collection)
     with shapes_alone(workspace.device), untouched(job.model, dtype), pinned(job.numerics, job.heard):
         job, seen, mixed = dry_run(job, found)
-        found, seen, _ = looked_into(job, found, seen, mixed)
-        seen = represented(job, found, with_activations(job, found, seen))
+        found, seen, mixed = looked_into(job, found, seen, mixed)
+        seen = represented(job, found, with_activations(job, found, seen, mixed))
         seen = dataclasses.replace(seen, resident_bytes=held)
     shared = followers(seen.calls, found.treated)
     foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)

@@ -4,6 +4,7 @@ On a CPU everything is held by the host. The activations are traced (see ``activ
 library decides is estimated; the rest follows from shapes.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -149,7 +150,7 @@ def plan_of(
             )
             for end in ends
         ]
-    if seen.retained:
+    if seen.repeated:
         waiting = sum(_arriving(call) for call in seen.calls) * examples // seen.examples
         terms.append(
             Term(
@@ -235,6 +236,8 @@ def _on_the_way_back(
     # a linear layer takes nothing but what is held where its gradients arrive
     scratched = [call for call in seen.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
     patches = item * max((_scratch(call, seen.examples, examples, workspace) for call in scratched), default=0)
+    if workspace.collection.exact_trace:
+        patches = max(patches, item * _joined(seen, examples))
     if saved is None or met is None or normalised is None:
         widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
         gradients = int(2 * examples / seen.examples * widest * item)
@@ -245,6 +248,18 @@ def _on_the_way_back(
     # a normalisation's time is another one
     patches = max(patches, normalised.of(examples) - held - gradients)
     return gradients, "beyond activations and outputs: saved up to a layer + slice · (input + output)", patches
+
+
+def _joined(seen: DryRun, examples: int) -> int:
+    """Numbers of the rows that the exact trace joins, of some examples, where a linear layer is called often."""
+    several = Counter(call.layer for call in seen.calls if call.layer.form == "kronecker")
+    most = 0
+    for layer, calls in several.items():
+        if calls > 1 and not isinstance(layer, (ConvolutionLayer, BlockLayer)):
+            numbers = sum(call.output.numel() for call in seen.calls if call.layer is layer)
+            positions = numbers // (layer.fan_out * seen.examples)
+            most = max(most, squared_norms_numbers(layer, examples, positions))
+    return most
 
 
 def _within(saved: Saved | None, modules: frozenset[nn.Module] | None) -> Saved | None:
