@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.curvature.activations import Saved, traced
 from engine.curvature.batches import Batch, mapped, tensors
 from engine.curvature.broadcast import proven
-from engine.curvature.calls import Call, called, overwritten, shared_tables, unattributed, watched
+from engine.curvature.calls import Call, InputOverwritten, called, overwritten, shared_tables, unattributed, watched
 from engine.curvature.discovery import Uses, calls_of, candidates, discovered, places_of
 from engine.curvature.dry_pass import pass_events
 from engine.curvature.elsewhere import used_elsewhere
@@ -185,8 +185,8 @@ def _with_passes(
         held = [
             pass_events(job, survey.treated, mixed, _repeated(batch, size), directions=1 + retained) for size in sizes
         ]
-    except EngineError:
-        # the pass that counts says why
+    except (EngineError, InputOverwritten):
+        # the pass that counts says why, or is made anew
         return met
     return dataclasses.replace(met, others=peak_lines(sizes, held))
 
