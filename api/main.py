@@ -1,7 +1,7 @@
-"""The application: routes, guards and the caretaker thread, put together for one process.
+"""The application of one process: routes, middleware and background threads.
 
 ``create_app(settings)`` builds it; ``api.main:app`` builds it from the environment when a server
-asks for it. Nothing here imports torch.
+asks for it. No import here leads to torch.
 """
 
 import os
@@ -14,15 +14,15 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api.background.maintenance import Caretaker, Doorbell
-from api.background.metrics_cache import Lookout
-from api.background.request_metrics import Meter, Traffic
-from api.live.event_stream import Streams
-from api.live.job_watcher import Watch
+from api.background.maintenance import Maintenance, WakeupSender
+from api.background.metrics_cache import MetricsCache
+from api.background.request_metrics import RequestMetrics, RequestMetricsMiddleware
+from api.live.job_watcher import JobWatcher
+from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
-from api.requests import openapi as contract
 from api.requests.auth import Reader, authenticate
-from api.requests.middleware import Guard
+from api.requests.middleware import SecurityMiddleware
+from api.requests.openapi import openapi_document
 from api.routes import analyses, artifacts, dashboard, devices, estimates, events, health, jobs, metrics, results
 from api.service import Service
 from api.settings import Settings
@@ -39,22 +39,29 @@ the job would take. Every error is `application/problem+json` (RFC 9457).
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Build the application; it connects to the database when it starts."""
+    """Build the application.
+
+    Args:
+        settings: The operator's settings.
+
+    Returns:
+        The application; it connects to the database, and checks its schema, when it starts.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = _open(settings, traffic)
+        service = _open(settings, request_metrics)
         try:
             await run_in_threadpool(require_current_schema, service.engine)
             app.state.service = service
-            service.caretaker.start()
+            service.maintenance.start()
             try:
-                async with service.watch.running():
+                async with service.job_watcher.running():
                     yield
             finally:
-                await run_in_threadpool(service.caretaker.stop)
+                await run_in_threadpool(service.maintenance.stop)
         finally:
-            service.lookout.close()
+            service.metrics_cache.close()
             service.engine.dispose()
 
     app = FastAPI(
@@ -70,26 +77,25 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.long_polls = set()
-    traffic = Traffic(lambda: len(app.state.long_polls))
-    app.add_middleware(Guard, embedded=settings.embedded)
-    app.add_middleware(Meter, traffic=traffic)
+    request_metrics = RequestMetrics(lambda: len(app.state.long_polls))
+    app.add_middleware(SecurityMiddleware, embedded=settings.embedded)
+    app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
     for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, dashboard):
         app.include_router(room.router)
 
     @app.get("/openapi.json", include_in_schema=False)
     def openapi(_: Reader) -> JSONResponse:
-        return JSONResponse(contract.describe(app))
+        return JSONResponse(openapi_document(app))
 
-    app.openapi = lambda: contract.describe(app)  # type: ignore[method-assign]  # FastAPI's own extension point
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]  # FastAPI's own extension point
     return app
 
 
-def _open(settings: Settings, traffic: Traffic) -> Service:
+def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
     engine = open_database(settings.ledger.database_url)
-    # embedded mode has no broker: its worker looks into the database by itself
-    rings = settings.redis_url and not settings.embedded
-    doorbell = Doorbell(settings.redis_url) if rings and settings.redis_url else None
+    # embedded mode has no broker: its worker polls the database
+    wakeups = WakeupSender(settings.redis_url) if settings.redis_url and not settings.embedded else None
     if settings.ledger.bucket is None:
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
@@ -97,11 +103,11 @@ def _open(settings: Settings, traffic: Traffic) -> Service:
         settings=settings,
         engine=engine,
         artifacts=open_artifacts(settings.ledger),
-        caretaker=Caretaker(engine, settings.ledger, doorbell),
-        lookout=Lookout(settings),
-        traffic=traffic,
-        watch=Watch(engine, stopping),
-        streams=Streams(settings.streams, settings.streams_per_key),
+        maintenance=Maintenance(engine, settings.ledger, wakeups),
+        metrics_cache=MetricsCache(settings),
+        request_metrics=request_metrics,
+        job_watcher=JobWatcher(engine, stopping),
+        stream_limits=StreamLimits(settings.streams, settings.streams_per_key),
         stopping=stopping,
     )
 

@@ -71,7 +71,7 @@ def faults(complaints: Sequence[Complaint]) -> tuple[Fault, ...]:
     )
 
 
-def parameter_refused(parameter: str, message: str, *, code: str = "invalid_value") -> Refusal:
+def invalid_parameter(parameter: str, message: str, *, code: str = "invalid_value") -> Refusal:
     """A query parameter or header that means nothing."""
     return Refusal(
         422,
@@ -87,7 +87,7 @@ def not_found(what: str = "there is nothing at this address") -> Refusal:
     return Refusal(404, "not-found", "Not found", what)
 
 
-def internal() -> Refusal:
+def internal_error() -> Refusal:
     """What is said where nothing better is known."""
     return Refusal(
         500, "internal", "Internal error", "the service failed at this request; its operator finds it by the id below"

@@ -1,4 +1,4 @@
-"""What the routes stand on: settings, the ledger's engine, the artifact folder, the caretaker, what is counted."""
+"""The parts of a running API that its routes share: settings, database, artifacts, background threads, metrics."""
 
 import asyncio
 import threading
@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import Depends, Request
 from sqlalchemy import Engine
 
-from api.background.maintenance import Caretaker
-from api.background.metrics_cache import Lookout
-from api.background.request_metrics import Traffic
-from api.live.event_stream import Streams
-from api.live.job_watcher import Watch
+from api.background.maintenance import Maintenance
+from api.background.metrics_cache import MetricsCache
+from api.background.request_metrics import RequestMetrics
+from api.live.job_watcher import JobWatcher
+from api.live.stream_limits import StreamLimits
 from api.settings import Settings
 from jobs.objects.artifacts import ArtifactFolder
 
@@ -28,18 +28,18 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One running front door."""
+    """One running API process."""
 
     settings: Settings
     engine: Engine
     artifacts: ArtifactFolder
-    caretaker: Caretaker
-    lookout: Lookout
-    traffic: Traffic
-    watch: Watch
-    """What long polls and streams of events wait at."""
-    streams: Streams
-    """Streams of events under way, counted against their caps."""
+    maintenance: Maintenance
+    metrics_cache: MetricsCache
+    request_metrics: RequestMetrics
+    job_watcher: JobWatcher
+    """Wakes long polls and streams of events when their job changes."""
+    stream_limits: StreamLimits
+    """The open streams of events, counted against their caps."""
     probe: Probe = field(default_factory=Probe)
     stopping: threading.Event
     """Set when the process is asked to end: long polls answer and streams end at once."""

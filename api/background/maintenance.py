@@ -1,7 +1,7 @@
-"""The background thread of every API process: it rings doorbells and takes jobs from silent workers.
+"""The background thread of every API process: it sends wake-ups to workers and reclaims jobs of silent ones.
 
-Several processes may do so at once; the ledger makes that harmless. The thread outlives every
-failure of database and broker: it says so once, and again when they are back.
+Several processes may do so at once; the ledger makes that harmless. The thread outlives every failure of the database
+and of the broker: it logs the first one, and again when they are back.
 """
 
 import logging
@@ -17,18 +17,23 @@ from jobs.queue.outbox import relay
 from jobs.queue.reaper import end_overdue, reap_expired
 from jobs.settings import LedgerSettings
 
-_log = logging.getLogger("kronoscope.api.caretaker")
+_log = logging.getLogger("kronoscope.api.maintenance")
 
-_RING = "worker.tasks.ring"
-"""By name: nobody imports the worker."""
+_WAKEUP_TASK = "worker.tasks.ring"
+"""The name of the Celery task; no other package imports the worker."""
 _BROKER_SECONDS = 3
 
 
-class Doorbell:
-    """Tells the workers over Redis that a job waits; its message is the job's id and nothing else."""
+class WakeupSender:
+    """The sender of wake-ups: a message over Redis that a job waits, with the job's id and nothing else."""
 
     def __init__(self, redis_url: str) -> None:
-        self.lying = LyingDoorbells(redis_url)
+        """Set up the sender; it connects with the first wake-up.
+
+        Args:
+            redis_url: Address of the broker, with its password.
+        """
+        self.backlog = LyingDoorbells(redis_url)
         self._celery = Celery("kronoscope", broker=redis_url, set_as_current=False)
         self._celery.conf.update(
             task_ignore_result=True,
@@ -41,61 +46,75 @@ class Doorbell:
             },
         )
 
-    def ring(self, job_id: str) -> None:
-        """Send one doorbell, at once or not at all: the relay comes again."""
-        self._celery.send_task(_RING, args=[job_id], retry=False, ignore_result=True)
+    def send(self, job_id: str) -> None:
+        """Send one wake-up without trying again: the relay repeats what workers do not answer.
+
+        Args:
+            job_id: The job that waits.
+
+        Raises:
+            Exception: Any error of Celery or Redis where the broker does not answer.
+        """
+        self._celery.send_task(_WAKEUP_TASK, args=[job_id], retry=False, ignore_result=True)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections to the broker."""
         self._celery.close()
-        self.lying.close()
+        self.backlog.close()
 
 
-class Caretaker:
-    """Relay and reaper, each at its own pace."""
+class Maintenance:
+    """The thread that runs relay and reaper, each at an interval of its own."""
 
-    def __init__(self, engine: Engine, settings: LedgerSettings, doorbell: Doorbell | None) -> None:
+    def __init__(self, engine: Engine, settings: LedgerSettings, wakeups: WakeupSender | None) -> None:
+        """Set up the thread without starting it.
+
+        Args:
+            engine: The ledger's database.
+            settings: The intervals, in seconds.
+            wakeups: The sender; None where there is no broker, so that only the reaper runs.
+        """
         self._engine = engine
         self._settings = settings
-        self._doorbell = doorbell
+        self._wakeups = wakeups
         self._wake = threading.Event()
         self._stopping = False
         self._failing: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, after the round that is under way."""
+        """End the thread after its current round, within ten seconds."""
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout=10)
-        if self._doorbell is not None:
-            self._doorbell.close()
+        if self._wakeups is not None:
+            self._wakeups.close()
 
     def wake(self) -> None:
-        """Relay now: a job was just submitted."""
-        if self._doorbell is not None:
+        """Run the relay now, as a job was just submitted."""
+        if self._wakeups is not None:
             self._wake.set()
 
     @property
     def broker_failing(self) -> bool:
-        """Whether the last round could not ring."""
+        """Whether the last round of the relay failed."""
         return "relay" in self._failing
 
     def _run(self) -> None:
         next_relay = next_reap = time.monotonic()
         while not self._stopping:
-            if self._doorbell is not None and (self._wake.is_set() or time.monotonic() >= next_relay):
+            if self._wakeups is not None and (self._wake.is_set() or time.monotonic() >= next_relay):
                 self._wake.clear()
                 self._attempt("relay")
                 next_relay = time.monotonic() + self._settings.relay_seconds
             if time.monotonic() >= next_reap:
                 self._attempt("reaper")
                 next_reap = time.monotonic() + self._settings.reaper_seconds
-            due = next_reap if self._doorbell is None else min(next_reap, next_relay)
+            due = next_reap if self._wakeups is None else min(next_reap, next_relay)
             self._wake.wait(max(0.05, due - time.monotonic()))
 
     def _attempt(self, name: str) -> None:
@@ -121,5 +140,5 @@ class Caretaker:
             self._failing.discard(name)
 
     def _relay(self) -> None:
-        if self._doorbell is not None:
-            relay(self._engine, self._doorbell.ring, self._settings.unclaimed_seconds, self._doorbell.lying)
+        if self._wakeups is not None:
+            relay(self._engine, self._wakeups.send, self._settings.unclaimed_seconds, self._wakeups.backlog)

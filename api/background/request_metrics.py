@@ -1,7 +1,7 @@
-"""What this process has answered: requests by route, method and status, and how long until each answer began.
+"""Metrics of the requests that this process has answered: by route, method and status, with the time to the answer.
 
 Labels come from closed sets: the template of a route and never a path, a known method, a status. So no caller
-can make a series of their own.
+can create a series.
 """
 
 import time
@@ -19,14 +19,14 @@ _NO_ROUTE = "none"
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Traffic:
-    """One process's counts."""
+class RequestMetrics:
+    """The counts of one process."""
 
     def __init__(self, waiting: Callable[[], int]) -> None:
         """Begin at zero.
 
         Args:
-            waiting: How many long polls wait now.
+            waiting: Returns the number of long polls that wait now.
         """
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = Counter(
@@ -49,19 +49,25 @@ class Traffic:
         ProcessCollector(namespace="kronoscope", registry=self.registry)
 
     def count(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count one answer."""
+        """Count one answer.
+
+        Args:
+            scope: The ASGI scope of its request, with the route where one matched.
+            status: Its HTTP status.
+            seconds: Time from the request to the beginning of the answer.
+        """
         route = getattr(scope.get("route"), "path", None) or _NO_ROUTE
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status)).inc()
         self._seconds.labels(route, method).observe(seconds)
 
 
-class Meter:
-    """Around everything else, so that no answer goes uncounted."""
+class RequestMetricsMiddleware:
+    """The middleware around all others, so that every answer is counted."""
 
-    def __init__(self, app: ASGIApp, *, traffic: Traffic) -> None:
+    def __init__(self, app: ASGIApp, *, request_metrics: RequestMetrics) -> None:
         self.app = app
-        self.traffic = traffic
+        self.request_metrics = request_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -72,7 +78,7 @@ class Meter:
 
         async def metered(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.traffic.count(scope, message["status"], time.perf_counter() - began)
+                self.request_metrics.count(scope, message["status"], time.perf_counter() - began)
             await send(message)
 
         await self.app(scope, receive, metered)

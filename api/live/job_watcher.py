@@ -1,7 +1,7 @@
-"""One look per tick at all jobs that anybody waits for: streams of events and long polls ask no database themselves.
+"""One query per tick for all jobs with subscribers, so that streams of events and long polls need none of their own.
 
-A job that is waited for has a *channel*: how far the job is, and its newest events as they go over
-the wire, kept once for all readers. Who has fallen behind what the channel keeps reads the table.
+A job with subscribers has a *channel*: its version, and its newest events as they go over the wire, kept once for all
+readers. A reader that has fallen behind what the channel keeps reads the table.
 """
 
 import asyncio
@@ -16,46 +16,46 @@ from dataclasses import dataclass, field
 from sqlalchemy import Engine
 from starlette.concurrency import run_in_threadpool
 
-from api.live.sse_format import encode
+from api.live.sse_format import encode_event
 from catalog.record import record
 from jobs.errors import LedgerUnavailable
 from jobs.records import Job
 from jobs.repository.events import History, look
 
-_log = logging.getLogger("kronoscope.api.watch")
+_log = logging.getLogger("kronoscope.api.job_watcher")
 
 _TICK_SECONDS = 0.25
-_PATIENCE_SECONDS = 1.0
-"""Between two looks at a database that does not answer."""
+_RETRY_SECONDS = 1.0
+"""Between two queries of a database that does not answer."""
 _KEPT_EVENTS = 500
 _KEPT_BYTES = 2**20
 
 
 @record
-class Portion:
-    """What a channel has for one reader."""
+class EventBatch:
+    """Events for one reader."""
 
     text: bytes
     """Events as they go over the wire."""
     through: int
-    """Every event up to this number has been given."""
+    """The number of the last event that the reader has with this batch."""
     ended: bool
     """Whether nothing follows."""
 
 
 @dataclass(eq=False)
 class Channel:
-    """What is known of one job that somebody waits for."""
+    """The state of one job with subscribers."""
 
     version: int | None = None
-    """The job's `event_seq`; None before the first look."""
-    gone: bool = False
-    """The job was deleted."""
-    bells: set[asyncio.Event] = field(default_factory=set)
+    """The job's `event_seq`; None before the first query."""
+    deleted: bool = False
+    wakeups: set[asyncio.Event] = field(default_factory=set)
+    """One for each subscriber."""
     streams: int = 0
-    """How many of those who wait want the events too."""
+    """The number of subscribers that want the events too."""
     floor: int | None = None
-    """Events above this number are kept; None where no look was for events."""
+    """Events above this number are kept; None before the first query for events."""
     through: int = 0
     ended: bool = False
     kept: deque[tuple[int, bytes]] = field(default_factory=deque)
@@ -65,45 +65,57 @@ class Channel:
 
     @property
     def position(self) -> int | None:
-        """From where the next look reads events."""
+        """The number above which the next query reads events; None where no subscriber wants them."""
         return self.through if self.streams and self.floor is not None else None
 
-    def since(self, position: int) -> Portion | None:
-        """What is kept above ``position``; None where the reader has to read the table first."""
-        if self.gone:
-            return Portion(text=b"", through=position, ended=True)
+    def events_after(self, position: int) -> EventBatch | None:
+        """Return the kept events above ``position``.
+
+        Args:
+            position: The number of the last event that the reader has.
+
+        Returns:
+            A batch, which may be empty; None where the reader has to read the table first.
+        """
+        if self.deleted:
+            return EventBatch(text=b"", through=position, ended=True)
         if self.floor is None:
-            return Portion(text=b"", through=position, ended=False)
+            return EventBatch(text=b"", through=position, ended=False)
         if position < self.floor:
             return None
         text = b"".join(text for number, text in self.kept if number > position)
-        return Portion(text=text, through=max(position, self.through), ended=self.ended)
+        return EventBatch(text=text, through=max(position, self.through), ended=self.ended)
 
-    def take(self, seen: History | None, encoded: list[tuple[int, bytes]]) -> None:
-        """Note what a look has found, and wake those who wait where it is news."""
-        if seen is None:
-            self.gone = True
-            self.ring()
+    def update(self, history: History | None, encoded: list[tuple[int, bytes]]) -> None:
+        """Store the result of a query, and wake the subscribers if anything has changed.
+
+        Args:
+            history: The job's state and its events above `position`; None where the job was deleted.
+            encoded: Number and wire format of each of these events.
+        """
+        if history is None:
+            self.deleted = True
+            self.wake_all()
             return
-        news = seen.through != self.version
-        self.version = seen.through
+        changed = history.through != self.version
+        self.version = history.through
         if self.streams:
             # the last event may be seen before the state that it came with
-            news = news or seen.ended != self.ended
+            changed = changed or history.ended != self.ended
             if self.floor is None:  # its readers may go on now, wherever the job is
-                self.floor, news = seen.through, True
-            self.through, self.ended = seen.through, seen.ended
+                self.floor, changed = history.through, True
+            self.through, self.ended = history.through, history.ended
             self._keep(encoded)
-        if news:
-            self.ring()
+        if changed:
+            self.wake_all()
 
-    def ring(self) -> None:
-        """Wake everybody who waits."""
-        for bell in self.bells:
-            bell.set()
+    def wake_all(self) -> None:
+        """Wake all subscribers."""
+        for wakeup in self.wakeups:
+            wakeup.set()
 
-    def forget(self) -> None:
-        """Keep no events: nobody reads them any more."""
+    def drop_events(self) -> None:
+        """Drop the kept events, as no subscriber reads them any more."""
         self.floor, self.ended, self.kept_bytes = None, False, 0
         self.kept.clear()
 
@@ -116,32 +128,49 @@ class Channel:
             self.kept_bytes -= len(text)
 
 
-class Waiter:
-    """Somebody who waits for news of one job."""
+class Subscription:
+    """One reader's subscription to a job's channel."""
 
     def __init__(self, channel: Channel) -> None:
-        self.bell = asyncio.Event()
+        self.wakeup = asyncio.Event()
         self._channel = channel
 
-    async def news(self, seconds: float) -> bool:
-        """Wait until the bell rings; False where the seconds were over first."""
+    async def wait(self, seconds: float) -> bool:
+        """Wait for a change of the job.
+
+        Args:
+            seconds: The longest time to wait.
+
+        Returns:
+            Whether there was a change in time.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds)):
-                await self.bell.wait()
-        rang = self.bell.is_set()
-        self.bell.clear()
-        return rang
+                await self.wakeup.wait()
+        woken = self.wakeup.is_set()
+        self.wakeup.clear()
+        return woken
 
-    def since(self, position: int) -> Portion | None:
-        """What the channel keeps above ``position``; None where the table has to be read."""
-        return self._channel.since(position)
+    def events_after(self, position: int) -> EventBatch | None:
+        """Return the channel's events above ``position``, as `Channel.events_after` does."""
+        return self._channel.events_after(position)
 
-    def moved(self, version: int) -> bool:
-        """Whether the job is known to be beyond this version."""
-        return self._channel.gone or (self._channel.version or 0) > version
+    def is_newer_than(self, version: int) -> bool:
+        """Return whether the job is known to be beyond ``version``, its `event_seq`, or deleted."""
+        return self._channel.deleted or (self._channel.version or 0) > version
 
     async def read(self, read: Callable[[], Job | None]) -> Job | None:
-        """The job as it is now: one read for all who wait for the same version."""
+        """Return the job as it is now, with one read for all subscribers that wait for the same version.
+
+        Args:
+            read: Reads the job from the ledger; it runs in a thread.
+
+        Returns:
+            The job; None where it was deleted.
+
+        Raises:
+            LedgerUnavailable: If the database does not answer.
+        """
         channel = self._channel
         stale = channel.reading is None or channel.read_version != channel.version
         if stale or (channel.reading is not None and channel.reading.done() and channel.reading.exception()):
@@ -152,10 +181,16 @@ class Waiter:
         return await asyncio.shield(channel.reading)
 
 
-class Watch:
-    """All channels of one process, and the task that looks for them."""
+class JobWatcher:
+    """All channels of one process, and the task that queries for them."""
 
     def __init__(self, engine: Engine, stopping: threading.Event) -> None:
+        """Set up the watcher without a channel.
+
+        Args:
+            engine: The ledger's database.
+            stopping: Set when the process is asked to end: all subscribers wake then.
+        """
         self._engine = engine
         self._stopping = stopping
         self._channels: dict[str, Channel] = {}
@@ -165,8 +200,8 @@ class Watch:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look while the context lasts."""
-        tasks = [asyncio.ensure_future(self._look_for_ever()), asyncio.ensure_future(self._ring_at_the_end())]
+        """Query while the context lasts."""
+        tasks = [asyncio.ensure_future(self._run()), asyncio.ensure_future(self._wake_when_stopping())]
         try:
             yield
         finally:
@@ -176,24 +211,32 @@ class Watch:
             self._thread.shutdown(wait=False)
 
     @contextlib.contextmanager
-    def waiting(self, job_id: str, *, events: bool = False) -> Iterator[Waiter]:
-        """Wait for news of a job, with its ``events`` or without."""
+    def subscribe(self, job_id: str, *, events: bool = False) -> Iterator[Subscription]:
+        """Subscribe to a job while the context lasts.
+
+        Args:
+            job_id: The job; the caller may read it.
+            events: Whether its events are wanted too, and not only its version.
+
+        Yields:
+            The subscription.
+        """
         channel = self._channels.setdefault(job_id, Channel())
-        waiter = Waiter(channel)
-        channel.bells.add(waiter.bell)
+        subscription = Subscription(channel)
+        channel.wakeups.add(subscription.wakeup)
         channel.streams += events
         self._wanted.set()
         try:
-            yield waiter
+            yield subscription
         finally:
-            channel.bells.discard(waiter.bell)
+            channel.wakeups.discard(subscription.wakeup)
             channel.streams -= events
             if not channel.streams:
-                channel.forget()
-            if not channel.bells and self._channels.get(job_id) is channel:
+                channel.drop_events()
+            if not channel.wakeups and self._channels.get(job_id) is channel:
                 del self._channels[job_id]
 
-    async def _look_for_ever(self) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await self._wanted.wait()
@@ -201,42 +244,43 @@ class Watch:
                 self._wanted.clear()
                 continue
             begun = loop.time()
-            pause = _TICK_SECONDS if await self._look() else _PATIENCE_SECONDS
+            pause = _TICK_SECONDS if await self._update_channels() else _RETRY_SECONDS
             await asyncio.sleep(max(pause / 5, pause - (loop.time() - begun)))
 
-    async def _look(self) -> bool:
-        """Look once at all channels; whether the database answered."""
+    async def _update_channels(self) -> bool:
+        """Query once for all channels; return whether the database answered."""
         channels = dict(self._channels)
         positions = {job_id: channel.position for job_id, channel in channels.items()}
         try:
-            seen, encoded = await asyncio.get_running_loop().run_in_executor(
-                self._thread, _look_and_encode, self._engine, positions
+            histories, encoded = await asyncio.get_running_loop().run_in_executor(
+                self._thread, _query_and_encode, self._engine, positions
             )
         except LedgerUnavailable:
             if not self._failing:
-                _log.warning("the database does not answer; waiting requests are told when it does again")
+                _log.warning("the database does not answer; waiting requests go on when it does again")
             self._failing = True
             return False
-        except Exception:  # noqa: BLE001 - whatever happens, those who wait must not wait for ever
-            _log.exception("looking for news failed; it is tried again")
+        except Exception:  # noqa: BLE001 - whatever happens, subscribers must not wait for ever
+            _log.exception("the query for waiting requests failed; it is tried again")
             return False
         self._failing = False
         for job_id, channel in channels.items():
-            # a channel that was given up or begun anew meanwhile takes nothing that was looked up for another
+            # a channel that was dropped or replaced meanwhile takes nothing that was read for another
             if channel.position == positions[job_id]:
-                channel.take(seen.get(job_id), encoded.get(job_id, []))
+                channel.update(histories.get(job_id), encoded.get(job_id, []))
         return True
 
-    async def _ring_at_the_end(self) -> None:
+    async def _wake_when_stopping(self) -> None:
         while not self._stopping.is_set():  # noqa: ASYNC110 - a signal handler sets it, outside the loop
             await asyncio.sleep(_TICK_SECONDS)
         for channel in self._channels.values():
-            channel.ring()
+            channel.wake_all()
 
 
-def _look_and_encode(
+def _query_and_encode(
     engine: Engine, positions: Mapping[str, int | None]
 ) -> tuple[dict[str, History], dict[str, list[tuple[int, bytes]]]]:
-    """In the watcher's own thread: the loop only hands out what is ready."""
-    seen = look(engine, positions)
-    return seen, {job_id: [(event.seq, encode(event)) for event in each.events] for job_id, each in seen.items()}
+    """Run in the watcher's own thread, so that the event loop only distributes the result."""
+    histories = look(engine, positions)
+    encoded = {job: [(event.seq, encode_event(event)) for event in each.events] for job, each in histories.items()}
+    return histories, encoded

@@ -1,28 +1,34 @@
-"""Server-Sent Events as they go over the wire: a job's event, the hint when to come again, the sign of life."""
+"""The wire format of Server-Sent Events: a job's event, the hint when to reconnect, the keepalive."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
+from api.requests.response_bodies import event_view
+from catalog.record import plain
 from jobs.records import Event
 
 MEDIA_TYPE = "text/event-stream"
-SIGN_OF_LIFE = KEEPALIVE_COMMENT
+KEEPALIVE = KEEPALIVE_COMMENT
 
 
-def shown(event: Event) -> Mapping[str, Any]:
-    """The event as its readers see it."""
-    return {"seq": event.seq, "at": event.at.isoformat().replace("+00:00", "Z"), "type": event.type, "data": event.data}
+def encode_event(event: Event) -> bytes:
+    """Return an event as it goes over the wire.
+
+    Args:
+        event: The ledger's record; its number becomes the `id` that a reader sends back as `Last-Event-ID`.
+
+    Returns:
+        Lines in ASCII with the event's JSON as `data`: some readers end a line at U+2028.
+    """
+    data = json.dumps(plain(event_view(event)), allow_nan=False)
+    return format_sse_event(event=event.type, id=str(event.seq), data_str=data)
 
 
-def encode(event: Event) -> bytes:
-    """The event under its number, which is what `Last-Event-ID` brings back."""
-    # in ASCII: to some readers U+2028 ends a line
-    return format_sse_event(event=event.type, id=str(event.seq), data_str=json.dumps(shown(event), allow_nan=False))
+def retry_hint(milliseconds: int) -> bytes:
+    """Return the line that tells a reader how long to wait before it connects again.
 
-
-def come_again(milliseconds: int) -> bytes:
-    """How long to wait before the next connection."""
+    Args:
+        milliseconds: The pause.
+    """
     return format_sse_event(retry=milliseconds)

@@ -39,13 +39,13 @@ def is_open(endpoint: object) -> bool:
     return getattr(endpoint, _OPEN, False) is True
 
 
-def for_the_scraper(endpoint: Endpoint) -> Endpoint:
+def scraper_only(endpoint: Endpoint) -> Endpoint:
     """Serve this endpoint to the operator's token, and to no key: keys are in the database, which may be down."""
     setattr(endpoint, _SCRAPED, True)
     return endpoint
 
 
-def is_scraped(endpoint: object) -> bool:
+def is_scraper_only(endpoint: object) -> bool:
     """Whether ``endpoint`` answers to the operator's token."""
     return getattr(endpoint, _SCRAPED, False) is True
 
@@ -64,7 +64,7 @@ def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depe
         request.state.caller = _LOCAL
         return
     header = request.headers.get("authorization")
-    if is_scraped(request.scope.get("endpoint")):
+    if is_scraper_only(request.scope.get("endpoint")):
         _authenticate_scraper(service.settings.metrics_token, header)
         return
     if header is None:

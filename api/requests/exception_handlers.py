@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from api.problem_details import Fault, Refusal, faults, internal, not_found, parameter_refused, problem_response
+from api.problem_details import Fault, Refusal, faults, internal_error, invalid_parameter, not_found, problem_response
 from api.requests.middleware import request_id
 from jobs.errors import (
     ArtifactDamaged,
@@ -87,11 +87,11 @@ def _damaged(_: ArtifactDamaged) -> Refusal:
 _LEDGER: tuple[tuple[type[LedgerError], Callable[[Any], Refusal]], ...] = (
     (DocumentRefused, _document),
     (IdempotencyConflict, _conflict),
-    (IdempotencyKeyRefused, lambda error: parameter_refused("Idempotency-Key", str(error))),
+    (IdempotencyKeyRefused, lambda error: invalid_parameter("Idempotency-Key", str(error))),
     (JobNotFound, lambda _: not_found("there is no such job")),
     (JobEnded, lambda error: Refusal(409, "job-ended", "The job has ended", str(error))),
     (JobStillActive, lambda error: Refusal(409, "job-still-active", "The job has not ended", str(error))),
-    (PageRefused, lambda error: parameter_refused(error.parameter, str(error))),
+    (PageRefused, lambda error: invalid_parameter(error.parameter, str(error))),
     (QuotaExceeded, _over_quota),
     (TransientError, _unavailable),
     (ArtifactDamaged, _damaged),
@@ -102,7 +102,7 @@ def _of_ledger(error: LedgerError) -> Refusal:
     for kind, build in _LEDGER:
         if isinstance(error, kind):
             return build(error)
-    return internal()
+    return internal_error()
 
 
 def _of_http(error: HTTPException) -> Refusal:

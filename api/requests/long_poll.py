@@ -1,4 +1,4 @@
-"""Waiting for a job to change: at the watch, so that neither a thread nor a connection to the database is held."""
+"""Long polls: waiting for a job to change by a subscription, which holds no thread and no database connection."""
 
 import asyncio
 import time
@@ -7,29 +7,32 @@ from collections.abc import Awaitable, Callable
 from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
-from api.problem_details import not_found, parameter_refused
+from api.problem_details import invalid_parameter, not_found
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.records import Job
 
 MAX_WAIT_SECONDS = 30
-_ASIDE_SECONDS = 2.0
-"""Between two looks whether whoever waits is still there."""
-_PATIENCE_SECONDS = 1.0
+_DISCONNECT_CHECK_SECONDS = 2.0
+"""Between two checks whether the caller is still connected."""
+_RETRY_SECONDS = 1.0
 """Between two reads from a database that does not answer."""
 
 
 def check_wait(seconds: float) -> None:
     """Refuse a parameter `wait` that is out of range.
 
+    Args:
+        seconds: Its value.
+
     Raises:
-        Refusal: 422.
+        Refusal: 422 if it is not 0 to 30.
     """
     if not 0 <= seconds <= MAX_WAIT_SECONDS:
-        raise parameter_refused("wait", f"is out of range; take 0 to {MAX_WAIT_SECONDS} seconds")
+        raise invalid_parameter("wait", f"is out of range; take 0 to {MAX_WAIT_SECONDS} seconds")
 
 
-async def awaited(
+async def wait_for_job(
     request: Request,
     service: Service,
     read: Callable[[], Job | None],
@@ -38,10 +41,22 @@ async def awaited(
     what: str = "job",
     news: Callable[[Job], bool] = lambda job: job.ended,
 ) -> Job:
-    """What ``read`` gives once it has ended or is ``news``, or when the seconds are over.
+    """Wait until a job has ended or changed.
+
+    Args:
+        request: The request that waits; it is answered early where its caller disconnects.
+        service: The running API; without room for another long poll the job is returned at once.
+        read: Reads the job from the ledger; returns None where there is none.
+        seconds: The longest time to wait.
+        what: The word for it in the refusal.
+        news: Whether a job is worth returning before it has ended.
+
+    Returns:
+        The job as it was read last.
 
     Raises:
-        Refusal: 404 where there is none.
+        Refusal: 404 where there is none, or it is deleted meanwhile.
+        LedgerUnavailable: If the database does not answer within ``seconds``.
     """
     until = time.monotonic() + seconds
     job = await run_in_threadpool(read)
@@ -59,24 +74,24 @@ async def awaited(
     ticket = object()
     polls.add(ticket)
     try:
-        with service.watch.waiting(job.id) as waiter:
+        with service.job_watcher.subscribe(job.id) as subscription:
             while not (over(job) or service.stopping.is_set()):
-                if waiter.moved(job.event_seq):
-                    job = await _patiently(lambda: waiter.read(read), until)
+                if subscription.is_newer_than(job.event_seq):
+                    job = await _read_with_retries(lambda: subscription.read(read), until)
                     if job is None:
                         raise not_found(f"there is no such {what}")
                     continue
                 left = until - time.monotonic()
                 if left <= 0 or await request.is_disconnected():
                     break
-                await waiter.news(min(left, _ASIDE_SECONDS))
+                await subscription.wait(min(left, _DISCONNECT_CHECK_SECONDS))
         return job
     finally:
         polls.discard(ticket)
 
 
-async def _patiently(read: Callable[[], Awaitable[Job | None]], until: float) -> Job | None:
-    """Read, again and again while the database does not answer: whoever waits has the time."""
+async def _read_with_retries(read: Callable[[], Awaitable[Job | None]], until: float) -> Job | None:
+    """Read, and try again until the wait is over while the database does not answer."""
     while True:
         try:
             return await read()
@@ -84,4 +99,4 @@ async def _patiently(read: Callable[[], Awaitable[Job | None]], until: float) ->
             left = until - time.monotonic()
             if left <= 0:
                 raise
-            await asyncio.sleep(min(left, _PATIENCE_SECONDS))
+            await asyncio.sleep(min(left, _RETRY_SECONDS))

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from api.problem_details import Refusal, internal, problem_response
+from api.problem_details import Refusal, internal_error, problem_response
 from api.settings import is_loopback
 
 _log = logging.getLogger("kronoscope.api")
@@ -40,7 +40,7 @@ def request_id(scope: Scope) -> str:
     return str(scope.get(_ID, uuid.UUID(int=0)))
 
 
-class Guard:
+class SecurityMiddleware:
     """The outermost layer of the application."""
 
     def __init__(self, app: ASGIApp, *, embedded: bool) -> None:
@@ -80,7 +80,7 @@ class Guard:
                 if begun:
                     raise  # too late for another answer: the server ends the connection
                 _log.exception("request %s failed", identity)
-                await problem_response(internal(), identity)(scope, receive, dressed)
+                await problem_response(internal_error(), identity)(scope, receive, dressed)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:

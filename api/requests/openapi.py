@@ -1,7 +1,7 @@
 """The OpenAPI document beyond what FastAPI derives: the body's schema, examples, every error.
 
-The job document's schema comes from ``catalog.DOCUMENT``; the route reads raw bytes, so it is
-attached here. Errors are one schema, listed at each route with the statuses it can answer.
+The job document's schema comes from ``catalog.DOCUMENT``; it is attached here, since the route reads raw bytes.
+Errors are one schema, listed at each route with the statuses that it can answer.
 """
 
 from typing import Any
@@ -36,18 +36,18 @@ _ERRORS = {
 _ALWAYS = (400, 401, 403, 405, 500, 503)
 
 
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI entries of these errors and of those that any route can answer."""
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entries of the errors ``statuses``, and of those that any route can answer."""
     return {status: _entry(status) for status in sorted({*_ALWAYS, *statuses})}
 
 
-def probe_refusals() -> dict[int | str, dict[str, Any]]:
-    """The same for routes that ask for no key."""
+def probe_error_responses() -> dict[int | str, dict[str, Any]]:
+    """Return the entries of errors for a route that needs no key."""
     return {status: _entry(status) for status in (500, 503)}
 
 
-def refusals_to_scraper() -> dict[int | str, dict[str, Any]]:
-    """The same for the route that asks for the operator's token."""
+def scraper_error_responses() -> dict[int | str, dict[str, Any]]:
+    """Return the entries of errors for the route that needs the operator's token."""
     return {status: _entry(status) for status in (401, 500)}
 
 
@@ -57,7 +57,7 @@ def _entry(status: int) -> dict[str, Any]:
 
 
 def document_body() -> dict[str, Any]:
-    """What a route that takes a job document adds to its operation."""
+    """Return the OpenAPI entry of a request body that is a job document."""
     examples = {
         f"example_{number}": {"summary": each["title"], "value": each["document"]}
         for number, each in enumerate(EXAMPLES, start=1)
@@ -72,7 +72,7 @@ def document_body() -> dict[str, Any]:
 
 
 def schedule_body() -> dict[str, Any]:
-    """What the route that takes a schedule adds to its operation."""
+    """Return the OpenAPI entry of a request body that is a schedule."""
     examples = {
         "later": {"summary": "Until another moment", "value": {"deadline": "2099-12-01T12:00Z"}},
         "first": {"summary": "First of mine, and within four hours", "value": {"priority": 10, "within": "4h"}},
@@ -87,8 +87,15 @@ def schedule_body() -> dict[str, Any]:
     }
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The whole contract; made once and kept by ``app``."""
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, which is made once and kept by ``app``.
+
+    Args:
+        app: The application with all of its routes.
+
+    Returns:
+        The document, version 3.1.0; callers must not change it.
+    """
     if app.openapi_schema:
         return app.openapi_schema
     document = get_openapi(

@@ -22,7 +22,7 @@ from catalog.responses import (
     timestamp,
 )
 from jobs.devices.registry import DeviceStatus
-from jobs.records import Artifact, Job, LayerRow
+from jobs.records import Artifact, Event, Job, LayerRow
 from jobs.repository.events import History
 
 T = TypeVar("T")
@@ -98,9 +98,14 @@ def artifact_view(artifact: Artifact) -> ArtifactView:
     return _filled(ArtifactView, vars(artifact), href=href)
 
 
+def event_view(event: Event) -> EventView:
+    """Return an event as its readers see it."""
+    return _filled(EventView, vars(event))
+
+
 def event_list_view(history: History) -> EventListView:
     """Return a part of a job's history as its caller sees it."""
-    items = tuple(_filled(EventView, vars(event)) for event in history.events)
+    items = tuple(map(event_view, history.events))
     return _filled(EventListView, vars(history), items=items)
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from api.problem_details import not_found
 from api.requests.auth import Reader
 from api.requests.examples import EXAMPLES
-from api.requests.openapi import refusals
+from api.requests.openapi import error_responses
 from catalog import ANALYSES, DOCUMENT
 from catalog.record import record
 
@@ -71,13 +71,13 @@ def _menu() -> MenuView:
     return MenuView(items=items, document=_schema(DOCUMENT), examples=examples)
 
 
-@router.get("", summary="The menu", responses=refusals())
+@router.get("", summary="The menu", responses=error_responses())
 def list_all(_: Reader) -> MenuView:
     """Every analysis, the schema of the job document, and examples of it."""
     return _menu()
 
 
-@router.get("/{kind}", summary="One analysis", responses=refusals(404))
+@router.get("/{kind}", summary="One analysis", responses=error_responses(404))
 def read(kind: str, _: Reader) -> AnalysisView:
     """One entry of the menu."""
     for item in _menu().items:

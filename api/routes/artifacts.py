@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader
-from api.requests.openapi import refusals
+from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view
 from api.routes.results import owned_job
 from api.service import Service, ServiceOf
@@ -29,7 +29,7 @@ _TYPE = re.compile(r"[a-z0-9.+-]+/[a-z0-9.+-]+")
 router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["artifacts"])
 
 
-@router.get("", summary="List files", responses=refusals(404))
+@router.get("", summary="List files", responses=error_responses(404))
 def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListView:
     """All files of the job so far, with their digests."""
     owned_job(service, caller.tenant_id, job_id)
@@ -61,7 +61,7 @@ def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListVie
             },
         },
         304: {"description": "Still the file of `If-None-Match`"},
-        **refusals(404, 416),
+        **error_responses(404, 416),
     },
 )
 async def download(

@@ -4,9 +4,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
-from api.problem_details import parameter_refused
+from api.problem_details import invalid_parameter
 from api.requests.auth import Reader
-from api.requests.openapi import refusals
+from api.requests.openapi import error_responses
 from api.requests.response_bodies import device_view
 from api.service import ServiceOf
 from catalog.responses import DeviceListView
@@ -39,7 +39,7 @@ _LISTED: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"example": _EXAMPLE}},
         "headers": {"Link": {"description": '`rel="next"`, where there is more', "schema": {"type": "string"}}},
     },
-    **refusals(422),
+    **error_responses(422),
 }
 
 
@@ -58,7 +58,7 @@ def list_all(
     if after is not None:
         place = next((place for place, each in enumerate(known) if each.uuid == after), None)
         if place is None:
-            raise parameter_refused("after", "is no device that is known (any more); begin at the first page")
+            raise invalid_parameter("after", "is no device that is known (any more); begin at the first page")
         first = place + 1
     shown = known[first : first + limit]
     following = shown[-1].uuid if first + limit < len(known) else None

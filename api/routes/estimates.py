@@ -11,8 +11,8 @@ from api.problem_details import Fault, Refusal
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
-from api.requests.long_poll import awaited, check_wait
-from api.requests.openapi import document_body, refusals
+from api.requests.long_poll import check_wait, wait_for_job
+from api.requests.openapi import document_body, error_responses
 from api.requests.response_bodies import estimate_view
 from api.service import Service, ServiceOf
 from catalog.estimate import unplannable
@@ -44,7 +44,7 @@ router = APIRouter(prefix="/v1/estimates", tags=["estimates"])
                 "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
             },
         },
-        **refusals(408, 413, 415, 422),
+        **error_responses(408, 413, 415, 422),
     },
     openapi_extra=document_body(),
 )
@@ -67,9 +67,11 @@ async def create(
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     submitted = await run_in_threadpool(_submitted, service, caller.tenant_id, raw, idempotency_key)
     if submitted.created:
-        service.caretaker.wake()
+        service.maintenance.wake()
     stored = partial(read_estimate, service.engine, caller.tenant_id, submitted.job.id)
-    return _answer(await awaited(request, service, stored, settings.estimate_seconds, what="estimate"), waiting=202)
+    return _answer(
+        await wait_for_job(request, service, stored, settings.estimate_seconds, what="estimate"), waiting=202
+    )
 
 
 def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) -> Submitted:
@@ -86,7 +88,9 @@ def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) ->
     return submit(service.engine, tenant_id, document, key, estimate=True)
 
 
-@router.get("/{estimate_id}", response_model=EstimateView, summary="Read an estimate", responses=refusals(404, 422))
+@router.get(
+    "/{estimate_id}", response_model=EstimateView, summary="Read an estimate", responses=error_responses(404, 422)
+)
 async def read(
     estimate_id: str,
     request: Request,
@@ -97,10 +101,10 @@ async def read(
     """What the job would take, once `state` is `succeeded`; why it cannot be planned, as a problem."""
     check_wait(wait)
     stored = partial(read_estimate, service.engine, caller.tenant_id, estimate_id)
-    return _answer(await awaited(request, service, stored, wait, what="estimate"), waiting=200)
+    return _answer(await wait_for_job(request, service, stored, wait, what="estimate"), waiting=200)
 
 
-@router.delete("/{estimate_id}", status_code=204, summary="Delete an estimate", responses=refusals(404, 409))
+@router.delete("/{estimate_id}", status_code=204, summary="Delete an estimate", responses=error_responses(404, 409))
 def delete(estimate_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Delete an estimate that is there; else it is kept, as jobs are."""
     delete_job(service.engine, caller.tenant_id, estimate_id, estimate=True)

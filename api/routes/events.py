@@ -9,9 +9,9 @@ from starlette.concurrency import run_in_threadpool
 
 from api.live.event_stream import EventStream
 from api.live.sse_format import MEDIA_TYPE
-from api.problem_details import not_found, parameter_refused
+from api.problem_details import invalid_parameter, not_found
 from api.requests.auth import Reader
-from api.requests.openapi import refusals
+from api.requests.openapi import error_responses
 from api.requests.response_bodies import event_list_view
 from api.service import ServiceOf
 from catalog.responses import EventListView
@@ -57,7 +57,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
         },
     },
     204: {"description": "As a stream: the job has ended, and you have all of its events. Do not connect again."},
-    **refusals(404, 422, 429),
+    **error_responses(404, 422, 429),
 }
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -89,17 +89,7 @@ async def events(
         return Response(_PAGE.dump_json(event_list_view(history)), media_type="application/json")
     if history.ended and not history.events:
         return Response(status_code=204)
-    settings = service.settings
-    return EventStream(
-        history,
-        read,
-        waiting=partial(service.watch.waiting, job_id, events=True),
-        place=partial(service.streams.place, caller.key),
-        stopping=service.stopping.is_set,
-        life_seconds=settings.stream_seconds,
-        write_seconds=settings.stream_write_seconds,
-        idle_seconds=settings.stream_idle_seconds,
-    )
+    return EventStream(service, job_id, caller.key, history, read)
 
 
 def _read(service: ServiceOf, tenant_id: str, job_id: str, position: int, limit: int = 100) -> History | None:
@@ -109,11 +99,11 @@ def _read(service: ServiceOf, tenant_id: str, job_id: str, position: int, limit:
 def _position(after: int, last_event_id: str | None) -> int:
     if last_event_id is not None:
         if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= 19):
-            raise parameter_refused("Last-Event-ID", "is no event's number; take `id` of the last event that you have")
+            raise invalid_parameter("Last-Event-ID", "is no event's number; take `id` of the last event that you have")
         after = int(last_event_id)
     if not 0 <= after <= MAX_NUMBER:
         name = "after" if last_event_id is None else "Last-Event-ID"
-        raise parameter_refused(name, "is out of range; take `seq` of the last event that you have, or 0")
+        raise invalid_parameter(name, "is out of range; take `seq` of the last event that you have, or 0")
     return after
 
 

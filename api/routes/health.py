@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Fault, Refusal
 from api.requests.auth import open_to_all
-from api.requests.openapi import probe_refusals
+from api.requests.openapi import probe_error_responses
 from api.service import Service, ServiceOf
 from catalog.record import record
 from jobs.schema.database import require_current_schema
@@ -39,14 +39,14 @@ class ReadyView:
     checks: Mapping[str, str]
 
 
-@router.get("/livez", summary="Liveness", responses=probe_refusals())
+@router.get("/livez", summary="Liveness", responses=probe_error_responses())
 @open_to_all
 async def live() -> LiveView:
     """Always 200 while the process answers."""
     return LiveView(status="alive")
 
 
-@router.get("/readyz", summary="Readiness", responses=probe_refusals())
+@router.get("/readyz", summary="Readiness", responses=probe_error_responses())
 @open_to_all
 async def ready(service: ServiceOf) -> ReadyView:
     """Database within a second, its schema, room on the disk; a silent Redis only degrades."""

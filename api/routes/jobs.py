@@ -10,12 +10,12 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
-from api.problem_details import parameter_refused
+from api.problem_details import invalid_parameter
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
-from api.requests.long_poll import awaited, check_wait
-from api.requests.openapi import document_body, refusals, schedule_body
+from api.requests.long_poll import check_wait, wait_for_job
+from api.requests.openapi import document_body, error_responses, schedule_body
 from api.requests.response_bodies import job_view
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
@@ -51,7 +51,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
                 "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
             },
         },
-        **refusals(408, 413, 415, 422, 429),
+        **error_responses(408, 413, 415, 422, 429),
     },
     openapi_extra=document_body(),
 )
@@ -84,7 +84,7 @@ async def create(
             submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
         )
     if submitted.created:
-        service.caretaker.wake()
+        service.maintenance.wake()
     job = submitted.job
     headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
     return await run_in_threadpool(_placed, service, job, 202, headers)
@@ -102,7 +102,7 @@ def _validated(service: Service, document: JobDocument) -> Response:
     summary="List jobs",
     responses={
         200: {"headers": {"Link": {"description": '`rel="next"`, where there is more', "schema": {"type": "string"}}}},
-        **refusals(422),
+        **error_responses(422),
     },
 )
 def list_all(
@@ -117,7 +117,7 @@ def list_all(
 ) -> JobListView:
     """Your jobs, newest first, in pages."""
     if kind is not None and kind not in ANALYSES:
-        raise parameter_refused("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
+        raise invalid_parameter("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
     page = list_jobs(
         service.engine,
         caller.tenant_id,
@@ -139,7 +139,7 @@ def _state(name: str | None) -> State | None:
         if state == name:
             return state
     if name is not None:
-        raise parameter_refused("state", f"is no state; take one of {', '.join(STATES)}")
+        raise invalid_parameter("state", f"is no state; take one of {', '.join(STATES)}")
     return None
 
 
@@ -147,7 +147,7 @@ def _label(text: str | None) -> tuple[str, str] | None:
     if text is None:
         return None
     if not _LABEL.fullmatch(text):
-        raise parameter_refused("label", "is no label; write `name=value`")
+        raise invalid_parameter("label", "is no label; write `name=value`")
     name, _, value = text.partition("=")
     return name, value
 
@@ -166,7 +166,7 @@ def _label(text: str | None) -> tuple[str, str] | None:
             }
         },
         304: {"description": "Still the version of `If-None-Match`"},
-        **refusals(404, 422),
+        **error_responses(404, 422),
     },
 )
 async def read(
@@ -190,7 +190,7 @@ async def read(
         return if_none_match is not None and not _matches(if_none_match, _etag(_json(job)))
 
     stored = partial(read_job, service.engine, caller.tenant_id, job_id)
-    job = await awaited(request, service, stored, wait, news=changed)
+    job = await wait_for_job(request, service, stored, wait, news=changed)
     answer = await run_in_threadpool(_placed, service, job)
     if if_none_match is not None and _matches(if_none_match, answer.headers["etag"]):
         return Response(status_code=304, headers={"etag": answer.headers["etag"]})
@@ -202,7 +202,7 @@ async def read(
     status_code=202,
     response_model=JobView,
     summary="Cancel a job",
-    responses=refusals(404),
+    responses=error_responses(404),
 )
 def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Cancel a queued job, or ask a running one to stop within a layer; an ended job stays as it is."""
@@ -213,7 +213,7 @@ def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     "/{job_id}/schedule",
     response_model=JobView,
     summary="Schedule a job anew",
-    responses=refusals(404, 408, 409, 413, 415, 422),
+    responses=error_responses(404, 408, 409, 413, 415, 422),
     openapi_extra=schedule_body(),
 )
 async def reschedule_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
@@ -225,7 +225,7 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
     return await run_in_threadpool(_placed, service, job)
 
 
-@router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=refusals(404, 409))
+@router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=error_responses(404, 409))
 def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Delete an ended job with its results and files."""
     deleted = delete_job(service.engine, caller.tenant_id, job_id)

@@ -10,9 +10,9 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
-from api.problem_details import not_found, parameter_refused
+from api.problem_details import invalid_parameter, not_found
 from api.requests.auth import Reader
-from api.requests.openapi import refusals
+from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view, job_view, layer_view
 from api.routes.archived_layers import layer_count, layer_page
 from api.service import Service, ServiceOf
@@ -58,7 +58,7 @@ class Selection:
     def __post_init__(self) -> None:
         """Refuse a kind that is not on the menu; the ledger checks the sort key."""
         if self.kind is not None and self.kind not in ANALYSES:
-            raise parameter_refused("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
+            raise invalid_parameter("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
 
 
 Chosen = Annotated[Selection, Depends()]
@@ -79,7 +79,7 @@ def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
     return job
 
 
-@router.get("/results", summary="Summary and manifest", responses=refusals(404))
+@router.get("/results", summary="Summary and manifest", responses=error_responses(404))
 def results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
     """The closing figures of each analysis, with what they were computed, and where the rest is."""
     job = owned_job(service, caller.tenant_id, job_id)
@@ -101,7 +101,7 @@ _LAYERS: dict[int | str, dict[str, Any]] = {
         "headers": {"Link": {"description": '`rel="next"`, where there is more', "schema": {"type": "string"}}},
         "content": {_CSV: {"schema": {"type": "string"}}, _LINES: {"schema": {"type": "string"}}},
     },
-    **refusals(404, 422),
+    **error_responses(404, 422),
 }
 
 
@@ -135,7 +135,7 @@ def layers(
     "/layers.csv",
     summary="Layers as CSV",
     response_class=Response,
-    responses={200: {"content": {_CSV: {"schema": {"type": "string"}}}}, **refusals(404, 422)},
+    responses={200: {"content": {_CSV: {"schema": {"type": "string"}}}}, **error_responses(404, 422)},
 )
 def layers_csv(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> Response:
     """All rows as a table for a spreadsheet; no cell of it is taken for a formula."""
@@ -146,14 +146,14 @@ def layers_csv(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) 
     "/layers.jsonl",
     summary="Layers as JSON lines",
     response_class=Response,
-    responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **refusals(404, 422)},
+    responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **error_responses(404, 422)},
 )
 def layers_jsonl(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> Response:
     """All rows, one JSON object a line."""
     return _stream(service, owned_job(service, caller.tenant_id, job_id), _LINES, chosen)
 
 
-@router.get("/layers/{name:path}", summary="One layer", responses=refusals(404, 422))
+@router.get("/layers/{name:path}", summary="One layer", responses=error_responses(404, 422))
 def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> LayerListView:
     """The rows of one layer by its module name, one per analysis."""
     job = owned_job(service, caller.tenant_id, job_id)
@@ -167,7 +167,7 @@ def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Ch
     "/log",
     summary="Reproducibility log",
     response_class=Response,
-    responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **refusals(404)},
+    responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **error_responses(404)},
 )
 def log(job_id: str, caller: Reader, service: ServiceOf) -> Response:
     """One JSON object per layer row: what was done to the layer, with which numbers, on what."""

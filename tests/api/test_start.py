@@ -1,4 +1,4 @@
-"""When the service starts, for whom it answers, and what its probes and its caretaker do."""
+"""When the service starts, for whom it answers, and what its probes and its maintenance thread do."""
 
 import json
 import os

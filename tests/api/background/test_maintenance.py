@@ -10,7 +10,7 @@ import pytest
 import redis
 from sqlalchemy import Engine, delete, func, select, text, update
 
-from api.background.maintenance import Doorbell
+from api.background.maintenance import WakeupSender
 from jobs.codec import parse_document
 from jobs.queue.broker_backlog import QUEUE
 from jobs.queue.outbox import MAX_OUTSTANDING, relay
@@ -59,36 +59,36 @@ def backlog(databases: Databases) -> Iterator[Engine]:
 
 
 def nobody_answered(engine: Engine) -> None:
-    """Let the time pass after which a doorbell is rung again."""
+    """Let the time pass after which a wake-up is sent again."""
     with writing(engine) as connection:
         connection.execute(update(outbox).where(outbox.c.sent_at.is_not(None)).values(sent_at=ledger_now(-16)))
 
 
 def test_without_workers_a_backlog_of_ten_thousand_takes_no_more_of_redis(backlog: Engine, broker: str) -> None:
-    doorbell = Doorbell(broker)
+    wakeups = WakeupSender(broker)
     with redis.Redis.from_url(broker) as client:
         rang = 0
         for _ in range(ROUNDS):
-            rang += relay(backlog, doorbell.ring, 15, doorbell.lying)
+            rang += relay(backlog, wakeups.send, 15, wakeups.backlog)
             nobody_answered(backlog)
         assert client.llen(QUEUE) == rang == MAX_OUTSTANDING
         assert int(client.memory_usage(QUEUE, samples=0)) < 4096 * MAX_OUTSTANDING
         # a worker takes ten of them: there is room for ten
         client.lpop(QUEUE, 10)
-        assert relay(backlog, doorbell.ring, 15, doorbell.lying) == 10
+        assert relay(backlog, wakeups.send, 15, wakeups.backlog) == 10
         # the broker loses all of them: they ring anew
         client.flushdb()
         nobody_answered(backlog)
-        assert relay(backlog, doorbell.ring, 15, doorbell.lying) == MAX_OUTSTANDING
-    doorbell.close()
+        assert relay(backlog, wakeups.send, 15, wakeups.backlog) == MAX_OUTSTANDING
+    wakeups.close()
 
 
 def test_a_broker_that_cannot_be_asked_marks_nothing_as_rung_for(ledger: Engine) -> None:
     submit(ledger, LOCAL_TENANT, parse_document(seeding.raw()))
-    doorbell = Doorbell("redis://127.0.0.1:1/0")
+    wakeups = WakeupSender("redis://127.0.0.1:1/0")
     with pytest.raises(redis.RedisError):
-        relay(ledger, doorbell.ring, 15, doorbell.lying)
-    doorbell.close()
+        relay(ledger, wakeups.send, 15, wakeups.backlog)
+    wakeups.close()
     with reading(ledger) as connection:
         assert connection.execute(select(func.count()).where(outbox.c.sent_at.is_not(None))).scalar_one() == 0
 
@@ -104,9 +104,9 @@ def test_the_user_of_compose_may_ring_and_count(ledger: Engine, broker: str) -> 
         try:
             with redis.Redis.from_url(theirs) as client, pytest.raises(redis.exceptions.NoPermissionError):
                 client.flushall()
-            doorbell = Doorbell(theirs)
-            assert relay(ledger, doorbell.ring, 15, doorbell.lying) == 1
-            assert doorbell.lying() == 1
-            doorbell.close()
+            wakeups = WakeupSender(theirs)
+            assert relay(ledger, wakeups.send, 15, wakeups.backlog) == 1
+            assert wakeups.backlog() == 1
+            wakeups.close()
         finally:
             admin.execute_command("ACL", "DELUSER", name)

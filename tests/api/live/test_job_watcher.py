@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from sqlalchemy import Engine, event
 
-from api.live.job_watcher import Waiter, Watch
-from api.live.sse_format import encode
+from api.live.job_watcher import JobWatcher, Subscription
+from api.live.sse_format import encode_event
 from catalog.frames import LogLine
 from jobs.queue import claims
 from jobs.records import LOCAL_TENANT, Claim, Job
@@ -95,33 +95,33 @@ def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: En
         reads += 1
         return read_job(ledger, LOCAL_TENANT, held.job_id)
 
-    async def follow(watch: Watch, position: int) -> bytes:
+    async def follow(watcher: JobWatcher, position: int) -> bytes:
         """As a stream does, which here may never have to read the table."""
         received = b""
-        with watch.waiting(held.job_id, events=True) as waiter:
+        with watcher.subscribe(held.job_id, events=True) as subscription:
             while True:
-                portion = waiter.since(position)
-                assert portion is not None
-                received += portion.text
-                position = portion.through
-                if portion.ended:
+                batch = subscription.events_after(position)
+                assert batch is not None
+                received += batch.text
+                position = batch.through
+                if batch.ended:
                     return received
-                await waiter.news(30)
+                await subscription.wait(30)
 
-    async def poll(watch: Watch) -> Job | None:
-        with watch.waiting(held.job_id) as waiter:
-            while not waiter.moved(job.event_seq):
-                await waiter.news(30)
-            return await waiter.read(read)
+    async def poll(watcher: JobWatcher) -> Job | None:
+        with watcher.subscribe(held.job_id) as subscription:
+            while not subscription.is_newer_than(job.event_seq):
+                await subscription.wait(30)
+            return await subscription.read(read)
 
     async def play() -> tuple[list[bytes], list[Job | None]]:
-        watch = Watch(ledger, threading.Event())
-        async with watch.running():
-            readers = [asyncio.ensure_future(follow(watch, job.event_seq)) for _ in range(40)]
-            polls = [asyncio.ensure_future(poll(watch)) for _ in range(30)]
-            with watch.waiting(held.job_id) as first:
-                while not first.moved(job.event_seq - 1):  # before the first look is over
-                    await first.news(30)
+        watcher = JobWatcher(ledger, threading.Event())
+        async with watcher.running():
+            readers = [asyncio.ensure_future(follow(watcher, job.event_seq)) for _ in range(40)]
+            polls = [asyncio.ensure_future(poll(watcher)) for _ in range(30)]
+            with watcher.subscribe(held.job_id) as first:
+                while not first.is_newer_than(job.event_seq - 1):  # before the first look is over
+                    await first.wait(30)
             statements.clear()
             for line in range(20):
                 await asyncio.to_thread(say, ledger, held, str(line))
@@ -130,7 +130,7 @@ def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: En
 
     received, polled = asyncio.run(play())
     whole = [each for each in _whole(ledger)(held).events if each.seq > job.event_seq]
-    assert received == [b"".join(encode(each) for each in whole)] * 40
+    assert received == [b"".join(encode_event(each) for each in whole)] * 40
     assert all(each is not None and each.event_seq > job.event_seq for each in polled)
     assert reads <= 21  # one for each version at the most, not one for each poll
     asked = [each for each in statements if each.lstrip().startswith("SELECT job_events")]
@@ -143,17 +143,17 @@ def test_who_waits_for_a_deleted_job_is_told(ledger: Engine) -> None:
     claims.cancelled(ledger, held)
 
     async def play() -> bool:
-        watch = Watch(ledger, threading.Event())
-        async with watch.running():
-            with watch.waiting(held.job_id, events=True) as waiter:
-                assert await waiter.news(300)
+        watcher = JobWatcher(ledger, threading.Event())
+        async with watcher.running():
+            with watcher.subscribe(held.job_id, events=True) as subscription:
+                assert await subscription.wait(300)
                 await asyncio.to_thread(delete_job, ledger, LOCAL_TENANT, held.job_id)
-                assert await waiter.news(300)
-                return _ended(waiter)
+                assert await subscription.wait(300)
+                return _ended(subscription)
 
     assert asyncio.run(play())
 
 
-def _ended(waiter: Waiter) -> bool:
-    portion = waiter.since(0)
-    return portion is not None and portion.ended
+def _ended(subscription: Subscription) -> bool:
+    batch = subscription.events_after(0)
+    return batch is not None and batch.ended

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.routing import BaseRoute, Mount
 
 from api.main import create_app
-from api.requests.auth import authenticate, is_open, is_scraped
+from api.requests.auth import authenticate, is_open, is_scraper_only
 from api.settings import Settings
 from jobs.settings import LedgerSettings
 from jobs.tenancy.api_keys import create_key, revoke_key
@@ -46,7 +46,7 @@ def test_only_the_listed_routes_are_open(tmp_path: Path) -> None:
     found = list(walk(application(tmp_path)))
     assert len(found) > 15
     assert {path for path, _, endpoint in found if is_open(endpoint)} == OPEN
-    assert {path for path, _, endpoint in found if is_scraped(endpoint)} == SCRAPED
+    assert {path for path, _, endpoint in found if is_scraper_only(endpoint)} == SCRAPED
 
 
 def test_every_other_route_answers_401_without_a_key(tmp_path: Path, keyed: Keyed) -> None:

@@ -13,7 +13,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import Connection, event, text
 
-from api.background.metrics_cache import Lookout, Sight
+from api.background.metrics_cache import LedgerReading, MetricsCache
 from api.settings import Settings
 from catalog.frames import Failed
 from jobs.metrics.snapshot import take_census
@@ -181,28 +181,28 @@ def test_a_look_that_ended_when_nobody_waited_is_not_told_later(
     settings = Settings(
         ledger=LedgerSettings(database_url=url, artifact_root=tmp_path), embedded=True, metrics_seconds=0
     )
-    monkeypatch.setattr("api.background.metrics_cache._CENSUS_SECONDS", 0.2)
-    lookout = Lookout(settings)
+    monkeypatch.setattr("api.background.metrics_cache._READ_SECONDS", 0.2)
+    metrics_cache = MetricsCache(settings)
 
-    async def look() -> tuple[Sight, Sight]:
+    async def look() -> tuple[LedgerReading, LedgerReading]:
         with engine.begin() as connection:
             connection.execute(text("LOCK TABLE jobs IN ACCESS EXCLUSIVE MODE"))
-            late = await lookout.look()
-        assert lookout._pending is not None
-        await lookout._pending
+            late = await metrics_cache.read()
+        assert metrics_cache._pending is not None
+        await metrics_cache._pending
         with engine.begin() as connection:
             connection.execute(text(FILL), {"state": "queued", "first": 1, "last": 3})
-        monkeypatch.setattr("api.background.metrics_cache._CENSUS_SECONDS", 300)
-        return late, await lookout.look()
+        monkeypatch.setattr("api.background.metrics_cache._READ_SECONDS", 300)
+        return late, await metrics_cache.read()
 
     try:
         late, then = asyncio.run(look())
     finally:
-        lookout.close()
+        metrics_cache.close()
         engine.dispose()
-    assert late.census is None
-    assert then.census is not None
-    assert then.census.active_jobs["queued"] == 3
+    assert late.snapshot is None
+    assert then.snapshot is not None
+    assert then.snapshot.active_jobs["queued"] == 3
 
 
 FILL = """
