@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import results_file
-from benchmarks.architecture_cases import adapters, diffusion, graphs, language, networks, traps, vision
+from benchmarks.architecture_cases import adapters, compositions, diffusion, graphs, language, networks, traps, vision
 from benchmarks.architecture_judgement import TOLERANCE, judged
 
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
@@ -32,6 +32,7 @@ SECTIONS = {
     "Adapters (PEFT)": adapters.CASES,
     "Graphs (torch_geometric)": graphs.CASES,
     "Networks by hand": networks.CASES,
+    "Networks by hand of less usual operations": compositions.CASES,
     "Networks by hand that mislead recognition": traps.CASES,
 }
 _PAGE = """\

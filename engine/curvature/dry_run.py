@@ -50,7 +50,7 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
             # every position is the only example's
             one = _seen(job, survey, _repeated(batch, 1))
             job = dataclasses.replace(job, masking=_masking(job, survey, batch), overwritten=overwritten(one.calls))
-            return job, one, frozenset()
+            return job, one, _without_example(one)
         fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
         tables = shared_tables(few.calls, many.calls)
@@ -71,6 +71,14 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
         job = dataclasses.replace(job, cut_padding=cut, overwritten=overwritten(few.calls))
     # where rows have an order of their own, the operations may show it
     return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+
+
+def _without_example(one: DryRun) -> frozenset[str]:
+    """Return the names of layers of which some call on one example shows no dimension for it.
+
+    Their positions are those of no example by themselves (a table of distances): the operations may show it.
+    """
+    return frozenset(call.layer.name for call in one.calls if not call.layer.batch_first(call.entered, 1))
 
 
 def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:

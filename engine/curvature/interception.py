@@ -28,6 +28,7 @@ from torch import Tensor
 
 from engine.curvature.contributions import contribution, takes_shapes_alone
 from engine.curvature.custom_functions import shown
+from engine.curvature.layouts import REARRANGED, arranged, layout_of
 from engine.curvature.marks import alike_along
 from engine.curvature.products import Multiplying
 from engine.curvature.provenance import Rows, batch_first
@@ -146,7 +147,7 @@ class Interception(Multiplying):
             args, kwargs = with_tensors((tuple(operation.args), dict(operation.kwargs)), self._marks.expanded)
             left = rewrite(self, *args, **kwargs)
             if left is not NotImplemented:
-                return left
+                return self._as_torch(operation, left)
         lifted = self._lifted(operation)
         if lifted is None:
             return self._contributed(operation, sources)
@@ -155,6 +156,14 @@ class Interception(Multiplying):
             operation.tensors.append(tensor)
         self._marks.follow(operation, left)
         return left
+
+    def _as_torch(self, operation: Operation, left: Any) -> Any:  # noqa: ANN401
+        """What a rewrite returned, in the memory layout of the operation itself: the model may view it."""
+        if operation.name not in REARRANGED:
+            return left
+        layout = layout_of(operation.run)
+        with self:
+            return arranged(left, layout)
 
     def _property(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         if getattr(operation.func, "__self__", None) is None or operation.func.__name__ == "__set__":
