@@ -30,7 +30,7 @@ class Settings:
     metrics_seconds: float = 5
     """How long one count of the ledger serves every scrape."""
     redis_url: str | None = field(default=None, repr=False)  # holds a password
-    """Where the doorbell hangs; without it workers find jobs by looking."""
+    """The broker of the wake-ups; without it workers find jobs by polling."""
     allowed_factories: tuple[str, ...] = ()
     """Each `package.module:callable`, or `*`."""
     allowed_directories: tuple[str, ...] = ()

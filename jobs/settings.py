@@ -32,9 +32,9 @@ class LedgerSettings:
     reaper_seconds: float = 10
     """Between two looks for expired leases."""
     relay_seconds: float = 5
-    """Between two rounds of ringing doorbells."""
+    """Between two rounds of the relay, which sends wake-ups."""
     unclaimed_seconds: float = 15
-    """A doorbell that nobody answered for this long is rung again."""
+    """A wake-up is sent again if nobody claims its job for this long."""
     sweep_seconds: float = 600
     """Between two looks for objects and staged files that nothing names."""
     grace_seconds: float = 3600

@@ -1,6 +1,6 @@
 """The Celery application: ``celery -A worker.app worker -P threads`` is a worker of the service.
 
-Celery carries the doorbell and nothing else: messages are acknowledged at once, nothing is
+Celery carries wake-ups and nothing else: messages are acknowledged at once, nothing is
 prefetched, no result is kept. Losing any of it costs seconds, because the database is the queue.
 Importing this module reads the broker's address and starts nothing.
 """
@@ -13,23 +13,23 @@ from typing import Any
 from celery import Celery, signals
 
 from jobs.errors import LedgerError
-from jobs.queue.broker_backlog import LyingDoorbells
+from jobs.queue.broker_backlog import BrokerBacklog
 from worker.service import Service
 from worker.settings import WorkerSettings, redis_url
 
 _DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 
 
-class Doorbell(Celery):  # type: ignore[misc]  # Celery publishes no types
-    """The application, and the Agent that its task rings for once a worker runs."""
+class WorkerApp(Celery):  # type: ignore[misc]  # Celery publishes no types
+    """The application, and the Agent that its task wakes once a worker runs."""
 
     agent: Any = None
     service: Service | None = None
 
 
-def create_app(broker: str) -> Doorbell:
+def create_app(broker: str) -> WorkerApp:
     """The application on one broker."""
-    celery = Doorbell("kronoscope", broker=broker, include=["worker.tasks"])
+    celery = WorkerApp("kronoscope", broker=broker, include=["worker.tasks"])
     celery.conf.update(
         accept_content=["json"],
         broker_connection_retry_on_startup=True,
@@ -42,7 +42,7 @@ def create_app(broker: str) -> Doorbell:
         task_serializer="json",
         result_serializer="json",
         worker_cancel_long_running_tasks_on_connection_loss=False,
-        worker_concurrency=2,  # doorbells are answered in milliseconds; jobs run in threads of the Agent's
+        worker_concurrency=2,  # wake-ups are handled in milliseconds; jobs run in threads of the Agent's
         worker_disable_prefetch=True,
         worker_hijack_root_logger=False,
         worker_pool="threads",
@@ -56,8 +56,8 @@ _broker = redis_url(os.environ) or _DEFAULT_BROKER
 app = create_app(_broker)
 
 
-def ring(job_id: str) -> None:
-    """Send the doorbell of one job, or say at once that the broker does not answer."""
+def send_wakeup(job_id: str) -> None:
+    """Send the wake-up of one job, or raise at once if the broker does not answer."""
     app.send_task("worker.tasks.ring", args=[job_id], retry=False, ignore_result=True)
 
 
@@ -66,7 +66,7 @@ def _open(instance: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishe
     """Take up the ledger before the broker, so that the first line logged is ours."""
     instance.quiet = True  # Celery's banner is no JSON, and it shows the broker's address
     try:
-        app.service = Service(WorkerSettings.from_environment(os.environ), ring, LyingDoorbells(_broker))
+        app.service = Service(WorkerSettings.from_environment(os.environ), send_wakeup, BrokerBacklog(_broker))
     except LedgerError as error:
         sys.stderr.write(f"the worker does not start: {error}\n")
         raise SystemExit(2) from error

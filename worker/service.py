@@ -1,4 +1,4 @@
-"""What a worker process does from start to end, whether Celery or nobody rings its doorbell."""
+"""What a worker process does from start to end, with a broker that sends wake-ups or without one."""
 
 import time
 from collections.abc import Callable
@@ -8,28 +8,28 @@ import structlog
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
 from worker.agent.agent import Agent
-from worker.agent.maintenance import Sweeper
+from worker.agent.maintenance import WorkerMaintenance
 from worker.devices.device_summary import describe_device
 from worker.lifetime import Ending
 from worker.settings import WorkerSettings
 
 
 class Service:
-    """Agent and sweeper over one database connection pool."""
+    """Agent and maintenance over one database connection pool."""
 
     def __init__(
         self,
         settings: WorkerSettings,
-        ring: Callable[[str], object] | None = None,
-        lying: Callable[[], int] = lambda: 0,
+        send_wakeup: Callable[[str], object] | None = None,
+        broker_backlog: Callable[[], int] = lambda: 0,
     ) -> None:
         """Open the ledger.
 
         Args:
             settings: The operator's choice.
-            ring: How to ring for a job where every worker hears it; none where there is no broker, and the Agent of
-                this process looks by itself.
-            lying: How many doorbells lie there untaken.
+            send_wakeup: Sends the wake-up of a job to all workers; None without a broker: the Agent of this process
+                polls by itself.
+            broker_backlog: Returns how many wake-ups are at the broker, not yet received.
 
         Raises:
             SchemaOutdated: If the database has to be migrated first.
@@ -38,24 +38,24 @@ class Service:
         configure_logging(settings.log_level)
         log_last_words()
         log = structlog.get_logger("kronoscope.worker")
-        log.info("worker starts", device=describe_device(), slots=settings.slots, doorbell=ring is not None)
+        log.info("worker starts", device=describe_device(), slots=settings.slots, wakeups=send_wakeup is not None)
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)
         self.agent = Agent(self._engine, settings)
-        self._sweeper = Sweeper(self._engine, settings.ledger, ring, lying)
+        self._maintenance = WorkerMaintenance(self._engine, settings.ledger, send_wakeup, broker_backlog)
         self._ending = Ending(settings.lifetime, self.agent.idle, began)
         self._log = log
 
     def start(self) -> None:
         """Take jobs from now on."""
         self.agent.start()
-        self._sweeper.start()
+        self._maintenance.start()
         self._ending.start()
 
     def stop(self) -> None:
         """Hand running jobs back and let go of the database."""
         drained = self.agent.drain()
-        self._sweeper.stop()
+        self._maintenance.stop()
         self._log.info("worker ends", drained=drained)
         self._engine.dispose()

@@ -23,13 +23,13 @@ class WorkerSettings:
 
     ledger: LedgerSettings
     redis_url: str | None = field(default=None, repr=False)  # holds a password
-    """Where doorbells arrive; null in embedded mode."""
+    """The broker of the wake-ups; null in embedded mode."""
     slots: int = 1
     """Jobs at a time; the environment's default is one for each device that the host's memory has room beside."""
     threads: int | None = None
     """Computing threads of a job's first attempt; null shares the machine's cores among the slots."""
     poll_seconds: float = 3
-    """Between two looks into the queue, for doorbells that never rang."""
+    """Between two looks into the queue, for wake-ups that were lost."""
     reserve_seconds: float = 60
     """A job that waits longer than this for more than is free on a device has one kept for it."""
     cancel_seconds: float = 1
@@ -127,7 +127,7 @@ class WorkerSettings:
 
 
 def redis_url(environ: Mapping[str, str]) -> str | None:
-    """Where doorbells arrive, if anywhere."""
+    """Return the broker's address, or None without one."""
     return secret(environ, "KRONOSCOPE_REDIS_URL") or secret(environ, "REDIS_URL")
 
 

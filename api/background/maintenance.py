@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Engine
 
 from jobs.metrics.counters import note_round
-from jobs.queue.broker_backlog import LyingDoorbells
+from jobs.queue.broker_backlog import BrokerBacklog
 from jobs.queue.outbox import relay
 from jobs.queue.reaper import end_overdue, reap_expired
 from jobs.settings import LedgerSettings
@@ -33,7 +33,7 @@ class WakeupSender:
         Args:
             redis_url: Address of the broker, with its password.
         """
-        self.backlog = LyingDoorbells(redis_url)
+        self.backlog = BrokerBacklog(redis_url)
         self._celery = Celery("kronoscope", broker=redis_url, set_as_current=False)
         self._celery.conf.update(
             task_ignore_result=True,

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from api.settings import Settings
 from catalog.record import record
-from jobs.metrics.snapshot import Census, take_census
+from jobs.metrics.snapshot import LedgerSnapshot, take_snapshot
 from jobs.schema.database import open_database
 
 _READ_SECONDS = 3.0
@@ -20,7 +20,7 @@ _log = logging.getLogger("kronoscope.api.metrics_cache")
 class LedgerReading:
     """The counts of one reading; None for a part that could not be read."""
 
-    snapshot: Census | None
+    snapshot: LedgerSnapshot | None
     disk_free_bytes: int | None
 
 
@@ -74,9 +74,9 @@ class MetricsCache:
         except OSError:
             return None
 
-    def _snapshot(self) -> Census | None:
+    def _snapshot(self) -> LedgerSnapshot | None:
         try:
-            snapshot = take_census(self._engine)
+            snapshot = take_snapshot(self._engine)
         except Exception as error:  # noqa: BLE001 - whatever the driver raises, the scrape is answered
             if not self._failing:
                 _log.warning("the ledger cannot be counted (%s)", type(error).__name__, exc_info=error)

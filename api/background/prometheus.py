@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from jobs.devices.registry import DeviceKind, DeviceStatus
 from jobs.lifecycle import TERMINAL
-from jobs.metrics.snapshot import Census
+from jobs.metrics.snapshot import LedgerSnapshot
 
 _CATEGORIES = ("fatal", "transient", "usage")
 
@@ -20,7 +20,7 @@ _CATEGORIES = ("fatal", "transient", "usage")
 class LedgerMetrics(Collector):
     """The metrics of one scrape, made of a snapshot of the ledger; None where the database did not answer."""
 
-    def __init__(self, snapshot: Census | None) -> None:
+    def __init__(self, snapshot: LedgerSnapshot | None) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
@@ -34,7 +34,7 @@ class LedgerMetrics(Collector):
             yield from _totals(self._snapshot)
 
 
-def _queue(snapshot: Census) -> Iterator[Metric]:
+def _queue(snapshot: LedgerSnapshot) -> Iterator[Metric]:
     jobs = GaugeMetricFamily("kronoscope_jobs", "Jobs that have not ended.", labels=["state"])
     for state, count in snapshot.active_jobs.items():
         jobs.add_metric([state], count)
@@ -50,12 +50,12 @@ def _queue(snapshot: Census) -> Iterator[Metric]:
         snapshot.leases_expired,
     )
     yield GaugeMetricFamily(
-        "kronoscope_doorbells_unsent", "Queued jobs for which no wake-up was sent yet.", snapshot.doorbells_unsent
+        "kronoscope_doorbells_unsent", "Queued jobs for which no wake-up was sent yet.", snapshot.wakeups_unsent
     )
     yield GaugeMetricFamily(
         "kronoscope_doorbells_oldest_unsent_age_seconds",
         "Age of the oldest of them.",
-        snapshot.doorbells_oldest_unsent_seconds,
+        snapshot.wakeups_oldest_unsent_seconds,
     )
     rounds = GaugeMetricFamily(
         "kronoscope_reconciler_last_round_age_seconds",
@@ -67,7 +67,7 @@ def _queue(snapshot: Census) -> Iterator[Metric]:
     yield rounds
 
 
-def _workers(snapshot: Census) -> Iterator[Metric]:
+def _workers(snapshot: LedgerSnapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily("kronoscope_workers", "Workers that were seen lately.", snapshot.workers)
     slots = GaugeMetricFamily("kronoscope_worker_slots", "Jobs that they can run at once.", labels=["state"])
     busy = min(snapshot.slots, snapshot.slots_busy)
@@ -94,7 +94,7 @@ def _devices(devices: Iterable[DeviceStatus]) -> Iterator[Metric]:
     yield from (known, memory, draining)
 
 
-def _totals(snapshot: Census) -> Iterator[Metric]:
+def _totals(snapshot: LedgerSnapshot) -> Iterator[Metric]:
     counters = snapshot.counters
     moves = counters.get("moves", {})
     yield _total("kronoscope_attempts", "Claims of jobs by workers.", moves.get("running", 0))

@@ -1,4 +1,4 @@
-"""A census: what the ledger holds at one moment, counted for the operator who watches it.
+"""A snapshot: counts and ages of what the ledger holds at one moment, for the operator's metrics.
 
 Every query reads queued and running jobs, or counters, through an index: ended jobs, however many, cost nothing.
 """
@@ -19,7 +19,7 @@ _STATEMENT_SECONDS = 2
 
 
 @record
-class Census:
+class LedgerSnapshot:
     """Counts and ages, of all tenants together."""
 
     active_jobs: Mapping[State, int]
@@ -35,14 +35,14 @@ class Census:
     slots_busy: int
     """Of them, those that hold a job."""
     devices: tuple[DeviceStatus, ...]
-    doorbells_unsent: int
-    doorbells_oldest_unsent_seconds: float
+    wakeups_unsent: int
+    wakeups_oldest_unsent_seconds: float
     counters: Mapping[Counter, Mapping[str, int]]
     seconds_since_round: Mapping[Reconciler, float]
     """By reconciler; one that never had a round is absent."""
 
 
-def take_census(engine: Engine) -> Census:
+def take_snapshot(engine: Engine) -> LedgerSnapshot:
     """Count.
 
     Raises:
@@ -54,7 +54,7 @@ def take_census(engine: Engine) -> Census:
         waiting, waiting_seconds = _waiting(connection)
         unsent, unsent_seconds = _unsent(connection)
         workers_seen, slots = _workers(connection)
-        return Census(
+        return LedgerSnapshot(
             workers=workers_seen,
             slots=slots,
             slots_busy=_busy(connection),
@@ -64,8 +64,8 @@ def take_census(engine: Engine) -> Census:
             leases_expired=connection.execute(
                 select(func.count()).where(jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
             ).scalar_one(),
-            doorbells_unsent=unsent,
-            doorbells_oldest_unsent_seconds=unsent_seconds,
+            wakeups_unsent=unsent,
+            wakeups_oldest_unsent_seconds=unsent_seconds,
             counters=read_counters(connection),
             seconds_since_round=seconds_since_round(connection),
         )

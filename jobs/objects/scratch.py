@@ -64,7 +64,7 @@ class Scratch:
         """Delete what the job's attempts have left; what is gone already, or in use, is no error."""
         shutil.rmtree(self._of_job(job_id), ignore_errors=True)
         if self.copies is not None:
-            with contextlib.suppress(StoreUnavailable):  # the sweeper comes by
+            with contextlib.suppress(StoreUnavailable):  # the clean-up removes it later
                 self.copies.clear(job_id)
 
     def jobs(self) -> list[str]:

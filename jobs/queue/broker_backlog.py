@@ -1,4 +1,4 @@
-"""The doorbells that lie at the broker: how many, so that nobody rings for ever where nobody listens."""
+"""The number of wake-ups at the broker, so that a relay sends no more where no worker receives them."""
 
 import redis
 from redis.backoff import NoBackoff
@@ -9,8 +9,8 @@ QUEUE = "celery"
 _SECONDS = 3
 
 
-class LyingDoorbells:
-    """Asks one Redis; connects when it is asked, and again after a connection was lost."""
+class BrokerBacklog:
+    """Counts the wake-ups at one Redis; connects on the first call, and again after a lost connection."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis = redis.Redis.from_url(
@@ -18,7 +18,7 @@ class LyingDoorbells:
         )
 
     def __call__(self) -> int:
-        """How many doorbells nobody has taken yet.
+        """Return how many wake-ups no worker has received yet.
 
         Raises:
             redis.RedisError: If the broker does not answer.

@@ -23,7 +23,7 @@ from jobs.lifecycle import HELD, State, ending
 from jobs.metrics.counters import add, add_failure
 from jobs.queue.fence import append_event, by_holder, change, fenced, move, take
 from jobs.records import Claim
-from jobs.scheduling.fair_share import due, in_turn
+from jobs.scheduling.fair_share import due, fair_order
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import is_id
@@ -50,7 +50,7 @@ def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = Non
     with reading(engine) as connection:
         return list(
             connection.execute(
-                in_turn(connection.dialect.name, limit, and_(due(), *_fits(free_bytes)), null())
+                fair_order(connection.dialect.name, limit, and_(due(), *_fits(free_bytes)), null())
             ).scalars()
         )
 

@@ -139,7 +139,7 @@ def move(
     values: Mapping[str, Any] | None = None,
     reason: str | None = None,
 ) -> None:
-    """Take the locked job to ``state``, with everything that goes with it: stamps, lease, doorbell, event.
+    """Take the locked job to ``state``, with everything that goes with it: stamps, lease, wake-up, event.
 
     Raises:
         ValueError: If the table of legal moves does not hold this one.
@@ -162,12 +162,12 @@ def _follow(connection: Connection, drawn: Row[Any], before: State, after: State
     if before in HELD and after not in HELD:
         drain(connection, drawn)
     if after == "queued":
-        post_doorbell(connection, drawn.id, drawn.tenant_id)
+        post_wakeup(connection, drawn.id, drawn.tenant_id)
     elif before == "queued":
         connection.execute(_SILENCE, {"job": drawn.id})
     append_event(connection, drawn, "state", {"state": after, **told})
 
 
-def post_doorbell(connection: Connection, job_id: str, tenant_id: str) -> None:
-    """Leave a doorbell for the relay, in the transaction that queues the job: neither exists alone."""
+def post_wakeup(connection: Connection, job_id: str, tenant_id: str) -> None:
+    """Write a wake-up for the relay, in the transaction that queues the job: neither exists alone."""
     connection.execute(insert(outbox).values(id=new_id(), job_id=job_id, tenant_id=tenant_id, created_at=ledger_now()))

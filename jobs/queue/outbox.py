@@ -1,11 +1,11 @@
-"""The relay rings the doorbells that stand in the outbox, and again those nobody answered.
+"""The relay sends the wake-ups of the outbox, and again those of jobs that nobody has claimed.
 
 A queued job has exactly one outbox row, written with the move that queued it and deleted with
-the claim. So whatever a broker loses is rung again, and a doorbell too many is harmless: the
+the claim. So a wake-up that a broker loses is sent again, and one too many is harmless: the
 claim decides.
 
-Where no worker runs they would pile up at the broker, each rung again and again. A doorbell says no more
-than "look", so a few that lie there wake whoever comes, and no more are added to them.
+Where no worker runs they would pile up at the broker, each sent again and again. A wake-up says no more
+than "poll the queue", so a few at the broker are enough for any worker that starts, and no more are added.
 """
 
 from collections.abc import Callable
@@ -17,40 +17,41 @@ from jobs.schema.database import reading, writing
 from jobs.schema.tables import outbox
 
 MAX_OUTSTANDING = 64
-"""Doorbells under way at once: ten thousand queued jobs must not fill the broker's memory."""
+"""Wake-ups under way at once: ten thousand queued jobs must not fill the broker's memory."""
 
 
 def relay(
     engine: Engine,
-    ring: Callable[[str], object],
+    send_wakeup: Callable[[str], object],
     unclaimed_seconds: float,
-    lying: Callable[[], int] = lambda: 0,
+    broker_backlog: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Ring for queued jobs that were never rung for, or not answered for ``unclaimed_seconds``.
+    """Send wake-ups for queued jobs that have had none yet, or were not claimed within ``unclaimed_seconds``.
 
-    Rows are marked before the doorbell rings, so that no lock is held while a broker is slow; where
-    ``ring`` raises they are unmarked, and a process that dies in between only delays the next ring.
+    Rows are marked before the wake-up is sent, so that no lock is held while a broker is slow; where
+    ``send_wakeup`` raises they are unmarked, and a process that dies in between only delays the next one.
 
     Args:
         engine: The ledger.
-        ring: Sends one doorbell.
-        unclaimed_seconds: A doorbell that nobody answered for so long is rung again.
-        lying: How many doorbells lie at the broker untaken; together with those there are never more than
-            `MAX_OUTSTANDING` (times the processes that relay in the same moment).
+        send_wakeup: Sends one wake-up, for the job of that id.
+        unclaimed_seconds: A wake-up is sent again if nobody has claimed its job for so long.
+        broker_backlog: Returns how many wake-ups are at the broker, not yet received; together with those there are
+            never more than `MAX_OUTSTANDING` (times the processes that relay in the same moment).
 
     Returns:
-        How many doorbells rang.
+        How many wake-ups were sent.
 
     Raises:
-        Exception: Whatever ``ring`` or ``lying`` raised, after the doorbells it did not ring are due again.
+        Exception: Whatever ``send_wakeup`` or ``broker_backlog`` raised, after the wake-ups that were not sent are due
+            again.
     """
-    room = MAX_OUTSTANDING - lying()
+    room = MAX_OUTSTANDING - broker_backlog()
     if room <= 0:
         return 0
     due = _take_due(engine, unclaimed_seconds, room)
     for position, (row_id, job_id) in enumerate(due):
         try:
-            ring(job_id)
+            send_wakeup(job_id)
         except Exception:
             _unmark(engine, [row_id, *(later for later, _ in due[position + 1 :])])
             raise

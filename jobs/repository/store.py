@@ -24,7 +24,7 @@ from jobs.errors import (
     PageRefused,
 )
 from jobs.lifecycle import TERMINAL, State
-from jobs.queue.fence import append_event, change, draw, move, post_doorbell
+from jobs.queue.fence import append_event, change, draw, move, post_wakeup
 from jobs.records import Artifact, Claim, Job, JobPage, Submitted
 from jobs.scheduling.deadlines import asked_for, deadline_of, require_in_time
 from jobs.scheduling.fair_share import AHEAD
@@ -47,7 +47,7 @@ def submit(
     estimate: bool = False,
     needs_bytes: int | None = None,
 ) -> Submitted:
-    """Store a job and its doorbell in one transaction, or bring back the job this key stored earlier.
+    """Store a job and its wake-up in one transaction, or bring back the job this key stored earlier.
 
     With ``estimate`` it is only to be planned: `read_estimate` finds it, and nothing that looks for jobs. Its
     idempotency keys are apart from those of jobs, and its schedule is not the document's: it goes ahead.
@@ -96,7 +96,7 @@ def submit(
             raise JobNotFound(job_id)
         require_in_time(drawn.deadline_at, drawn.now)
         append_event(connection, drawn, "state", {"state": "queued", "attempt": 0})
-        post_doorbell(connection, job_id, tenant_id)
+        post_wakeup(connection, job_id, tenant_id)
         return Submitted(job=_job(drawn), created=True)
 
 
@@ -207,7 +207,7 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
     """Delete an ended job with all its rows, and say which files were its artifacts.
 
     The caller then removes the files (`ArtifactFolder.remove`, `object_sweep.forget`): a crash in between leaves
-    files that no row names, for the sweeper, never a row without its file.
+    files that no row names, for the clean-up, never a row without its file.
 
     Raises:
         JobNotFound: If this tenant has no such job.

@@ -1,7 +1,7 @@
 """Which queued jobs a worker may put on its devices, asked of the ledger in one statement.
 
-A `Seat` is what decides how the condition reads; the numbers in it are given when it is asked. So the statement is
-built once for each shape of fleet that a worker meets, not at each look: building it takes longer than the answer.
+A `CandidateSlot` determines the text of the statement; its numbers are bound when it is executed. So the statement is
+built once for each shape of fleet that a worker meets, not at each poll: building it takes longer than the answer.
 """
 
 import functools
@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from catalog.record import record
 from jobs.devices.leases import suited
-from jobs.scheduling.fair_share import due, goes_ahead, in_turn
+from jobs.scheduling.fair_share import due, fair_order, goes_ahead
 from jobs.schema.clock import Moment, ledger_now
 from jobs.schema.tables import jobs, tenants
 
@@ -34,7 +34,7 @@ _SHAPES = 128
 
 
 @record
-class Seat:
+class CandidateSlot:
     """What a device takes now, but for the numbers."""
 
     kind: str
@@ -45,17 +45,17 @@ class Seat:
     """Classes of the smaller free devices of others, to whom what they could hold is left for a grace."""
 
 
-def seats_query(dialect: str, limit: int, seats: Sequence[Seat]) -> Select[Any]:
-    """The ids of the next ``limit`` jobs in turn that fit on one of ``seats``, and as `told` on which device.
+def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot]) -> Select[Any]:
+    """The ids of the next ``limit`` jobs in turn that fit on one of ``slots``, and as `told` on which device.
 
     To be given when it is asked: `most_bytes`, the most that is free on any, `before_grace`, the grace in seconds
-    taken negative, and `seat_values` of each seat.
+    taken negative, and `slot_values` of each slot.
     """
-    return _built(dialect, limit, tuple(seats))
+    return _built(dialect, limit, tuple(slots))
 
 
-def seat_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - a row of `jobs`
-    """The numbers of the seat that stands at ``number``; ``most`` bytes free in each class of its `smaller`."""
+def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - a row of `jobs`
+    """The numbers of the slot that stands at ``number``; ``most`` bytes free in each class of its `smaller`."""
     values = {f"device_{number}": device, f"free_{number}": free_bytes}
     values |= {f"most_{number}_{index}": each for index, each in enumerate(most)}
     if kept is not None:
@@ -69,16 +69,16 @@ def seat_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequ
 
 
 @functools.lru_cache(maxsize=_SHAPES)
-def _built(dialect: str, limit: int, seats: tuple[Seat, ...]) -> Select[Any]:
-    taken = [(_takes(number, seat), bindparam(f"device_{number}", type_=String())) for number, seat in enumerate(seats)]
+def _built(dialect: str, limit: int, slots: tuple[CandidateSlot, ...]) -> Select[Any]:
+    taken = [(_takes(number, slot), bindparam(f"device_{number}", type_=String())) for number, slot in enumerate(slots)]
     # what fits nowhere is passed over by one comparison
     claimable = and_(_bytes("most_bytes") >= NEEDS, due(), or_(*(condition for condition, _ in taken)))
-    return in_turn(dialect, limit, claimable, case(*taken))
+    return fair_order(dialect, limit, claimable, case(*taken))
 
 
-def _takes(number: int, seat: Seat) -> ColumnElement[bool]:
-    conditions = [_bytes(f"free_{number}") >= NEEDS, suited(seat.kind, seat.factories)]
-    if seat.kept:
+def _takes(number: int, slot: CandidateSlot) -> ColumnElement[bool]:
+    conditions = [_bytes(f"free_{number}") >= NEEDS, suited(slot.kind, slot.factories)]
+    if slot.kept:
         conditions.append(
             or_(
                 goes_ahead(jobs.c.priority, tenants.c.served_at),
@@ -91,7 +91,7 @@ def _takes(number: int, seat: Seat) -> ColumnElement[bool]:
                 jobs.c.queued_at < bindparam(f"kept_since_{number}", type_=Moment()),
             )
         )
-    for index, device_class in enumerate(seat.smaller):
+    for index, device_class in enumerate(slot.smaller):
         conditions.append(
             or_(
                 _bytes(f"most_{number}_{index}") < NEEDS,

@@ -1,4 +1,4 @@
-"""Whose turn it is: the order in which queued jobs are claimed, fair between tenants whatever priority they give."""
+"""Fair share: the order in which queued jobs are claimed, fair between tenants whatever priorities they give."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _AHEAD_EVERY_SECONDS = 60.0
 """How long a tenant must not have been served to go before everybody's jobs: longer than such a thing takes."""
 
 
-def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
+def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
     """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds, and ``told`` of each.
 
     The tenant with the fewest jobs running comes first, among equals the one that was served longest ago.
@@ -59,7 +59,7 @@ def in_turn(dialect: str, limit: int, claimable: ColumnElement[bool], told: Colu
 
 
 def goes_ahead(priority: ColumnElement[int], served_at: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Whether a queued job is waited for, and its tenant was not served just now, so that others had their turn."""
+    """Whether a queued job is waited for, and its tenant was not served just now, so that others were served."""
     return and_(priority >= AHEAD, or_(served_at.is_(None), served_at <= ledger_now(-_AHEAD_EVERY_SECONDS)))
 
 

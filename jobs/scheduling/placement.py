@@ -17,7 +17,7 @@ from catalog.needs import factories_of
 from catalog.responses import PlacementView
 from jobs.devices.leases import Place, device_class, suited, suits
 from jobs.records import Job
-from jobs.scheduling.candidate_slots import NEEDS, Seat, seat_values, seats_query
+from jobs.scheduling.candidate_slots import NEEDS, CandidateSlot, candidates_query, slot_values
 from jobs.scheduling.fair_share import due
 from jobs.scheduling.fleet import FleetDevice, Offer, offered_by, read_fleet
 from jobs.schema.clock import ledger_now
@@ -39,12 +39,12 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
         alike = {
             (each.size, each.free_bytes, each.reserver and each.reserver.id): (each, offer) for each, offer in free
         }
-        seats, values = [], {"most_bytes": max(each.free_bytes for each, _ in free), "before_grace": -grace_seconds}
+        slots, values = [], {"most_bytes": max(each.free_bytes for each, _ in free), "before_grace": -grace_seconds}
         for number, (each, offer) in enumerate(alike.values()):
-            seat, its_values = _seat(fleet, each, offer, number)
-            seats.append(seat)
-            values |= its_values
-        found = connection.execute(seats_query(connection.dialect.name, limit, seats), values).all()
+            slot, slot_parameters = _candidate_slot(fleet, each, offer, number)
+            slots.append(slot)
+            values |= slot_parameters
+        found = connection.execute(candidates_query(connection.dialect.name, limit, slots), values).all()
     return [Place(job_id=row.id, worker_id=worker_id, device_uuid=row.told) for row in found if row.told is not None]
 
 
@@ -180,7 +180,9 @@ def readable(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def _seat(fleet: Sequence[FleetDevice], device: FleetDevice, offer: Offer, number: int) -> tuple[Seat, dict[str, Any]]:
+def _candidate_slot(
+    fleet: Sequence[FleetDevice], device: FleetDevice, offer: Offer, number: int
+) -> tuple[CandidateSlot, dict[str, Any]]:
     """Which queued jobs may be put on this device by this worker now."""
     smaller = [
         each
@@ -193,8 +195,8 @@ def _seat(fleet: Sequence[FleetDevice], device: FleetDevice, offer: Offer, numbe
     ]
     classes = tuple(sorted({device_class(each.kind) for each in smaller}))
     most = [max(each.free_bytes for each in smaller if device_class(each.kind) == kind) for kind in classes]
-    seat = Seat(kind=device.kind, factories=offer.factories, kept=device.reserver is not None, smaller=classes)
-    return seat, seat_values(number, device.uuid, device.free_bytes, device.reserver, most)
+    slot = CandidateSlot(kind=device.kind, factories=offer.factories, kept=device.reserver is not None, smaller=classes)
+    return slot, slot_values(number, device.uuid, device.free_bytes, device.reserver, most)
 
 
 def _reserver(

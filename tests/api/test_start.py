@@ -154,7 +154,7 @@ def test_a_submission_rings_at_once(databases: Databases, redis_url: str, tmp_pa
         with serve(url, tmp_path, more) as server, server.client(key) as client:
             ready(client)
             job = client.post("/v1/jobs", json=DOCUMENT).json()["id"]
-            until(lambda: broker.llen("celery") != before, what="the doorbell rings")
+            until(lambda: broker.llen("celery") != before, what="the wake-up is sent")
         message = json.loads(broker.lrange("celery", 0, 0)[0])
         assert message["headers"]["task"] == "worker.tasks.ring"
         assert job in message["headers"]["argsrepr"]

@@ -21,7 +21,7 @@ ALL_CELLS = tuple((part, point) for part in PARTS for point in POINTS)
 
 MATRIX: dict[str, Any] = {
     "workers": 3,
-    # the third takes no job: of it, only what sweeps and rings can be missed; and what holds a ringing
+    # the third takes no job: of it, only what clears up and relays can be missed; and what holds a relaying
     # process stands in the workers
     "own": {"worker2": {"CHAOS_IDLE": "1"}, "api": {"KRONOSCOPE_RELAY_SECONDS": "3600"}},
 }
@@ -114,14 +114,14 @@ class Cell:
             self._job.submit()
             self._job.await_at("start", self._seconds)
             return lambda: self._job.release("start")
-        point = "ring" if self.part == "relay" else "claim"
+        point = "wakeup" if self.part == "relay" else "claim"
         for each in {"claim", point}:
             self._worker_gate(each).touch()
         self._job.submit()
         until(lambda: self._waiting(point), 200, f"a worker comes to {point}")
 
         def release() -> None:
-            for each in ("ring", "claim"):
+            for each in ("wakeup", "claim"):
                 self._worker_gate(each).unlink(missing_ok=True)
                 for seen in self._gates.glob(f"{each}.*.seen"):
                     seen.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ class Cell:
         if self.part == "api":
             return self.stack.api
         if self.part == "relay":
-            waiting = self._waiting("ring")
+            waiting = self._waiting("wakeup")
             return waiting[0] if waiting else self.stack.workers[-1]
         if self.part == "worker" and self.point == "before_claim":
             return self._waiting("claim")[0]

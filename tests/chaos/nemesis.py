@@ -86,7 +86,7 @@ class Nemesis:
             "kill redis": self._kill_redis,
             "restart postgres": self._restart_postgres,
             "terminate backends": self._terminate_backends,
-            "double doorbells": self._double_doorbells,
+            "double wake-ups": self._double_wakeups,
             "lose replies": self._lose_replies,
         }
 
@@ -233,15 +233,15 @@ class Nemesis:
             connection.execute(_TERMINATE, {"name": aim.part.environment["PGAPPNAME"]})
         return _at(aim, "terminate backends")
 
-    def _double_doorbells(self) -> Struck:
+    def _double_wakeups(self) -> Struck:
         with self.stack.engine.connect() as connection:
             open_jobs = list(connection.execute(_OPEN).scalars())
         for job_id in open_jobs[:5]:
             try:
-                self.stack.ring(job_id, 5)
+                self.stack.send_wakeup(job_id, 5)
             except (RedisError, LedgerUnavailable):
                 break
-        return Struck(time.time(), "double doorbells", "redis")
+        return Struck(time.time(), "double wake-ups", "redis")
 
     def _lose_replies(self) -> Struck:
         """Half of what is committed while this lasts is never heard of by those behind the proxy."""

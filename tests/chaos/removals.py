@@ -94,23 +94,23 @@ def _no_fence(fence: Any, _folder: Path) -> None:
 
 
 def _no_second_ring(outbox: Any, _folder: Path) -> None:
-    """A doorbell rings once, whether or not anybody answers."""
+    """A wake-up is sent once, whether or not anybody claims the job."""
     relay = outbox.relay
-    outbox.relay = lambda engine, ring, _unclaimed, *more: relay(engine, ring, 1e9, *more)
+    outbox.relay = lambda engine, send_wakeup, _unclaimed, *more: relay(engine, send_wakeup, 1e9, *more)
 
 
 def _no_poll(agent: Any, _folder: Path) -> None:
-    """The queue is looked into where a doorbell rings, and never else."""
+    """The queue is polled after a wake-up only."""
     assert agent.Agent._poll
 
-    def wait_for_doorbells(self: Any) -> None:
+    def wait_for_wakeups(self: Any) -> None:
         while not self._draining:
-            self._nudge.wait()
-            self._nudge.clear()
+            self._wakeup.wait()
+            self._wakeup.clear()
             while self.take():
                 pass
 
-    agent.Agent._poll = wait_for_doorbells
+    agent.Agent._poll = wait_for_wakeups
 
 
 def _no_reaper(reaper: Any, _folder: Path) -> None:

@@ -41,7 +41,7 @@ class LedgerRows:
         for job in model.jobs():
             [row] = rows["jobs"][job.id]
             _compare_row(job, row, now)
-            _compare_doorbell(job, rows["outbox"].get(job.id, []))
+            _compare_wakeup(job, rows["outbox"].get(job.id, []))
             _compare_events(job, row, rows["job_events"][job.id])
             _compare_results(job, rows["layer_results"].get(job.id, []), rows["artifacts"].get(job.id, []))
             assert {each["tenant_id"] for table in rows.values() for each in table.get(job.id, [])} == {job.tenant}
@@ -123,10 +123,10 @@ def _compare_row(job: Job, row: Mapping[str, Any], now: datetime) -> None:
     assert (row["finished_at"] is not None) == (job.state in ENDED)
 
 
-def _compare_doorbell(job: Job, bells: list[Mapping[str, Any]]) -> None:
-    assert len(bells) == (job.state == "queued"), f"{job} is {job.state} and has {len(bells)} doorbells"
-    for bell in bells:
-        assert (bell["sent_at"] is None) == (job.bell == "new")
+def _compare_wakeup(job: Job, wakeups: list[Mapping[str, Any]]) -> None:
+    assert len(wakeups) == (job.state == "queued"), f"{job} is {job.state} and has {len(wakeups)} wake-ups"
+    for wakeup in wakeups:
+        assert (wakeup["sent_at"] is None) == (job.wakeup == "new")
 
 
 def _compare_events(job: Job, row: Mapping[str, Any], events: list[Mapping[str, Any]]) -> None:

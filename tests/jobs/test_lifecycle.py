@@ -90,10 +90,10 @@ def test_every_history_is_legal(ledger: Engine, document: Callable[..., JobDocum
     assert (job.failure is not None) == (job.state == "failed")
     with reading(ledger) as connection:
         row = connection.execute(select(jobs).where(jobs.c.id == job_id)).one()
-        bells = connection.execute(
+        wakeups = connection.execute(
             select(func.count()).select_from(outbox).where(outbox.c.job_id == job_id)
         ).scalar_one()
-    assert bells == (job.state == "queued")
+    assert wakeups == (job.state == "queued")
     assert (row.lease_expires_at is not None) == (row.claim_token is not None) == (job.state in HELD)
     assert [event.seq for event in events] == sorted({event.seq for event in events})
 

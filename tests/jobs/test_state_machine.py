@@ -82,8 +82,8 @@ HAPPENED = (
     "a holder heard before the reaper",
     "a new holder before the reaper",
     "a held job cancelled",
-    "a doorbell lost",
-    "a doorbell answered while it rang",
+    "a wake-up lost",
+    "a wake-up answered while it was sent",
 )
 """Each must have happened in the games, or they showed nothing."""
 
@@ -294,12 +294,12 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LeaseLost, match=f"fence {hold.fence};"):
                 write(self.ledger, hold.claim)
 
-    def doorbells_go_unanswered(self) -> None:
+    def wakeups_go_unanswered(self) -> None:
         with writing(self.ledger) as connection:
-            rung = update(outbox).where(outbox.c.sent_at.is_not(None))
-            connection.execute(rung.values(sent_at=ledger_now(-2 * UNANSWERED_SECONDS)))
+            sent = update(outbox).where(outbox.c.sent_at.is_not(None))
+            connection.execute(sent.values(sent_at=ledger_now(-2 * UNANSWERED_SECONDS)))
         for job in self.model.jobs():
-            job.bell = "unanswered" if job.bell == "rung" else job.bell
+            job.wakeup = "unanswered" if job.wakeup == "sent" else job.wakeup
 
     # --- those who look after the queue -----------------------------------------------------------------------------
 
@@ -346,37 +346,37 @@ class LedgerMachine(RuleBasedStateMachine):
         self.happened["a silent job failed once too often"] += any(each.state == "failed" for each in left)
 
     def a_relay_rings(self, _: Job, first: str, second: str, third: str, when: str) -> None:
-        """Doorbells are heard, or answered at once by a worker, or the broker takes no more of them."""
+        """Wake-ups are received, or answered at once by a worker, or the broker takes no more of them."""
         fates = [first, second, third]
         if when == "late":
-            self.doorbells_go_unanswered()
-        due = [job for job in self.model.jobs() if job.bell == "new"]
-        never_rung = len(due)
-        due += [job for job in self.model.jobs() if job.bell == "unanswered"]
+            self.wakeups_go_unanswered()
+        due = [job for job in self.model.jobs() if job.wakeup == "new"]
+        never_sent = len(due)
+        due += [job for job in self.model.jobs() if job.wakeup == "unanswered"]
         fates = fates[: len(due)]
-        rung: list[Job] = []
+        sent: list[Job] = []
 
-        def ring(job_id: str) -> None:
-            fate = fates[len(rung)]
-            rung.append(next(job for job in due if job.id == job_id))
+        def send_wakeup(job_id: str) -> None:
+            fate = fates[len(sent)]
+            sent.append(next(job for job in due if job.id == job_id))
             if fate == "lost":
                 raise ConnectionError("the broker is down")
-            rung[-1].bell = "rung"
+            sent[-1].wakeup = "sent"
             if fate == "answered":
-                self.happened["a doorbell answered while it rang"] += 1
-                self.a_worker_claims(rung[-1])
+                self.happened["a wake-up answered while it was sent"] += 1
+                self.a_worker_claims(sent[-1])
 
         if "lost" in fates:
-            self.happened["a doorbell lost"] += 1
+            self.happened["a wake-up lost"] += 1
             with pytest.raises(ConnectionError):
-                relay(self.ledger, ring, UNANSWERED_SECONDS)
-            assert len(rung) == fates.index("lost") + 1
-            for job in (rung[-1], *(job for job in due if job not in rung)):
-                job.bell = "new"
+                relay(self.ledger, send_wakeup, UNANSWERED_SECONDS)
+            assert len(sent) == fates.index("lost") + 1
+            for job in (sent[-1], *(job for job in due if job not in sent)):
+                job.wakeup = "new"
         else:
-            assert relay(self.ledger, ring, UNANSWERED_SECONDS) == len(due) == len(rung)
-        assert len(set(rung)) == len(rung)
-        assert set(rung[:never_rung]) <= set(due[:never_rung])
+            assert relay(self.ledger, send_wakeup, UNANSWERED_SECONDS) == len(due) == len(sent)
+        assert len(set(sent)) == len(sent)
+        assert set(sent[:never_sent]) <= set(due[:never_sent])
 
 
 def test_the_ledger_plays_every_game_as_the_model_does(ledger: Engine, document: Callable[..., JobDocument]) -> None:

@@ -131,7 +131,7 @@ def test_it_does_a_job_to_the_end_without_torch(
     assert "worker ends" in [line["event"] for line in process.lines()]
 
 
-def test_the_doorbell_is_answered_before_any_poll(
+def test_the_wakeup_is_answered_before_any_poll(
     worker: Any, submitted: Any, job: Any, eventually: Any, broker: str
 ) -> None:
     process = worker(celery_command(), KRONOSCOPE_POLL_SECONDS="3600", KRONOSCOPE_RELAY_SECONDS="3600")
@@ -149,7 +149,7 @@ def test_the_doorbell_is_answered_before_any_poll(
 def test_the_relay_rings_for_jobs_that_redis_lost(
     worker: Any, submitted: Any, job: Any, eventually: Any, broker: str
 ) -> None:
-    job_id = submitted(**USAGE)  # nobody rang
+    job_id = submitted(**USAGE)  # no wake-up is sent
     worker(celery_command(), KRONOSCOPE_POLL_SECONDS="3600")
     eventually(lambda: job(job_id).state == "failed")
 

@@ -1,8 +1,8 @@
-"""The Agent: owns this process's slots, and takes into them the jobs whose turn it is.
+"""The Agent: owns this process's slots, and claims jobs for them in fair-share order.
 
-A doorbell says no more than that there is something in the queue: which job comes next is the
-database's to say, or a tenant who rings a thousand times would go before all others. Without a free
-slot a doorbell is dropped: the job stands in the database, where the next poll, here or elsewhere,
+A wake-up says no more than that there is something in the queue: the database decides which job is
+next, or a tenant with a thousand wake-ups would go before all others. Without a free
+slot a wake-up is dropped: the job stands in the database, where the next poll, here or elsewhere,
 finds it. So a worker deaf to its broker costs seconds, never a job.
 """
 
@@ -36,7 +36,7 @@ _READ_BEATS = 2
 _GRACE_POLLS = 2
 """A job is left so long to a smaller device: its worker has looked into the queue by then."""
 _RETRY_SECONDS = 3.0
-"""A look that failed is repeated so soon, however rare the others are: it may have been for a doorbell."""
+"""A look that failed is repeated so soon, however rare the others are: it may have been for a wake-up."""
 
 
 class Agent:
@@ -56,7 +56,7 @@ class Agent:
         self._lock = threading.Lock()
         self._draining = False
         self._room = True
-        self._nudge = threading.Event()
+        self._wakeup = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
         self._log = structlog.get_logger("kronoscope.worker")
 
@@ -66,11 +66,11 @@ class Agent:
         self._poller.start()
 
     def wake(self) -> None:
-        """Look into the queue now: a doorbell rang, for whichever job; one too many costs a look."""
-        self._nudge.set()
+        """Look into the queue now: a wake-up came, for whichever job; a superfluous one costs one query."""
+        self._wakeup.set()
 
     def take(self) -> bool:
-        """Take the job whose turn it is, if a slot is free; whether one was taken.
+        """Claim the next job in fair-share order if a slot is free; return whether one was claimed.
 
         Raises:
             LedgerUnavailable: If the database does not answer; nothing is held then.
@@ -109,7 +109,7 @@ class Agent:
         """Take no more jobs and have the running ones stop; a second call changes nothing."""
         if not self._draining:  # the event has a lock, which a signal handler that was interrupted may hold
             self._draining = True
-            self._nudge.set()
+            self._wakeup.set()
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Hand every running job back, its attempt uncounted; whether all were within the time."""
@@ -133,7 +133,7 @@ class Agent:
         return not running and not may_come(self._engine, self._registration.worker.id, beats)
 
     def _claim_next(self) -> Claim | None:
-        """The first in turn that no other worker was quicker to take."""
+        """The first in fair-share order that no other worker was quicker to take."""
         self._registration.ensure()
         grace = _GRACE_POLLS * self._settings.poll_seconds
         for place in next_places(self._engine, self._registration.worker.id, grace):
@@ -177,7 +177,7 @@ class Agent:
             with self._lock:
                 self._supervisors.discard(supervisor)
             self._slots.release()
-            self._nudge.set()
+            self._wakeup.set()
 
     def _look_after_devices(self) -> None:
         """Free what nothing runs on any more, and keep room for jobs that wait long for it."""
@@ -207,14 +207,14 @@ class Agent:
 
     def _poll(self) -> None:
         while True:
-            self._nudge.clear()
-            if self._draining:  # looked at after the nudge was cleared, which may have been for this
+            self._wakeup.clear()
+            if self._draining:  # looked at after the event was cleared, which may have been for this
                 break
             self._beat()
             pause = min(self._settings.poll_seconds, _RETRY_SECONDS)
             try:
                 self._look_after_devices()
-                while self.take():  # each is looked for anew: the one before has changed whose turn it is
+                while self.take():  # each is looked for anew: the one before has changed the fair-share order
                     pass
                 if self._settings.lifetime.until_idle and self._nothing_to_do():
                     self._draining = True
@@ -222,7 +222,7 @@ class Agent:
                 pause = self._settings.poll_seconds
             except LedgerUnavailable:
                 self._log.warning("the database does not answer; the queue is looked into again")
-            except Exception:  # noqa: BLE001 - what makes lost doorbells harmless outlives whatever happens
+            except Exception:  # noqa: BLE001 - what makes lost wake-ups harmless outlives whatever happens
                 self._log.exception("looking into the queue failed")
-            self._nudge.wait(pause)
+            self._wakeup.wait(pause)
         self._stop_all()

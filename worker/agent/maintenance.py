@@ -1,6 +1,6 @@
-"""The sweeper: reaper, relay and broom, which run in every worker process, so that no single one matters.
+"""Maintenance: reaper, relay and clean-up, which run in every worker process, so that no single one matters.
 
-The broom has a thread of its own: a store that is silent for minutes must not hold up who rescues jobs.
+The clean-up has a thread of its own: a store that is silent for minutes must not hold up the reaper.
 """
 
 import random
@@ -27,33 +27,33 @@ _FAULTS_SECONDS = 3600
 """How long a job that cannot be archived is passed over."""
 
 
-class Sweeper:
-    """Threads that take jobs from silent workers, ring for jobs that nobody took, and clear up after ended ones."""
+class WorkerMaintenance:
+    """Threads that reap the jobs of silent workers, relay wake-ups, and clear up after ended jobs."""
 
     def __init__(
         self,
         engine: Engine,
         settings: LedgerSettings,
-        ring: Callable[[str], object] | None,
-        lying: Callable[[], int] = lambda: 0,
+        send_wakeup: Callable[[str], object] | None,
+        broker_backlog: Callable[[], int] = lambda: 0,
     ) -> None:
         """Get ready.
 
         Args:
             engine: The ledger.
             settings: How often.
-            ring: Rings one doorbell where every worker hears it. Without it nothing is relayed: a row marked as rung
-                for is not rung for again for a while, and the workers elsewhere that hear a broker would miss it.
-            lying: How many doorbells lie there untaken.
+            send_wakeup: Sends one wake-up to all workers. None: nothing is relayed, since a row marked as sent is not
+                sent again for a while, and workers elsewhere that have a broker would miss it.
+            broker_backlog: Returns how many wake-ups are at the broker, not yet received.
         """
         self._engine = engine
         self._settings = settings
-        self._ring = ring
-        self._lying = lying
+        self._send_wakeup = send_wakeup
+        self._broker_backlog = broker_backlog
         self._ended = threading.Event()
         self._threads = [
-            threading.Thread(target=self._reconcile, name="sweeper", daemon=True),
-            threading.Thread(target=self._clear, name="broom", daemon=True),
+            threading.Thread(target=self._reconcile, name="reconcilers", daemon=True),
+            threading.Thread(target=self._clear, name="clean-up", daemon=True),
         ]
         self._at_fault: set[str] = set()
         self._log = structlog.get_logger("kronoscope.worker")
@@ -81,7 +81,7 @@ class Sweeper:
                     self._note("reaper")
             if now >= next_relay:
                 next_relay = now + self._settings.relay_seconds
-                if self._round("rang", self._relay) and self._ring is not None:
+                if self._round("wake-ups sent", self._relay) and self._send_wakeup is not None:
                     self._note("relay")
             self._ended.wait(max(0.0, min(next_reap, next_relay) - time.monotonic()))
 
@@ -121,9 +121,9 @@ class Sweeper:
         return 0 if days is None else forget_estimates(self._engine, days)
 
     def _relay(self) -> int:
-        if self._ring is None:
+        if self._send_wakeup is None:
             return 0
-        return relay(self._engine, self._ring, self._settings.unclaimed_seconds, self._lying)
+        return relay(self._engine, self._send_wakeup, self._settings.unclaimed_seconds, self._broker_backlog)
 
     def _note(self, reconciler: Reconciler) -> None:
         def note() -> int:

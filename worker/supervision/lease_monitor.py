@@ -47,7 +47,7 @@ class LeaseWatch:
         self._deadline = math.inf
         self._settling = False
         self._ended = threading.Event()
-        self._nudge = threading.Event()
+        self._wakeup = threading.Event()
         self._lock = threading.Lock()
         self._beating = threading.Lock()
         self._held_at = time.monotonic()
@@ -80,7 +80,7 @@ class LeaseWatch:
                 self._stopped_at = time.monotonic()
                 self._log.info("stopping", reason=reason)
                 self._terminate()
-        self._nudge.set()
+        self._wakeup.set()
 
     def left(self, seconds: float) -> float:
         """What is left of so many seconds from the stop, or the winding up, on; endless where there was neither."""
@@ -98,7 +98,7 @@ class LeaseWatch:
     def end(self) -> None:
         """The attempt is over: the last heartbeat has been."""
         self._ended.set()
-        self._nudge.set()
+        self._wakeup.set()
         self._thread.join()
 
     def _terminate(self) -> None:
@@ -148,8 +148,8 @@ class LeaseWatch:
                 self._log.warning("killing", after_seconds=STOP_GRACE_SECONDS)
                 self._child.kill()
             due = min(next_beat, next_look, self._deadline, self._too_long_at, self._silent_at, self._kill_at)
-            self._nudge.wait(max(0.0, due - time.monotonic()))
-            self._nudge.clear()
+            self._wakeup.wait(max(0.0, due - time.monotonic()))
+            self._wakeup.clear()
 
     def _beat(self) -> bool:
         """Renew the lease; whether the database answered."""

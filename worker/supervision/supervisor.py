@@ -358,7 +358,7 @@ class Supervisor:
         """Keep what the next attempt goes on with, for as long as there may be one."""
         if state in TERMINAL:
             self._watch.wind_up()
-            with contextlib.suppress(Interrupted, LeaseLost):  # the sweeper comes by
+            with contextlib.suppress(Interrupted, LeaseLost):  # the clean-up removes it later
                 self._scratch.clear(self._claim.job_id)
 
     def _signature(self, how: str) -> Signature:

@@ -1,4 +1,4 @@
-"""Doorbells at a real Redis: they never pile up, whoever listens, and the user that compose makes may count them."""
+"""Wake-ups at a real Redis: they never pile up, and the user that compose makes may count them."""
 
 import re
 import secrets
@@ -67,16 +67,16 @@ def nobody_answered(engine: Engine) -> None:
 def test_without_workers_a_backlog_of_ten_thousand_takes_no_more_of_redis(backlog: Engine, broker: str) -> None:
     wakeups = WakeupSender(broker)
     with redis.Redis.from_url(broker) as client:
-        rang = 0
+        sent = 0
         for _ in range(ROUNDS):
-            rang += relay(backlog, wakeups.send, 15, wakeups.backlog)
+            sent += relay(backlog, wakeups.send, 15, wakeups.backlog)
             nobody_answered(backlog)
-        assert client.llen(QUEUE) == rang == MAX_OUTSTANDING
+        assert client.llen(QUEUE) == sent == MAX_OUTSTANDING
         assert int(client.memory_usage(QUEUE, samples=0)) < 4096 * MAX_OUTSTANDING
         # a worker takes ten of them: there is room for ten
         client.lpop(QUEUE, 10)
         assert relay(backlog, wakeups.send, 15, wakeups.backlog) == 10
-        # the broker loses all of them: they ring anew
+        # the broker loses all of them: they are sent again
         client.flushdb()
         nobody_answered(backlog)
         assert relay(backlog, wakeups.send, 15, wakeups.backlog) == MAX_OUTSTANDING

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, event, text
 from api.background.metrics_cache import LedgerReading, MetricsCache
 from api.settings import Settings
 from catalog.frames import Failed
-from jobs.metrics.snapshot import take_census
+from jobs.metrics.snapshot import take_snapshot
 from jobs.queue.claims import claim, fail, finish
 from jobs.schema.database import open_database
 from jobs.settings import LedgerSettings
@@ -213,7 +213,7 @@ FROM generate_series(CAST(:first AS int), CAST(:last AS int)) AS n
 """
 
 
-def test_a_census_costs_no_more_with_many_jobs(databases: Databases) -> None:
+def test_a_snapshot_costs_no_more_with_many_jobs(databases: Databases) -> None:
     """What it reads, as PostgreSQL plans it: no sequential scan over jobs, so ended ones cost nothing."""
     engine = open_database(databases.migrated("postgresql"))
     with engine.begin() as connection:
@@ -239,8 +239,8 @@ def test_a_census_costs_no_more_with_many_jobs(databases: Databases) -> None:
             plans.append("\n".join(row[0] for row in cursor.fetchall()))
 
     event.listen(engine, "before_cursor_execute", explain)
-    census = take_census(engine)
+    snapshot = take_snapshot(engine)
     engine.dispose()
-    assert census.active_jobs["queued"] == 2_000
+    assert snapshot.active_jobs["queued"] == 2_000
     assert len(plans) == 4
     assert [plan for plan in plans if "Seq Scan" in plan] == []

@@ -60,14 +60,14 @@ def final_files(root: Path) -> list[Path]:
 
 
 def unlisted(engine: Engine, root: Path) -> list[Path]:
-    """Files that no row names, whatever their names; there may be some until a sweeper comes."""
+    """Files that no row names, whatever their names; there may be some until the next clean-up."""
     with engine.connect() as connection:
         listed = {root / uri for uri in connection.execute(text("SELECT uri FROM artifacts")).scalars()}
     return [path for path in _files(root) if path not in listed and path.name != _LOCK]
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Whatever lies there, while a sweeper may be taking folders away: `Path.rglob` would stumble over one."""
+    """Whatever lies there, while a clean-up may be taking folders away: `Path.rglob` would stumble over one."""
     for folder, _, names in os.walk(root):
         yield from (Path(folder) / name for name in names)
 
@@ -104,7 +104,7 @@ class Reader:
 
 
 def await_sweep(engine: Engine, root: Path, seconds: float) -> Iterator[Violation]:
-    """What is nobody's even once the sweepers had their time."""
+    """What is nobody's even after the clean-ups."""
     watch = Stopwatch()
     while (left := unlisted(engine, root)) and watch.seconds() < seconds:
         time.sleep(0.2)

@@ -2,7 +2,7 @@
 
     celery -A tests.chaos.stack.held_worker worker …       in place of `-A worker.app`
 
-The points, below the folder CHAOS_GATES: ``claim`` (a job was chosen, nothing is written), ``ring``
+The points, below the folder CHAOS_GATES: ``claim`` (a job was chosen, nothing is written), ``wakeup``
 (an outbox row is marked as sent, the broker was not told) and ``settle`` (every row is written and the
 computing process is gone; the job's end is not written). With CHAOS_IDLE this worker takes no job and
 only sweeps; with CHAOS_QUICK its jobs are computed by ``quick_child.py``.
@@ -46,7 +46,7 @@ def _held(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 worker.agent.claim = _held("claim", worker.agent.claim)  # type: ignore[attr-defined]
-worker.app.ring = _held("ring", worker.app.ring)
+worker.app.send_wakeup = _held("wakeup", worker.app.send_wakeup)
 worker.supervision.supervisor.claims.finish = _held("settle", worker.supervision.supervisor.claims.finish)  # type: ignore[attr-defined]
 if os.environ.get("CHAOS_IDLE"):
     worker.agent.Agent.take = lambda _: False  # type: ignore[method-assign]

@@ -153,14 +153,14 @@ def _zombie(scene: Scene) -> None:
     job.release("start")
 
 
-def _lost_doorbell(scene: Scene) -> None:
-    """A job's doorbell is lost before there is a worker to hear it."""
+def _lost_wakeup(scene: Scene) -> None:
+    """A job's wake-up is lost before there is a worker to receive it."""
     scene.submit(scene.job("unheard"))
     with scene.stack.broker() as broker:
-        until(lambda: broker.llen("celery") > 0, 200, "the doorbell rings")
-        # a relay that heard of that too late would ring once more, whether or not there is who rings again
-        rung = _last_round(scene.stack)
-        until(lambda: _last_round(scene.stack) != rung, 200, "the relay's round has ended well")
+        until(lambda: broker.llen("celery") > 0, 200, "the wake-up is sent")
+        # a relay that heard of that too late would send once more, whether or not wake-ups are repeated
+        last_round = _last_round(scene.stack)
+        until(lambda: _last_round(scene.stack) != last_round, 200, "the relay's round has ended well")
         broker.flushall()
     scene.stack.await_ready(scene.stack.add_worker("late"))
 
@@ -216,7 +216,7 @@ def _last_round(stack: Stack) -> object:
 
 SLICES: Mapping[str, Slice] = {
     "fence": Slice(2, _zombie),
-    "reconciler": Slice(0, _lost_doorbell),
+    "reconciler": Slice(0, _lost_wakeup),
     "reaper": Slice(1, _killed_holder),
     "idempotency": Slice(1, _lost_reply),
     "rename": Slice(1, _torn_object, ("mortal takes",)),

@@ -295,8 +295,8 @@ class Stack:
         """A client of Redis with every right."""
         return redis.Redis.from_url(self.redis.url)
 
-    def ring(self, job_id: str, times: int = 1) -> None:
-        """Deliver the job's doorbell, as the relay does."""
+    def send_wakeup(self, job_id: str, times: int = 1) -> None:
+        """Deliver the job's wake-up, as the relay does."""
         with Celery(broker=self.redis.url, set_as_current=False) as sender:
             for _ in range(times):
                 sender.send_task("worker.tasks.ring", args=[job_id], ignore_result=True)

@@ -21,7 +21,7 @@ from jobs.metrics.counters import (
     read_counters,
     seconds_since_round,
 )
-from jobs.metrics.snapshot import take_census
+from jobs.metrics.snapshot import take_snapshot
 from jobs.queue.claims import fail, finish, hand_back
 from jobs.queue.outbox import relay
 from jobs.queue.reaper import end_overdue, reap_expired
@@ -137,10 +137,10 @@ def test_rounds_leave_their_time(ledger: Engine) -> None:
     assert 100 <= since["reaper"] < 160
 
 
-def test_the_census_of_a_ledger(ledger: Engine, held: Held, queued: Any, expire: Any, failure: Any) -> None:
-    empty = take_census(ledger)
+def test_the_snapshot_of_a_ledger(ledger: Engine, held: Held, queued: Any, expire: Any, failure: Any) -> None:
+    empty = take_snapshot(ledger)
     assert empty.active_jobs == {"queued": 0, "running": 0, "cancelling": 0}
-    assert (empty.queue_oldest_seconds, empty.leases_expired, empty.doorbells_unsent) == (0, 0, 0)
+    assert (empty.queue_oldest_seconds, empty.leases_expired, empty.wakeups_unsent) == (0, 0, 0)
     first, second, _ = queued(), queued(), queued()
     with writing(ledger) as connection:
         connection.execute(update(jobs).where(jobs.c.id == second).values(queued_at=ledger_now(-500)))
@@ -152,18 +152,18 @@ def test_the_census_of_a_ledger(ledger: Engine, held: Held, queued: Any, expire:
     for name, seconds in (("a", 60), ("b", 60), ("gone", -1)):
         here = Worker(id=name, node="n", process_space="p", version="1", slots=2, factories=())
         register(ledger, here, [host] if name == "a" else [], seconds)
-    seen = take_census(ledger)
+    seen = take_snapshot(ledger)
     # the silent job's slot is free, or its worker is gone
     assert (seen.workers, seen.slots, seen.slots_busy) == (2, 4, 1)
     assert [(each.uuid, each.free_bytes) for each in seen.devices] == [("host-1", 70)]
     assert seen.active_jobs == {"queued": 3, "running": 1, "cancelling": 1}
     assert 500 <= seen.queue_oldest_seconds < 560
-    assert (seen.leases_expired, seen.doorbells_unsent) == (1, 3)
+    assert (seen.leases_expired, seen.wakeups_unsent) == (1, 3)
     relay(ledger, lambda _: None, 60)
     held(first)
-    rung = take_census(ledger)
-    assert (rung.doorbells_unsent, rung.doorbells_oldest_unsent_seconds) == (0, 0)
-    assert rung.counters["moves"] == {"running": 4, "cancelling": 1, "succeeded": 1}
+    later = take_snapshot(ledger)
+    assert (later.wakeups_unsent, later.wakeups_oldest_unsent_seconds) == (0, 0)
+    assert later.counters["moves"] == {"running": 4, "cancelling": 1, "succeeded": 1}
 
 
 def test_jobs_that_had_ended_before_there_were_counters_count(ledger: Engine, ledger_url: str, held: Held) -> None:

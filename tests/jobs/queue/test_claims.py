@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_left_to_others(
 
 
 @pytest.mark.parametrize("job_id", ["", "x", "a\0b", "0190b3c6-0000-7000-8000-000000000000"])
-def test_a_doorbell_for_no_job_is_dropped(ledger: Engine, job_id: str) -> None:
+def test_a_wakeup_for_no_job_is_dropped(ledger: Engine, job_id: str) -> None:
     assert claim(ledger, job_id, "w", "t", 45) is None
 
 

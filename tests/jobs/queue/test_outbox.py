@@ -1,4 +1,4 @@
-"""Every queued job is rung for until it is claimed, whatever the broker loses."""
+"""A wake-up is sent for every queued job until it is claimed, whatever the broker loses."""
 
 import threading
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from jobs.schema.tables import outbox
 
 
 class Broker:
-    """Counts what rings; a test double of the world outside, which may also be down."""
+    """Records what is sent; a test double of the world outside, which may also be down."""
 
     def __init__(self, fails_after: int | None = None) -> None:
-        self.rung: list[str] = []
+        self.sent: list[str] = []
         self.fails_after = fails_after
 
     def __call__(self, job_id: str) -> None:
-        if self.fails_after is not None and len(self.rung) >= self.fails_after:
+        if self.fails_after is not None and len(self.sent) >= self.fails_after:
             raise ConnectionError("the broker is down")
-        self.rung.append(job_id)
+        self.sent.append(job_id)
 
 
-def test_a_doorbell_rings_once_and_again_when_nobody_answers(ledger: Engine, queued: Callable[..., str]) -> None:
+def test_a_wakeup_is_sent_once_and_again_when_nobody_claims(ledger: Engine, queued: Callable[..., str]) -> None:
     job_id = queued()
     broker = Broker()
     assert relay(ledger, broker, 15) == 1
@@ -38,7 +38,7 @@ def test_a_doorbell_rings_once_and_again_when_nobody_answers(ledger: Engine, que
     with writing(ledger) as connection:
         connection.execute(update(outbox).values(sent_at=ledger_now(-16)))
     assert relay(ledger, broker, 15) == 1
-    assert broker.rung == [job_id, job_id]
+    assert broker.sent == [job_id, job_id]
 
 
 def test_a_claimed_job_is_rung_for_no_more_a_returned_one_is(ledger: Engine, held: Callable[..., Claim]) -> None:
@@ -58,10 +58,10 @@ def test_a_broker_that_is_down_loses_nothing(ledger: Engine, queued: Callable[..
     broker = Broker(fails_after=2)
     with pytest.raises(ConnectionError):
         relay(ledger, broker, 15)
-    assert len(broker.rung) == 2
+    assert len(broker.sent) == 2
     broker.fails_after = None
     assert relay(ledger, broker, 15) == 3
-    assert set(broker.rung) == ids
+    assert set(broker.sent) == ids
 
 
 def test_a_relay_that_dies_between_mark_and_ring_only_delays(ledger: Engine, queued: Callable[..., str]) -> None:
@@ -79,7 +79,7 @@ def test_a_relay_that_dies_between_mark_and_ring_only_delays(ledger: Engine, que
         connection.execute(update(outbox).values(sent_at=ledger_now(-16)))
     broker = Broker()
     assert relay(ledger, broker, 15) == 1
-    assert broker.rung == [job_id]
+    assert broker.sent == [job_id]
 
 
 def test_a_backlog_never_fills_the_broker(
@@ -92,14 +92,14 @@ def test_a_backlog_never_fills_the_broker(
     with writing(ledger) as connection:
         connection.execute(update(outbox).where(outbox.c.sent_at.is_not(None)).values(sent_at=ledger_now(-16)))
     relay(ledger, broker, 15)
-    assert set(broker.rung) == ids  # those never rung for came before the unanswered
+    assert set(broker.sent) == ids  # those never sent came before the unanswered
 
 
-def test_many_relays_ring_each_doorbell_once(ledger: Engine, queued: Callable[..., str], at_once: Any) -> None:
+def test_many_relays_send_each_wakeup_once(ledger: Engine, queued: Callable[..., str], at_once: Any) -> None:
     ids = [queued() for _ in range(10)]
     broker = Broker()
     assert sum(at_once(8, lambda _: relay(ledger, broker, 60))) == 10
-    assert sorted(broker.rung) == sorted(ids)
+    assert sorted(broker.sent) == sorted(ids)
 
 
 def test_postgresql_skips_rows_that_another_relay_holds(databases: Any, document: Callable[..., JobDocument]) -> None:
@@ -109,13 +109,13 @@ def test_postgresql_skips_rows_that_another_relay_holds(databases: Any, document
     with engine.begin() as other:
         other.execute(select(outbox).where(outbox.c.job_id == first).with_for_update())
 
-        def ring() -> None:
+        def send_wakeup() -> None:
             relay(engine, broker, 15)
             done.set()
 
-        thread = threading.Thread(target=ring)
+        thread = threading.Thread(target=send_wakeup)
         thread.start()
         assert done.wait(60), "the relay waited for a row that another one holds"
         thread.join()
-    assert broker.rung == [second]
+    assert broker.sent == [second]
     engine.dispose()

@@ -27,7 +27,7 @@ def count(engine: Engine, table: Any) -> int:
         return connection.execute(select(func.count()).select_from(table)).scalar_one()
 
 
-def test_a_submitted_job_stands_with_its_doorbell_and_its_first_event(ledger: Engine, document: Make) -> None:
+def test_a_submitted_job_stands_with_its_wakeup_and_its_first_event(ledger: Engine, document: Make) -> None:
     made = document(labels={"team": "β"})
     submitted = submit(ledger, LOCAL_TENANT, made, None)
     job = read_job(ledger, LOCAL_TENANT, submitted.job.id)

@@ -1,4 +1,4 @@
-"""The Agent: slots, doorbells, the poll that makes doorbells dispensable, and the drain."""
+"""The Agent: slots, wake-ups, the poll that makes wake-ups dispensable, and the drain."""
 
 import json
 import threading
@@ -23,8 +23,8 @@ from jobs.schema.database import writing
 from jobs.schema.tables import jobs, tenants
 from worker.agent import agent as agent_module
 from worker.agent.agent import Agent
-from worker.agent.maintenance import Sweeper
-from worker.tasks import ring
+from worker.agent.maintenance import WorkerMaintenance
+from worker.tasks import wake_agent
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def agent(ledger: Any, settings: Any, scripted: Any) -> Iterator[Any]:
     assert all(each.drain(240) for each in made)
 
 
-def test_a_job_is_found_without_any_doorbell(agent: Any, submitted: Any, job: Any, eventually: Any) -> None:
+def test_a_job_is_found_without_any_wakeup(agent: Any, submitted: Any, job: Any, eventually: Any) -> None:
     job_id = submitted()
     agent(["finish"])
     eventually(lambda: job(job_id).state == "succeeded")
@@ -82,22 +82,22 @@ def test_a_slot_takes_a_job_and_without_one_the_next_stays(
     eventually(lambda: job(second).state == "succeeded")
 
 
-@pytest.mark.parametrize("doorbell", ["", "not an id", "0" * 36, "x" * 10_000])
-def test_a_doorbell_for_nothing_costs_a_look(
-    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, doorbell: Any
+@pytest.mark.parametrize("message", ["", "not an id", "0" * 36, "x" * 10_000])
+def test_a_wakeup_for_nothing_costs_a_look(
+    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, message: Any
 ) -> None:
     """And one for a job takes whatever is next: the id in it decides nothing."""
     looks = []
     monkeypatch.setattr(agent_module, "next_places", lambda *given: looks.append(1) or next_places(*given))
     chosen = agent(["finish"], poll_seconds=3600)
     eventually(lambda: looks)
-    bell = SimpleNamespace(app=SimpleNamespace(agent=chosen))
+    task = SimpleNamespace(app=SimpleNamespace(agent=chosen))
     heard = len(looks)
-    ring.run.__func__(bell, doorbell)
+    wake_agent.run.__func__(task, message)
     eventually(lambda: len(looks) > heard)
     assert len(looks) == heard + 1
     job_id = submitted()
-    ring.run.__func__(bell, doorbell)
+    wake_agent.run.__func__(task, message)
     eventually(lambda: job(job_id).state == "succeeded")
 
 
@@ -106,7 +106,7 @@ def test_a_doorbell_for_nothing_costs_a_look(
 def test_a_look_that_failed_is_repeated_soon_however_rare_the_others_are(
     agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, error: type[Exception]
 ) -> None:
-    """It may have been for a doorbell, and nobody rings again for an hour."""
+    """It may have been for a wake-up, and none is sent again for an hour."""
     failing = [error, error]
 
     def away_twice(*given: Any) -> Any:
@@ -121,19 +121,19 @@ def test_a_look_that_failed_is_repeated_soon_however_rare_the_others_are(
     eventually(lambda: job(job_id).state == "succeeded")
 
 
-def test_many_doorbells_of_one_tenant_do_not_overtake_another(
+def test_many_wakeups_of_one_tenant_do_not_overtake_another(
     ledger: Any, agent: Any, job: Any, events: Any, submitted: Any, eventually: Any, tmp_path: Any
 ) -> None:
-    """While the first job runs its tenant rings for all of its backlog; then the slot goes to who had nothing yet."""
+    """While the first job runs wake-ups come for all of its tenant's backlog; then another tenant gets the slot."""
     backlog = [submitted() for _ in range(5)]
     chosen = agent(["wait_for", str(tmp_path / "go")], ["finish"], poll_seconds=3600, slots=2)
     eventually(lambda: [job(each).state for each in backlog[:2]] == ["running", "running"])
     with writing(ledger) as connection:
         connection.execute(insert(tenants).values(id="late", name="late", created_at=ledger_now()))
     late = submit(ledger, "late", parse_document(json.dumps(job(backlog[0]).document).encode())).job.id
-    bell = SimpleNamespace(app=SimpleNamespace(agent=chosen))
+    task = SimpleNamespace(app=SimpleNamespace(agent=chosen))
     for each in backlog * 3:
-        ring.run.__func__(bell, each)
+        wake_agent.run.__func__(task, each)
     (tmp_path / "go").touch()
     eventually(lambda: all(job(each).ended for each in backlog) and read_job(ledger, "late", late).ended)
     claimed = {each: job(each).started_at for each in backlog} | {late: read_job(ledger, "late", late).started_at}
@@ -194,40 +194,40 @@ def test_cancelled_before_it_is_claimed_it_never_runs(ledger: Any, agent: Any, s
     assert job(job_id).state == "cancelled"
 
 
-def test_the_sweeper_rings_and_takes_jobs_from_the_silent(
+def test_the_maintenance_sends_wakeups_and_takes_jobs_from_the_silent(
     ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
 ) -> None:
     chosen = settings()
-    rung = []
+    sent = []
     job_id = submitted()
-    sweeper = Sweeper(ledger, chosen.ledger, rung.append)
-    sweeper.start()
+    maintenance = WorkerMaintenance(ledger, chosen.ledger, sent.append)
+    maintenance.start()
     try:
-        eventually(lambda: job_id in rung)
+        eventually(lambda: job_id in sent)
 
         assert claim(ledger, job_id, "gone", "token", 0.5) is not None
         eventually(lambda: job(job_id).state == "queued")
         assert job(job_id).failures == 1
-        heard = len(rung)
-        eventually(lambda: len(rung) > heard)
+        heard = len(sent)
+        eventually(lambda: len(sent) > heard)
     finally:
-        sweeper.stop()
+        maintenance.stop()
 
 
-def test_the_sweeper_archives_what_has_ended_if_it_is_told_to(
+def test_the_maintenance_archives_what_has_ended_if_it_is_told_to(
     ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
 ) -> None:
     job_id = submitted()
     request_cancel(ledger, LOCAL_TENANT, job_id)
     chosen = settings().ledger
     for days, files in ((None, "keep"), (0, "drop")):
-        sweeper = Sweeper(ledger, replace(chosen, retention_days=days, retention_files=files), None)
-        sweeper.start()
+        maintenance = WorkerMaintenance(ledger, replace(chosen, retention_days=days, retention_files=files), None)
+        maintenance.start()
         try:
             if days is not None:
                 eventually(lambda: job(job_id).archived_at is not None)
         finally:
-            sweeper.stop()
+            maintenance.stop()
         assert (job(job_id).archived_at is None) == (days is None)
 
 
@@ -236,8 +236,8 @@ def test_a_store_that_is_silent_holds_up_no_rescue(
 ) -> None:
     silent = threading.Event()
     monkeypatch.setattr("worker.agent.maintenance.sweep_scratch", lambda *_: silent.wait() and 0)
-    sweeper = Sweeper(ledger, settings().ledger, None)
-    sweeper.start()
+    maintenance = WorkerMaintenance(ledger, settings().ledger, None)
+    maintenance.start()
     try:
         lost = submitted()
         assert claim(ledger, lost, "gone", "token", 0.3) is not None
@@ -245,58 +245,58 @@ def test_a_store_that_is_silent_holds_up_no_rescue(
         assert not silent.is_set()
     finally:
         silent.set()
-        sweeper.stop()
+        maintenance.stop()
 
 
-def test_the_sweeper_ends_what_waits_past_its_deadline(
+def test_the_maintenance_ends_what_waits_past_its_deadline(
     ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
 ) -> None:
     job_id = submitted()
     with writing(ledger) as connection:
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(0.3)))
-    sweeper = Sweeper(ledger, settings().ledger, lambda _: None)
-    sweeper.start()
+    maintenance = WorkerMaintenance(ledger, settings().ledger, lambda _: None)
+    maintenance.start()
     try:
         eventually(lambda: job(job_id).ended)
     finally:
-        sweeper.stop()
+        maintenance.stop()
     assert (job(job_id).attempt, job(job_id).failure["code"]) == (0, "deadline_exceeded")
 
 
 def test_a_broker_that_is_down_stops_no_sweep(ledger: Any, settings: Any, submitted: Any, eventually: Any) -> None:
-    rung = []
+    sent = []
 
-    def ring(job_id: Any) -> None:
-        rung.append(job_id)
-        if len(rung) == 1:
+    def send_wakeup(job_id: Any) -> None:
+        sent.append(job_id)
+        if len(sent) == 1:
             raise ConnectionError("no broker")
 
     job_id = submitted()
-    sweeper = Sweeper(ledger, settings().ledger, ring)
-    sweeper.start()
+    maintenance = WorkerMaintenance(ledger, settings().ledger, send_wakeup)
+    maintenance.start()
     try:
-        eventually(lambda: len(rung) > 1)
+        eventually(lambda: len(sent) > 1)
     finally:
-        sweeper.stop()
-    assert set(rung) == {job_id}
+        maintenance.stop()
+    assert set(sent) == {job_id}
 
 
-def test_a_worker_without_a_broker_leaves_the_doorbells_to_those_who_have_one(
+def test_a_worker_without_a_broker_leaves_the_wakeups_to_those_who_have_one(
     ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any, agent: Any
 ) -> None:
-    """What it would mark as rung for, only it would have heard."""
+    """What it would mark as sent, only it would have received."""
     chosen = settings()
     waiting = submitted()
-    sweeper = Sweeper(ledger, chosen.ledger, None)
-    sweeper.start()
+    maintenance = WorkerMaintenance(ledger, chosen.ledger, None)
+    maintenance.start()
     try:
         lost = submitted()
         assert claim(ledger, lost, "gone", "token", 0.3) is not None
         eventually(lambda: job(lost).state == "queued")  # it does sweep
-        rung: list[str] = []
-        relay(ledger, rung.append, 3600)
-        assert {waiting, lost} <= set(rung)
+        sent: list[str] = []
+        relay(ledger, sent.append, 3600)
+        assert {waiting, lost} <= set(sent)
     finally:
-        sweeper.stop()
+        maintenance.stop()
     agent(["finish"])  # and its own jobs it finds by looking
     eventually(lambda: job(waiting).ended and job(lost).ended)

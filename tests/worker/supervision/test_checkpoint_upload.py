@@ -19,7 +19,7 @@ from jobs.repository.results import layer_rows, list_artifacts
 from jobs.repository.store import request_cancel
 from jobs.s3_settings import S3Settings
 from jobs.settings import LedgerSettings
-from worker.agent.maintenance import Sweeper
+from worker.agent.maintenance import WorkerMaintenance
 from worker.execution.resume_scratch import take_over
 from worker.process.child_process import EXECUTION
 from worker.settings import WorkerSettings
@@ -181,7 +181,7 @@ def test_the_child_is_told_its_place_and_the_earlier_ones(
     assert f'"earlier": [{places}]' in line.data["message"]
 
 
-def test_a_job_that_ends_without_an_attempt_is_cleared_by_the_sweeper(
+def test_a_job_that_ends_without_an_attempt_is_cleared_by_the_maintenance(
     ledger: Engine, settings: Any, submitted: Any, supervise: Any, scripted: Any, scratch: Scratch, eventually: Any
 ) -> None:
     ended, waiting = submitted(), submitted()
@@ -190,12 +190,12 @@ def test_a_job_that_ends_without_an_attempt_is_cleared_by_the_sweeper(
         left(scratch, job_id, 1)
     assert sweep_scratch(ledger, scratch) == 0
     request_cancel(ledger, LOCAL_TENANT, ended)
-    sweeper = Sweeper(ledger, settings().ledger, lambda _: None)
-    sweeper.start()
+    maintenance = WorkerMaintenance(ledger, settings().ledger, lambda _: None)
+    maintenance.start()
     try:
         eventually(lambda: scratch.jobs() == [waiting])
     finally:
-        sweeper.stop()
+        maintenance.stop()
 
 
 def test_without_a_checkpoint_nothing_is_taken_over(tmp_path: Path) -> None:

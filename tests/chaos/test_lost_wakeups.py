@@ -31,7 +31,7 @@ def held_back(stack: Stack) -> Any:
 def test_flushall_with_a_hundred_queued_loses_none(quick: Stack) -> None:
     gate = held_back(quick)
     job_ids = [quick.submit(quick_document()) for _ in range(QUEUED)]
-    for _ in range(3):  # between these, doorbells are sent again
+    for _ in range(3):  # between these, wake-ups are sent again
         quick.broker().flushall()
         time.sleep(0.7)
     gate.unlink()
@@ -39,15 +39,15 @@ def test_flushall_with_a_hundred_queued_loses_none(quick: Stack) -> None:
 
 
 @pytest.mark.parametrize("times", [5, 50])
-def test_a_doorbell_delivered_many_times_is_one_job(quick: Stack, times: int) -> None:
+def test_a_wakeup_delivered_many_times_is_one_job(quick: Stack, times: int) -> None:
     gate = held_back(quick)
     job_id = quick.submit(quick_document())
-    quick.ring(job_id, times)
+    quick.send_wakeup(job_id, times)
     gate.unlink()
-    quick.ring(job_id, times)
+    quick.send_wakeup(job_id, times)
     each_was_done_once(quick, [job_id])
-    quick.ring(job_id, times)  # of a job that has ended
-    until(lambda: quick.broker().llen("celery") == 0, 200, "every doorbell is answered")
+    quick.send_wakeup(job_id, times)  # of a job that has ended
+    until(lambda: quick.broker().llen("celery") == 0, 200, "every wake-up is received")
     each_was_done_once(quick, [job_id])
 
 
@@ -60,6 +60,6 @@ def test_without_redis_from_start_to_end_every_job_ends_once(quick: Stack) -> No
     quick.await_ready(*quick.parts)
     each_was_done_once(quick, [quick.submit(quick_document()) for _ in range(10)])
     assert all(part.alive for part in quick.parts)
-    quick.redis.restart()  # and workers that never saw it hear the doorbell now
+    quick.redis.restart()  # and workers that never saw it receive the wake-up now
     job_id = quick.submit(quick_document())
     each_was_done_once(quick, [job_id])
