@@ -1,4 +1,4 @@
-"""What people import and type: the client, the command line, and a door to the engine for notebooks."""
+"""The package that users import: the client, the command line, and measurements in a notebook (`local`)."""
 
 from kronoscope.client import Client
 

@@ -1,4 +1,4 @@
-"""The command ``kronoscope devices``: what the service's workers compute on, and what is free there."""
+"""The command ``kronoscope devices``: the devices of the service's workers, with their free memory."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from rich.text import Text
 from catalog.record import plain
 from catalog.responses import DeviceView
 from kronoscope.client.client import Client
-from kronoscope.display.tables import shortened
+from kronoscope.display.tables import shorten
 
 _STYLES = {"free": "green", "leased": "cyan", "reserved": "cyan", "draining": "yellow", "stale": "red"}
 
@@ -26,35 +26,42 @@ def devices(
 ) -> None:
     """List the devices that the service's workers compute on."""
     with Client(url) as client:
-        found = list(client.devices())
+        listed = list(client.devices())
     if as_json:
-        sys.stdout.write(json.dumps([plain(each) for each in found], indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps([plain(each) for each in listed], indent=2, ensure_ascii=False) + "\n")
         return
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=100)
-    if found:
-        console.print(device_table(found))
+    if listed:
+        console.print(device_table(listed))
     else:
-        console.print("no worker has offered a device yet; `kronoscope worker` starts one")
+        console.print("no worker has registered a device yet; start one with `kronoscope worker`")
 
 
-def device_table(found: Sequence[DeviceView]) -> Table:
-    """One row per device: its size, what is free for the next job, what jobs and others hold."""
+def device_table(devices: Sequence[DeviceView]) -> Table:
+    """Tabulate devices, one row each.
+
+    Args:
+        devices: In the order in which they are shown.
+
+    Returns:
+        Size, free memory for the next job, and memory held by jobs and others, in GiB.
+    """
     table = Table(pad_edge=False, show_edge=False, caption="sizes in GiB", caption_justify="left")
     for name in ("node", "device", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("size", "free", "jobs", "others"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("uuid", no_wrap=True)
-    for each in found:
+    for each in devices:
         # a device with a job is shown with that, though another may wait for it already
         state = "reserved" if each.reserved and each.state == "free" else each.state
         sizes = (each.capacity_bytes, each.free_bytes, each.leased_bytes, each.foreign_bytes)
-        names = (shortened(each.node, 16), shortened(each.name, 20))
+        names = (shorten(each.node, 16), shorten(each.name, 20))
         table.add_row(
             *map(Text, names),
             Text(state, style=_STYLES.get(state, "")),
             *(f"{size / 2**30:,.1f}" if size else "–" for size in sizes),
-            Text(shortened(each.uuid, 16)),
+            Text(shorten(each.uuid, 16)),
         )
     return table

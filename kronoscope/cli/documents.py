@@ -19,14 +19,21 @@ _MAX_DEPTH = 16
 
 
 class DocumentUnreadable(ValueError):
-    """The file, or a `--set`, is no document; each fault is a sentence."""
+    """A file, or a `--set`, that is not a job document; each fault is a sentence."""
 
 
 def read_document(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """The document in ``path`` with every ``field.path=value`` of ``settings`` put in.
+    """Read a job document.
+
+    Args:
+        path: A YAML 1.2 file, or JSON where it ends in ``.json``.
+        settings: Values that replace those of the file, each as ``field.path=value``.
+
+    Returns:
+        The document as plain values; it is not validated.
 
     Raises:
-        DocumentUnreadable: If the file is missing, too long, malformed, or no mapping.
+        DocumentUnreadable: If the file is missing, too long, malformed, or not a mapping.
     """
     document = _parse(path)
     for setting in settings:
@@ -49,7 +56,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise DocumentUnreadable(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     value = _json(text, path) if path.suffix.lower() == ".json" else _yaml(text, path)
     if not isinstance(value, dict):
-        raise DocumentUnreadable(f"{path}: holds no mapping; a job document begins with `kind: …`")
+        raise DocumentUnreadable(f"{path}: is not a mapping; a job document begins with `kind: …`")
     return value
 
 
@@ -79,7 +86,7 @@ def _yaml(text: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file say
 
 
 def _put(document: dict[str, Any], setting: str) -> None:
-    """Set one value, making the blocks on its way."""
+    """Set one value, and make the blocks that lead to it."""
     path, separator, text = setting.partition("=")
     steps = path.strip().split(".")
     if not separator or not all(steps):
@@ -96,35 +103,35 @@ def _put(document: dict[str, Any], setting: str) -> None:
 
 
 def _require_plain(value: Any, name: str) -> None:  # noqa: ANN401 - whatever the file says
-    """Only what JSON can say, and not too much of it: YAML's references can make a file of 1 kB endless."""
-    seen = 0
-    waiting: list[tuple[str, Any, int]] = [("", value, 0)]
-    while waiting:
-        path, item, depth = waiting.pop()
-        seen += 1
-        if seen > _MAX_VALUES or depth > _MAX_DEPTH:
+    """Refuse values that JSON cannot write, and too many of them: references can make 1 kB of YAML endless."""
+    count = 0
+    pending: list[tuple[str, Any, int]] = [("", value, 0)]
+    while pending:
+        path, item, depth = pending.pop()
+        count += 1
+        if count > _MAX_VALUES or depth > _MAX_DEPTH:
             raise DocumentUnreadable(f"{name}: holds more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels")
         if isinstance(item, dict):
             for key, below in item.items():
                 if not isinstance(key, str):
-                    raise DocumentUnreadable(f"{name}: {path or '/'} has a key that is no string; put it in quotes")
-                waiting.append((f"{path}/{key}", below, depth + 1))
+                    raise DocumentUnreadable(f"{name}: {path or '/'} has a key that is not a string; put it in quotes")
+                pending.append((f"{path}/{key}", below, depth + 1))
         elif isinstance(item, list):
-            waiting.extend((f"{path}/{place}", below, depth + 1) for place, below in enumerate(item))
+            pending.extend((f"{path}/{place}", below, depth + 1) for place, below in enumerate(item))
         elif isinstance(item, float) and not math.isfinite(item):
-            raise DocumentUnreadable(f"{name}: {path} is not a finite number; take an ordinary number")
+            raise DocumentUnreadable(f"{name}: {path} is not a finite number; take one")
         elif item is not None and not isinstance(item, (str, int, float, bool)):
             raise DocumentUnreadable(f"{name}: {path} is a {type(item).__name__}; put it in quotes")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"`{twice[:60]}` stands twice in one object")
-    return found
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number; take an ordinary number")
+    raise ValueError(f"{name} is not a JSON number; take a finite number")

@@ -1,4 +1,4 @@
-"""``kronoscope keys``: API keys, made and ended by whoever holds the service's database."""
+"""The command ``kronoscope keys``: make and revoke API keys in the service's database."""
 
 from typing import Annotated
 
@@ -8,16 +8,16 @@ from kronoscope.cli.serve import exec_module
 
 CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
 now · 4 an operator must look into it · 5 stopped or cancelled."""
-"""What every command's help ends with."""
+"""The end of every command's help."""
 
 keys = typer.Typer(help="API keys of the service's database.", no_args_is_help=True, epilog=CODES)
 
 
 @keys.command("create", epilog=CODES)
 def create_key(
-    tenant: Annotated[str, typer.Option(help="Whose key it is; made where there is none of that name.")],
+    tenant: Annotated[str, typer.Option(help="The tenant of the key; made where there is none of that name.")],
     scope: Annotated[list[str] | None, typer.Option(help="read, submit or admin; default: read and submit.")] = None,
-    expires: Annotated[str | None, typer.Option(help="When it ends, e.g. 2030-01-01T00:00:00Z.")] = None,
+    expires: Annotated[str | None, typer.Option(help="Its expiry, e.g. 2030-01-01T00:00:00Z.")] = None,
 ) -> None:
     """Make an API key in the database that KRONOSCOPE_DATABASE_URL names; it is shown once."""
     arguments = ["create", "--tenant", tenant]
@@ -30,5 +30,5 @@ def create_key(
 
 @keys.command("revoke", epilog=CODES)
 def revoke_key(key: Annotated[str, typer.Argument(help="The key, or its prefix.")]) -> None:
-    """End an API key's life."""
+    """Revoke an API key."""
     raise typer.Exit(exec_module("jobs.tenancy.api_keys", ["revoke", key]))

@@ -25,23 +25,21 @@ from kronoscope.cli.documents import DocumentUnreadable, read_document
 from kronoscope.cli.keys import CODES, keys
 from kronoscope.cli.plan_options import Budget, Device
 from kronoscope.cli.run_job import NotInstalled, Outcome, run_job
-from kronoscope.cli.schedule_options import Deadline, Priority, Within, scheduled
+from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
 from kronoscope.cli.serve import ServiceFailed, exec_module, serve_embedded
 from kronoscope.cli.tenants import tenants
 from kronoscope.cli.worker import worker
 from kronoscope.client.client import Client, ClientError, DownloadFailed, ServiceUnreachable
 from kronoscope.client.responses import build_layer, build_summary
-from kronoscope.client.retry import AGAIN
 from kronoscope.display.plan_tables import show_plan
 from kronoscope.display.progress import display_for
-from kronoscope.display.results import curve_in, show_progress, show_results, unplaced
+from kronoscope.display.results import placement_problem, read_memory_curve, show_progress, show_results
 from kronoscope.display.tables import job_table
 
 OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
 _CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
-
 _CACHE_BYTES = 20 * 2**30
-"""What the cache of a foreground run may hold."""
+"""The most that the cache of a foreground run may hold."""
 
 app = typer.Typer(
     name="kronoscope",
@@ -67,7 +65,7 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 
 
 def _out() -> Console:
-    """Results: standard output, 100 columns where it is no terminal."""
+    """Return the console for results, 100 columns wide where it is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=100)
 
@@ -77,10 +75,8 @@ def _err() -> Console:
 
 
 def _fail(code: int, lines: Sequence[str]) -> NoReturn:
-    """Each fault a sentence on standard error, then the exit code."""
-    for line in lines:
-        sys.stderr.write(f"error: {line}\n")
-    raise typer.Exit(code)
+    """Print each fault on standard error and exit with ``code``."""
+    raise typer.Exit(_report_errors(code, lines))
 
 
 @app.command(epilog=CODES)
@@ -102,7 +98,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     as_json: AsJson = False,
 ) -> None:
     """Run a job here, in the foreground, without any service."""
-    request = _request(_document(document, settings), store, offline=offline) | {
+    request = _request(read_document(document, settings or ()), store, offline=offline) | {
         "threads": threads,
         "cache": None if cache is None else str(cache.absolute()),
         "cache_bytes": _CACHE_BYTES,
@@ -117,7 +113,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     if not as_json:
         show_results(_out(), [build_layer(row) for row in outcome.rows],
                      {kind: build_summary(kind, summary) for kind, summary in outcome.summary.items()},
-                     curve=curve_in(output / "artifacts"))  # fmt: skip
+                     curve=read_memory_curve(output / "artifacts"))  # fmt: skip
         _out().print(f"results in {output}/: results.json, log.jsonl, artifacts/", soft_wrap=True)
 
 
@@ -133,17 +129,17 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a job without running it, here or in a service: memory and seconds of each stage, from shapes alone."""
-    wanted = _document(document, settings)
+    wanted = read_document(document, settings or ())
     if budget is not None:
         wanted["memory"] = {**(wanted.get("memory") or {}), "device": budget, "host": budget}
     if url is not None and device is not None:
         _fail(USAGE, ["--device is for a plan made here; a service plans for the devices it has"])
     if url is None:
-        found = _planned(wanted, store, device, offline=offline, silent=as_json)
+        planned = _planned(wanted, store, device, offline=offline, silent=as_json)
     else:
         with Client(url) as client:
-            found = client.estimate(wanted).plan or {}
-    _print_json(dict(found)) if as_json else show_plan(found, _out())
+            planned = client.estimate(wanted).plan or {}
+    _print_json(dict(planned)) if as_json else show_plan(planned, _out())
 
 
 @app.command(epilog=CODES)
@@ -162,14 +158,14 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     as_json: AsJson = False,
 ) -> None:
     """Submit a job to the service; prints its id."""
-    wanted = scheduled(_document(document, settings), priority=priority, deadline=deadline, within=within)
+    wanted = with_schedule(read_document(document, settings or ()), priority=priority, deadline=deadline, within=within)
     with Client(url) as client:
         if validate_only:
             checked = client.validate(wanted)
             _print_json(checked) if as_json else _out().print("the document is sound; nothing was submitted")
             return
         job = client.submit(wanted, idempotency_key=idempotency_key)
-        if (note := unplaced(job)) is not None:
+        if (note := placement_problem(job)) is not None:
             _err().print(note, soft_wrap=True, markup=False)
         if wait:
             if not as_json:
@@ -197,16 +193,15 @@ def results(
 ) -> None:
     """Print a job's table, or everything as JSON; download its files."""
     with Client(url) as client:
-        found = client.results(job_id)
-        rows = list(client.layers(job_id))
+        job_results = client.results(job_id)
         if as_json:
-            _print_json(plain(found) | {"layers": [plain(row) for row in rows]})
+            _print_json(plain(job_results) | {"layers": [plain(row) for row in client.layers(job_id)]})
         else:
-            show_results(_out(), rows, dict(found.summary), found.job.kinds, client.memory_curve(found))
-            if not found.job.ended:
-                _err().print(f"the job is {found.job.state}: these are the layers so far")
+            _show_tables(client, job_results)
+            if not job_results.job.ended:
+                _err().print(f"the job is {job_results.job.state}: these are the layers so far")
         if download is not None:
-            _download(client, found, download, silent=as_json)
+            _download(client, job_results, download, silent=as_json)
 
 
 @app.command(epilog=CODES)
@@ -227,8 +222,8 @@ def list_jobs(
 ) -> None:
     """List your jobs, newest first."""
     with Client(url) as client:
-        found = list(client.jobs(state=state, kind=kind, label=label))
-    _print_json([plain(job) for job in found]) if as_json else _out().print(job_table(found))
+        listed = list(client.jobs(state=state, kind=kind, label=label))
+    _print_json([plain(job) for job in listed]) if as_json else _out().print(job_table(listed))
 
 
 @app.command(epilog=CODES)
@@ -241,7 +236,7 @@ def menu(as_json: AsJson = False) -> None:
         return
     table = Table(pad_edge=False, show_edge=False)
     table.add_column("kind", no_wrap=True)
-    table.add_column("what it gives")
+    table.add_column("results")
     for each in ANALYSES.values():
         table.add_row(each.kind, f"{each.title}. {each.description}")
     _out().print(table)
@@ -284,22 +279,18 @@ def show_version() -> None:
     sys.stdout.write(f"kronoscope {version('kronoscope')}\n")
 
 
-def _download(client: Client, found: ResultsView, folder: Path, *, silent: bool) -> None:
+def _download(client: Client, results: ResultsView, folder: Path, *, silent: bool) -> None:
     try:
         with display_for(_err(), silent=silent) as display:
-            for done, artifact in enumerate(found.artifacts, start=1):
-                client.download(found.job.id, artifact, folder)
-                display.update("download", done, len(found.artifacts), "files")
+            for done, artifact in enumerate(results.artifacts, start=1):
+                client.download(results.job.id, artifact, folder)
+                display.update("download", done, len(results.artifacts), "files")
     except OSError as error:
         _fail(USAGE, [f"{folder} cannot be written ({error.strerror}); give a folder that you may write, with room"])
 
 
-def _document(path: Path, settings: list[str] | None) -> dict[str, Any]:
-    return read_document(path, settings or ())
-
-
 def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:
-    """What the runner is to do here, where every folder and factory may be named."""
+    """Return the runner's request; every folder and factory may be named in the foreground."""
     return {
         "document": document,
         "paths": [str(Path.cwd())],
@@ -325,7 +316,7 @@ def _default_store() -> Path:
 
 
 def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
-    """Show every change until the end; the exit code is the job's."""
+    """Show every change until the job ends; exit with the code of its outcome."""
     job: JobView | None = None
     try:
         with display_for(_err(), silent=as_json) as display:
@@ -334,7 +325,7 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     except KeyboardInterrupt:
         _fail(STOPPED, [f"no longer watching; the job goes on: `kronoscope watch {job_id}` shows it again"])
     if job is None:
-        _fail(INTERNAL, ["the service told nothing about the job"])
+        _fail(INTERNAL, ["the service sent no answer about the job"])
     if as_json:
         _print_json(plain(job))
     if job.failure is not None:
@@ -343,13 +334,16 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     if job.state == "cancelled":
         _fail(STOPPED, ["the job was cancelled"])
     if not as_json:
-        found = client.results(job_id)
-        show_results(_out(), list(client.layers(job_id)), dict(found.summary), job.kinds, client.memory_curve(found))
+        _show_tables(client, client.results(job_id))
+
+
+def _show_tables(client: Client, results: ResultsView) -> None:
+    rows, curve = list(client.layers(results.job.id)), client.memory_curve(results)
+    show_results(_out(), rows, results.summary, results.job.kinds, curve)
 
 
 def _require_success(outcome: Outcome) -> None:
-    if outcome.failure is not None:
-        failure = outcome.failure
+    if (failure := outcome.failure) is not None:
         pointer = f"{failure.pointer} " if failure.pointer and "\n" not in failure.message else ""
         lines = [f"{pointer}{line}" for line in failure.message.split("\n")]
         if failure.category == "fatal" and failure.detail:
@@ -358,8 +352,8 @@ def _require_success(outcome: Outcome) -> None:
     if outcome.stopped or outcome.interrupted:
         _fail(STOPPED, ["the job was stopped; nothing runs on"])
     if not outcome.finished:
-        said = [f"  {line}" for line in outcome.last_words[-15:]]
-        _fail(FATAL, ["the runner ended without a word; its last lines:", *said])
+        said = [f"  {line}" for line in outcome.last_output[-15:]]
+        _fail(FATAL, ["the runner ended without a result; its last lines:", *said])
 
 
 def _public(outcome: Outcome) -> dict[str, Any]:
@@ -370,29 +364,36 @@ def _print_json(value: Any) -> None:  # noqa: ANN401 - any JSON
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def exit_code_of(command: Callable[[], object]) -> int:
-    """Run ``command``; the faults that belong to its caller become sentences and an exit code."""
+def run_command(command: Callable[[], object]) -> int:
+    """Run a command, and turn its errors into sentences and an exit code.
+
+    Args:
+        command: The command line application, or one of its commands.
+
+    Returns:
+        The exit code (see the module's first lines).
+    """
     try:
         command()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
     except ClientError as error:
-        later = isinstance(error, (ServiceUnreachable, DownloadFailed)) or error.status in AGAIN or error.status >= 500
-        return _told(TRANSIENT if later else USAGE, error.lines)
+        may_pass = isinstance(error, (ServiceUnreachable, DownloadFailed)) or error.status == 429 or error.status >= 500
+        return _report_errors(TRANSIENT if may_pass else USAGE, error.lines)
     except (DocumentUnreadable, NotInstalled, ServiceFailed) as error:
-        return _told(TRANSIENT if isinstance(error, ServiceFailed) else USAGE, [str(error)])
+        return _report_errors(TRANSIENT if isinstance(error, ServiceFailed) else USAGE, [str(error)])
     return OK
 
 
-def _told(code: int, lines: Sequence[str]) -> int:
+def _report_errors(code: int, lines: Sequence[str]) -> int:
     for line in lines:
         sys.stderr.write(f"error: {line}\n")
     return code
 
 
 def main() -> None:
-    """The program's entry point."""
-    sys.exit(exit_code_of(app))
+    """Run the program; its entry point."""
+    sys.exit(run_command(app))
 
 
 if __name__ == "__main__":

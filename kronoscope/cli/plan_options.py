@@ -1,11 +1,11 @@
-"""Options of the command ``kronoscope plan``: what the job is planned for."""
+"""Options of the command ``kronoscope plan``: the budget and the device that a job is planned for."""
 
 from typing import Annotated, Literal
 
 import typer
 
 Budget = Annotated[
-    str | None, typer.Option(help='Instead of what is free here: "20GiB", of the device and of the host.')
+    str | None, typer.Option(help='Instead of the free memory here: "20GiB", of the device and of the host.')
 ]
 Device = Annotated[
     Literal["cpu", "cuda"] | None,

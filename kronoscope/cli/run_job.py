@@ -38,33 +38,42 @@ _END_SECONDS = 20.0
 
 
 class NotInstalled(RuntimeError):
-    """What runs jobs is not part of this installation."""
+    """An installation without the packages that run jobs."""
 
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The outcome of a run."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """Of memory and seconds, once there is one."""
+    """The plan of memory and seconds; empty before it is made."""
     failure: Failed | None = None
     finished: bool = False
     stopped: bool = False
     interrupted: bool = False
-    last_words: list[str] = field(default_factory=list)
-    """The last lines of the runner's own output: what is left when it dies without a frame."""
+    last_output: list[str] = field(default_factory=list)
+    """The last lines of the runner's own output, shown when it ends without a final frame."""
 
 
 def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbose: bool = False) -> Outcome:
-    """Run one job into ``output``; every frame moves ``display``.
+    """Run one job in a process of its own, and wait for it.
 
     Ctrl-C asks it to stop, a second one ends it at once; either way nothing runs on afterwards.
 
+    Args:
+        request: The runner's request: the document, the model store, allowed factories and folders.
+        output: Folder for the results; a refused job leaves none.
+        display: Shows progress and warnings.
+        verbose: Whether every line of the job's log is shown.
+
+    Returns:
+        The rows, summaries and plan so far, and how the run ended.
+
     Raises:
-        NotInstalled: If the worker's packages are not there.
+        NotInstalled: If the worker's packages are not installed.
     """
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("worker") is None:
         raise NotInstalled("`kronoscope run` computes on this machine, which needs `pip install kronoscope[worker]`")
@@ -86,9 +95,9 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
             signal.signal(number, lambda *_: _interrupt(runner, outcome))
         _hand_over(runner, request)
         for frame in _frames(runner.stdout):
-            _take(frame, display, outcome, verbose=verbose)
+            _handle_frame(frame, display, outcome, verbose=verbose)
     finally:
-        _end(runner)
+        _end_runner(runner)
         for number, handler in previous.items():
             signal.signal(number, handler)
         listener.join(timeout=2)
@@ -98,16 +107,16 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
 
 
 def _hand_over(runner: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
-    """Write the request and keep the pipe: its end is what stops the job."""
+    """Write the request and keep the pipe open: closing it stops the job."""
     if runner.stdin is not None:
-        # closed by ctrl-C, or by a runner that is gone: its frames, or their absence, tell
+        # closed by ctrl-C, or by a runner that has ended, which its frames report
         with contextlib.suppress(OSError, ValueError):
             runner.stdin.write(json.dumps(request, allow_nan=False).encode() + b"\n")
             runner.stdin.flush()
 
 
 def _interrupt(runner: subprocess.Popen[bytes], outcome: Outcome) -> None:
-    """Ctrl-C. Inside a signal handler: nothing that may hold a lock."""
+    """Handle ctrl-C; in a signal handler no lock may be taken."""
     if outcome.interrupted:
         with contextlib.suppress(ProcessLookupError):
             runner.send_signal(signal.SIGINT)
@@ -117,7 +126,7 @@ def _interrupt(runner: subprocess.Popen[bytes], outcome: Outcome) -> None:
     _close_lifeline(runner)
 
 
-def _take(frame: Frame, display: Display, outcome: Outcome, *, verbose: bool) -> None:
+def _handle_frame(frame: Frame, display: Display, outcome: Outcome, *, verbose: bool) -> None:
     match frame:
         case Started():
             outcome.environment = frame.environment
@@ -149,17 +158,17 @@ def _note_end(frame: Frame, outcome: Outcome) -> None:
 
 
 def _frames(pipe: IO[bytes] | None) -> Iterator[Frame]:
-    """Frames until the pipe closes; a line that is none is the runner's fault, and is left out."""
+    """Yield frames until the pipe closes; lines that are not frames are skipped."""
     while pipe is not None and (line := pipe.readline()):
         with contextlib.suppress(ValueError):
             yield decode(line)
 
 
 def _listen(pipe: IO[bytes] | None, display: Display, outcome: Outcome, verbose: bool) -> None:
-    """What a factory prints comes here; it is shown when asked for, and kept in case of a crash."""
+    """Read the output of factories; it is shown on request, and kept in case of a crash."""
     while pipe is not None and (line := pipe.readline(8192)):
         text = line.decode(errors="replace").rstrip()
-        outcome.last_words = [*outcome.last_words[-39:], text]
+        outcome.last_output = [*outcome.last_output[-39:], text]
         if verbose:
             display.line(text)
 
@@ -171,8 +180,8 @@ def _close_lifeline(runner: subprocess.Popen[bytes]) -> None:
             runner.stdin.close()
 
 
-def _end(runner: subprocess.Popen[bytes]) -> None:
-    """Whatever happened, nothing stays: the lifeline, then time, then the whole group."""
+def _end_runner(runner: subprocess.Popen[bytes]) -> None:
+    """Close the lifeline, wait, then kill the whole process group."""
     _close_lifeline(runner)
     try:
         runner.wait(timeout=_END_SECONDS)
@@ -184,5 +193,5 @@ def _end(runner: subprocess.Popen[bytes]) -> None:
 
 
 def _left_nothing(outcome: Outcome) -> bool:
-    """A refused job has no results; a folder made for it would only be in the way."""
+    """Return whether the job was refused, so that a folder made for it would be empty."""
     return outcome.failure is not None and outcome.failure.category == "usage" and not outcome.rows

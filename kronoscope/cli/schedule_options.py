@@ -1,4 +1,4 @@
-"""Options of the command line for a job's schedule: they stand in for the document's block `schedule`."""
+"""Options of the command line for a job's schedule: they replace values of the document's block `schedule`."""
 
 from typing import Annotated, Any
 
@@ -13,13 +13,19 @@ Deadline = Annotated[str | None, typer.Option(metavar="MOMENT", help='End it as 
 Within = Annotated[str | None, typer.Option(metavar="TIME", help="The same from now on: 90m, 4h or 2d.")]
 
 
-def scheduled(
+def with_schedule(
     document: dict[str, Any], *, priority: int | None, deadline: str | None, within: str | None
 ) -> dict[str, Any]:
-    """The document with what was given put into its block `schedule`; a deadline replaces the other way to say it.
+    """Return a job document with the options in its block `schedule`.
+
+    Args:
+        document: The document as plain values; it is left as it is.
+        priority: -10 to 10; None keeps the document's own, as do the others.
+        deadline: A moment as text; it replaces `within` of the document.
+        within: A length of time as text; it replaces `deadline` of the document.
 
     Raises:
-        DocumentUnreadable: If the block is no mapping, so that nothing can be put in.
+        DocumentUnreadable: If the block is not a mapping.
     """
     given = {"priority": priority, "deadline": deadline, "within": within}
     given = {name: value for name, value in given.items() if value is not None}

@@ -12,22 +12,29 @@ from pathlib import Path
 from kronoscope.client.client import Client
 
 _READY_SECONDS = 300.0
-"""A process that ended is noticed at once; one that lives may have a slow disk to be read from."""
+"""A process that has ended is noticed at once; one that starts from a slow disk needs time."""
 _END_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 
 
 class ServiceFailed(RuntimeError):
-    """A process of the service did not start, or ended."""
+    """A process of the service that did not start, or has ended."""
 
 
 def embedded_environment(
     environ: Mapping[str, str], folder: Path, port: int, factory_path: Path, model_store: Path
 ) -> dict[str, str]:
-    """What API and worker are told: one ledger, one folder.
+    """Return the environment of API and worker in embedded mode.
 
-    Factories and folders stay closed unless they are listed: there is no key on loopback, and every
-    account of the machine reaches it.
+    Factories and folders stay closed unless they are listed: there is no key on loopback, and every account of the
+    machine reaches it.
+
+    Args:
+        environ: The environment to begin with.
+        folder: Holds ledger and artifacts.
+        port: The API's port on loopback.
+        factory_path: Where factories are imported from, unless ``environ`` says otherwise.
+        model_store: Folder of fetched and trained models.
     """
     return {
         **environ,
@@ -42,10 +49,18 @@ def embedded_environment(
 
 
 def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -> int:
-    """Migrate, start both, wait for readiness, and stay until ctrl-C, SIGTERM, or the death of one.
+    """Migrate the ledger, start API and worker, and wait for ctrl-C, SIGTERM, or the end of a process.
+
+    Args:
+        folder: Holds ledger, artifacts, models and logs; it is made private to its owner.
+        port: The API's port; None takes 8000, or any free one.
+        say: Prints a line.
+
+    Returns:
+        The exit code.
 
     Raises:
-        ServiceFailed: If folder or port cannot be used, or a process does not come up.
+        ServiceFailed: If folder or port cannot be used, or a process does not start.
     """
     folder = folder.absolute()
     try:
@@ -84,20 +99,28 @@ def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -
 
 
 def exec_module(module: str, arguments: Sequence[str] = ()) -> int:
-    """Run one of the service's own programs in this one's place, with its signals and exit code."""
+    """Replace this process by one of the service's own programs.
+
+    Args:
+        module: Its module, run by the same interpreter.
+        arguments: Of its command line.
+
+    Returns:
+        Never; the type suits ``typer.Exit``.
+    """
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606 - no shell is meant
 
 
 class _Group:
-    """The service's processes; each in a session of its own, so that ctrl-C reaches them through us."""
+    """The service's processes; each in a session of its own, so that ctrl-C reaches them through this one."""
 
     def __init__(self) -> None:
         self.asked = False
         self._running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
 
     def ask(self, *_: object) -> None:
-        """Note that it is time to end."""
+        """Note that the processes are to end."""
         self.asked = True
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -119,7 +142,7 @@ class _Group:
                 raise ServiceFailed(f"the {name} process ended with code {code}: {_last_line(log)} (see {log})")
 
     def end(self) -> None:
-        """SIGTERM to all, time, SIGKILL to what is left."""
+        """Send SIGTERM to all, and SIGKILL to those left after some seconds."""
         for _, process, _ in self._running:
             if process.poll() is None:
                 process.terminate()
@@ -149,7 +172,10 @@ def _once(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def require_free(port: int) -> None:
-    """Refuse a port that somebody listens on.
+    """Refuse a port that is in use.
+
+    Args:
+        port: A TCP port on loopback.
 
     Raises:
         ServiceFailed: If it is taken or not permitted.
@@ -163,7 +189,7 @@ def require_free(port: int) -> None:
 
 
 def _free_port() -> int:
-    """The usual port, or any where that one is taken."""
+    """Return port 8000, or any free one where that is in use."""
     for port in (8000, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,4 +203,4 @@ def _free_port() -> int:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "its log is empty"

@@ -1,4 +1,4 @@
-"""``kronoscope tenants``: what tenants' files take and may take, for whoever holds the service's database."""
+"""The command ``kronoscope tenants``: bytes and quotas of tenants in the service's database."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ tenants = typer.Typer(help="Tenants of the service's database.", no_args_is_help
 def show_tenants(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One tenant; default: all.")] = None,
 ) -> None:
-    """Show how many bytes the files of each tenant take, and how many they may."""
+    """Show the bytes that the files of each tenant take, and its quota."""
     raise typer.Exit(exec_module("jobs.tenancy.tenants", ["show", *([] if name is None else [name])]))
 
 
@@ -22,9 +22,10 @@ def show_tenants(
 def set_tenant(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")],
     quota: Annotated[
-        str, typer.Option("--bytes", metavar="50GB", help="What its files may take: bytes, MB, GiB …; or `none`.")
+        str,
+        typer.Option("--bytes", metavar="50GB", help="Its quota in bytes, MB, GiB …; or `none`."),
     ],
 ) -> None:
-    """Limit what the files of a tenant take."""
+    """Set the quota of a tenant's files."""
     limit = ["--no-bytes"] if quota == "none" else ["--bytes", quota]
     raise typer.Exit(exec_module("jobs.tenancy.tenants", ["set", name, *limit]))

@@ -20,7 +20,7 @@ def worker(
         str | None, typer.Option(metavar="10m", help="How long before that its jobs are handed back and it has ended.")
     ] = None,
 ) -> None:
-    """Run a worker of the service, as KRONOSCOPE_* settings say: wake-ups come from Redis."""
+    """Run a worker of the service, with its KRONOSCOPE_* settings: wake-ups come from Redis."""
     given = {
         "KRONOSCOPE_UNTIL_IDLE": "1" if until_idle else None,
         "KRONOSCOPE_WALL": wall,

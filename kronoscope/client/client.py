@@ -1,19 +1,16 @@
-"""The service from Python, synchronously: ``Client("http://127.0.0.1:8000").submit(document)``.
+"""A synchronous client of the service: ``Client("http://127.0.0.1:8000").submit(document)``.
 
-Every error of the service is a ``ClientError`` whose text is the service's own sentences; a
-service that does not answer is ``ServiceUnreachable``.
+Every method raises ``ClientError``, with the service's own sentences, where the service refuses, and
+``ServiceUnreachable``, one of its kinds, where the service does not answer.
 """
 
 import hashlib
-import ipaddress
 import json
 import os
-import re
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,41 +19,33 @@ from urllib.parse import quote
 import httpx
 
 from catalog.responses import ArtifactView, DeviceView, EstimateView, EventView, JobView, ResultsView
+from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection
 from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
 from kronoscope.client.event_stream import follow_events
 from kronoscope.client.responses import Layer, build, build_layer, build_results
-from kronoscope.client.retry import AGAIN, Patience
+from kronoscope.client.retry import RetryWindow
 
 __all__ = ["DEFAULT_URL", "MEMORY_CURVE", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
 
 MEMORY_CURVE = "memory_curve.json"
-DEFAULT_URL = "http://127.0.0.1:8000"
-_WAIT_SECONDS = 20.0
-_ASK_EVERY_SECONDS = 1.0
-_CONNECT_SECONDS = 5.0
-_VISIBLE = re.compile(r"[!-~]{1,255}")  # what a header can carry
 
 
 class Client:
-    """One service, one key."""
+    """A client of one service with one key; as a context manager it closes its connections at the end."""
 
     def __init__(self, url: str | None = None, key: str | None = None, *, timeout_seconds: float = 30) -> None:
+        """Set up the client; it connects with its first request.
+
+        Args:
+            url: The service's address; None takes KRONOSCOPE_URL, or ``http://127.0.0.1:8000``.
+            key: The API key; None takes KRONOSCOPE_KEY. Embedded mode needs none.
+            timeout_seconds: How long one response may take, without the time that a request asks to wait.
+
+        Raises:
+            ClientError: If address or key is malformed.
+        """
         self.url = (url or os.environ.get("KRONOSCOPE_URL") or DEFAULT_URL).rstrip("/")
-        _require_address(self.url)
-        key = key or os.environ.get("KRONOSCOPE_KEY")
-        if key and not _VISIBLE.fullmatch(key):
-            raise ClientError(
-                0, "No key", "KRONOSCOPE_KEY is no key of a service; it has visible ASCII characters only"
-            )
-        self._timeout_seconds = timeout_seconds
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(timeout_seconds, connect=_CONNECT_SECONDS),
-            # a proxy in the environment has no business between here and this machine; a key follows no redirect
-            trust_env=not _is_local(self.url),
-            follow_redirects=False,
-        )
+        self._connection = Connection(self.url, key or os.environ.get("KRONOSCOPE_KEY"), timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -65,137 +54,254 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Give the connections back."""
-        self._http.close()
+        """Close the connections."""
+        self._connection.http.close()
 
     def submit(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> JobView:
-        """Submit a job. The same idempotency key and document give the same job, however often.
+        """Submit a job.
+
+        Args:
+            document: The job document, as plain values.
+            idempotency_key: The same key and document give the same job, however often; None makes a new job.
+
+        Returns:
+            The job as it was accepted, or as it is by now.
 
         Raises:
             ClientError: If the document or the key is not accepted.
         """
         headers = _idempotent(idempotency_key)
-        return build(JobView, self._call("POST", "/v1/jobs", json=dict(document), headers=headers))
+        return build(JobView, self._connection.call("POST", "/v1/jobs", json=dict(document), headers=headers))
 
     def estimate(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> EstimateView:
-        """What the job would take, without running it; returns when a worker has planned it.
+        """Estimate what a job would take, without running it; wait until a worker has planned it.
+
+        Args:
+            document: The job document, as plain values.
+            idempotency_key: The same key and document give the same estimate; None makes a new one.
+
+        Returns:
+            The estimate, whether or not the job fits.
 
         Raises:
             ClientError: If the document is not accepted, or its model, data and task do not belong together.
         """
         headers = _idempotent(idempotency_key)
-        found = build(EstimateView, self._call("POST", "/v1/estimates", json=dict(document), headers=headers))
-        if found.ended:
-            return found
-        address = f"/v1/estimates/{quote(found.id, safe='')}"
-        news = self._news(address, {}, Patience(60), lambda answer: build(EstimateView, content_of(answer)).ended)
-        return build(EstimateView, content_of(news))
+        estimate = build(
+            EstimateView, self._connection.call("POST", "/v1/estimates", json=dict(document), headers=headers)
+        )
+        if estimate.ended:
+            return estimate
+        path = f"/v1/estimates/{quote(estimate.id, safe='')}"
+
+        def has_ended(response: httpx.Response) -> bool:
+            return build(EstimateView, content_of(response)).ended
+
+        return build(EstimateView, content_of(self._connection.wait_for_change(path, {}, RetryWindow(60), has_ended)))
 
     def validate(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The document as it would be stored, every default written out; nothing is stored."""
-        answer: Mapping[str, Any] = self._call(
+        """Check a job document without storing it.
+
+        Args:
+            document: The job document, as plain values.
+
+        Returns:
+            The document as it would be stored, with every default written out.
+
+        Raises:
+            ClientError: If the document is not accepted.
+        """
+        answer: Mapping[str, Any] = self._connection.call(
             "POST", "/v1/jobs", json=dict(document), params={"validate_only": "true"}
         )
         return dict(answer["document"])
 
     def job(self, job_id: str, *, wait_seconds: float = 0) -> JobView:
-        """One job, now or when it has ended, whichever comes first within ``wait_seconds`` (at most 30)."""
-        return build(JobView, self._call("GET", _path(job_id), **(self._waiting(wait_seconds) if wait_seconds else {})))
+        """Return a job.
+
+        Args:
+            job_id: Its id.
+            wait_seconds: How long to wait until it has ended, at most 30; 0 returns it as it is.
+
+        Returns:
+            The job, ended or not.
+        """
+        return build(
+            JobView,
+            self._connection.call(
+                "GET", _path(job_id), **(self._connection.wait_options(wait_seconds) if wait_seconds else {})
+            ),
+        )
 
     def follow(self, job_id: str, *, patience_seconds: float = 60) -> Iterator[JobView]:
-        """The job each time that it has changed, until it has ended.
+        """Yield a job each time that it has changed, until it has ended.
 
-        Once it was seen, it goes on where the service is away for less than ``patience_seconds``.
+        Args:
+            job_id: Its id.
+            patience_seconds: How long the service may be away once the job was seen.
+
+        Yields:
+            The job, at last in its final state.
 
         Raises:
             ClientError: If there is no such job, or the service does not come back in time.
         """
-        patience = Patience(patience_seconds)
-        answer = self._send("GET", _path(job_id))
+        window = RetryWindow(patience_seconds)
+        answer = self._connection.send("GET", _path(job_id))
         while True:
             job = build(JobView, content_of(answer))
             yield job
             if job.ended:
                 return
             tag = answer.headers.get("etag")
-            known = {"if-none-match": tag} if tag else {}
-            answer = self._news(_path(job_id), known, patience, lambda found: found.status_code == httpx.codes.OK)
+            condition = {"if-none-match": tag} if tag else {}
+            answer = self._connection.wait_for_change(
+                _path(job_id), condition, window, lambda each: each.status_code == httpx.codes.OK
+            )
 
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60) -> Iterator[EventView]:
-        """What happens to a job, as it happens, until it has ended; begins behind the event numbered ``after``.
+        """Yield a job's events as they happen, until it has ended.
 
-        Where the connection breaks, or the service is away for less than ``patience_seconds``, it goes on where it was.
+        Args:
+            job_id: The job's id.
+            after: The number of the last event that the caller has; 0 begins at the first.
+            patience_seconds: How long the service may be away; then the stream goes on where it was.
+
+        Yields:
+            Each event once, in order.
 
         Raises:
             ClientError: If there is no such job, or the service does not come back in time.
         """
-        address = f"{_path(job_id)}/events"
-
-        def connect(position: int) -> AbstractContextManager[httpx.Response]:
-            headers = {"accept": "text/event-stream", "last-event-id": str(position)}
-            # a stream without events gives signs of life four times a minute
-            return self._http.stream(
-                "GET", address, headers=headers, timeout=httpx.Timeout(60, connect=_CONNECT_SECONDS)
-            )
-
+        connect = partial(self._connection.open_events, f"{_path(job_id)}/events")
         try:
             yield from follow_events(connect, refusal_of, after, patience_seconds)
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
     def jobs(self, *, state: str | None = None, kind: str | None = None, label: str | None = None) -> Iterator[JobView]:
-        """Your jobs, newest first, page after page."""
+        """Yield the tenant's jobs, newest first, page after page.
+
+        Args:
+            state: Only jobs in this state; None for all. Likewise the others.
+            kind: Only jobs of this analysis.
+            label: Only jobs with this label, as ``name=value``.
+
+        Yields:
+            Each job, without its placement.
+        """
         given = {"state": state, "kind": kind, "label": label, "limit": "100"}
         params = {name: value for name, value in given.items() if value is not None}
-        yield from (build(JobView, item) for item in self._pages("/v1/jobs", params, cursor="before"))
+        yield from (build(JobView, item) for item in self._connection.pages("/v1/jobs", params, cursor="before"))
 
     def cancel(self, job_id: str) -> JobView:
-        """Cancel a queued or running job; an ended one stays as it is."""
-        return build(JobView, self._call("POST", f"{_path(job_id)}:cancel"))
+        """Cancel a queued or running job; an ended one stays as it is.
+
+        Args:
+            job_id: Its id.
+
+        Returns:
+            The job, cancelled or being cancelled.
+        """
+        return build(JobView, self._connection.call("POST", f"{_path(job_id)}:cancel"))
 
     def reschedule(self, job_id: str, schedule: Mapping[str, Any]) -> JobView:
-        """Give a queued or running job the terms `priority`, `deadline` or `within`, in place of those it has.
+        """Replace the schedule of a queued or running job.
+
+        Args:
+            job_id: Its id.
+            schedule: The block `schedule` of a job document: `priority`, and `deadline` or `within`.
+
+        Returns:
+            The job with its new schedule.
 
         Raises:
             ClientError: If it has ended, or the deadline has passed.
         """
-        return build(JobView, self._call("PUT", f"{_path(job_id)}/schedule", json=dict(schedule)))
+        return build(JobView, self._connection.call("PUT", f"{_path(job_id)}/schedule", json=dict(schedule)))
 
     def delete(self, job_id: str) -> None:
-        """Delete an ended job with its results and files."""
-        self._send("DELETE", _path(job_id))
+        """Delete an ended job with its results and files.
+
+        Args:
+            job_id: Its id.
+
+        Raises:
+            ClientError: If it has not ended.
+        """
+        self._connection.send("DELETE", _path(job_id))
 
     def results(self, job_id: str) -> ResultsView:
-        """Summaries, manifest and the list of files."""
-        return build_results(self._call("GET", f"{_path(job_id)}/results"))
+        """Return a job's summaries, its manifest and the list of its files.
+
+        Args:
+            job_id: The job's id; it need not have ended.
+
+        Returns:
+            The results so far; a summary is the analysis's own record where this client knows the analysis.
+        """
+        return build_results(self._connection.call("GET", f"{_path(job_id)}/results"))
 
     def layers(self, job_id: str, *, kind: str | None = None) -> Iterator[Layer]:
-        """Every row, page after page."""
+        """Yield the rows of a job's results, page after page.
+
+        Args:
+            job_id: The job's id; it need not have ended.
+            kind: Only rows of this analysis; None for all.
+
+        Yields:
+            One row per layer and analysis.
+        """
         params = {"limit": "100"} | ({"kind": kind} if kind else {})
-        yield from (build_layer(item) for item in self._pages(f"{_path(job_id)}/layers", params, cursor="after"))
+        yield from (
+            build_layer(item) for item in self._connection.pages(f"{_path(job_id)}/layers", params, cursor="after")
+        )
 
     def log(self, job_id: str) -> str:
-        """The reproducibility log: JSON lines, one record per layer."""
-        return self._send("GET", f"{_path(job_id)}/log").text
+        """Return a job's reproducibility log.
+
+        Args:
+            job_id: The job's id.
+
+        Returns:
+            JSON lines, one record per layer.
+        """
+        return self._connection.send("GET", f"{_path(job_id)}/log").text
 
     def memory_curve(self, results: ResultsView) -> Mapping[str, Any] | None:
-        """What a job held when, and its stages beside their plan; None where it has left none."""
+        """Download a job's memory curve.
+
+        Args:
+            results: The job's results, which list its files.
+
+        Returns:
+            The bytes held over time, and the planned and measured figures of each stage; None where the job has left
+            no curve, or it cannot be downloaded.
+        """
         if not any(artifact.name == MEMORY_CURVE for artifact in results.artifacts):
             return None
         try:
-            found: Mapping[str, Any] = json.loads(
-                b"".join(self._stream(f"{_path(results.job.id)}/artifacts/{MEMORY_CURVE}"))
+            curve: Mapping[str, Any] = json.loads(
+                b"".join(self._connection.download(f"{_path(results.job.id)}/artifacts/{MEMORY_CURVE}"))
             )
         except (ClientError, ValueError):
-            # the results are whole without it; downloading it says what is wrong
+            # the results are complete without it; `download` raises the error
             return None
-        return found
+        return curve
 
     def download(self, job_id: str, artifact: ArtifactView, folder: Path) -> Path:
-        """One file, into ``folder``; it appears there only when its digest has been checked.
+        """Download a file; it appears under its name only once its digest has been checked.
+
+        Args:
+            job_id: The job's id.
+            artifact: The file, from the list in the job's results.
+            folder: Where to put it; subfolders of its name are made.
+
+        Returns:
+            Its path.
 
         Raises:
-            ClientError: If the bytes are not those that the job recorded.
+            DownloadFailed: If the bytes are not those that the job recorded, or the connection broke.
         """
         root = folder.resolve()
         target = (root / artifact.name).resolve()
@@ -206,7 +312,7 @@ class Client:
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".part-")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                for part in self._stream(f"{_path(job_id)}/artifacts/{quote(artifact.name)}"):
+                for part in self._connection.download(f"{_path(job_id)}/artifacts/{quote(artifact.name)}"):
                     digest.update(part)
                     file.write(part)
             if digest.hexdigest() != artifact.sha256:
@@ -217,127 +323,35 @@ class Client:
         return target
 
     def menu(self) -> Mapping[str, Any]:
-        """Every analysis with the JSON schemas of its options, metrics and summary."""
-        answer: Mapping[str, Any] = self._call("GET", "/v1/analyses")
+        """Return every analysis, with the JSON schemas of its options, metrics and summary."""
+        answer: Mapping[str, Any] = self._connection.call("GET", "/v1/analyses")
         return answer
 
     def devices(self) -> Iterator[DeviceView]:
-        """What the service's workers compute on, page after page."""
-        yield from (build(DeviceView, item) for item in self._pages("/v1/devices", {"limit": "100"}, cursor="after"))
+        """Yield the devices of the service's workers, page after page."""
+        yield from (
+            build(DeviceView, item) for item in self._connection.pages("/v1/devices", {"limit": "100"}, cursor="after")
+        )
 
     def ready(self) -> bool:
-        """Whether the service can take jobs now."""
+        """Return whether the service can take jobs now."""
         return self.unready() is None
 
     def unready(self) -> str | None:
-        """Why the service cannot take jobs now; None where it can."""
+        """Return the reason why the service cannot take jobs now; None where it can."""
         try:
-            self._send("GET", "/readyz")
+            self._connection.send("GET", "/readyz")
         except ClientError as error:
             return "; ".join(error.lines)
         return None
 
-    def _pages(self, path: str, params: dict[str, str], *, cursor: str) -> Iterator[Mapping[str, Any]]:
-        while True:
-            page = self._call("GET", path, params=params)
-            yield from page["items"]
-            if page.get("next") is None:
-                return
-            params = {**params, cursor: page["next"]}
-
-    def _stream(self, path: str) -> Iterator[bytes]:
-        try:
-            with self._http.stream("GET", path) as answer:
-                elsewhere = answer.headers.get("location") if answer.is_redirect else None
-                if elsewhere is None and (answer.is_error or answer.is_redirect):
-                    answer.read()
-                    raise refusal_of(answer)
-                if elsewhere is None:
-                    yield from answer.iter_bytes()
-            if elsewhere is not None:
-                yield from self._stream_elsewhere(path, elsewhere)
-        except httpx.RemoteProtocolError as error:
-            # also how a service ends a file whose last bytes are not what it recorded
-            message = f"{path} broke off; try again, and if it breaks off again, the file is damaged in the service"
-            raise DownloadFailed(0, "Download broke off", message) from error
-        except httpx.HTTPError as error:
-            raise ServiceUnreachable(self.url, type(error).__name__) from error
-
-    def _stream_elsewhere(self, path: str, url: str) -> Iterator[bytes]:
-        """What a store sends at a signed address: that is all it needs, so the key stays here."""
-        _require_address(url)
-        local = _is_local(url)
-        with (
-            httpx.Client(timeout=self._http.timeout, trust_env=not local, follow_redirects=False) as bare,
-            bare.stream("GET", url) as answer,
-        ):
-            if not answer.is_success:
-                message = f"{path} is kept in a store that answered {answer.status_code}; try again"
-                raise DownloadFailed(answer.status_code, "The store refused", message)
-            yield from answer.iter_bytes()
-
-    def _waiting(self, seconds: float) -> dict[str, Any]:
-        # what the service may take for its answer begins when the wait is over
-        timeout = httpx.Timeout(seconds + self._timeout_seconds, connect=_CONNECT_SECONDS)
-        return {"params": {"wait": str(seconds)}, "timeout": timeout}
-
-    def _news(
-        self, path: str, headers: dict[str, str], patience: Patience, is_news: Callable[[httpx.Response], bool]
-    ) -> httpx.Response:
-        """The first answer that is news, of a service that may be away, or answer at once for want of room to wait."""
-        while True:
-            asked = time.monotonic()
-            try:
-                answer = self._send("GET", path, headers=headers, **self._waiting(_WAIT_SECONDS))
-            except ClientError as error:
-                if not isinstance(error, ServiceUnreachable) and error.status not in AGAIN:
-                    raise
-                patience.bear(error, error.retry_seconds)
-                continue
-            patience.heard()
-            if is_news(answer):
-                return answer
-            time.sleep(max(0.0, asked + _ASK_EVERY_SECONDS - time.monotonic()))
-
-    def _call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - httpx's options, JSON back
-        return content_of(self._send(method, path, **options))
-
-    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's options
-        try:
-            answer = self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise ServiceUnreachable(self.url, type(error).__name__) from error
-        if answer.is_error or (answer.is_redirect and answer.status_code != httpx.codes.NOT_MODIFIED):
-            raise refusal_of(answer)
-        return answer
-
 
 def _idempotent(key: str | None) -> dict[str, str]:
-    if key is not None and not _VISIBLE.fullmatch(key):
-        message = "an idempotency key is 1 to 255 visible ASCII characters, such as a UUID"
-        raise ClientError(0, "No idempotency key", message)
+    if key is not None and not VISIBLE_ASCII.fullmatch(key):
+        message = "an idempotency key must be 1 to 255 visible ASCII characters, such as a UUID"
+        raise ClientError(0, "Invalid idempotency key", message)
     return {"idempotency-key": key or str(uuid.uuid4())}
 
 
 def _path(job_id: str) -> str:
     return f"/v1/jobs/{quote(job_id, safe='')}"
-
-
-def _require_address(url: str) -> None:
-    try:
-        parsed = httpx.URL(url)
-        sound = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except httpx.InvalidURL:
-        sound = False
-    if not sound:
-        raise ClientError(0, "No address", f"{url!r} is no address of a service; write one like {DEFAULT_URL}")
-
-
-def _is_local(url: str) -> bool:
-    host = httpx.URL(url).host
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,15 +1,15 @@
-"""What goes wrong between a client and the service, as errors with the service's own sentences."""
+"""The errors of the client, with the service's own sentences."""
 
 from typing import Any
 
 import httpx
 
 from catalog.complaints import Complaint
-from kronoscope.client.retry import PAUSE_SECONDS, pause_of
+from kronoscope.client.retry import PAUSE_SECONDS, retry_after_seconds
 
 
 class ClientError(Exception):
-    """The service refused; ``lines`` are its sentences, one per fault."""
+    """A refusal of the service; ``lines`` are its sentences, one per fault."""
 
     def __init__(self, status: int, title: str, detail: str, complaints: tuple[Complaint, ...] = ()) -> None:
         self.status = status
@@ -17,19 +17,19 @@ class ClientError(Exception):
         self.detail = detail
         self.complaints = complaints
         self.retry_seconds = PAUSE_SECONDS
-        """When it is worth asking again, where it is."""
+        """Pause before another attempt, where one may succeed."""
         super().__init__("; ".join(self.lines))
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What to mend: each fault with the field it is about, else the service's one sentence."""
+        """The faults, each with its field; the service's one sentence where it names none."""
         if self.complaints:
             return tuple(f"{each.pointer} {each.message}".strip() for each in self.complaints)
         return (self.detail or self.title,)
 
 
 class ServiceUnreachable(ClientError):
-    """Nobody answers at the address."""
+    """No answer at the service's address."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
@@ -38,14 +38,20 @@ class ServiceUnreachable(ClientError):
 
 
 class DownloadFailed(ClientError):
-    """The file did not come, or not as it was recorded."""
+    """A file that did not arrive, or not as it was recorded."""
 
 
 def content_of(answer: httpx.Response) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """The JSON of an answer.
+    """Return the JSON of a response.
+
+    Args:
+        answer: The response, read to its end.
+
+    Returns:
+        The parsed value.
 
     Raises:
-        ClientError: If it holds none: somebody else answers at the address.
+        ClientError: If it holds no JSON, so that it is not Kronoscope that answers at the address.
     """
     try:
         return answer.json()
@@ -59,9 +65,16 @@ def _unexpected(answer: httpx.Response) -> ClientError:
 
 
 def refusal_of(answer: httpx.Response) -> ClientError:
-    """The service's problem document, or as much as can be said without one."""
+    """Return the error that a refusing response stands for.
+
+    Args:
+        answer: A response with an error status.
+
+    Returns:
+        The error with the sentences of the problem document, or with the status where there is none.
+    """
     refused = _refused(answer)
-    refused.retry_seconds = pause_of(answer.headers.get("retry-after"))
+    refused.retry_seconds = retry_after_seconds(answer.headers.get("retry-after"))
     return refused
 
 

@@ -1,16 +1,15 @@
-"""A job's events as they arrive, put together across connections that break: each once, and in order."""
+"""A job's events as they arrive, joined across connections that break: each once, and in order."""
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import httpx
 
 from catalog.responses import EventView
 from kronoscope.client.responses import build
-from kronoscope.client.retry import AGAIN, PAUSE_SECONDS, Patience, pause_of
+from kronoscope.client.retry import PAUSE_SECONDS, RETRY_STATUSES, RetryWindow, retry_after_seconds
 
 
 def follow_events(
@@ -19,40 +18,49 @@ def follow_events(
     after: int,
     patience_seconds: float,
 ) -> Iterator[EventView]:
-    """The events numbered above ``after``, until the job has ended.
+    """Yield a job's events until it has ended, and connect again where the connection breaks.
+
+    Args:
+        connect: Opens the stream behind the event of a number.
+        refusal: Makes the error of a response that is not a stream.
+        after: The number of the last event that the caller has; 0 begins at the first.
+        patience_seconds: How long the service may refuse, or not answer.
+
+    Yields:
+        The events numbered above ``after``, in order.
 
     Raises:
-        Exception: The ``refusal`` of an answer that no second try would mend, or of the last one when the service has
-            refused, or not answered, for ``patience_seconds``.
+        Exception: The ``refusal`` of an answer that no second try would change, or of the last one when the service
+            has refused, or not answered, for ``patience_seconds``.
         httpx.HTTPError: The last one, where it did not answer at all.
     """
-    pause, patience = PAUSE_SECONDS, Patience(patience_seconds)
+    pause, window = PAUSE_SECONDS, RetryWindow(patience_seconds)
     while True:
-        trouble: Exception | None = None
+        failure: Exception | None = None
         try:
-            with connect(after) as answer:
-                if answer.status_code == httpx.codes.NO_CONTENT:
+            with connect(after) as response:
+                if response.status_code == httpx.codes.NO_CONTENT:
                     return
-                for told in _told(_lines(answer, refusal)):
-                    patience.heard()
-                    if isinstance(told, float):
-                        pause = told
-                    elif told is not None and told.seq > after:
-                        after = told.seq
-                        yield told
-                        if told.ends:
+                for item in _parse(_lines(response, refusal)):
+                    window.reset()
+                    if isinstance(item, float):
+                        pause = item
+                    elif item is not None and item.seq > after:
+                        after = item.seq
+                        yield item
+                        if item.ends:
                             return
-        except _Later as later:
-            trouble, pause = later.refusal, later.seconds
+        except _RetryLater as later:
+            failure, pause = later.refusal, later.seconds
         except httpx.HTTPError as error:
-            trouble = error
-        if trouble is None:
+            failure = error
+        if failure is None:
             time.sleep(pause)
         else:
-            patience.bear(trouble, pause)
+            window.pause(failure, pause)
 
 
-class _Later(Exception):
+class _RetryLater(Exception):
     """The service asks to come again."""
 
     def __init__(self, refusal: Exception, seconds: float) -> None:
@@ -61,17 +69,17 @@ class _Later(Exception):
         self.seconds = seconds
 
 
-def _lines(answer: httpx.Response, refusal: Callable[[httpx.Response], Exception]) -> Iterator[str]:
-    if answer.is_success:
-        return answer.iter_lines()
-    answer.read()
-    if answer.status_code in AGAIN:
-        raise _Later(refusal(answer), pause_of(answer.headers.get("retry-after")))
-    raise refusal(answer)
+def _lines(response: httpx.Response, refusal: Callable[[httpx.Response], Exception]) -> Iterator[str]:
+    if response.is_success:
+        return response.iter_lines()
+    response.read()
+    if response.status_code in RETRY_STATUSES:
+        raise _RetryLater(refusal(response), retry_after_seconds(response.headers.get("retry-after")))
+    raise refusal(response)
 
 
-def _told(lines: Iterable[str]) -> Iterator[EventView | float | None]:
-    """Each event, each hint how many seconds to pause, and None for a sign of life."""
+def _parse(lines: Iterable[str]) -> Iterator[EventView | float | None]:
+    """Yield each event, each hint as seconds to pause, and None for a keepalive."""
     data: list[str] = []
     for line in lines:
         name, _, value = line.partition(":")
@@ -83,6 +91,6 @@ def _told(lines: Iterable[str]) -> Iterator[EventView | float | None]:
         elif name == "retry" and value.isdigit():
             yield int(value) / 1000
         elif not line and data:
-            told: dict[str, Any] = json.loads("\n".join(data))
+            event = json.loads("\n".join(data))
             data = []
-            yield build(EventView, told)
+            yield build(EventView, event)

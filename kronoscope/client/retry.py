@@ -1,37 +1,53 @@
-"""How long a service that is away is borne, and how soon it is asked again."""
+"""Retries of a service that is away: how long the client goes on, and how soon it asks again."""
 
 import time
 
-AGAIN = frozenset({429, 502, 503, 504})
-"""Answers that later may be others."""
+RETRY_STATUSES = frozenset({429, 502, 503, 504})
+"""HTTP statuses that may change by themselves."""
 PAUSE_SECONDS = 2.0
 
 
-class Patience:
-    """Bears troubles until they have lasted ``seconds``; what is silent because nobody listened counts for nothing."""
+class RetryWindow:
+    """The time for which failures are retried; it begins with the first failure and ends with an answer."""
 
     def __init__(self, seconds: float) -> None:
+        """Set the window's length.
+
+        Args:
+            seconds: How long failures may last.
+        """
         self._seconds = seconds
         self._since: float | None = None
 
-    def heard(self) -> None:
-        """The service is there."""
+    def reset(self) -> None:
+        """End the window, as the service has answered."""
         self._since = None
 
-    def bear(self, trouble: Exception, pause_seconds: float) -> None:
-        """Pause before the service is asked again.
+    def pause(self, failure: Exception, pause_seconds: float) -> None:
+        """Sleep before the service is asked again.
+
+        Args:
+            failure: The error of the last attempt.
+            pause_seconds: How long to sleep; less at the end of the window.
 
         Raises:
-            Exception: The ``trouble``, where it has lasted too long.
+            Exception: The ``failure``, once failures have lasted for the whole window.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         left = self._since + self._seconds - now
         if left <= 0:
-            raise trouble
+            raise failure
         time.sleep(min(pause_seconds, left))
 
 
-def pause_of(header: str | None) -> float:
-    """The seconds of a header Retry-After, else the usual ones."""
+def retry_after_seconds(header: str | None) -> float:
+    """Return the pause that a header Retry-After asks for.
+
+    Args:
+        header: Its value; None where the response has none.
+
+    Returns:
+        Seconds; two where the header is absent or holds a date.
+    """
     return float(header) if header is not None and header.isdecimal() else PAUSE_SECONDS

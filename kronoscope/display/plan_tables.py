@@ -1,4 +1,4 @@
-"""A plan as tables: each stage with its bytes and seconds, the terms that weigh most, and what would do."""
+"""A plan as tables: each stage with its bytes and seconds, the largest terms, the smallest budget that would do."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -8,25 +8,37 @@ from rich.table import Table
 
 from catalog.foreseen_seconds import written_seconds
 from catalog.memory import PLANNED_STAGES
-from kronoscope.display.tables import number, shortened
+from kronoscope.display.tables import format_number, shorten
 
-_HEAVIEST = 8
+_LARGEST = 8
 _SHORT_SECONDS = 1.0
-"""A stage of less, foreseen or found, is mostly what begins everything: its share of error says nothing."""
-_MANY = 10.0
-"""An error from which it reads as a multiple."""
+"""A stage that is shorter, planned or measured, is mostly start-up time: its relative error has no meaning."""
+_MULTIPLE = 10.0
+"""A relative error from here on is shown as a multiple."""
 
 
 def show_plan(plan: Mapping[str, Any], console: Console) -> None:
-    """Print everything of a plan that a person reads."""
+    """Print a plan: stages, largest terms, and lines on what was chosen.
+
+    Args:
+        plan: The plan as JSON, of a run here or of a service's estimate.
+        console: Where to print it.
+    """
     console.print(stage_table(plan))
-    console.print(heaviest_table(plan))
+    console.print(largest_terms_table(plan))
     for line in plan_lines(plan):
         console.print(line, markup=False, soft_wrap=True)
 
 
 def stage_table(plan: Mapping[str, Any]) -> Table:
-    """One row for each stage, in the order in which the job comes to them."""
+    """Tabulate the planned stages.
+
+    Args:
+        plan: The plan as JSON.
+
+    Returns:
+        One row for each stage, in the order of the job, with its peak bytes and its seconds.
+    """
     table = Table(title="stages", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("stage", no_wrap=True)
     for heading in ("device", "host", "disk", "seconds"):
@@ -34,86 +46,102 @@ def stage_table(plan: Mapping[str, Any]) -> Table:
     stages = plan["stages"]
     for name in sorted(stages, key=_place):
         stage = stages[name]
-        sizes = (readable(stage[f"{place}_bytes"]) for place in ("device", "host", "disk"))
+        sizes = (format_bytes(stage[f"{place}_bytes"]) for place in ("device", "host", "disk"))
         table.add_row(name, *sizes, _written(stage["seconds"], plan.get("pace")))
     return table
 
 
 def _written(seconds: float | None, pace: str | None) -> str:
-    """Foreseen seconds with their bounds; a dash where they are not worth showing."""
+    """Return planned seconds with their bounds; a dash where they are too short to be planned."""
     return written_seconds(seconds, "measured" if pace == "measured" else "usual").replace(" s ", " ") or "–"
 
 
-def taken_table(stages: Iterable[Mapping[str, Any]], pace: str | None = None) -> Table:
+def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None = None) -> Table:
     """Tabulate what each stage took beside what was planned.
 
     Args:
-        stages: Of the memory curve; only places that something was measured in are shown.
-        pace: What the seconds were foreseen by.
+        stages: The stages of a memory curve; only places in which something was measured are shown.
+        pace: The speed that the seconds were planned by, `measured` or `usual`.
 
     Returns:
-        A row for each stage; seconds that were not worth showing beforehand have no error afterwards.
+        One row for each stage; seconds that were too short to be planned have no error.
     """
     stages = list(stages)
     table = Table(title="stages: planned, measured, error", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("stage", no_wrap=True)
-    quantities = [("device_bytes", readable, readable), ("host_bytes", readable, readable),
-                  ("seconds", lambda seconds: _written(seconds, pace), number)]  # fmt: skip
-    there = [each for each in quantities if any(stage.get(f"measured_{each[0]}") for stage in stages)]
-    for name, _, _ in there:
+    quantities = [("device_bytes", format_bytes, format_bytes), ("host_bytes", format_bytes, format_bytes),
+                  ("seconds", lambda seconds: _written(seconds, pace), format_number)]  # fmt: skip
+    measured_quantities = [each for each in quantities if any(stage.get(f"measured_{each[0]}") for stage in stages)]
+    for name, _, _ in measured_quantities:
         for heading in (name.partition("_")[0], "measured", "error"):
             table.add_column(heading, justify="right", no_wrap=True)
     for stage in stages:
         cells = []
-        for name, foretell, show in there:
+        for name, show_planned, show in measured_quantities:
             planned, measured, error = (stage.get(f"{part}_{name}") for part in ("planned", "measured", "error"))
-            foretold = foretell(planned) if planned else "–"
-            cells += [foretold, show(measured) if measured else "–"]
-            short = foretold == "–" or (name == "seconds" and min(planned or 0, measured or 0) < _SHORT_SECONDS)
-            cells.append(
-                "–" if error is None or short else f"{error:+.0%}" if error < _MANY else f"×{number(round(1 + error))}"
-            )
+            planned_text = show_planned(planned) if planned else "–"
+            cells += [planned_text, show(measured) if measured else "–"]
+            short = planned_text == "–" or (name == "seconds" and min(planned or 0, measured or 0) < _SHORT_SECONDS)
+            cells.append("–" if error is None or short else _error_text(error))
         table.add_row(str(stage["stage"]), *cells)
     return table
 
 
-def heaviest_table(plan: Mapping[str, Any]) -> Table:
-    """The terms that hold most, each with its formula and where the figure comes from."""
+def _error_text(error: float) -> str:
+    return f"{error:+.0%}" if error < _MULTIPLE else f"×{format_number(round(1 + error))}"
+
+
+def largest_terms_table(plan: Mapping[str, Any]) -> Table:
+    """Tabulate the plan's largest terms.
+
+    Args:
+        plan: The plan as JSON.
+
+    Returns:
+        The eight largest, each with its formula and the source of its figure; equal terms of layers share a row.
+    """
     table = Table(title="largest terms", title_justify="left", pad_edge=False, show_edge=False)
     for heading in ("bytes", "where", "stage", "what", "layer", "formula", "source"):
         table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
-    # what stays from stage to stage is listed where it comes up
-    known: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    # a term that lasts for several stages is listed at its first
+    distinct: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for term in sorted(plan["terms"], key=lambda term: _place(term["stage"])):
-        known.setdefault((term["name"], term["place"], term["layer"], term["formula"]), term)
-    # layers of one shape take the same, one after the other
+        distinct.setdefault((term["name"], term["place"], term["layer"], term["formula"]), term)
+    # layers of one shape have equal terms, one after the other
     alike: dict[tuple[Any, ...], list[str]] = {}
     columns = ("place", "stage", "name", "formula", "source")
-    for term in sorted(known.values(), key=lambda term: -term["size_bytes"]):
+    for term in sorted(distinct.values(), key=lambda term: -term["size_bytes"]):
         layers = alike.setdefault((term["size_bytes"], *(term[column] for column in columns)), [])
         layers += [term["layer"]] if term["layer"] else []
-    for (size, place, stage, name, formula, source), layers in list(alike.items())[:_HEAVIEST]:
+    for (size, place, stage, name, formula, source), layers in list(alike.items())[:_LARGEST]:
         others = f" and {len(layers) - 1} alike" if len(layers) > 1 else ""
-        layer = shortened(layers[0], 24 - len(others)) + others if layers else ""
-        table.add_row(readable(size), place, stage, name, layer, formula, source)
+        layer = shorten(layers[0], 24 - len(others)) + others if layers else ""
+        table.add_row(format_bytes(size), place, stage, name, layer, formula, source)
     return table
 
 
 def _place(stage: str) -> int:
-    """Of a stage, where the job comes to it; what is held throughout comes first."""
+    """Return a stage's position in the job; -1 for terms that are held throughout."""
     return (*PLANNED_STAGES,).index(stage) if stage in PLANNED_STAGES else -1
 
 
 def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """What was chosen and why, what it is held against, and what would do."""
+    """Yield a plan's sentences: the choice and its reason, the peaks against their budgets, what was assumed.
+
+    Args:
+        plan: The plan as JSON.
+
+    Yields:
+        One line each.
+    """
     yield plan["why"]
     if plan.get("pace") == "measured":
-        yield "seconds: by the pace that was measured here, with bounds for a job that has the machine to itself"
+        yield "seconds: by the speed measured on this machine, with bounds for a job that has the machine to itself"
     elif plan.get("pace"):
-        yield "seconds: by a pace that is usual, from ten on: what is shorter is not foreseen"
-    whole = (plan.get("stages", {}).get("collection") or {}).get("seconds")
-    if whole and plan.get("self_check_seconds"):
-        yield f"self-check: {plan['self_check_seconds'] / whole:.1%} of the collection's seconds"
+        yield "seconds: by a usual speed; stages of less than ten seconds are not planned"
+    collection_seconds = (plan.get("stages", {}).get("collection") or {}).get("seconds")
+    if collection_seconds and plan.get("self_check_seconds"):
+        yield f"self-check: {plan['self_check_seconds'] / collection_seconds:.1%} of the collection's seconds"
     budget, smallest = plan.get("budget") or {}, plan.get("smallest_budget") or {}
     keeping = plan.get("smallest_budget_keeps") or {}
     for place in ("device", "host"):
@@ -121,21 +149,28 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         if not peak or allowed is None:
             continue
         fits = "fits" if peak <= allowed else "does not fit"
-        held = "no limit" if allowed >= 2**60 else readable(allowed)
+        held = "no limit" if allowed >= 2**60 else format_bytes(allowed)
         would = "" if least is None else f"; the smallest budget that would do is {-(-least // 2**20)}MiB"
         if least is not None and keeping.get(place):
             would += f", with {keeping[place]}"
-        yield f"{place}: a peak of {readable(peak)} {fits} into {held}{would}"
+        yield f"{place}: a peak of {format_bytes(peak)} {fits} into {held}{would}"
     if plan["disk_peak_bytes"]:
-        yield f"disk: {readable(plan['disk_peak_bytes'])}, which no budget counts"
+        yield f"disk: {format_bytes(plan['disk_peak_bytes'])}, which no budget counts"
     if plan.get("unmeasured"):
         yield f"not measured, as no {plan['device']} device is here: " + "; ".join(plan["unmeasured"])
     if plan.get("assumed"):
-        yield "taken for given, as no weight was read: " + "; ".join(plan["assumed"])
+        yield "assumed, as no weight was read: " + "; ".join(plan["assumed"])
 
 
-def readable(size_bytes: int) -> str:
-    """Bytes as a person reads them; a dash for none."""
+def format_bytes(size_bytes: int) -> str:
+    """Return bytes as text with a binary unit.
+
+    Args:
+        size_bytes: The size.
+
+    Returns:
+        Three digits and the unit, such as ``1.5 GiB``; a dash for zero.
+    """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= size:
             return f"{size_bytes / size:.3g} {unit}"

@@ -18,12 +18,12 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 _QUIET_SECONDS = 1.0
-"""What is over sooner needs no bar."""
+"""A command that takes less time shows no bar."""
 _LINE_SECONDS = 10.0
 
 
 class Display(Protocol):
-    """What a command tells while it waits."""
+    """An output for the progress of a command."""
 
     def __enter__(self) -> Self: ...
 
@@ -32,14 +32,21 @@ class Display(Protocol):
     ) -> None: ...
 
     def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """A stage is so far; ``total`` may be unknown."""
+        """Show the progress of a stage.
+
+        Args:
+            stage: Its name.
+            done: Units that are done.
+            total: Units in all; None where unknown.
+            unit: Plural noun of the units.
+        """
 
     def line(self, text: str) -> None:
-        """Something worth a line of its own."""
+        """Show a line of text."""
 
 
 class BarDisplay:
-    """A bar per stage, on a terminal."""
+    """A display with a bar per stage, for terminals."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Bars(
@@ -69,9 +76,9 @@ class BarDisplay:
         """Move the stage's bar; one of unknown length pulses."""
         if stage not in self._tasks:
             for other in self._bars.tasks:
-                # what was seen of it last may lie some time back
-                whole = max(other.completed, 1) if other.total is None else other.total
-                self._bars.update(other.id, total=whole, completed=whole)
+                # its last update may be from before its end
+                total_units = max(other.completed, 1) if other.total is None else other.total
+                self._bars.update(other.id, total=total_units, completed=total_units)
             self._tasks[stage] = self._bars.add_task(escape(stage), total=total, unit=unit)
         self._bars.update(self._tasks[stage], completed=done, total=total, unit=unit)
         if not self._shown and time.monotonic() - self._begun > _QUIET_SECONDS:
@@ -86,7 +93,7 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """A line when a stage begins and every ten seconds: for logs and pipes."""
+    """A display with a line when a stage begins and every ten seconds, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -100,7 +107,7 @@ class LineDisplay:
         return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """Say it if it is news."""
+        """Print a line where the stage is new, has ended, or ten seconds have passed."""
         now = time.monotonic()
         ended = total is not None and done >= total
         if stage == self._stage and not ended and now - self._said < _LINE_SECONDS:
@@ -111,12 +118,12 @@ class LineDisplay:
         self.line(f"{stage}:{counted}")
 
     def line(self, text: str) -> None:
-        """One line, whatever it holds."""
+        """Print a line without markup."""
         self._console.print(escape(text), soft_wrap=True, highlight=False)
 
 
 class SilentDisplay:
-    """Nothing: the output is for a machine."""
+    """A display that shows nothing, for output that a program reads."""
 
     def __enter__(self) -> Self:
         return self
@@ -125,14 +132,19 @@ class SilentDisplay:
         return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """Keep quiet."""
+        """Show nothing."""
 
     def line(self, text: str) -> None:
-        """Keep quiet."""
+        """Show nothing."""
 
 
 def display_for(console: Console, *, silent: bool = False) -> Display:
-    """The display that fits where the output goes."""
+    """Return the display for a console.
+
+    Args:
+        console: A terminal gets bars, anything else lines.
+        silent: Whether to show nothing.
+    """
     if silent:
         return SilentDisplay()
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)

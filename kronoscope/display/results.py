@@ -1,4 +1,4 @@
-"""A job's results on a terminal: one table for each analysis, and what its stages took beside what was planned."""
+"""A job's results on a terminal: one table for each analysis, and the planned and measured figures of its stages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from rich.console import Console
 from catalog.responses import JobView
 from kronoscope.client.client import MEMORY_CURVE
 from kronoscope.client.responses import Layer
-from kronoscope.display.plan_tables import taken_table
+from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import Display
-from kronoscope.display.tables import declared_lines, layer_table, reuse_lines, summary_line
+from kronoscope.display.tables import layer_table, not_covered_lines, reuse_lines, summary_line
 
 _UNPLACED = {"no_device": "no device can hold the job", "no_worker": "no worker can take the job up"}
 
@@ -24,48 +24,75 @@ def show_results(
     kinds: Sequence[str] = (),
     curve: Mapping[str, Any] | None = None,
 ) -> None:
-    """One table for each analysis, in the order they were asked for; at last the stages, where ``curve`` has them."""
-    there = dict.fromkeys([row.kind for row in rows])
-    for kind in dict.fromkeys([*(kind for kind in kinds if kind in there), *there]):
+    """Print one table for each analysis, and the stages.
+
+    Args:
+        console: Where to print.
+        rows: Rows of all analyses.
+        summary: The summary of each analysis that has one.
+        kinds: The analyses in the order in which they were asked for.
+        curve: The memory curve with planned and measured stages; None where there is none.
+    """
+    present = dict.fromkeys([row.kind for row in rows])
+    for kind in dict.fromkeys([*(kind for kind in kinds if kind in present), *present]):
         chosen = [row for row in rows if row.kind == kind]
         console.print(layer_table(kind, chosen, console.width))
-        for line in declared_lines(chosen):
+        for line in not_covered_lines(chosen):
             console.print(line, markup=False, soft_wrap=True)
         if kind in summary:
             console.print(summary_line(kind, summary[kind]), markup=False, soft_wrap=True)
         console.print()
     if curve is not None and curve.get("stages"):
-        console.print(taken_table(curve["stages"], curve.get("pace")))
+        console.print(measured_stage_table(curve["stages"], curve.get("pace")))
         console.print()
     for line in reuse_lines(rows):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def curve_in(folder: Path) -> Mapping[str, Any] | None:
-    """The memory curve among a run's files, if it has one."""
+def read_memory_curve(folder: Path) -> Mapping[str, Any] | None:
+    """Read the memory curve among a run's files.
+
+    Args:
+        folder: The folder of artifacts.
+
+    Returns:
+        The curve as JSON; None where there is none that can be read.
+    """
     try:
-        found: Mapping[str, Any] = json.loads((folder / MEMORY_CURVE).read_bytes())
+        curve: Mapping[str, Any] = json.loads((folder / MEMORY_CURVE).read_bytes())
     except (OSError, ValueError):
         return None
-    return found
+    return curve
 
 
 def show_progress(job: JobView, display: Display) -> None:
-    """How far the job is; one that waits says for what, where it is more than its turn."""
+    """Show the progress of a job, and why no worker can take it up.
+
+    Args:
+        job: The job as it is now.
+        display: Where to show it.
+    """
     progress = job.progress
     if progress is not None and progress.stage is not None and not job.ended:
         display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "")
     elif not job.ended:
         display.update(job.state, 0, None, "")
-        note = unplaced(job)
+        note = placement_problem(job)
         if note is not None:
             display.line(note)
     elif job.state == "succeeded" and progress is not None and progress.stage is not None and progress.total:
         display.update(progress.stage, progress.total, progress.total, progress.unit or "")
 
 
-def unplaced(job: JobView) -> str | None:
-    """Why no worker takes the job up, where none that is there can."""
+def placement_problem(job: JobView) -> str | None:
+    """Return the reason why no known worker can take a queued job up.
+
+    Args:
+        job: The job, with its placement.
+
+    Returns:
+        A sentence; None where it only waits for its turn, or has begun.
+    """
     if job.state != "queued" or job.placement is None or job.placement.status not in _UNPLACED:
         return None
     return f"{_UNPLACED[job.placement.status]}: {job.placement.message}"

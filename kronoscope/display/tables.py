@@ -1,4 +1,4 @@
-"""Results as tables that fit 100 columns: one row per layer, one closing line per analysis."""
+"""Results as tables that fit 100 columns: one row per layer, one summary line per analysis."""
 
 import dataclasses
 import math
@@ -15,11 +15,11 @@ Column = tuple[str, Callable[[Layer], str]]
 _WIDTH = 100
 _NAME_WIDTH = 40
 _LEAST_NAME = 16
-_MOST_DECLARED = 12
+_MOST_LISTED = 12
 
 
 def _metric(name: str) -> Callable[[Layer], str]:
-    return lambda row: number(_field(row.metrics, name))
+    return lambda row: format_number(_field(row.metrics, name))
 
 
 def _sides(row: Layer) -> str:
@@ -51,16 +51,16 @@ def _both(row: Layer) -> list[Any]:
 
 
 def _floor_kept(row: Layer) -> str:
-    """The smallest eigenvalue over the floor that was wanted, of the side that kept less of it."""
+    """Return the smallest eigenvalue over the floor that was wanted, for the factor with the smaller ratio."""
     wanted = [(_field(side, "floor"), _field(side, "floor_reached")) for side in _both(row)]
     shares = [found / floor for floor, found in wanted if floor and found is not None]
     return "–" if not shares else "kept" if min(shares) >= 0.99 else f"{min(shares):.0%}"
 
 
 def _kappa(row: Layer) -> str:
-    """The larger condition number of the two that came out."""
+    """Return the larger condition number of the two after clipping."""
     found = [_field(side, "kappa_reached") for side in _both(row)]
-    return "–" if not found or None in found else number(max(found))
+    return "–" if not found or None in found else format_number(max(found))
 
 
 def _where(row: Layer) -> str:
@@ -72,20 +72,20 @@ def _where(row: Layer) -> str:
 
 
 def _effective_rank(row: Layer) -> str:
-    """With a star where it has not converged."""
-    shown = number(_field(row.metrics, "effective_rank"))
+    """Return the effective rank, with a star where it has not converged."""
+    shown = format_number(_field(row.metrics, "effective_rank"))
     followed = _field(row.metrics, "convergence") or ()
     late = any(_field(each, "metric") == "effective_rank" and _field(each, "not_converged") for each in followed)
     return f"{shown}*" if late else shown
 
 
 def _decay(row: Layer) -> str:
-    return number(_field(_field(row.metrics, "decay"), "exponent"))
+    return format_number(_field(_field(row.metrics, "decay"), "exponent"))
 
 
 def _noise(side: str) -> Callable[[Layer], str]:
     """The standard error of a factor over batches, relative to its norm."""
-    return lambda row: number(_field(row.record, f"relative_standard_error_{side}"))
+    return lambda row: format_number(_field(row.record, f"relative_standard_error_{side}"))
 
 
 _NOISE: tuple[Column, ...] = (("noise A", _noise("A")), ("noise G", _noise("G")))
@@ -115,16 +115,23 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("trace G", _metric("trace_G")),
         ("exact", _metric("exact_trace")),
         ("ratio", _metric("trace_ratio")),
-        ("κ_A", lambda row: number(row.record.kappa_A if row.record else None)),
-        ("κ_G", lambda row: number(row.record.kappa_G if row.record else None)),
+        ("κ_A", lambda row: format_number(row.record.kappa_A if row.record else None)),
+        ("κ_G", lambda row: format_number(row.record.kappa_G if row.record else None)),
     ),
 }
 
 
 def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
-    """One analysis's covered rows. Figures are shown whole; names take what the width leaves them.
+    """Tabulate the covered layers of one analysis.
 
-    Where ``width`` is too narrow for all columns, the first figures are left out, and named below.
+    Args:
+        kind: The analysis.
+        rows: Its rows; layers that are not covered are left out (`not_covered_lines` names them).
+        width: Columns of the terminal. Figures are shown whole and names take the rest; where it is too narrow for all
+            columns, the first figures are left out, and named below.
+
+    Returns:
+        One row per layer, in the model's order.
     """
     # measured largest first, and shown in the model's order
     covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
@@ -135,7 +142,7 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
         # other metrics were asked for: show those
         columns = _generic_columns(covered)
     headings = ["parameters", *(heading for heading, _ in columns)]
-    figures = [[number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]
+    figures = [[format_number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]
     widths = [max(len(text) for text in column) for column in zip(headings, *figures, strict=True)]
     shown = 0
     names = min(_LEAST_NAME, max((len(row.layer or "(model)") for row in covered), default=0))
@@ -150,51 +157,67 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
     for heading, least in zip(headings, widths, strict=True):
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)
     for row, texts in zip(covered, figures, strict=True):
-        table.add_row(Text(shortened(row.layer or "(model)", longest)), *(Text(text) for text in texts))
+        table.add_row(Text(shorten(row.layer or "(model)", longest)), *(Text(text) for text in texts))
     if left_out:
         table.caption = f"too narrow for {', '.join(left_out)}"
         table.caption_justify = "left"
     return table
 
 
-def declared_lines(rows: Sequence[Layer]) -> list[str]:
-    """What is trainable and not covered, each with its reason, and layers that are no plain case; none is left out."""
-    declared = [row for row in rows if row.status == "declared"]
-    if len(declared) <= _MOST_DECLARED:
+def not_covered_lines(rows: Sequence[Layer]) -> list[str]:
+    """Return lines about the layers that are not covered, and those with a status of their own.
+
+    Args:
+        rows: All rows of one analysis.
+
+    Returns:
+        A line for each layer with its reason, or for each reason where there are more than twelve layers; then a line
+        for each status such as `zero_curvature`.
+    """
+    not_covered = [row for row in rows if row.status == "declared"]
+    if len(not_covered) <= _MOST_LISTED:
         lines = [
-            f"not covered: {shortened(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
-            for row in declared
+            f"not covered: {shorten(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
+            for row in not_covered
         ]
     else:
-        lines = [_together(reason, declared) for reason in dict.fromkeys(row.reason for row in declared)]
+        lines = [_line_of_reason(reason, not_covered) for reason in dict.fromkeys(row.reason for row in not_covered)]
     for status in dict.fromkeys(row.status for row in rows if row.status not in ("covered", "declared")):
-        concerned = [shortened(row.layer or "(model)") for row in rows if row.status == status]
-        more = f" and {len(concerned) - _MOST_DECLARED} more" if len(concerned) > _MOST_DECLARED else ""
-        lines.append(f"{status}: {', '.join(concerned[:_MOST_DECLARED])}{more}")
+        concerned = [shorten(row.layer or "(model)") for row in rows if row.status == status]
+        more = f" and {len(concerned) - _MOST_LISTED} more" if len(concerned) > _MOST_LISTED else ""
+        lines.append(f"{status}: {', '.join(concerned[:_MOST_LISTED])}{more}")
     return lines
 
 
-def _together(reason: str | None, declared: Sequence[Layer]) -> str:
-    """Too many to list: all that one reason declares."""
-    rows = [row for row in declared if row.reason == reason]
-    first = shortened(rows[0].layer or "(model)")
+def _line_of_reason(reason: str | None, not_covered: Sequence[Layer]) -> str:
+    """Return one line for all layers that are not covered for ``reason``."""
+    rows = [row for row in not_covered if row.reason == reason]
+    first = shorten(rows[0].layer or "(model)")
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return f"not covered: {sum(row.parameter_count or 0 for row in rows):,} parameters, {reason}: {first}{more}"
 
 
 def _proved(identity: float | None) -> list[str]:
-    """What the layers have proved of themselves, if anything."""
+    """Return the error of the gradient identity, where it was checked."""
     return [] if identity is None else [f"gradient identity to {identity:.1g}"]
 
 
 def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysis has its own record
-    """The whole model in a sentence."""
+    """Return the summary of one analysis as one line.
+
+    Args:
+        kind: The analysis.
+        summary: Its summary: the catalog's record, or a mapping of an analysis that this client does not know.
+
+    Returns:
+        Coverage and the figures of the whole model, separated by semicolons.
+    """
     coverage = _field(summary, "coverage")
     parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
-    # of a matrix of one's own there is no model, and nothing to cover
+    # a matrix from a file belongs to no model, so that there is nothing to cover
     if coverage is not None and _field(coverage, "trainable_parameters"):
         share = _field(coverage, "covered_share")
-        # cut, not rounded: what is not whole must not read 100.0%
+        # cut, not rounded: a share below one must not read 100.0%
         tenths = math.floor(share * 1000 + 1e-9)
         parts.append(f"{tenths / 10}% of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
         reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
@@ -203,18 +226,18 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
         parts += _proved(_field(coverage, "gradient_identity"))
     dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
     if effective is not None:
-        parts.append(f"effective dimension {number(effective)}" + (f" of {dimension:,}" if dimension else ""))
+        parts.append(f"effective dimension {format_number(effective)}" + (f" of {dimension:,}" if dimension else ""))
     clipped = _field(summary, "clipped")
     if clipped is not None:
-        kept, limit = _field(summary, "floor_kept"), number(_field(summary, "kappa_max"))
+        kept, limit = _field(summary, "floor_kept"), format_number(_field(summary, "kappa_max"))
         parts.append(f"{clipped:,} of {_field(summary, 'eigenvalues'):,} eigenvalues clipped at κ_max {limit}")
         if kept is not None:
             parts.append(f"floor kept to {kept:.1%}")
     rank = _field(summary, "effective_rank")
     together = _field(_field(summary, "model"), "effective_rank")
     if rank is not None:
-        whole = "" if together is None else f" summed over layers, {number(together)} of the model as a whole"
-        parts.append(f"effective rank {number(rank)}{whole}")
+        whole = "" if together is None else f" summed over layers, {format_number(together)} of the model as a whole"
+        parts.append(f"effective rank {format_number(rank)}{whole}")
     parts += _caveats(_field(summary, "model"))
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:
@@ -225,53 +248,64 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
 
 
 def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a service sends in its place
-    """Whose eigenvalues are not those of the factors themselves."""
+    """Return notes on layers with eigenvalues of an approximation to the factors."""
     told = (
         ("approximate", "approximate, as a sketch stands for G of"),
         ("estimated", "eigenvalues estimated between bounds in"),
     )
     layers = [(said, _field(model, name)) for name, said in told]
-    return [f"{said} {', '.join(map(shortened, names))}" for said, names in layers if names]
+    return [f"{said} {', '.join(map(shorten, names))}" for said, names in layers if names]
 
 
 def _of_tokens(tokens: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
-    """How few tokens carry a head's curvature, or why nobody knows."""
-    layer = shortened(str(_field(tokens, "layer")))
+    """Return how few tokens carry a head's curvature, or why that is not known."""
+    layer = shorten(str(_field(tokens, "layer")))
     why = _field(tokens, "why")
     if why is not None:
         return f"no token importance of {layer}: {why}"
-    few, every = number(_field(tokens, "tokens_for_99_percent")), number(_field(tokens, "tokens"))
+    few, every = format_number(_field(tokens, "tokens_for_99_percent")), format_number(_field(tokens, "tokens"))
     return f"{few} of {every} tokens carry 99 % of the trace of G of {layer}"
 
 
 def _beside_exact(exact: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
-    """K-FAC's trace and largest eigenvalue, each beside that of the curvature itself."""
-    low, high = number(_field(exact, "trace_low")), number(_field(exact, "trace_high"))
+    """Return K-FAC's trace and largest eigenvalue, each beside that of the exact curvature."""
+    low, high = format_number(_field(exact, "trace_low")), format_number(_field(exact, "trace_high"))
     text = (
-        f"trace {number(_field(exact, 'kronecker_trace'))} where the exact one is {number(_field(exact, 'trace'))} "
-        f"({low} to {high})"
+        f"trace {format_number(_field(exact, 'kronecker_trace'))} where the exact one is "
+        f"{format_number(_field(exact, 'trace'))} ({low} to {high})"
     )
     top = _field(exact, "top_eigenvalue")
     if top is None:
         return text
     at_least = "" if _field(exact, "top_converged") else "at least "
-    largest = number(_field(exact, "kronecker_spectral_norm"))
-    return f"{text}, largest eigenvalue {largest} where it is {at_least}{number(top)}"
+    largest = format_number(_field(exact, "kronecker_spectral_norm"))
+    return f"{text}, largest eigenvalue {largest} where it is {at_least}{format_number(top)}"
 
 
 def reuse_lines(rows: Sequence[Layer]) -> list[str]:
-    """Whose collection the results stand on, where it is another job's."""
+    """Return a line for each earlier job with cached factors that the results are based on.
+
+    Args:
+        rows: Rows of any analyses.
+    """
     sources = dict.fromkeys(row.observed.factors_from for row in rows if row.observed is not None)
     return [f"factors from the cache: those of job {source}" for source in sources if source]
 
 
 def job_table(jobs: Iterable[JobView]) -> Table:
-    """Jobs, as a list."""
+    """Tabulate jobs, one row each.
+
+    Args:
+        jobs: In the order in which they are shown.
+
+    Returns:
+        Id, kinds, state, progress and time of submission.
+    """
     table = Table(pad_edge=False, show_edge=False)
     for heading in ("id", "kind", "state", "progress", "created"):
-        # an id that is cut is of no use, so the kinds fold
-        whole = {"id": 36, "state": 9, "progress": 8, "created": 16}.get(heading)
-        table.add_column(heading, no_wrap=whole is not None, overflow="fold", min_width=whole)
+        # an id must not be cut, so the kinds wrap
+        fixed_width = {"id": 36, "state": 9, "progress": 8, "created": 16}.get(heading)
+        table.add_column(heading, no_wrap=fixed_width is not None, overflow="fold", min_width=fixed_width)
     for job in jobs:
         percent = job.progress.percent if job.progress is not None else None
         table.add_row(job.id, ", ".join(job.kinds), job.state, "–" if percent is None else f"{percent:.0f} %",
@@ -280,11 +314,18 @@ def job_table(jobs: Iterable[JobView]) -> Table:
 
 
 def _layers(count: Any) -> str:  # noqa: ANN401 - as summaries of analyses unknown here have it
-    return f"{number(count)} layer{'' if count == 1 else 's'}"
+    return f"{format_number(count)} layer{'' if count == 1 else 's'}"
 
 
-def number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
-    """A figure in at most nine characters; a dash where it is undefined."""
+def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
+    """Return a figure in at most nine characters.
+
+    Args:
+        value: A number, or a value of another type, which is shown as it is.
+
+    Returns:
+        Four significant digits, integers below ten million whole; a dash for None.
+    """
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -298,11 +339,16 @@ def number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def shortened(name: str, width: int = _NAME_WIDTH) -> str:
-    """A layer's name in ``width``: leading parts become initials (numbers stay), then the middle goes.
+def shorten(name: str, width: int = _NAME_WIDTH) -> str:
+    """Shorten a layer's name so that layers remain distinct.
 
-    `encoder.layer.11.attention.self.query` → `e.l.11.attention.self.query`: its number and its end
-    tell layers apart.
+    Args:
+        name: The qualified name.
+        width: Characters that it may take.
+
+    Returns:
+        The name with leading parts as initials, numbers kept, such as `e.l.11.attention.self.query`; then, where it is
+        still too long, without its middle. Characters that cannot be printed are replaced.
     """
     plain = "".join(each if each.isprintable() else "�" for each in name)
     parts = plain.split(".")
@@ -319,7 +365,7 @@ def shortened(name: str, width: int = _NAME_WIDTH) -> str:
 
 
 def _generic_columns(rows: Sequence[Layer]) -> tuple[Column, ...]:
-    """The first five figures of an analysis that this client has no columns for."""
+    """Return columns of the first five figures of an analysis that this client does not know."""
     metrics: Any = next((row.metrics for row in rows if row.metrics is not None), {})
     named = vars(metrics) if dataclasses.is_dataclass(metrics) else metrics
     figures = [

@@ -225,7 +225,10 @@ def test_a_client_goes_nowhere_but_to_an_address(stored: Stored, tmp_path: Path)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with Client(f"http://127.0.0.1:{server.server_port}") as client, pytest.raises(ClientError, match="no address"):
+        with (
+            Client(f"http://127.0.0.1:{server.server_port}") as client,
+            pytest.raises(ClientError, match="not an address"),
+        ):
             client.download(stored.job, listed(stored), tmp_path)
     finally:
         server.shutdown()

@@ -52,14 +52,14 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path, setting: str) -> None
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no mapping"),
-        ("- a", "holds no mapping"),
+        ("", "is not a mapping"),
+        ("- a", "is not a mapping"),
         ("a: [1", "not valid YAML at line"),
         ("a: 1\na: 2", "not valid YAML at line 2"),
         ("a: .nan", "/a is not a finite number"),
         ("a: {b: [1, .inf]}", "/a/b/1 is not a finite number"),
         ("a: 2020-01-01", "/a is a date; put it in quotes"),
-        ("1: a", "key that is no string"),
+        ("1: a", "key that is not a string"),
         ("a: !!python/object/apply:os.system [id]", "not valid YAML"),
         (b"\xff\xfe", "not UTF-8"),
         ("a: '" + "x" * 300_000 + "'", "has more than 262,144 bytes"),
@@ -76,7 +76,7 @@ def test_what_is_no_document_is_said_in_a_sentence(tmp_path: Path, text: str | b
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("NaN", "NaN is no JSON number"),
+        ("NaN", "NaN is not a JSON number"),
         ("{", "not valid JSON"),
         ('{"a": 1, "a": 2}', "`a` stands twice"),
         ("[" * 99_999, "JSON"),

@@ -171,7 +171,7 @@ def test_however_a_run_ends_nothing_runs_on(folder: Path, number: signal.Signals
 
 
 def _gone(child: int) -> bool:
-    """Wait for a process that is not ours to end: its descriptor becomes readable."""
+    """Wait for a process that is not ours to end: its descriptor becomes format_bytes."""
     import select  # noqa: PLC0415 - only here
 
     return bool(select.select([child], [], [], 300)[0])

@@ -98,7 +98,12 @@ def test_an_estimate_says_what_the_job_would_take_and_makes_none(kronoscope: Run
     before = [job.id for job in client.jobs()]
     shown = kronoscope("plan", "job.yaml", "--budget", "1MiB", "--url", url)
     assert shown.returncode == 0, shown.stderr
-    for said in ("collection", "does not fit into 1 MiB", "the smallest budget that would do", "taken for given"):
+    for said in (
+        "collection",
+        "does not fit into 1 MiB",
+        "the smallest budget that would do",
+        "assumed, as no weight",
+    ):
         assert said in shown.stdout
     assert [job.id for job in client.jobs()] == before
 

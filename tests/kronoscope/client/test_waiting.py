@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kronoscope import Client
-from kronoscope.cli.main import exit_code_of
+from kronoscope.cli.main import run_command
 from kronoscope.client import ClientError, DownloadFailed
 
 Answer = tuple[int, dict[str, str], str]
@@ -96,7 +96,7 @@ def test_an_answer_has_its_time_behind_the_wait(service: Service) -> None:
     service.answers = [told("running")]
     seen: list[httpx.Request] = []
     with Client(service.url, timeout_seconds=30) as client:
-        client._http.event_hooks = {"request": [seen.append]}
+        client._connection.http.event_hooks = {"request": [seen.append]}
         client.job("1", wait_seconds=30)
     assert seen[0].extensions["timeout"]["read"] == float(seen[0].url.params["wait"]) + 30
 
@@ -139,4 +139,4 @@ def test_what_later_may_succeed_has_the_exit_code_of_that(error: ClientError, co
     def command() -> None:
         raise error
 
-    assert exit_code_of(command) == code
+    assert run_command(command) == code

@@ -7,14 +7,20 @@ import pytest
 import torch
 
 from catalog.foreseen_seconds import Paced, written_seconds
-from kronoscope.display.plan_tables import heaviest_table, plan_lines
+from kronoscope.display.plan_tables import largest_terms_table, plan_lines
 from tests.kronoscope.cli.test_run_job import Run
 
 
 def test_a_plan_says_what_each_stage_takes_and_what_would_do(folder: Path, kronoscope: Run) -> None:
     shown = kronoscope("plan", "job.yaml")
     assert shown.returncode == 0, shown.stderr
-    for said in ("collection", "decomposition", "one pass", "the smallest budget that would do", "taken for given"):
+    for said in (
+        "collection",
+        "decomposition",
+        "one pass",
+        "the smallest budget that would do",
+        "assumed, as no weight",
+    ):
         assert said in shown.stdout
     # nothing is run, and nothing is left but what Python leaves of a module that it has imported
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"job.yaml", "mine_for_kronoscope.py"}
@@ -105,7 +111,7 @@ def test_layers_of_one_shape_are_one_line_of_the_largest_terms() -> None:
     ]
     head = {"name": "host_float64", "formula": "n = 10 of G", "size_bytes": 2**20, "layer": "head"}
     whole = {"name": "factors", "formula": "Σ in² + Σ out²", "size_bytes": 2**30, "layer": None}
-    table = heaviest_table({"terms": [common | term for term in (*blocks, head, whole)]})
+    table = largest_terms_table({"terms": [common | term for term in (*blocks, head, whole)]})
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["bytes"] == ["1 GiB", "3 MiB", "1 MiB"]
     assert columns["what"] == ["factors", "host_float64", "host_float64"]

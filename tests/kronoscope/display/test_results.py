@@ -13,10 +13,10 @@ from catalog.reconstruction import ReconstructedSide
 from catalog.responses import DeviceView, JobView
 from kronoscope.cli.devices import device_table
 from kronoscope.client.responses import build, build_layer
-from kronoscope.display.plan_tables import taken_table
+from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.display.results import show_progress
-from kronoscope.display.tables import declared_lines, job_table, layer_table, number, shortened, summary_line
+from kronoscope.display.tables import format_number, job_table, layer_table, not_covered_lines, shorten, summary_line
 
 ROW = {
     "kind": "capacity", "ordinal": 0, "layer": "encoder.layer.11.attention.self.query", "module": "Linear",
@@ -50,7 +50,7 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
     text = printed(layer_table("capacity", rows))
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "\x1b" not in text
-    assert declared_lines(rows) == ["not covered: pooler, 147,840 parameters, no_gradient"]
+    assert not_covered_lines(rows) == ["not covered: pooler, 147,840 parameters, no_gradient"]
     assert "25.0%" in text
     assert "…" not in "".join(line.partition("│")[2] for line in text.splitlines())  # no figure is cut
 
@@ -62,10 +62,10 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
 def test_seconds_that_are_mostly_a_start_have_no_error(planned: float, measured: float, said: str) -> None:
     stage = {"stage": "collection", "planned_seconds": planned, "measured_seconds": measured,
              "error_seconds": measured / planned - 1}  # fmt: skip
-    row = printed(taken_table([stage], "measured")).splitlines()[-1]
+    row = printed(measured_stage_table([stage], "measured")).splitlines()[-1]
     assert row.rpartition("│")[2].strip() == said
     # what was not worth showing beforehand has no error afterwards
-    *_, foretold, _, error = printed(taken_table([stage], "usual")).splitlines()[-1].split("│")
+    *_, foretold, _, error = printed(measured_stage_table([stage], "usual")).splitlines()[-1].split("│")
     assert (foretold.strip(), error.strip()) == ("–", "–")
 
 
@@ -101,7 +101,7 @@ def test_layers_that_came_by_size_are_shown_in_the_models_order() -> None:
 
 def test_layers_that_are_no_plain_case_are_named() -> None:
     rows = [metrics_row(), *(metrics_row(status="zero_curvature", layer=str(place)) for place in range(14))]
-    assert declared_lines(rows) == [f"zero_curvature: {', '.join(map(str, range(12)))} and 2 more"]
+    assert not_covered_lines(rows) == [f"zero_curvature: {', '.join(map(str, range(12)))} and 2 more"]
 
 
 def test_more_layers_than_can_be_listed_are_told_by_reason() -> None:
@@ -112,7 +112,7 @@ def test_more_layers_than_can_be_listed_are_told_by_reason() -> None:
         for place in range(7)
         for reason in ("bare_parameter", "no_gradient")
     ]
-    assert declared_lines(rows) == [
+    assert not_covered_lines(rows) == [
         "not covered: 70 parameters, bare_parameter: layers.0.bare_parameter and 6 more",
         "not covered: 70 parameters, no_gradient: layers.0.no_gradient and 6 more",
     ]
@@ -134,9 +134,9 @@ def test_one_layer_is_no_layers() -> None:
 
 
 def test_names_keep_their_numbers_and_their_end() -> None:
-    assert shortened("encoder.layer.11.attention.self.query", 28) == "e.l.11.attention.self.query"
-    assert shortened("a.b.query", 28) == "a.b.query"
-    assert len(shortened("a" * 60)) == 40
+    assert shorten("encoder.layer.11.attention.self.query", 28) == "e.l.11.attention.self.query"
+    assert shorten("a.b.query", 28) == "a.b.query"
+    assert len(shorten("a" * 60)) == 40
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_names_keep_their_numbers_and_their_end() -> None:
     [(None, "–"), (3, "3"), (12_345, "12,345"), (1.23456789, "1.235"), (1.2345e-12, "1.23e-12"), (10**9, "1e9")],
 )
 def test_numbers_are_short(value: Any, shown: str) -> None:
-    assert number(value) == shown
+    assert format_number(value) == shown
 
 
 def test_an_analysis_of_a_newer_service_is_shown_by_its_own_figures() -> None:

@@ -1,0 +1,209 @@
+"""The connection of a client to its service: addresses, errors, pages, long polls and downloads over HTTP."""
+
+import ipaddress
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+
+from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
+from kronoscope.client.retry import RETRY_STATUSES, RetryWindow
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+VISIBLE_ASCII = re.compile(r"[!-~]{1,255}")
+"""Texts that a header can carry."""
+_WAIT_SECONDS = 20.0
+_ASK_EVERY_SECONDS = 1.0
+_CONNECT_SECONDS = 5.0
+
+
+class Connection:
+    """Requests to one service with one key."""
+
+    def __init__(self, url: str, key: str | None, timeout_seconds: float) -> None:
+        """Set up the connection without using it.
+
+        Args:
+            url: The service's address.
+            key: The API key; None for embedded mode.
+            timeout_seconds: How long one response may take, without the time that a request asks to wait.
+
+        Raises:
+            ClientError: If address or key is malformed.
+        """
+        _require_address(url)
+        if key and not VISIBLE_ASCII.fullmatch(key):
+            raise ClientError(
+                0, "Invalid key", "the API key must be 1 to 255 visible ASCII characters; check KRONOSCOPE_KEY"
+            )
+        self.url = url
+        self._timeout_seconds = timeout_seconds
+        self.http = httpx.Client(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout_seconds, connect=_CONNECT_SECONDS),
+            # a proxy in the environment has no business between here and this machine; a key follows no redirect
+            trust_env=not _is_local(url),
+            follow_redirects=False,
+        )
+
+    def pages(self, path: str, params: dict[str, str], *, cursor: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the items of a list, page after page.
+
+        Args:
+            path: The list's address.
+            params: Query parameters of every page.
+            cursor: The parameter that takes `next` of the page before.
+
+        Yields:
+            Each item as JSON.
+        """
+        while True:
+            page = self.call("GET", path, params=params)
+            yield from page["items"]
+            if page.get("next") is None:
+                return
+            params = {**params, cursor: page["next"]}
+
+    def download(self, path: str) -> Iterator[bytes]:
+        """Yield the bytes of a file, from the service or from the store that it names.
+
+        Args:
+            path: The file's address in the service.
+
+        Yields:
+            Parts of the file; the caller checks their digest.
+
+        Raises:
+            DownloadFailed: If the connection breaks, or the store refuses.
+        """
+        try:
+            with self.http.stream("GET", path) as answer:
+                store_url = answer.headers.get("location") if answer.is_redirect else None
+                if store_url is None and (answer.is_error or answer.is_redirect):
+                    answer.read()
+                    raise refusal_of(answer)
+                if store_url is None:
+                    yield from answer.iter_bytes()
+            if store_url is not None:
+                yield from self._stream_from_store(path, store_url)
+        except httpx.RemoteProtocolError as error:
+            # the service ends a file in the same way where its last bytes are not those recorded
+            message = f"{path} broke off; try again, and if it breaks off again, the file is damaged in the service"
+            raise DownloadFailed(0, "Download broke off", message) from error
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(self.url, type(error).__name__) from error
+
+    def _stream_from_store(self, path: str, url: str) -> Iterator[bytes]:
+        """Stream a file from a signed address of the artifact store, which needs no key and gets none."""
+        _require_address(url)
+        local = _is_local(url)
+        with (
+            httpx.Client(timeout=self.http.timeout, trust_env=not local, follow_redirects=False) as bare,
+            bare.stream("GET", url) as answer,
+        ):
+            if not answer.is_success:
+                message = f"{path} is kept in a store that answered {answer.status_code}; try again"
+                raise DownloadFailed(answer.status_code, "The store refused", message)
+            yield from answer.iter_bytes()
+
+    def open_events(self, path: str, position: int) -> AbstractContextManager[httpx.Response]:
+        """Open a stream of events.
+
+        Args:
+            path: The stream's address.
+            position: The number of the last event that the caller has.
+
+        Returns:
+            A context manager of the streaming response.
+        """
+        headers = {"accept": "text/event-stream", "last-event-id": str(position)}
+        # a stream without events sends a keepalive four times a minute
+        return self.http.stream("GET", path, headers=headers, timeout=httpx.Timeout(60, connect=_CONNECT_SECONDS))
+
+    def wait_options(self, seconds: float) -> dict[str, Any]:
+        """Return the options of a request that waits in the service for ``seconds``."""
+        # the service's own time to answer begins when the wait is over
+        timeout = httpx.Timeout(seconds + self._timeout_seconds, connect=_CONNECT_SECONDS)
+        return {"params": {"wait": str(seconds)}, "timeout": timeout}
+
+    def wait_for_change(
+        self, path: str, headers: dict[str, str], window: RetryWindow, has_changed: Callable[[httpx.Response], bool]
+    ) -> httpx.Response:
+        """Poll until a response has changed; the service may be away, or have no room for a long poll.
+
+        Args:
+            path: The address that is polled.
+            headers: Of each request, such as a condition.
+            window: How long the service may be away.
+            has_changed: Whether a response is the one waited for.
+
+        Returns:
+            That response.
+
+        Raises:
+            ClientError: If the service refuses for good, or does not come back in time.
+        """
+        while True:
+            asked = time.monotonic()
+            try:
+                response = self.send("GET", path, headers=headers, **self.wait_options(_WAIT_SECONDS))
+            except ClientError as error:
+                if not isinstance(error, ServiceUnreachable) and error.status not in RETRY_STATUSES:
+                    raise
+                window.pause(error, error.retry_seconds)
+                continue
+            window.reset()
+            if has_changed(response):
+                return response
+            time.sleep(max(0.0, asked + _ASK_EVERY_SECONDS - time.monotonic()))
+
+    def call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - httpx's options, JSON back
+        """Send a request as `send` does, and return the JSON of its response."""
+        return content_of(self.send(method, path, **options))
+
+    def send(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's options
+        """Send a request.
+
+        Args:
+            method: The HTTP method.
+            path: The address in the service.
+            options: Further options of httpx, such as `json` and `headers`.
+
+        Returns:
+            The response, read to its end: a success, or 304 to a conditional request.
+
+        Raises:
+            ClientError: If the service refuses.
+            ServiceUnreachable: If it does not answer.
+        """
+        try:
+            answer = self.http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(self.url, type(error).__name__) from error
+        if answer.is_error or (answer.is_redirect and answer.status_code != httpx.codes.NOT_MODIFIED):
+            raise refusal_of(answer)
+        return answer
+
+
+def _require_address(url: str) -> None:
+    try:
+        parsed = httpx.URL(url)
+        is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except httpx.InvalidURL:
+        is_valid = False
+    if not is_valid:
+        raise ClientError(0, "Invalid address", f"{url!r} is not an address of a service; write one like {DEFAULT_URL}")
+
+
+def _is_local(url: str) -> bool:
+    host = httpx.URL(url).host
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
