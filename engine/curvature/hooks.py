@@ -272,8 +272,8 @@ class Collector:
             self._sharing.check(statistics.layer.name, product.entered, masked=self.masking.permits(key))
         if statistics.flaw is not None:
             return product.left
-        rows = product.rows
-        arranged = rows.example_first(product.entered.detach(), self.examples)
+        rows, plain = product.rows, product.entered.detach()
+        arranged = rows.example_first(plain.clone() if name in self.overwritten else plain, self.examples)
         owners, kept = self._routing(rows, arranged.numel() // max(arranged.shape[-1], 1))
         kept = kept if self.masking.permits(key) else None
         use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)

@@ -264,3 +264,23 @@ def test_the_batch_size_changes_nothing_and_the_model_stays_as_it_was() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
     reasons = [row.reason for row in collect(model, [(x, y)], "classification", fisher="forward_only").declared]
     assert reasons == ["needs_gradients", "needs_gradients"]
+
+
+def test_an_input_of_a_bare_product_that_is_written_to_afterwards() -> None:
+    class Writing(nn.Module):
+        def __init__(self, *, writes: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.w, self.writes = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4)), writes
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x) * 1
+            y = nn.functional.linear(h, self.w)
+            return y + (h.mul_(2) if self.writes else h * 2)
+
+    chunk = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 4, (6,))
+    found, truth = (collect(Writing(writes=writes).double(), [chunk], "classification") for writes in (True, False))
+    assert [layer.name for layer in found.layers] == [layer.name for layer in truth.layers] == ["w", "first"]
+    for left, right in zip(found.layers, truth.layers, strict=True):
+        assert left.exact_trace == pytest.approx(right.exact_trace, rel=1e-10)
+        assert relative_error(found.load(left.ordinal).A, truth.load(right.ordinal).A) < 1e-10
