@@ -22,6 +22,7 @@ from engine.curvature.finiteness import witnessed
 from engine.curvature.head_choice import head_choice
 from engine.curvature.interception import Interception
 from engine.curvature.layer_bytes import AT_A_NORMALISATION, DryRun
+from engine.curvature.layers.bare import BareLayer
 from engine.curvature.layers.coverage import Survey, declare
 from engine.curvature.layers.layer import BlockLayer
 from engine.curvature.loss_head import head_of
@@ -175,8 +176,8 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun, mixed: frozense
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
-    # steps, operations that are run again for each example, and a graph that is kept are no single module's
-    if retained or not all(layer.roles for layer in survey.treated):
+    # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
+    if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
         met = _with_passes(job, survey, mixed, sizes, met, retained=retained)
     return dataclasses.replace(
         seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, repeated=repeated
