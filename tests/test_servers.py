@@ -1,7 +1,10 @@
 """The tests' own servers: real, private, and gone afterwards."""
 
 import os
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -17,13 +20,19 @@ def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REDIS_URL", raising=False)
 
 
-def leftovers() -> set[Path]:
-    return set(Path("/tmp").glob("kronoscope-*-*"))
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of this test's servers alone; not pytest's, which their unprivileged user may not enter."""
+    folder = Path(tempfile.mkdtemp(dir=servers.PARENT))
+    folder.chmod(0o755)
+    monkeypatch.setattr(servers, "PARENT", folder)
+    yield folder
+    shutil.rmtree(folder)
 
 
-def test_both_answer_and_leave_nothing(nothing_given: None) -> None:
-    before = leftovers()
+def test_both_answer_and_leave_nothing(nothing_given: None, parent: Path) -> None:
     with servers.postgres() as database_url, servers.redis() as redis_url:
+        assert any(parent.iterdir())
         with psycopg.connect(database_url) as connection:
             answer = connection.execute(
                 "SELECT current_setting('fsync'), current_setting('listen_addresses')"
@@ -36,7 +45,7 @@ def test_both_answer_and_leave_nothing(nothing_given: None) -> None:
         psycopg.connect(database_url, connect_timeout=2)
     with redis.Redis.from_url(redis_url) as client, pytest.raises(redis.ConnectionError):
         client.ping()
-    assert leftovers() <= before
+    assert list(parent.iterdir()) == []
 
 
 def test_a_port_that_is_held_is_listened_on_again_and_again_and_given_to_nobody() -> None:

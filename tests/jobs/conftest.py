@@ -3,7 +3,7 @@
 import json
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from jobs.repository.store import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
+from tests.conftest import Databases, Dialect
 
 BODY: dict[str, Any] = {
     "kind": "capacity",
@@ -26,6 +27,14 @@ BODY: dict[str, Any] = {
     "data": {"source": "builtin", "name": "digits"},
     "task": {"type": "classification"},
 }
+
+
+@pytest.fixture
+def ledger_url(databases: Databases, dialect: Dialect) -> Iterator[str]:
+    """A ledger with nothing in it, on both databases: tests of this room leave nobody who still writes to theirs."""
+    url = databases.recycled(dialect)
+    yield url
+    databases.recycle(url)
 
 
 @pytest.fixture
