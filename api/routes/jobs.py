@@ -25,7 +25,16 @@ from catalog.responses import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES, State
 from jobs.records import Job
-from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, reschedule, submit, submitted_earlier
+from jobs.repository.store import (
+    JobQuery,
+    delete_job,
+    list_jobs,
+    read_job,
+    request_cancel,
+    reschedule,
+    submit,
+    submitted_earlier,
+)
 from jobs.retention.object_sweep import forget
 from jobs.scheduling.placement import placement_before, placement_of
 from jobs.tenancy.quotas import require_room
@@ -118,15 +127,8 @@ def list_all(
     """Your jobs, newest first, in pages."""
     if kind is not None and kind not in ANALYSES:
         raise invalid_parameter("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
-    page = list_jobs(
-        service.engine,
-        caller.tenant_id,
-        state=_state(state),
-        kind=kind,
-        label=_label(label),
-        before=before,
-        limit=limit,
-    )
+    asked = JobQuery(state=_state(state), kind=kind, label=_label(label), before=before, limit=limit)
+    page = list_jobs(service.engine, caller.tenant_id, asked)
     if page.next is not None:
         given = {"state": state, "kind": kind, "label": label, "before": page.next, "limit": str(limit)}
         query = urlencode({name: value for name, value in given.items() if value is not None})

@@ -20,7 +20,7 @@ from catalog import ANALYSES
 from catalog.record import canonical_json, plain, record
 from catalog.responses import LayerListView, LayersLink, ResultsView
 from jobs.records import Job, LayerRow
-from jobs.repository.results import SORT_KEYS, list_artifacts
+from jobs.repository.results import SORT_KEYS, LayerQuery, list_artifacts
 from jobs.repository.store import check_limit, read_job
 
 _PAGE = 100
@@ -122,7 +122,7 @@ def layers(
     if wanted != _JSON:
         return _stream(service, job, wanted, chosen)
     check_limit(limit)
-    page = layer_page(service, job, kind=chosen.kind, after=after, limit=limit, sort=chosen.sort)
+    page = layer_page(service, job, LayerQuery(kind=chosen.kind, after=after, limit=limit, sort=chosen.sort))
     if page.next is not None:
         given = {"kind": chosen.kind, "sort": chosen.sort, "after": page.next, "limit": str(limit)}
         query = urlencode({name: value for name, value in given.items() if value is not None})
@@ -157,7 +157,7 @@ def layers_jsonl(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen
 def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> LayerListView:
     """The rows of one layer by its module name, one per analysis."""
     job = owned_job(service, caller.tenant_id, job_id)
-    page = layer_page(service, job, kind=chosen.kind, layer=name)
+    page = layer_page(service, job, LayerQuery(kind=chosen.kind, layer=name))
     if not page.items:
         raise not_found("the job has no row of a layer of this name (yet)")
     return LayerListView(items=tuple(layer_view(row) for row in page.items), next=page.next)
@@ -207,7 +207,7 @@ def _pages(service: Service, job: Job, chosen: Selection) -> Iterator[tuple[Laye
     after = None
     limit = _PAGE if job.archived_at is None else _ARCHIVED_PAGE
     while True:
-        page = layer_page(service, job, kind=chosen.kind, after=after, limit=limit, sort=chosen.sort)
+        page = layer_page(service, job, LayerQuery(kind=chosen.kind, after=after, limit=limit, sort=chosen.sort))
         yield page.items
         after = page.next
         if after is None:

@@ -24,7 +24,6 @@ Counter = Literal["attempt_failures", "drains", "job_failures", "moves", "reaped
 by reconciler."""
 
 Reconciler = Literal["reaper", "relay"]
-RECONCILERS: tuple[Reconciler, ...] = ("reaper", "relay")
 
 SHARDS = 16
 

@@ -59,7 +59,3 @@ def signed_url(
         day = hmac.digest(day, part.encode(), "sha256")
     signature = hmac.digest(day, to_sign.encode(), "sha256").hex()
     return f"{place.scheme}://{place.netloc}{path}?{canonical}&X-Amz-Signature={signature}"
-
-
-def _quoted(text: str) -> str:
-    return quote(text, safe="-_.~")

@@ -1,6 +1,6 @@
 """An attempt's hold on a job: the claim, its heartbeat, everything it writes, and how it ends.
 
-Each function is one transaction. All but ``next_claimable`` and ``claim`` raise ``LeaseLost``
+Each function is one transaction. All but ``claim`` raise ``LeaseLost``
 where the job has another holder by now, or none: then the attempt's child must be killed and
 nothing more be written.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, and_, bindparam, null, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, bindparam, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
@@ -23,9 +23,8 @@ from jobs.lifecycle import HELD, State, ending
 from jobs.metrics.counters import add, add_failure
 from jobs.queue.fence import append_event, by_holder, change, fenced, move, take
 from jobs.records import Claim
-from jobs.scheduling.fair_share import due, fair_order
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading, writing
+from jobs.schema.database import writing
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import artifacts, jobs, layer_results, tenants
 
@@ -40,33 +39,17 @@ Written = Literal["written", "repeated", "differs"]
 """`repeated`: the same digest stood there already; `differs`: another did, and stays."""
 
 
-def next_claimable(engine: Engine, limit: int = 20, free_bytes: int | None = None) -> list[str]:
-    """Ids of queued jobs that fit and are not overdue: the tenants in turn, each with its most urgent job first.
-
-    A tenant's first job counts as one more than it has running, its second as two more, and so on; the least comes
-    first, then whose last job was claimed longest ago, and then the longest waiting. So a tenant with a backlog takes
-    what others leave and never their turn.
-    """
-    with reading(engine) as connection:
-        return list(
-            connection.execute(
-                fair_order(connection.dialect.name, limit, and_(due(), *_fits(free_bytes)), null())
-            ).scalars()
-        )
-
-
 def claim(
     engine: Engine,
     job_id: str,
     owner: str,
     claim_token: str,
     lease_seconds: float,
-    free_bytes: int | None = None,
     place: Place | None = None,
 ) -> Claim | None:
     """Take a queued job, with the device of ``place``: both or neither.
 
-    None where it is not queued (any more), overdue, does not fit into ``free_bytes``, or its place has been taken.
+    None where it is not queued (any more), overdue, or its place has been taken.
 
     ``claim_token`` is random and new for each intention to claim: a claim whose reply was lost is
     tried again with the same token and recognises its own.
@@ -74,7 +57,7 @@ def claim(
     if not is_id(job_id):
         return None
     with contextlib.suppress(_PlaceTaken), writing(engine) as connection:
-        taken = take(connection, job_id, owner[:200], claim_token, lease_seconds, *_fits(free_bytes))
+        taken = take(connection, job_id, owner[:200], claim_token, lease_seconds)
         if taken is not None:
             leased = None
             if place is not None:
@@ -328,12 +311,6 @@ def record_failure(
 
 def _in(pause_seconds: float) -> ColumnElement[Any] | None:
     return ledger_now(pause_seconds) if pause_seconds else None
-
-
-def _fits(free_bytes: int | None) -> list[ColumnElement[bool]]:
-    if free_bytes is None:
-        return []
-    return [or_(jobs.c.needs_bytes.is_(None), jobs.c.needs_bytes <= free_bytes)]
 
 
 def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) -> Claim:

@@ -70,14 +70,13 @@ def take(
     owner: str,
     claim_token: str,
     lease_seconds: float,
-    *conditions: ColumnElement[bool],
 ) -> Row[Any] | None:
-    """Draw of a queued job that is due and fits ``conditions``, and move it to its next holder, all at once.
+    """Draw of a queued job that is due, and move it to its next holder, all at once.
 
-    The row holds the job as it is from now on; None where none fits.
+    The row holds the job as it is from now on; None where it is neither.
     """
     drawn = connection.execute(
-        _TAKE.where(*conditions) if conditions else _TAKE,
+        _TAKE,
         {"job": job_id, "owner": owner, "token": claim_token, "seconds": float(lease_seconds)},
     ).one_or_none()
     if drawn is not None:

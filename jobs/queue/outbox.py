@@ -13,7 +13,7 @@ from collections.abc import Callable
 from sqlalchemy import Engine, func, or_, select, update
 
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading, writing
+from jobs.schema.database import writing
 from jobs.schema.tables import outbox
 
 MAX_OUTSTANDING = 64
@@ -56,13 +56,6 @@ def relay(
             _unmark(engine, [row_id, *(later for later, _ in due[position + 1 :])])
             raise
     return len(due)
-
-
-def oldest_unanswered_seconds(engine: Engine) -> float | None:
-    """Age of the oldest outbox row: how long some job has been waiting for a worker."""
-    with reading(engine) as connection:
-        oldest, now = connection.execute(select(func.min(outbox.c.created_at), ledger_now())).one()
-    return None if oldest is None else float((now - oldest).total_seconds())
 
 
 def _take_due(engine: Engine, unclaimed_seconds: float, room: int) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, Double, Engine, Row, Table, and_, func, li
 from sqlalchemy import cast as sql_cast
 
 from catalog import ANALYSES
+from catalog.record import record
 from jobs.errors import PageRefused
 from jobs.records import Artifact, Event, LayerPage, LayerRow
 from jobs.repository.store import artifact_record, check_limit
@@ -36,85 +37,102 @@ SORT_KEYS: frozenset[str] = frozenset().union(*(_numbers(analysis.metrics) for a
 """Metrics that layers can be sorted by: the numeric ones of the menu, and no other text reaches SQL."""
 
 
+@record
+class LayerQuery:
+    """A selection of layer rows, their order and a page of them."""
+
+    kind: str | None = None
+    """The analysis; None selects all."""
+    layer: str | None = None
+    """The layer's name; None selects all."""
+    sort: str | None = None
+    """A metric, or ``-metric`` for descending order, with nulls last; None sorts by kind and ordinal."""
+    after: str | None = None
+    """The cursor of the page before."""
+    limit: int = 100
+
+    @property
+    def descending(self) -> bool:
+        """Whether the order is descending."""
+        return self.sort is not None and self.sort.startswith("-")
+
+
+ALL_LAYERS = LayerQuery()
+"""The first page of all rows."""
+
+
 def layer_rows(
     engine: Engine,
     tenant_id: str,
     job_id: str,
-    kind: str | None = None,
-    after: str | None = None,
-    limit: int = 100,
-    sort: str | None = None,
-    layer: str | None = None,
+    asked: LayerQuery = ALL_LAYERS,
 ) -> LayerPage:
-    """A page of layer rows, by kind and ordinal or by a metric (``-metric`` descending, nulls last).
+    """Return a page of a job's layer rows from the ledger.
+
+    Args:
+        engine: The ledger.
+        tenant_id: The tenant; another tenant's job has no rows.
+        job_id: The job.
+        asked: Which rows, in which order and from where on.
+
+    Returns:
+        The rows, and the cursor of the next page, or None on the last one.
 
     Raises:
-        PageRefused: If the limit, the sort key or the cursor means nothing.
+        PageRefused: If the limit, the sort key or the cursor is not valid.
     """
-    check_limit(limit)
+    check_limit(asked.limit)
     table = layer_results.c
     query = select(layer_results).where(*_owned(layer_results, tenant_id, job_id))
-    if kind is not None:
-        query = query.where(table.kind == kind.replace("\0", ""))
-    if layer is not None:
-        query = query.where(table.layer == layer.replace("\0", ""))
-    descending = sort is not None and sort.startswith("-")
-    value = _sort_value(sort, descending=descending)
-    if after is not None:
-        query = query.where(_beyond(value, _read_cursor(after, sort), descending=descending))
-    order = value.desc() if descending else value.asc()
-    query = query.add_columns(value.label("sort_value")).order_by(order, table.kind, table.ordinal).limit(limit + 1)
+    if asked.kind is not None:
+        query = query.where(table.kind == asked.kind.replace("\0", ""))
+    if asked.layer is not None:
+        query = query.where(table.layer == asked.layer.replace("\0", ""))
+    value = _sort_value(asked.sort, descending=asked.descending)
+    if asked.after is not None:
+        query = query.where(_beyond(value, _read_cursor(asked.after, asked.sort), descending=asked.descending))
+    order = value.desc() if asked.descending else value.asc()
+    query = (
+        query.add_columns(value.label("sort_value")).order_by(order, table.kind, table.ordinal).limit(asked.limit + 1)
+    )
     with reading(engine) as connection:
         rows = connection.execute(query).all()
-    kept = rows[:limit]
-    last = kept[-1] if len(rows) > limit else None
-    following = None if last is None else _cursor(sort, last.sort_value, last.kind, last.ordinal)
+    kept = rows[: asked.limit]
+    last = kept[-1] if len(rows) > asked.limit else None
+    following = None if last is None else _cursor(asked.sort, last.sort_value, last.kind, last.ordinal)
     return LayerPage(items=tuple(_layer_row(row) for row in kept), next=following)
 
 
-def page_of(
-    rows: Iterable[LayerRow],
-    kind: str | None = None,
-    after: str | None = None,
-    limit: int = 100,
-    sort: str | None = None,
-    layer: str | None = None,
-) -> LayerPage:
-    """The page that `layer_rows` gives, of rows that are not in the ledger; no more than a page is held.
+def page_of(rows: Iterable[LayerRow], asked: LayerQuery = ALL_LAYERS) -> LayerPage:
+    """Return the page that `layer_rows` returns, of rows that are not in the ledger.
+
+    Args:
+        rows: All rows of a job, in any order; no more than a page of them is kept in memory.
+        asked: Which rows, in which order and from where on.
+
+    Returns:
+        The rows, and the cursor of the next page, or None on the last one.
 
     Raises:
-        PageRefused: If the sort key or the cursor means nothing.
+        PageRefused: If the sort key or the cursor is not valid.
     """
-    number = _number_of(sort)
-    beyond = None if after is None else _read_cursor(after, sort)
-    sign = -1 if sort is not None and sort.startswith("-") else 1
+    number = _number_of(asked.sort)
+    beyond = None if asked.after is None else _read_cursor(asked.after, asked.sort)
+    sign = -1 if asked.descending else 1
 
     def place(row: LayerRow) -> tuple[float, str, int]:
         return sign * number(row), row.kind, row.ordinal
 
+    kind, layer = asked.kind, asked.layer
     wanted = (row for row in rows if kind in (None, row.kind) and layer in (None, row.layer))
     if beyond is not None:
         last = (sign * beyond[0], *beyond[1:])
         wanted = (row for row in wanted if place(row) > last)
-    found = heapq.nsmallest(limit + 1, wanted, key=place)
-    kept = found[:limit]
-    more = len(found) > limit
-    following = _cursor(sort, number(kept[-1]), kept[-1].kind, kept[-1].ordinal) if more else None
+    found = heapq.nsmallest(asked.limit + 1, wanted, key=place)
+    kept = found[: asked.limit]
+    more = len(found) > asked.limit
+    following = _cursor(asked.sort, number(kept[-1]), kept[-1].kind, kept[-1].ordinal) if more else None
     return LayerPage(items=tuple(kept), next=following)
-
-
-def layer_row(engine: Engine, tenant_id: str, job_id: str, kind: str, ordinal: int) -> LayerRow | None:
-    """One layer's row, or None."""
-    if not 0 <= ordinal <= MAX_ORDINAL:
-        return None
-    query = select(layer_results).where(
-        *_owned(layer_results, tenant_id, job_id),
-        layer_results.c.kind == kind.replace("\0", ""),
-        layer_results.c.ordinal == ordinal,
-    )
-    with reading(engine) as connection:
-        row = connection.execute(query).one_or_none()
-    return None if row is None else _layer_row(row)
 
 
 def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:

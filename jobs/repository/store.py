@@ -13,6 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from catalog.estimate import ESTIMATE
 from catalog.job import JobDocument
 from catalog.needs import factories_of
+from catalog.record import record
 from catalog.schedule import Schedule
 from jobs.codec import document_json, sha256_of
 from jobs.errors import (
@@ -129,39 +130,61 @@ def read_claimed(engine: Engine, claim: Claim) -> Job | None:
     return _read(engine, jobs.c.tenant_id == claim.tenant_id, jobs.c.id == claim.job_id)
 
 
+@record
+class JobQuery:
+    """A selection of jobs and a page of them."""
+
+    state: State | None = None
+    kind: str | None = None
+    """An analysis that the job asks for, among others or alone."""
+    label: tuple[str, str] | None = None
+    """A label's name and its value."""
+    before: str | None = None
+    """The cursor of the page before."""
+    limit: int = 20
+
+
+NEWEST_JOBS = JobQuery()
+"""The first page of all jobs."""
+
+
 def list_jobs(
     engine: Engine,
     tenant_id: str,
-    state: State | None = None,
-    kind: str | None = None,
-    label: tuple[str, str] | None = None,
-    before: str | None = None,
-    limit: int = 20,
+    asked: JobQuery = NEWEST_JOBS,
 ) -> JobPage:
-    """A page of jobs, newest first; ``label`` is a name and its value.
+    """Return a page of a tenant's jobs, newest first, without estimates.
+
+    Args:
+        engine: The ledger.
+        tenant_id: The tenant.
+        asked: Which of the tenant's jobs, and from where on.
+
+    Returns:
+        The jobs, and the cursor of the next page, or None on the last one.
 
     Raises:
-        PageRefused: If ``limit`` is not 1 to 100, or ``before`` is no cursor.
+        PageRefused: If the limit is not 1 to 100, or `before` is not a cursor.
     """
-    check_limit(limit)
+    check_limit(asked.limit)
     query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.kind != ESTIMATE)
-    query = query.order_by(jobs.c.id.desc()).limit(limit + 1)
-    if state is not None:
-        query = query.where(jobs.c.state == state)
-    if kind is not None:
+    query = query.order_by(jobs.c.id.desc()).limit(asked.limit + 1)
+    if asked.state is not None:
+        query = query.where(jobs.c.state == asked.state)
+    if asked.kind is not None:
         query = query.where(
-            (literal(",") + jobs.c.kind + literal(",")).contains(f",{kind.replace(chr(0), '')},", autoescape=True)
+            (literal(",") + jobs.c.kind + literal(",")).contains(f",{asked.kind.replace(chr(0), '')},", autoescape=True)
         )
-    if label is not None:
-        query = query.where(_labelled(*label))
-    if before is not None:
-        if not is_id(before):
+    if asked.label is not None:
+        query = query.where(_labelled(*asked.label))
+    if asked.before is not None:
+        if not is_id(asked.before):
             raise PageRefused("before", "is no cursor; take `next` of the page before")
-        query = query.where(jobs.c.id < before)
+        query = query.where(jobs.c.id < asked.before)
     with reading(engine) as connection:
         rows = connection.execute(query).all()
-    items = tuple(_job(row) for row in rows[:limit])
-    return JobPage(items=items, next=items[-1].id if len(rows) > limit else None)
+    items = tuple(_job(row) for row in rows[: asked.limit])
+    return JobPage(items=items, next=items[-1].id if len(rows) > asked.limit else None)
 
 
 def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:

@@ -17,7 +17,7 @@ from jobs.errors import ArtifactDamaged
 from jobs.lifecycle import STATES, TERMINAL
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Artifact, Event, LayerRow
-from jobs.repository.results import count_events, count_layers, events_after, layer_rows, list_artifacts
+from jobs.repository.results import LayerQuery, count_events, count_layers, events_after, layer_rows, list_artifacts
 from jobs.retention.archive import MEDIA_TYPE, NAME, Contents, write_archive
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -206,7 +206,7 @@ def _exchange(engine: Engine, job: _Ended, contents: Contents, archive: Artifact
 def _layers(engine: Engine, job: _Ended) -> Iterator[LayerRow]:
     after = None
     while True:
-        page = layer_rows(engine, job.tenant_id, job.id, after=after)
+        page = layer_rows(engine, job.tenant_id, job.id, LayerQuery(after=after))
         yield from page.items
         after = page.next
         if after is None:

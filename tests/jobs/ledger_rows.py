@@ -7,12 +7,12 @@ from typing import Any
 
 from sqlalchemy import Engine, select
 
-from jobs.queue.claims import next_claimable
 from jobs.repository.store import list_jobs
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading
 from jobs.schema.tables import artifacts, job_events, jobs, layer_results, outbox
 from tests.jobs.ledger_model import ENDED, HELD, MOVES, Job, Model
+from tests.queue_order import next_claimable
 
 STAMPS = ("created_at", "queued_at", "started_at", "cancel_requested_at", "finished_at")
 WRITTEN_ONCE = (job_events, layer_results, artifacts)

@@ -13,7 +13,6 @@ import pytest
 
 from catalog.frames import Failed, Planned
 from jobs.queue import claims
-from jobs.queue.claims import next_claimable
 from jobs.records import Claim
 from jobs.schema.identifiers import new_id
 from tests.api.conftest import Keyed
@@ -21,6 +20,7 @@ from tests.api.expect import pointers, problem
 from tests.api.seeding import DOCUMENT
 from tests.api.server import METRICS_TOKEN
 from tests.machine.stopwatch import Stopwatch, until
+from tests.queue_order import next_claimable
 
 WAITING = 41
 """More than there are threads for requests, or connections to the database."""
@@ -240,6 +240,6 @@ def test_an_estimate_is_no_job_and_a_job_no_estimate(keyed: Keyed, ours: httpx.C
 
 def test_what_a_document_tells_of_its_needs_is_kept(keyed: Keyed, ours: httpx.Client) -> None:
     answer = ours.post("/v1/jobs", json=DOCUMENT)
-    claim = claims.claim(keyed.engine, answer.json()["id"], "test", secrets.token_hex(8), 600, free_bytes=40_103)
-    assert claim is None  # digits_cnn has 10,026 numbers of four bytes
-    assert claims.claim(keyed.engine, answer.json()["id"], "test", secrets.token_hex(8), 600, free_bytes=40_104)
+    job_id = answer.json()["id"]
+    assert job_id not in next_claimable(keyed.engine, 1_000, 40_103)  # digits_cnn has 10,026 numbers of four bytes
+    assert job_id in next_claimable(keyed.engine, 1_000, 40_104)

@@ -20,7 +20,6 @@ from jobs.queue.claims import (
     finish,
     hand_back,
     heartbeat,
-    next_claimable,
     write_artifact,
     write_layer,
     write_log_line,
@@ -33,10 +32,11 @@ from jobs.queue.crash_signatures import record_crash
 from jobs.queue.fence import draw
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim, Job
-from jobs.repository.results import events_after, layer_row, list_artifacts
+from jobs.repository.results import events_after, layer_rows, list_artifacts
 from jobs.repository.store import read_job, request_cancel, submit
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import counters, job_events, jobs, metadata, outbox
+from tests.queue_order import next_claimable
 
 Held = Callable[..., Claim]
 ARTIFACT = ArtifactWritten(name="spectra/0.json", sha256="0" * 64, size_bytes=3, media_type="application/json")
@@ -81,16 +81,6 @@ def test_a_claim_whose_reply_was_lost_recognises_its_own(ledger: Engine, queued:
     assert claim(ledger, job_id, "w", "token", 45) == first
     assert claim(ledger, job_id, "w", "another", 45) is None
     assert job_of(ledger, first).attempt == 1
-
-
-def test_what_does_not_fit_is_left_to_others(
-    ledger: Engine, document: Callable[..., Any], queued: Callable[..., str]
-) -> None:
-    large = submit(ledger, LOCAL_TENANT, document(), needs_bytes=10 * 2**30).job.id
-    unknown = queued()
-    assert next_claimable(ledger, free_bytes=2**30) == [unknown]
-    assert claim(ledger, large, "w", "t", 45, free_bytes=2**30) is None
-    assert claim(ledger, large, "w", "t", 45, free_bytes=2**40) is not None
 
 
 @pytest.mark.parametrize("job_id", ["", "x", "a\0b", "0190b3c6-0000-7000-8000-000000000000"])
@@ -211,8 +201,7 @@ def test_a_layer_is_written_once_and_another_digest_is_an_event(ledger: Engine, 
     assert write_layer(ledger, mine, frame) == "written"
     assert write_layer(ledger, mine, frame) == "repeated"
     assert write_layer(ledger, mine, layer_frame(0, trace=1.0000000000000002, form="kronecker")) == "differs"
-    row = layer_row(ledger, LOCAL_TENANT, mine.job_id, "capacity", 0)
-    assert row is not None
+    [row] = layer_rows(ledger, LOCAL_TENANT, mine.job_id).items
     assert row.outcome == frame.outcome
     assert row.sha256 == sha256_of(row.outcome) == sha256_of(frame.outcome)
     told = [event for event in events_after(ledger, LOCAL_TENANT, mine.job_id) if event.type != "state"]
@@ -232,8 +221,7 @@ def test_times_are_outside_the_digest(ledger: Engine, held: Held) -> None:
 def test_a_digest_holds_for_every_number_that_comes_back(ledger: Engine, held: Held, layer_frame: Any) -> None:
     mine = held()
     write_layer(ledger, mine, layer_frame(0, trace=1e16, logdet=-0.0, kappa=1e300, rank=3, tiny=5e-324))
-    row = layer_row(ledger, LOCAL_TENANT, mine.job_id, "capacity", 0)
-    assert row is not None
+    [row] = layer_rows(ledger, LOCAL_TENANT, mine.job_id).items
     assert sha256_of(row.outcome) == row.sha256
 
 
@@ -294,7 +282,6 @@ def test_a_plan_says_what_the_job_needs_where_its_document_only_bounded_it(
     write_plan(ledger, second, Planned(plan=corrected | {"device_peak_bytes": 5 * 2**30}))
     assert job_of(ledger, second).needs_bytes == pytest.approx(5 * 2**30 / 0.9, abs=4)
     hand_back(ledger, second)
-    assert claim(ledger, job_id, "w", "v", 45, free_bytes=4 * 2**30) is None
 
 
 def test_a_drain_returns_the_attempt_and_keeps_the_rows(ledger: Engine, held: Held, layer_frame: Any) -> None:

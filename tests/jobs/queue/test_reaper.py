@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, ExceptionContext, event, select, text, update
 
-from jobs.queue.claims import claim, heartbeat, next_claimable
+from jobs.queue.claims import claim, heartbeat
 from jobs.queue.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim, Job
 from jobs.repository.results import events_after
@@ -18,6 +18,7 @@ from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import jobs, outbox
 from jobs.settings import LedgerSettings
 from tests.machine.stopwatch import until
+from tests.queue_order import next_claimable
 
 Held = Callable[..., Claim]
 

@@ -8,7 +8,7 @@ from sqlalchemy import Engine, select
 
 from jobs.queue.claims import write_layer
 from jobs.records import LOCAL_TENANT, Claim
-from jobs.repository.results import layer_rows
+from jobs.repository.results import LayerQuery, layer_rows
 from jobs.schema.database import reading
 from jobs.schema.tables import job_events, jobs, layer_results, metadata
 
@@ -40,7 +40,9 @@ def test_layers_are_paged_in_every_order(
     seen: list[int] = []
     after = None
     while True:
-        page = layer_rows(ledger, LOCAL_TENANT, sorted_job.job_id, "capacity", after, limit, sort)
+        page = layer_rows(
+            ledger, LOCAL_TENANT, sorted_job.job_id, LayerQuery(kind="capacity", after=after, limit=limit, sort=sort)
+        )
         assert 0 < len(page.items) <= limit
         seen += [row.ordinal for row in page.items]
         after = page.next
@@ -50,7 +52,7 @@ def test_layers_are_paged_in_every_order(
 
 
 def test_layers_are_found_by_name_over_all_kinds(ledger: Engine, sorted_job: Claim) -> None:
-    found = layer_rows(ledger, LOCAL_TENANT, sorted_job.job_id, layer="features.0").items
+    found = layer_rows(ledger, LOCAL_TENANT, sorted_job.job_id, LayerQuery(layer="features.0")).items
     assert [(row.kind, row.ordinal) for row in found] == [("capacity", 0), ("factors", 0)]
 
 

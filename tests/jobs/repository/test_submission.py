@@ -10,14 +10,14 @@ from sqlalchemy import Engine, func, select
 from catalog.job import JobDocument
 from jobs.codec import document_json, sha256_of
 from jobs.errors import IdempotencyConflict, IdempotencyKeyRefused, JobNotFound, JobStillActive, PageRefused
-from jobs.queue.claims import next_claimable
 from jobs.records import LOCAL_TENANT, Claim, Job, Submitted
-from jobs.repository.results import count_layers, events_after, layer_row, layer_rows, list_artifacts, read_artifact
-from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, submit
+from jobs.repository.results import count_layers, events_after, layer_rows, list_artifacts, read_artifact
+from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, request_cancel, submit
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id, new_id
 from jobs.schema.tables import job_events, jobs, outbox
 from jobs.tenancy.api_keys import create_key, verify_key
+from tests.queue_order import next_claimable
 
 Make = Callable[..., JobDocument]
 
@@ -88,7 +88,7 @@ def test_pages_follow_the_key_and_lose_or_repeat_nothing(ledger: Engine, documen
     seen: list[str] = []
     before = None
     while True:
-        page = list_jobs(ledger, LOCAL_TENANT, None, None, None, before, 3)
+        page = list_jobs(ledger, LOCAL_TENANT, JobQuery(before=before, limit=3))
         seen += [job.id for job in page.items]
         if before is None:  # what arrives meanwhile is newer than every cursor
             submit(ledger, LOCAL_TENANT, document())
@@ -104,7 +104,7 @@ def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) 
     request_cancel(ledger, LOCAL_TENANT, plain.id)
 
     def found(**filters: Any) -> set[str]:
-        return {job.id for job in list_jobs(ledger, LOCAL_TENANT, **filters).items}
+        return {job.id for job in list_jobs(ledger, LOCAL_TENANT, JobQuery(**filters)).items}
 
     assert found(state="cancelled") == {plain.id}
     assert found(kind="capacity") == {plain.id, both.id}
@@ -117,12 +117,12 @@ def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) 
 @pytest.mark.parametrize("limit", [0, -1, 101, 2**40])
 def test_empty_and_unbounded_pages_are_refused(ledger: Engine, limit: int) -> None:
     with pytest.raises(PageRefused, match="1 to 100"):
-        list_jobs(ledger, LOCAL_TENANT, limit=limit)
+        list_jobs(ledger, LOCAL_TENANT, JobQuery(limit=limit))
 
 
 def test_a_foreign_cursor_is_refused(ledger: Engine) -> None:
     with pytest.raises(PageRefused, match="no cursor"):
-        list_jobs(ledger, LOCAL_TENANT, before="' OR 1=1")
+        list_jobs(ledger, LOCAL_TENANT, JobQuery(before="' OR 1=1"))
 
 
 @pytest.mark.parametrize("whose", ["theirs", "nobody's", "no id", "nul"])
@@ -138,7 +138,6 @@ def test_another_tenants_job_answers_as_one_that_never_was(
     job_id = {"theirs": foreign.id, "nobody's": new_id(), "no id": "../../etc", "nul": "a\0b"}[whose]
     assert read_job(ledger, LOCAL_TENANT, job_id) is None
     assert layer_rows(ledger, LOCAL_TENANT, job_id).items == ()
-    assert layer_row(ledger, LOCAL_TENANT, job_id, "capacity", 0) is None
     assert count_layers(ledger, LOCAL_TENANT, job_id) == 0
     assert list_artifacts(ledger, LOCAL_TENANT, job_id) == ()
     assert read_artifact(ledger, LOCAL_TENANT, job_id, "spectra/0.json") is None

@@ -20,6 +20,7 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import claims
 from jobs.records import LOCAL_TENANT, Artifact, Job, LayerRow
 from jobs.repository.results import (
+    LayerQuery,
     count_events,
     count_layers,
     events_after,
@@ -91,12 +92,16 @@ def test_an_archived_job_reads_page_by_page_as_it_did(ledger: Engine, folder: Ar
         {"limit": 100, "layer": "head.0"},
         {"limit": 100, "layer": "nobody"},
     ]
-    before = [every_page(lambda **on: layer_rows(ledger, LOCAL_TENANT, job_id, **on), **each) for each in asked]
+    before = [
+        every_page(lambda **on: layer_rows(ledger, LOCAL_TENANT, job_id, LayerQuery(**on)), **each) for each in asked
+    ]
     assert sum(len(items) for items, _ in before[0]) == LAYERS
     assert archive_ended(ledger, folder, 0, drop_files=False) == 1
     assert count_layers(ledger, LOCAL_TENANT, job_id) == 0
     archive = archive_of(ledger, job_id)
-    assert [every_page(lambda **on: page_of(read_layers(folder, archive), **on), **each) for each in asked] == before
+    assert [
+        every_page(lambda **on: page_of(read_layers(folder, archive), LayerQuery(**on)), **each) for each in asked
+    ] == before
     assert all(sha256_of(row.outcome) == row.sha256 for row in read_layers(folder, archive))
 
 

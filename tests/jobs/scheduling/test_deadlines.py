@@ -10,12 +10,13 @@ from sqlalchemy import Engine, func, select
 from catalog.job import JobDocument
 from catalog.schedule import Schedule
 from jobs.errors import DocumentRefused, IdempotencyConflict, JobEnded, JobNotFound
-from jobs.queue.claims import claim, next_claimable
+from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import events_after
 from jobs.repository.store import read_job, request_cancel, reschedule, submit
 from jobs.schema.database import reading
 from jobs.schema.tables import jobs, outbox
+from tests.queue_order import next_claimable
 
 Make = Callable[..., JobDocument]
 TOMORROW = (datetime.now(UTC) + timedelta(days=1)).isoformat(timespec="seconds")

@@ -12,13 +12,14 @@ import pytest
 from sqlalchemy import Engine, insert, select, update
 
 from jobs.lifecycle import HELD
-from jobs.queue.claims import claim, finish, next_claimable
+from jobs.queue.claims import claim, finish
 from jobs.repository.store import submit
 from jobs.scheduling.fair_share import AHEAD
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, tenants
+from tests.queue_order import next_claimable
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from jobs.devices.registry import list_devices
-from jobs.queue.claims import next_claimable
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, jobs, workers
+from tests.queue_order import next_claimable
 from worker.agent.agent import Agent
 from worker.agent.registration import Registration
 from worker.devices import device_health as fitness_module

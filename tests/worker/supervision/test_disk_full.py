@@ -13,12 +13,12 @@ from sqlalchemy import Engine, update
 from catalog.record import record
 from jobs.errors import ArtifactDamaged
 from jobs.objects.artifacts import open_artifacts
-from jobs.queue.claims import next_claimable
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import list_artifacts
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from jobs.settings import LedgerSettings
+from tests.queue_order import next_claimable
 from worker.agent.agent import Agent
 from worker.process.child_process import EXECUTION
 
