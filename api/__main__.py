@@ -1,4 +1,4 @@
-"""``python -P -m api``: serve the API and its page over HTTP."""
+"""The program ``python -P -m api``: serve the API and its dashboard over HTTP."""
 
 import asyncio
 import os
@@ -21,23 +21,23 @@ _SHUTDOWN_SECONDS = 10
 
 
 class _Protocol(H11Protocol):
-    """Lets a stream cut its connection: to one that takes nothing no more can be said, not even that it is closed."""
+    """A protocol that lets a stream cut the connection of a reader that takes nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Hand the connection to every request on it."""
+        """Pass the connection to every request on it."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, TRANSPORT: transport}
 
 
 class _Server(uvicorn.Server):
-    """Tells long polls to answer and streams to end as soon as the process is asked to end."""
+    """A server that ends long polls and streams as soon as the process is asked to end."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self._app = app
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note the signal as uvicorn does, and release those who wait."""
+        """Handle the signal as uvicorn does, and wake all that wait."""
         service = getattr(self._app.state, "service", None)
         if service is not None:
             service.stopping.set()
@@ -45,7 +45,7 @@ class _Server(uvicorn.Server):
 
 
 def main() -> int:
-    """Serve until a signal ends it; returns the exit code (3 transient, 4 the operator must act)."""
+    """Serve until a signal arrives; return the exit code (3 transient, 4 the operator must act)."""
     configure_logging()
     log_last_words()
     try:

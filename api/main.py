@@ -33,8 +33,8 @@ _DESCRIPTION = """\
 Measure the curvature of trained neural networks, layer by layer.
 
 Submit a job document with `POST /v1/jobs`, follow it with `GET /v1/jobs/{job_id}?wait=30` or `/events`, read
-`/results`, `/layers`, `/log` and `/artifacts`. `POST /v1/estimates` takes the same document, and tells what
-the job would take. Every error is `application/problem+json` (RFC 9457).
+`/results`, `/layers`, `/log` and `/artifacts`. `POST /v1/estimates` takes the same document, and estimates the memory
+and time of the job. Every error is `application/problem+json` (RFC 9457).
 """
 
 

@@ -1,8 +1,8 @@
-"""A *problem*: the one shape of every error, ``application/problem+json`` of RFC 9457.
+"""A *problem*: the one format of every error, ``application/problem+json`` of RFC 9457.
 
 ``type`` is a name for machines, ``detail`` a sentence for people, ``errors`` points at fields.
-``instance`` is the request's own id, which the operator finds in the log. Nothing that the
-caller sent is repeated.
+``instance`` is the request's own id, which the operator finds in the log. The
+request's own values are never repeated.
 """
 
 import json
@@ -19,7 +19,7 @@ PREFIX = "urn:kronoscope:problem:"
 
 @record
 class Fault:
-    """One thing to mend."""
+    """One fault of a request."""
 
     pointer: str | None
     """JSON pointer (RFC 6901) into the body; null where a parameter or header is at fault."""
@@ -43,7 +43,7 @@ class ProblemDocument:
 
 
 class Refusal(Exception):
-    """An answer that is a problem; raised anywhere below a route."""
+    """A response that is a problem; raised anywhere below a route."""
 
     def __init__(
         self,
@@ -65,14 +65,30 @@ class Refusal(Exception):
 
 
 def faults(complaints: Sequence[Complaint]) -> tuple[Fault, ...]:
-    """A document's complaints as faults."""
+    """Return the complaints about a document as faults.
+
+    Args:
+        complaints: Each with a pointer into the document.
+
+    Returns:
+        One fault for each, in their order.
+    """
     return tuple(
         Fault(pointer=each.pointer, parameter=None, code=each.code, message=each.message) for each in complaints
     )
 
 
 def invalid_parameter(parameter: str, message: str, *, code: str = "invalid_value") -> Refusal:
-    """A query parameter or header that means nothing."""
+    """Return the refusal of a query parameter or header.
+
+    Args:
+        parameter: Its name.
+        message: The rest of a sentence that begins with the name; the caller's value is not repeated.
+        code: The kind of fault, for programs.
+
+    Returns:
+        A refusal with status 422.
+    """
     return Refusal(
         422,
         "invalid-parameter",
@@ -82,20 +98,32 @@ def invalid_parameter(parameter: str, message: str, *, code: str = "invalid_valu
     )
 
 
-def not_found(what: str = "there is nothing at this address") -> Refusal:
-    """Absent, or another tenant's: the same answer."""
-    return Refusal(404, "not-found", "Not found", what)
+def not_found(detail: str = "there is nothing at this address") -> Refusal:
+    """Return the refusal of something that does not exist, or belongs to another tenant.
+
+    Args:
+        detail: The sentence for the caller, the same in both cases.
+
+    Returns:
+        A refusal with status 404.
+    """
+    return Refusal(404, "not-found", "Not found", detail)
 
 
 def internal_error() -> Refusal:
-    """What is said where nothing better is known."""
+    """Return the refusal for an unexpected error, with status 500."""
     return Refusal(
         500, "internal", "Internal error", "the service failed at this request; its operator finds it by the id below"
     )
 
 
 def problem_response(refusal: Refusal, request_id: str) -> Response:
-    """The answer for ``refusal``."""
+    """Return the HTTP response of a refusal.
+
+    Args:
+        refusal: The problem.
+        request_id: Id of the request, a UUID; it becomes `instance`.
+    """
     document = ProblemDocument(
         type=PREFIX + refusal.kind,
         title=refusal.title,

@@ -18,13 +18,20 @@ ENDED: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
 
 
 def timestamp(moment: datetime) -> Timestamp:
-    """Return an aware ``moment`` in UTC as the text that stands for it in a response."""
+    """Return a moment as the text that stands for it in a response.
+
+    Args:
+        moment: A datetime with a time zone.
+
+    Returns:
+        ISO 8601 in UTC, with a final `Z`.
+    """
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 @record
 class ProgressView:
-    """How far a job is."""
+    """The progress of a job."""
 
     stage: str | None = None
     """`model`, `data`, `collection`, or the kind of an analysis."""
@@ -40,7 +47,7 @@ class ProgressView:
 
 @record
 class FailureView:
-    """Why a job failed, and who can act."""
+    """The reason why a job failed, and who can act."""
 
     category: Literal["usage", "transient", "fatal"]
     """`usage`: change the document; `transient`: try again; `fatal`: the operator."""
@@ -53,14 +60,14 @@ class FailureView:
 
 @record
 class PlacementView:
-    """Where a job computes, or why it does not yet."""
+    """The device that a job runs on, or the reason why it has not begun."""
 
     status: Literal["placed", "reserved", "waiting", "no_device", "no_worker"]
-    """`placed`: it computes; `reserved`: a device is kept for it; `waiting`: for its turn and a free device;
-    `no_device`: no known device could ever hold it; `no_worker`: no worker that is there could take it."""
+    """`placed`: it runs; `reserved`: a device is reserved for it; `waiting`: for its turn and a free device;
+    `no_device`: no known device could ever hold it; `no_worker`: no known worker could take it."""
     message: str
     device: str | None
-    """UUID of the device that it computes on, or that is kept for it."""
+    """UUID of the device that it runs on, or that is reserved for it."""
 
 
 @record
@@ -75,15 +82,15 @@ class JobView:
     document_sha256: str
     labels: Mapping[str, str]
     priority: int
-    """-10 to 10: which of your own waiting jobs goes first."""
+    """-10 to 10: the higher of your own waiting jobs goes first."""
     deadline_at: Timestamp | None
-    """It ends as failed then, if it has not ended before."""
+    """The job fails at this moment if it has not ended."""
     placement: PlacementView | None
-    """Of a job that is asked for by itself and has not ended; no part of its ETag."""
+    """Of a job that is read by itself and has not ended; no part of its ETag."""
     progress: ProgressView | None
     failure: FailureView | None
     attempt: int
-    """How often a worker has taken it up."""
+    """The number of times that a worker has taken it up."""
     failures: int
     max_failures: int
     plan: Mapping[str, Any] | None
@@ -134,22 +141,22 @@ class EventListView:
 
     items: tuple[EventView, ...]
     through: int
-    """Every event up to this number stands here or before; give it as `after` to read on, now or later."""
+    """All events up to this number are on this page or before; give it as `after` to read on, now or later."""
     more: bool
-    """Whether there are further events already."""
+    """Whether there are further events now."""
     ended: bool
     """Whether nothing follows."""
 
 
 @record
 class ValidationView:
-    """The document is sound and would be accepted; nothing was stored."""
+    """A document that is valid and would be accepted; nothing was stored."""
 
     valid: Literal[True]
     document: Mapping[str, Any]
     document_sha256: str
     placement: PlacementView
-    """Where the job would stand now."""
+    """The placement that the job would have now."""
 
 
 @record
@@ -171,7 +178,7 @@ class LayerView:
     observed: Mapping[str, Any]
     """Seconds and bytes of this run; outside the digest."""
     sha256: str
-    """Over the canonical JSON of everything but `observed`."""
+    """Digest of the canonical JSON of everything but `observed`."""
     attempt: int
 
 
@@ -186,7 +193,7 @@ class LayerListView:
 
 @record
 class ArtifactView:
-    """A file that a job left."""
+    """A file of a job."""
 
     name: str
     sha256: str
@@ -204,7 +211,7 @@ class ArtifactListView:
 
 @record
 class LayersLink:
-    """Where the layers are."""
+    """A link to the layers."""
 
     count: int
     href: str
@@ -212,26 +219,26 @@ class LayersLink:
 
 @record
 class ResultsView:
-    """What came of a job."""
+    """The results of a job."""
 
     job: JobView
     summary: Mapping[str, Any]
     """One summary per analysis, by kind."""
     manifest: Mapping[str, Any] | None
-    """With what it was computed."""
+    """The environment in which it was computed."""
     layers: LayersLink
     artifacts: tuple[ArtifactView, ...]
 
 
 @record
 class PlaceBytes:
-    """Bytes in each place."""
+    """Bytes on the device, in host memory and on the disk."""
 
     device: int | None
-    """Of a GPU; null where there is none, or no limit."""
+    """Memory of a GPU; null where there is none, or no limit."""
     host: int | None
     disk: int | None
-    """Null where the disk has no part in it."""
+    """Null for budgets, which do not limit the disk."""
 
     def __getitem__(self, place: Literal["device", "host", "disk"]) -> int | None:
         """Return the bytes in ``place``."""
@@ -240,7 +247,7 @@ class PlaceBytes:
 
 @record
 class EstimateView:
-    """What a job would take. Until it is `succeeded` everything from `fits` to `plan` is null."""
+    """The memory and time that a job would take. Until it is `succeeded` everything from `fits` to `plan` is null."""
 
     id: str
     state: JobState
@@ -251,18 +258,18 @@ class EstimateView:
     fits: bool | None
     """Whether a job of this document would be taken up where the estimate was made, or be refused."""
     peak: PlaceBytes | None
-    """The most that is held at once, over all stages."""
+    """The largest sum of bytes held at one time, over all stages."""
     seconds: float | None
     """The sum over the stages."""
     budget: PlaceBytes | None
-    """What the peak is held against: the document's own budgets, or what was free then."""
+    """The limits of the peak: the document's own budgets, or the free memory at that time."""
     smallest_budget: PlaceBytes | None
-    """What would do, for `memory.device` and `memory.host`."""
+    """The smallest `memory.device` and `memory.host` with which the job would run."""
     why: str | None
-    """Which way was chosen of those that fit, and for what."""
+    """The plan that was chosen among those that fit, and the reason."""
     plan: Mapping[str, Any] | None
     """The whole plan: `stages` with their bytes and seconds, `terms` of each layer with their formulas, `rungs` of each
-    layer's decompositions, what was chosen, and what was `assumed`, as no weight was read."""
+    layer's decompositions, the choice, and what was `assumed`, as no weight was read."""
     created_at: Timestamp
     started_at: Timestamp | None
     finished_at: Timestamp | None
@@ -270,7 +277,7 @@ class EstimateView:
 
     @property
     def ended(self) -> bool:
-        """Whether it is there, or was given up."""
+        """Whether the plan is ready, or has failed."""
         return self.state in ENDED
 
 
@@ -280,28 +287,28 @@ class DeviceView:
 
     uuid: str
     kind: Literal["cuda", "fake", "host"]
-    """A GPU; one of bytes only, for trying things out; or the memory of a machine without one."""
+    """A GPU; a simulated one, which only counts bytes; or the memory of a machine without a GPU."""
     name: str
     node: str
     state: DeviceState
-    """`leased`: a job computes there; `draining`: processes of one that was taken away are not gone yet; `stale`: no
-    worker that was seen lately offers it."""
+    """`leased`: a job runs there; `draining`: processes of a job that has lost it have not ended; `stale`: no worker
+    has offered it lately."""
     capacity_bytes: int
     free_bytes: int
-    """For the next job. A GPU with a job has none: a job gets it for itself."""
+    """Memory for the next job; 0 of a GPU with a job, which has it to itself."""
     leased_bytes: int
-    """By jobs."""
+    """Memory leased to jobs."""
     foreign_bytes: int
-    """Held by others than jobs."""
+    """Memory held by processes that are not jobs."""
     jobs: int
     reserved: bool
-    """Kept for a job that waits for all of its memory to become free."""
+    """Whether it is kept for a job that waits until enough of its memory is free."""
     seen_at: Timestamp
 
 
 @record
 class DeviceListView:
-    """Devices, those of one node together."""
+    """Devices, ordered by node."""
 
     items: tuple[DeviceView, ...]
     next: str | None

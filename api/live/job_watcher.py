@@ -152,7 +152,7 @@ class Subscription:
         return woken
 
     def events_after(self, position: int) -> EventBatch | None:
-        """Return the channel's events above ``position``, as `Channel.events_after` does."""
+        """Return the channel's events above ``position``; None where the reader has to read the table first."""
         return self._channel.events_after(position)
 
     def is_newer_than(self, version: int) -> bool:

@@ -1,6 +1,6 @@
-"""What the service refuses although the document is sound: it may not, or cannot, run it here.
+"""Admission: refusals of valid documents that this service may not, or cannot, run.
 
-The worker checks again when it runs the job; here the caller hears at once, field by field.
+The worker checks again when it runs the job; here the caller is told at once, field by field.
 """
 
 import os
@@ -36,14 +36,20 @@ _FACTORS_INDEX = "factors/factors.index.json"
 
 
 def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: str) -> None:
-    """Let a sound document pass.
+    """Check a valid document against the operator's settings and the tenant's jobs.
+
+    Args:
+        document: The validated document.
+        settings: The factories, folders and models that jobs may name.
+        engine: The ledger's database, for the jobs that a document refers to.
+        tenant_id: The caller's tenant.
 
     Raises:
         DocumentRefused: With a complaint for each source that this service does not take, or for the deadline.
     """
-    found = (*_inputs(document, settings), *_factors(document, engine, tenant_id, settings))
-    if found:
-        raise DocumentRefused(found)
+    complaints = (*_inputs(document, settings), *_factors(document, engine, tenant_id, settings))
+    if complaints:
+        raise DocumentRefused(complaints)
     if document.schedule.deadline_at is not None:
         with reading(engine) as connection:
             now = connection.execute(select(ledger_now())).scalar_one()
@@ -79,13 +85,13 @@ def _listed_path(pointer: str, path: str, settings: Settings) -> Iterator[Compla
         return
     real = Path(os.path.realpath(path))
     roots = [Path(os.path.realpath(root)) for root in settings.allowed_directories]
-    # relative paths would mean the service's own working directory, which is nobody's business
+    # a relative path would name the service's own working directory
     if not Path(path).is_absolute() or not any(real.is_relative_to(root) for root in roots):
         # the same sentence whether it exists or not: a caller learns nothing about the machine
         yield _complaint(
             pointer,
             "not_allowed",
-            "lies outside the folders that the operator of this service lists (KRONOSCOPE_ALLOW_DIRECTORIES); "
+            "is outside the folders that the operator of this service lists (KRONOSCOPE_ALLOW_DIRECTORIES); "
             "`kronoscope run` takes any folder",
         )
 
@@ -95,10 +101,10 @@ def _hub(name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settin
         yield from _listed_path(f"/{name}/id", source.id, settings)
         return
     if not _HUB_ID.fullmatch(source.id) or ".." in source.id:
-        yield _complaint(f"/{name}/id", "invalid_value", "is no id of the hub; write `owner/name`")
+        yield _complaint(f"/{name}/id", "invalid_value", "is not an id of the hub; write `owner/name`")
         return
     if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
-        yield _complaint(f"/{name}/revision", "invalid_value", "is no branch, tag or commit")
+        yield _complaint(f"/{name}/revision", "invalid_value", "is not the name of a branch, tag or commit")
         return
     if _in_store(settings.model_store, name, source.id):
         return
@@ -111,7 +117,7 @@ def _hub(name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settin
 
 
 def _in_store(store: Path, name: str, hub_id: str) -> bool:
-    """Whether a fetch step has put it there, in the layouts of the hub's own caches."""
+    """Return whether a fetch step has stored it, in the layouts of the hub's own caches."""
     if name == "model":
         return (store / "hub" / f"models--{hub_id.replace('/', '--')}").is_dir()
     wanted = hub_id.replace("/", "___").casefold()
@@ -128,7 +134,7 @@ def _factors(document: JobDocument, engine: Engine, tenant_id: str, settings: Se
         return
     job = read_job(engine, tenant_id, reference.job)
     if job is None:
-        yield _complaint("/factors/job", "not_found", "names no job of yours")
+        yield _complaint("/factors/job", "not_found", "is not the id of one of your jobs")
     elif job.state != "succeeded":
         yield _complaint(
             "/factors/job", "not_succeeded", f"names a job that is {job.state}; wait until it has succeeded"

@@ -1,6 +1,6 @@
-"""Who is asking: every route needs a key unless it is opened here by name.
+"""Authentication: every route needs an API key unless its endpoint is opened by name.
 
-The check is a dependency of the application itself, so a new route is closed until someone
+The check is a dependency of the application itself, so that a new route is closed until someone
 writes ``@open_to_all`` above it; ``tests/api/requests/test_auth.py`` counts those.
 """
 
@@ -29,24 +29,38 @@ _BEARER = HTTPBearer(
 
 
 def open_to_all(endpoint: Endpoint) -> Endpoint:
-    """Serve this endpoint without a key: probes, and the page's own files."""
+    """Serve an endpoint without a key: a decorator for probes and the dashboard's files.
+
+    Args:
+        endpoint: The function of the route.
+
+    Returns:
+        The same function.
+    """
     setattr(endpoint, _OPEN, True)
     return endpoint
 
 
 def is_open(endpoint: object) -> bool:
-    """Whether ``endpoint`` was opened."""
+    """Return whether ``endpoint`` needs no key."""
     return getattr(endpoint, _OPEN, False) is True
 
 
 def scraper_only(endpoint: Endpoint) -> Endpoint:
-    """Serve this endpoint to the operator's token, and to no key: keys are in the database, which may be down."""
+    """Serve an endpoint to the operator's token: a decorator for metrics, as keys are in a database that may be down.
+
+    Args:
+        endpoint: The function of the route.
+
+    Returns:
+        The same function.
+    """
     setattr(endpoint, _SCRAPED, True)
     return endpoint
 
 
 def is_scraper_only(endpoint: object) -> bool:
-    """Whether ``endpoint`` answers to the operator's token."""
+    """Return whether ``endpoint`` needs the operator's token."""
     return getattr(endpoint, _SCRAPED, False) is True
 
 
@@ -57,7 +71,15 @@ def _unauthorised(detail: str) -> Refusal:
 
 
 def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depends(_BEARER)]) -> None:
-    """Let the request through with its caller noted, or refuse it."""
+    """Store the caller of a request in its state, or refuse the request.
+
+    Args:
+        request: The request; embedded mode takes it without a key.
+        service: The running API.
+
+    Raises:
+        Refusal: 401 if the key, or the operator's token, is missing or not valid.
+    """
     if is_open(request.scope.get("endpoint")):
         return
     if service.settings.embedded:
@@ -79,7 +101,7 @@ def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depe
 
 
 def _authenticate_scraper(token: str | None, header: str | None) -> None:
-    """Without a token of the operator's nobody is let in."""
+    """Refuse a wrong token, and any token where the operator has set none."""
     presented = (header or "").encode("utf-8", "replace")
     if token is None or not hmac.compare_digest(presented, f"Bearer {token}".encode()):
         raise _unauthorised("send `Authorization: Bearer TOKEN`, with the operator's KRONOSCOPE_METRICS_TOKEN")

@@ -1,6 +1,6 @@
-"""Reads a request's body as bounded bytes within a deadline, before anything is built from it.
+"""The body of a request, read as bounded bytes within a deadline before anything is built from it.
 
-A server alone waits for a half-sent body as long as the caller likes, and buffers whatever comes.
+Without these bounds a server waits for a half-sent body as long as the caller likes, and buffers all of it.
 """
 
 import asyncio
@@ -20,10 +20,18 @@ def _too_large(limit: int) -> Refusal:
 
 
 async def read_body(request: Request, limit_bytes: int, deadline_seconds: float) -> bytes:
-    """The body's bytes.
+    """Read the body of a request.
+
+    Args:
+        request: The request; its body must not have been read.
+        limit_bytes: The largest body that is read.
+        deadline_seconds: The time in which it must arrive.
+
+    Returns:
+        The whole body.
 
     Raises:
-        Refusal: 413 if it is larger than ``limit_bytes``, 408 if it is not there in time.
+        Refusal: 413 if it is larger, 408 if it does not arrive in time, 400 if the connection ends before it does.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > limit_bytes):
@@ -49,11 +57,18 @@ async def read_body(request: Request, limit_bytes: int, deadline_seconds: float)
 
 
 async def read_document_body(request: Request, limit_bytes: int, deadline_seconds: float) -> bytes:
-    """The guarded bytes of a job document; its fields are not looked at yet.
+    """Read a body that must be declared as JSON.
+
+    Args:
+        request: The request; its body must not have been read.
+        limit_bytes: The largest body that is read.
+        deadline_seconds: The time in which it must arrive.
+
+    Returns:
+        The bytes, which are not parsed yet.
 
     Raises:
-        Refusal: 415, 413, 408.
-        DocumentRefused: If the bytes are no JSON object of bounded size, depth and numbers.
+        Refusal: 415 for another media type or a compressed body; as `read_body` otherwise.
     """
     content_type = request.headers.get("content-type")
     encoding = request.headers.get("content-encoding")

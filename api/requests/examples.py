@@ -1,4 +1,4 @@
-"""Job documents to start from: shown in OpenAPI and on the page, and parsed by a test."""
+"""Example job documents, shown in OpenAPI and on the dashboard, and parsed by a test."""
 
 from typing import Any
 

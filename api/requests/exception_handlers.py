@@ -1,9 +1,9 @@
-"""Turns whatever goes wrong into a problem: one table from exceptions to answers.
+"""The handlers of exceptions: one table from exceptions to problems.
 
 ::
 
-    Refusal                    as it stands
-    jobs.errors.UsageError     4xx: the caller mends the request
+    Refusal                    as it is
+    jobs.errors.UsageError     4xx: the caller corrects the request
     jobs.errors.TransientError 503 with Retry-After
     jobs.errors.FatalError     500 or 503; its sentence goes to the log alone
     anything else              500 (by ``api.requests.middleware``); the traceback goes to the log alone
@@ -113,12 +113,12 @@ def _of_http(error: HTTPException) -> Refusal:
 
 
 def _of_validation(error: RequestValidationError) -> Refusal:
-    """Parameters that FastAPI itself checks; only names and rules are said, never what was given."""
-    found = []
+    """Return the refusal of parameters that FastAPI itself checks, with names and rules but no value."""
+    parameter_faults = []
     for each in error.errors()[:20]:
         place, name = str(each["loc"][0]), ".".join(str(step) for step in each["loc"][1:])
         in_body = place == "body"
-        found.append(
+        parameter_faults.append(
             Fault(
                 pointer=f"/{name}" if in_body else None,
                 parameter=None if in_body else name,
@@ -126,11 +126,21 @@ def _of_validation(error: RequestValidationError) -> Refusal:
                 message=str(each["msg"]),
             )
         )
-    return Refusal(422, "invalid-parameter", "A parameter is not accepted", "mend what `errors` names", errors=found)
+    return Refusal(
+        422,
+        "invalid-parameter",
+        "A parameter is not accepted",
+        "correct the parameters that `errors` names",
+        errors=parameter_faults,
+    )
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception of ``app`` with a problem."""
+    """Install handlers that answer every exception with a problem.
+
+    Args:
+        app: The application, before it serves.
+    """
 
     async def refusal(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)  # noqa: S101 - registered for this class

@@ -1,7 +1,7 @@
-"""What every request passes before any route: an id, the Host of embedded mode, security headers.
+"""The middleware around every route: an id for the request, the Host check of embedded mode, security headers.
 
-Whatever escapes every handler is answered here too, so that the last resort is a problem like
-all others; its traceback goes to the log with the request's id.
+An exception that no handler takes is answered here too, with a problem like all others; its traceback goes to the log
+with the request's id.
 
 Embedded mode asks for no key, so a web page elsewhere must not be able to act through the
 visitor's browser: the Host must be a loopback name (DNS rebinding) and an Origin must be our own.
@@ -36,12 +36,12 @@ _HEADERS = {
 
 
 def request_id(scope: Scope) -> str:
-    """The id of this request."""
+    """Return the id of a request, a UUID, from its ASGI scope."""
     return str(scope.get(_ID, uuid.UUID(int=0)))
 
 
 class SecurityMiddleware:
-    """The outermost layer of the application."""
+    """The outermost middleware but one: only the metrics of requests are around it."""
 
     def __init__(self, app: ASGIApp, *, embedded: bool) -> None:
         self.app = app
@@ -57,7 +57,7 @@ class SecurityMiddleware:
 
         begun = False
 
-        async def dressed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal begun
             begun = True
             if message["type"] == "http.response.start":
@@ -71,16 +71,16 @@ class SecurityMiddleware:
 
         refusal = self._refusal(scope)
         if refusal is not None:
-            await problem_response(refusal, identity)(scope, receive, dressed)
+            await problem_response(refusal, identity)(scope, receive, send_with_headers)
             return
         with bound_contextvars(request=identity):  # in every line that is logged for it
             try:
-                await self.app(scope, receive, dressed)
+                await self.app(scope, receive, send_with_headers)
             except Exception:
                 if begun:
                     raise  # too late for another answer: the server ends the connection
                 _log.exception("request %s failed", identity)
-                await problem_response(internal_error(), identity)(scope, receive, dressed)
+                await problem_response(internal_error(), identity)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:
@@ -105,7 +105,7 @@ class SecurityMiddleware:
 
 
 def _name(host: str) -> str:
-    """The host without its port; an IPv6 address stands in brackets."""
+    """Return the host without its port; an IPv6 address is in brackets."""
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 
 

@@ -33,7 +33,10 @@ def job_view(job: Job, placement: PlacementView | None = None) -> JobView:
 
     Args:
         job: The ledger's record.
-        placement: Where it computes, or why it does not yet; None in lists and in what the ETag is taken of.
+        placement: Its device, or the reason why it waits; None in lists and in the body that the ETag is taken of.
+
+    Returns:
+        The body, with links to the job's other resources.
     """
     here = f"/v1/jobs/{job.id}"
     parts = ("results", "layers", "log", "events", "artifacts")
@@ -49,7 +52,14 @@ def job_view(job: Job, placement: PlacementView | None = None) -> JobView:
 
 
 def estimate_view(job: Job) -> EstimateView:
-    """Return an estimate as its caller sees it: everything from `fits` to `plan` is None until it has succeeded."""
+    """Return an estimate as its caller sees it.
+
+    Args:
+        job: The ledger's record of the estimate, which is a job of a kind of its own.
+
+    Returns:
+        The body; everything from `fits` to `plan` is None until the estimate has succeeded.
+    """
     plan = job.plan if job.state == "succeeded" else None
     figures: dict[str, Any] = dict.fromkeys(("peak", "budget", "smallest_budget"))
     seconds = []

@@ -1,4 +1,4 @@
-"""The menu over HTTP: every analysis with the schemas of its options, metrics and summary."""
+"""The menu of analyses over HTTP, with the schemas of their options, metrics and summaries."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -27,14 +27,14 @@ class AnalysisView:
     options: Mapping[str, Any] | None
     """JSON schema of the block named after the kind; null where there are no options."""
     metrics: Mapping[str, Any]
-    """JSON schema of what one layer returns."""
+    """JSON schema of the metrics of one layer."""
     summary: Mapping[str, Any]
-    """JSON schema of what the whole job returns."""
+    """JSON schema of the summary of the whole job."""
 
 
 @record
 class Example:
-    """A job document to start from."""
+    """An example of a job document."""
 
     title: str
     document: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Example:
 
 @record
 class MenuView:
-    """Everything that can be asked for."""
+    """All analyses, the schema of the job document, and examples."""
 
     items: tuple[AnalysisView, ...]
     document: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Layer rows wherever they are: in the ledger, or in the job's archive once they have left it."""
+"""Layer rows of a job, read from the ledger, or from the job's archive once they have left it."""
 
 from api.problem_details import not_found
 from api.service import Service
@@ -12,30 +12,37 @@ def layer_page(service: Service, job: Job, asked: LayerQuery) -> LayerPage:
     """Return a page of the job's layer rows, from the ledger or from its archive.
 
     Args:
-        service: The service, for its ledger and its artifacts.
-        job: The job.
-        asked: Which rows, in which order and from where on.
+        service: The running API.
+        job: The job, as it was read a moment ago.
+        asked: The selection of rows, their order, and the position to begin at.
 
     Returns:
-        The rows, and the cursor of the next page, or None on the last one.
+        The rows, and the cursor of the next page; None on the last one.
 
     Raises:
         PageRefused: If the limit, the sort key or the cursor is not valid.
-        ArtifactDamaged: If the archive is not what was listed.
+        ArtifactDamaged: If the archive differs from its recorded digest.
     """
     if job.archived_at is None:
         page = layer_rows(service.engine, job.tenant_id, job.id, asked)
-        # none: there is none, or all of them have left since the job was read
+        # no rows: there are none, or they were archived since the job was read
         if page.items or not _archived(service, job):
             return page
     return page_of(read_layers(service.artifacts, _archive(service, job)), asked)
 
 
 def layer_count(service: Service, job: Job) -> int:
-    """How many layer rows the job has so far.
+    """Count the job's layer rows so far.
+
+    Args:
+        service: The running API.
+        job: The job, as it was read a moment ago.
+
+    Returns:
+        The number of rows, in the ledger or in the archive.
 
     Raises:
-        ArtifactDamaged: If the archive is not what was listed.
+        ArtifactDamaged: If the archive differs from its recorded digest.
     """
     if job.archived_at is None:
         count = count_layers(service.engine, job.tenant_id, job.id)
@@ -45,13 +52,13 @@ def layer_count(service: Service, job: Job) -> int:
 
 
 def _archived(service: Service, job: Job) -> bool:
-    """Whether it is by now."""
-    found = read_job(service.engine, job.tenant_id, job.id)
-    return found is not None and found.archived_at is not None
+    """Return whether the job has been archived by now."""
+    current = read_job(service.engine, job.tenant_id, job.id)
+    return current is not None and current.archived_at is not None
 
 
 def _archive(service: Service, job: Job) -> Artifact:
-    found = read_artifact(service.engine, job.tenant_id, job.id, NAME)
-    if found is None:
+    archive = read_artifact(service.engine, job.tenant_id, job.id, NAME)
+    if archive is None:
         raise not_found("there is no such job")  # deleted since it was read: an archived job lists its archive
-    return found
+    return archive

@@ -1,4 +1,4 @@
-"""Files of a job over HTTP: listed, and sent whole or in part, never something else than recorded."""
+"""Files of a job over HTTP: listed, and sent whole or in part, verified against their recorded digests."""
 
 import base64
 import hashlib
@@ -54,9 +54,9 @@ def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListVie
         },
         206: {"description": "The part that `Range` names"},
         307: {
-            "description": "The file is to be fetched from the store itself, within minutes and without your key",
+            "description": "Fetch the file from the store itself, within minutes and without your key",
             "headers": {
-                "Location": {"description": "Where, signed", "schema": {"type": "string"}},
+                "Location": {"description": "Its signed address", "schema": {"type": "string"}},
                 "Digest": {"description": "SHA-256 in base64 (RFC 3230), to verify", "schema": {"type": "string"}},
             },
         },
@@ -74,7 +74,7 @@ async def download(
     if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None,
     direct: Annotated[bool, Query(description="`false`: through the API, never from the store itself.")] = True,
 ) -> Response:
-    """The bytes, as they were verified when the file was recorded."""
+    """The bytes of a file, verified against the digest that was recorded."""
     artifact = await run_in_threadpool(read_artifact, service.engine, caller.tenant_id, job_id, name)
     if artifact is None:
         raise not_found("there is no such file")
@@ -82,10 +82,10 @@ async def download(
     etag = headers["etag"]
     if if_none_match is not None and any(part.strip() in (etag, "*") for part in if_none_match.split(",")):
         return Response(status_code=304, headers=headers)
-    elsewhere = _signed(artifact, headers, service) if direct else None
-    if elsewhere is not None:
-        # the answer itself is as short-lived as the address in it
-        moved = {"location": elsewhere, "cache-control": "no-store"}
+    store_url = _signed_url(artifact, headers, service) if direct else None
+    if store_url is not None:
+        # the response is as short-lived as the address in it
+        moved = {"location": store_url, "cache-control": "no-store"}
         return Response(status_code=307, headers={**headers, **moved})
     part = None
     if byte_range is not None and if_range in (None, etag):
@@ -96,7 +96,7 @@ async def download(
     if part is not None:
         headers["content-range"] = f"bytes {first}-{last}/{artifact.size_bytes}"
     chunks = _chunks(file, last - first + 1, None if part else artifact.sha256)
-    # read before anything is sent: the damage of a file of one chunk can still be said in an answer
+    # read before anything is sent, so that a damaged file of one chunk can still be refused
     begin = await anext(chunks, b"")
     return StreamingResponse(
         _resumed(begin, chunks),
@@ -106,8 +106,8 @@ async def download(
     )
 
 
-def _signed(artifact: Artifact, headers: dict[str, str], service: Service) -> str | None:
-    """Where the store itself sends the file, under the same name and type; None where it goes through here."""
+def _signed_url(artifact: Artifact, headers: dict[str, str], service: Service) -> str | None:
+    """Return the signed address of the file in the store; None where the file goes through the API."""
     if not service.settings.signed_seconds:
         return None
     answers = {name: headers[name] for name in ("content-disposition", "content-type")}
@@ -130,7 +130,7 @@ def _headers(artifact: Artifact) -> dict[str, str]:
 
 
 def _part(header: str, size: int) -> tuple[int, int] | None:
-    """First and last byte of one range; several ranges, or another unit, mean the whole file (RFC 9110).
+    """Return first and last byte of one range; None, the whole file, for several ranges or another unit (RFC 9110).
 
     Raises:
         Refusal: 416 if the range lies outside the file.
@@ -163,7 +163,7 @@ async def _resumed(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[by
 
 
 async def _chunks(file: BinaryIO, length: int, sha256: str | None) -> AsyncIterator[bytes]:
-    """The bytes; of a whole file the last chunk leaves only if the digest over all of them is right.
+    """Yield the bytes; the last chunk of a whole file is sent only if the digest over all of them is right.
 
     Raises:
         ArtifactDamaged: If it is not; after the first chunk the connection then ends before its declared length.

@@ -1,4 +1,4 @@
-"""The dashboard's files: read once from the package, served by exact name, without a key."""
+"""The dashboard's files, read once from the package and served by exact name without a key."""
 
 import hashlib
 from importlib import resources
@@ -20,7 +20,7 @@ _TYPES = {
 
 @record
 class PageFile:
-    """One file of the page."""
+    """One file of the dashboard."""
 
     content: bytes
     media_type: str
@@ -28,14 +28,14 @@ class PageFile:
 
 
 def _read() -> dict[str, PageFile]:
-    found = {}
+    files = {}
     for entry in resources.files("api").joinpath("dashboard").iterdir():
         media_type = _TYPES.get(entry.name.rpartition(".")[2])
         if media_type is not None and entry.is_file():
             content = entry.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[entry.name] = PageFile(content=content, media_type=media_type, etag=etag)
-    return found
+            files[entry.name] = PageFile(content=content, media_type=media_type, etag=etag)
+    return files
 
 
 _FILES = _read()
@@ -48,14 +48,14 @@ Known = Annotated[str | None, Header()]
 @router.get("/")
 @open_to_all
 async def index(if_none_match: Known = None) -> Response:
-    """The page."""
+    """The dashboard."""
     return _serve("index.html", if_none_match)
 
 
 @router.get("/dashboard/{name}")
 @open_to_all
 async def part(name: str, if_none_match: Known = None) -> Response:
-    """A script, a style sheet or the icon of the page."""
+    """A script, a style sheet or the icon of the dashboard."""
     return _serve(name, if_none_match)
 
 

@@ -1,4 +1,4 @@
-"""Devices over HTTP: what the workers compute on, with what is free there and what is leased."""
+"""The devices of the workers over HTTP, with their free and leased memory."""
 
 from typing import Annotated, Any
 
@@ -51,17 +51,17 @@ def list_all(
     after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
     limit: Annotated[int, Query(description="1 to 100.")] = 100,
 ) -> DeviceListView:
-    """Every device that a worker has offered within the last day, whoever's jobs compute there."""
+    """Every device that a worker has offered within the last day, with the jobs of all tenants."""
     check_limit(limit)
-    known = list_devices(service.engine)
+    devices = list_devices(service.engine)
     first = 0
     if after is not None:
-        place = next((place for place, each in enumerate(known) if each.uuid == after), None)
+        place = next((place for place, each in enumerate(devices) if each.uuid == after), None)
         if place is None:
-            raise invalid_parameter("after", "is no device that is known (any more); begin at the first page")
+            raise invalid_parameter("after", "is not a known device; begin at the first page")
         first = place + 1
-    shown = known[first : first + limit]
-    following = shown[-1].uuid if first + limit < len(known) else None
+    shown = devices[first : first + limit]
+    following = shown[-1].uuid if first + limit < len(devices) else None
     if following is not None:
         response.headers["link"] = f'</v1/devices?after={following}&limit={limit}>; rel="next"'
     return DeviceListView(items=tuple(device_view(each) for each in shown), next=following)

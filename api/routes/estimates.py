@@ -1,4 +1,4 @@
-"""Estimates over HTTP: what a job would take, found by a worker from shapes alone, and nothing of the job done."""
+"""Estimates over HTTP: the memory and time of a job, planned by a worker from shapes alone without running it."""
 
 from functools import partial
 from typing import Annotated
@@ -38,7 +38,7 @@ router = APIRouter(prefix="/v1/estimates", tags=["estimates"])
         200: {"description": "The estimate", "headers": {"Location": {"schema": {"type": "string"}}}},
         202: {
             "model": EstimateView,
-            "description": "Accepted; the estimate is not there yet",
+            "description": "Accepted; the estimate is not ready yet",
             "headers": {
                 "Location": {"description": "The estimate", "schema": {"type": "string"}},
                 "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
@@ -60,8 +60,8 @@ async def create(
     """Peak bytes, seconds and the plan of each stage and layer, without running the job.
 
     Takes what `POST /v1/jobs` takes. A worker builds the model without weights and plans; this waits some seconds for
-    it, and else answers 202 with the address where it will be. A document that cannot be run is refused as the job
-    would be; one that fits nowhere is no error: `fits` is false and `smallest_budget` says what would do.
+    it, and otherwise answers 202 with its future address. A document that cannot be run is refused as the job would be;
+    one that fits nowhere is not an error: `fits` is false, and `smallest_budget` is the budget that it needs.
     """
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
@@ -75,7 +75,7 @@ async def create(
 
 
 def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) -> Submitted:
-    """The estimate of this key, or a new one that a worker will find."""
+    """Return the estimate of this key, or store a new one for a worker to find."""
     document: JobDocument = parse_document(raw)
     if key is not None:
         earlier = submitted_earlier(service.engine, tenant_id, document, key, estimate=True)
@@ -98,7 +98,7 @@ async def read(
     service: ServiceOf,
     wait: Annotated[float, Query(description="Seconds to wait until it is there, at most 30.")] = 0,
 ) -> Response:
-    """What the job would take, once `state` is `succeeded`; why it cannot be planned, as a problem."""
+    """The memory and time of the job once `state` is `succeeded`; a problem where it cannot be planned."""
     check_wait(wait)
     stored = partial(read_estimate, service.engine, caller.tenant_id, estimate_id)
     return _answer(await wait_for_job(request, service, stored, wait, what="estimate"), waiting=200)
@@ -106,7 +106,7 @@ async def read(
 
 @router.delete("/{estimate_id}", status_code=204, summary="Delete an estimate", responses=error_responses(404, 409))
 def delete(estimate_id: str, caller: Submitter, service: ServiceOf) -> Response:
-    """Delete an estimate that is there; else it is kept, as jobs are."""
+    """Delete an estimate that has ended; estimates are kept for as long as jobs."""
     delete_job(service.engine, caller.tenant_id, estimate_id, estimate=True)
     service.artifacts.remove(estimate_id)
     return Response(status_code=204)
@@ -124,7 +124,7 @@ def _answer(job: Job, *, waiting: int) -> Response:
 
 
 def _failed(job: Job) -> Refusal:
-    """Why there is no estimate, as an answer that says who can act."""
+    """Return the refusal of an estimate that has failed, with the reason and who can act."""
     failure = job.failure or {}
     category = failure.get("category")
     fault = Fault(
@@ -136,12 +136,12 @@ def _failed(job: Job) -> Refusal:
             422,
             "not-planned",
             "The job cannot be planned",
-            "the job would be refused where it runs; mend what `errors` names",
+            "the job would be refused where it runs; correct the fields that `errors` names",
             errors=[fault],
             headers=headers,
         )
     if category == "transient":
-        detail = "the estimate failed for want of something outside the document; ask for a new one"
+        detail = "the estimate failed for a reason outside the document; ask for a new one"
         return Refusal(503, "estimate-failed", "The estimate failed", detail, errors=[fault], headers=headers)
     return Refusal(
         500,

@@ -1,4 +1,4 @@
-"""A job's history over HTTP: as Server-Sent Events until it has ended, or a page of it as JSON."""
+"""A job's history over HTTP: Server-Sent Events until it has ended, or a page as JSON."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -42,8 +42,7 @@ id: 9
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The events. A stream ends after the job's last one, or when its time is over: then connect "
-        "again with `Last-Event-ID`; nothing is lost and nothing comes twice. Lines that begin with a colon are signs "
-        "of life.",
+        "again with `Last-Event-ID`; each event comes exactly once. Lines that begin with a colon are keepalives.",
         "content": {
             MEDIA_TYPE: {
                 "schema": {"type": "string", "description": "`data` of every event is an `EventView`"},
@@ -75,7 +74,7 @@ async def events(
         str | None, Header(description="The same as `after`, and before it: what a browser sends when it comes again.")
     ] = None,
 ) -> Response:
-    """What happens to a job, as it happens.
+    """The events of a job, as they happen.
 
     `Accept: application/json` asks for a page instead of a stream. Each key may have some streams open at a time.
     """
@@ -99,7 +98,9 @@ def _read(service: ServiceOf, tenant_id: str, job_id: str, position: int, limit:
 def _position(after: int, last_event_id: str | None) -> int:
     if last_event_id is not None:
         if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= 19):
-            raise invalid_parameter("Last-Event-ID", "is no event's number; take `id` of the last event that you have")
+            raise invalid_parameter(
+                "Last-Event-ID", "is not an event number; take `id` of the last event that you have"
+            )
         after = int(last_event_id)
     if not 0 <= after <= MAX_NUMBER:
         name = "after" if last_event_id is None else "Last-Event-ID"
@@ -108,6 +109,6 @@ def _position(after: int, last_event_id: str | None) -> int:
 
 
 def _wants_json(request: Request) -> bool:
-    """Whether the caller names JSON and no stream; a browser's EventSource names the stream, curl neither."""
+    """Return whether the caller names JSON and no stream; a browser's EventSource names the stream, curl neither."""
     accept = request.headers.get("accept", "")
     return "application/json" in accept and MEDIA_TYPE not in accept

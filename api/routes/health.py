@@ -1,4 +1,4 @@
-"""Probes: whether the process lives, and whether it can do its work now."""
+"""Probes: liveness of the process, and readiness of the service."""
 
 import asyncio
 import shutil
@@ -49,22 +49,22 @@ async def live() -> LiveView:
 @router.get("/readyz", summary="Readiness", responses=probe_error_responses())
 @open_to_all
 async def ready(service: ServiceOf) -> ReadyView:
-    """Database within a second, its schema, room on the disk; a silent Redis only degrades."""
+    """Checks the database within a second, its schema and the free disk space; without Redis it is `degraded`."""
     async with service.probe.lock:
         if time.monotonic() - service.probe.at > _KEPT_SECONDS:
             service.probe.checks = await _checks(service)
             service.probe.at = time.monotonic()
         checks = service.probe.checks
-    failing = {name: said for name, said in checks.items() if said != "ok"}
+    failing = {name: result for name, result in checks.items() if result != "ok"}
     if failing.keys() - {"redis"}:
         raise Refusal(
             503,
             "not-ready",
             "The service is not ready",
-            "; ".join(f"{name} {said}" for name, said in failing.items()),
+            "; ".join(f"{name} {result}" for name, result in failing.items()),
             errors=[
-                Fault(pointer=None, parameter=None, code=f"{name}_failing", message=f"{name} {said}")
-                for name, said in failing.items()
+                Fault(pointer=None, parameter=None, code=f"{name}_failing", message=f"{name} {result}")
+                for name, result in failing.items()
             ],
             headers={"retry-after": "5"},
         )
@@ -82,7 +82,7 @@ async def _checks(service: Service) -> dict[str, str]:
 
 
 async def _within(limit_seconds: float, check: Callable[[], str]) -> str:
-    """What ``check`` says, or that it took too long; its thread then ends by itself."""
+    """Return the result of ``check``, or that it took too long; its thread then ends by itself."""
     task = asyncio.ensure_future(run_in_threadpool(check))
     done, _ = await asyncio.wait([task], timeout=limit_seconds)
     if not done:

@@ -52,9 +52,9 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
     response_model=JobView,
     summary="Submit a job",
     responses={
-        200: {"model": ValidationView, "description": "`validate_only=true`: sound, and nothing was stored"},
+        200: {"model": ValidationView, "description": "`validate_only=true`: valid, and nothing was stored"},
         202: {
-            "description": "Accepted, and kept whatever happens to the service",
+            "description": "Accepted and stored durably",
             "headers": {
                 "Location": {"description": "The job", "schema": {"type": "string"}},
                 "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
@@ -74,13 +74,13 @@ async def create(
     ] = None,
     validate_only: Annotated[bool, Query(description="Run every check and store nothing.")] = False,
 ) -> Response:
-    """Take a job document, answer with the job; a worker begins when one is free."""
+    """Submit a job document; a worker runs the job when one is free."""
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     document = await run_in_threadpool(parse_document, raw)
     submitted = None
     if idempotency_key is not None and not validate_only:
-        # a replay gets its job even where the same document would be refused by now
+        # a repeated request gets its job even where the same document would be refused by now
         submitted = await run_in_threadpool(
             submitted_earlier, service.engine, caller.tenant_id, document, idempotency_key
         )
@@ -126,7 +126,7 @@ def list_all(
 ) -> JobListView:
     """Your jobs, newest first, in pages."""
     if kind is not None and kind not in ANALYSES:
-        raise invalid_parameter("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
+        raise invalid_parameter("kind", f"must be one of {', '.join(ANALYSES)}")
     asked = JobQuery(state=_state(state), kind=kind, label=_label(label), before=before, limit=limit)
     page = list_jobs(service.engine, caller.tenant_id, asked)
     if page.next is not None:
@@ -141,7 +141,7 @@ def _state(name: str | None) -> State | None:
         if state == name:
             return state
     if name is not None:
-        raise invalid_parameter("state", f"is no state; take one of {', '.join(STATES)}")
+        raise invalid_parameter("state", f"must be one of {', '.join(STATES)}")
     return None
 
 
@@ -149,7 +149,7 @@ def _label(text: str | None) -> tuple[str, str] | None:
     if text is None:
         return None
     if not _LABEL.fullmatch(text):
-        raise invalid_parameter("label", "is no label; write `name=value`")
+        raise invalid_parameter("label", "must be `name=value`")
     name, _, value = text.partition("=")
     return name, value
 
@@ -162,7 +162,7 @@ def _label(text: str | None) -> tuple[str, str] | None:
         200: {
             "headers": {
                 "ETag": {
-                    "description": "Names this version of the job, its placement apart",
+                    "description": "Names this version of the job, without its placement",
                     "schema": {"type": "string"},
                 }
             }
@@ -207,7 +207,7 @@ async def read(
     responses=error_responses(404),
 )
 def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
-    """Cancel a queued job, or ask a running one to stop within a layer; an ended job stays as it is."""
+    """Cancel a queued job, or ask a running one to stop before its next batch or layer; an ended job stays as it is."""
     return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id), 202)
 
 
@@ -249,9 +249,9 @@ def _matches(header: str, etag: str) -> bool:
 
 
 def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """The job with where it stands with regard to devices.
+    """Return the job with its placement.
 
-    That is no part of its ETag: it may change while the job does not, and who waits for the job is not woken for it.
+    The placement is no part of the ETag: it may change while the job does not, and long polls do not wake for it.
     """
     body = _VIEW.dump_json(job_view(job, placement_of(service.engine, job)))
     named = {"etag": _etag(_json(job)), **(headers or {})}

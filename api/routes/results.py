@@ -1,4 +1,4 @@
-"""What came of a job over HTTP: summary and manifest, layers in three formats, the log."""
+"""The results of a job over HTTP: summary and manifest, layers in three formats, the log."""
 
 import csv
 import io
@@ -25,13 +25,13 @@ from jobs.repository.store import check_limit, read_job
 
 _PAGE = 100
 _ARCHIVED_PAGE = 1000
-"""For each of them the whole archive is read."""
+"""Larger than `_PAGE`, since the whole archive is read for each page."""
 Format = Literal["application/json", "text/csv", "application/jsonl"]
 _JSON: Format = "application/json"
 _CSV: Format = "text/csv"
 _LINES: Format = "application/jsonl"
 
-# what a spreadsheet would run as a formula, or read as a new cell
+# beginnings of a cell that a spreadsheet would run as a formula, or read as a new cell
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 _LINE_SEPARATORS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -50,7 +50,7 @@ Sort = Annotated[
 
 @record
 class Selection:
-    """Which rows, in which order."""
+    """A selection of rows, and their order."""
 
     kind: Kind = None
     sort: Sort = None
@@ -58,7 +58,7 @@ class Selection:
     def __post_init__(self) -> None:
         """Refuse a kind that is not on the menu; the ledger checks the sort key."""
         if self.kind is not None and self.kind not in ANALYSES:
-            raise invalid_parameter("kind", f"is no analysis; take one of {', '.join(ANALYSES)}")
+            raise invalid_parameter("kind", f"must be one of {', '.join(ANALYSES)}")
 
 
 Chosen = Annotated[Selection, Depends()]
@@ -68,10 +68,15 @@ Accept = Annotated[str | None, Header(description="`application/json`, `text/csv
 
 
 def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
-    """The job, if it is this tenant's.
+    """Read a job of a tenant.
+
+    Args:
+        service: The running API.
+        tenant_id: The caller's tenant.
+        job_id: The id from the address.
 
     Raises:
-        Refusal: 404 otherwise, whether it is another tenant's or nobody's.
+        Refusal: 404 otherwise, whether the job belongs to another tenant or does not exist.
     """
     job = read_job(service.engine, tenant_id, job_id)
     if job is None:
@@ -81,7 +86,7 @@ def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
 
 @router.get("/results", summary="Summary and manifest", responses=error_responses(404))
 def results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
-    """The closing figures of each analysis, with what they were computed, and where the rest is."""
+    """The summary of each analysis, the environment in which it was computed, and links to layers and files."""
     job = owned_job(service, caller.tenant_id, job_id)
     files = list_artifacts(service.engine, caller.tenant_id, job_id)
     count = layer_count(service, job)
@@ -176,12 +181,12 @@ def log(job_id: str, caller: Reader, service: ServiceOf) -> Response:
 
 
 def _format(accept: str | None) -> Format:
-    """The first format in ``accept`` that is served here; JSON where none is."""
-    known: dict[str, Format] = {_JSON: _JSON, _CSV: _CSV, _LINES: _LINES, "application/x-ndjson": _LINES}
+    """Return the first format in ``accept`` that is served here; JSON where none is."""
+    formats: dict[str, Format] = {_JSON: _JSON, _CSV: _CSV, _LINES: _LINES, "application/x-ndjson": _LINES}
     for part in (accept or "").split(","):
-        found = known.get(part.partition(";")[0].strip().lower())
-        if found is not None:
-            return found
+        served = formats.get(part.partition(";")[0].strip().lower())
+        if served is not None:
+            return served
     return _JSON
 
 
@@ -192,15 +197,15 @@ def _stream(service: Service, job: Job, wanted: Format, chosen: Selection) -> St
 
 
 def _download(chunks: Iterator[str], media_type: str, name: str) -> StreamingResponse:
-    # the first chunk is asked for now, while a refusal (a sort key, the database) can still be answered
+    # the first chunk is read now, while a refusal (a sort key, the database) can still be answered
     first = next(chunks, "")
 
-    def whole() -> Iterator[str]:
+    def all_chunks() -> Iterator[str]:
         yield first
         yield from chunks
 
     headers = {"content-disposition": f'attachment; filename="{name}"', "vary": "Accept"}
-    return StreamingResponse(whole(), media_type=media_type, headers=headers)
+    return StreamingResponse(all_chunks(), media_type=media_type, headers=headers)
 
 
 def _pages(service: Service, job: Job, chosen: Selection) -> Iterator[tuple[LayerRow, ...]]:
@@ -220,7 +225,7 @@ def _lines(service: Service, job: Job, chosen: Selection, line: Callable[[LayerR
 
 
 def _one_line(value: Any) -> str:  # noqa: ANN401
-    """JSON on one line, whatever separators a name holds."""
+    """Return JSON on one line, with the line separators of Unicode escaped."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_SEPARATORS) + "\n"
 
 
@@ -259,7 +264,7 @@ def _table(service: Service, job: Job, chosen: Selection) -> Iterator[str]:
 
 
 def _cell(value: Any) -> Any:  # noqa: ANN401
-    """A value as a cell: text never begins like a formula (an apostrophe goes before it)."""
+    """Return a value as a cell; an apostrophe goes before text that begins like a formula."""
     if isinstance(value, (list, tuple, dict)):
         value = canonical_json(value)
     if isinstance(value, str):

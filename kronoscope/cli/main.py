@@ -162,7 +162,7 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     with Client(url) as client:
         if validate_only:
             checked = client.validate(wanted)
-            _print_json(checked) if as_json else _out().print("the document is sound; nothing was submitted")
+            _print_json(checked) if as_json else _out().print("the document is valid; nothing was submitted")
             return
         job = client.submit(wanted, idempotency_key=idempotency_key)
         if (note := placement_problem(job)) is not None:
