@@ -1,4 +1,4 @@
-// Talks to the REST API of the same origin; the key lives in this tab's session storage.
+// Requests to the REST API of the same origin; the key is kept in this tab's session storage.
 
 const KEY = "kronoscope.key";
 const PAGE = 100;
@@ -31,7 +31,7 @@ async function problemOf(response) {
   try {
     body = await response.json();
   } catch {
-    // not JSON: the status alone has to do
+    // not JSON: only the status is known
   }
   const problem = new Problem(response.status, body);
   if (response.status === 401) window.dispatchEvent(new CustomEvent("kronoscope:key", { detail: problem.message }));
@@ -63,7 +63,7 @@ export async function get(path, signal) {
   return read(await request(path, { signal }));
 }
 
-/** The job, once it differs from the one with `etag`, or null when nothing changed within the wait. */
+/** Returns the job once it differs from the one with `etag`; null where it has not changed within the wait. */
 export async function watchJob(id, etag, signal) {
   const path = `/v1/jobs/${encodeURIComponent(id)}` + (etag ? "?wait=20" : "");
   const response = await request(path, { signal, headers: etag ? { "If-None-Match": etag } : {} });
@@ -85,7 +85,7 @@ export async function allPages(path, signal) {
 
 let unanswered = { text: null, key: null };
 
-/** Submits; a text whose answer was lost keeps its key, so that the service does not take it for a second job. */
+/** Submits a document; where the answer was lost, it keeps its idempotency key, so that no second job is made. */
 export async function submit(text, validateOnly) {
   if (!validateOnly && unanswered.text !== text) unanswered = { text, key: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}` };
   try {
@@ -114,7 +114,7 @@ export async function cancel(id) {
   return read(await request(`/v1/jobs/${encodeURIComponent(id)}:cancel`, { method: "POST" }));
 }
 
-/** Saves a file of the API; through a blob, since a plain link could not carry the key. */
+/** Saves a file of the API through a blob, since a link cannot carry the key. */
 export async function download(path, name) {
   const response = await request(path);
   const url = URL.createObjectURL(await response.blob());

@@ -1,4 +1,4 @@
-// Chooses the view that the address names, and keeps the header: service status and API key.
+// The router between the views, and the header with service status and API key.
 
 import { rememberKey, storedKey } from "./api.js";
 import { h, replace } from "./dom.js";
@@ -6,8 +6,8 @@ import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
 import { showSubmission } from "./submission.js";
 
-// a service that says nothing for so long is not ready, whatever it said before
-const SILENT_MS = 20_000;
+// without an answer for this long the service counts as not ready
+const TIMEOUT_MS = 20_000;
 const main = document.getElementById("main");
 const dialog = document.getElementById("key-dialog");
 const input = document.getElementById("key-input");
@@ -40,7 +40,7 @@ async function show(moved) {
   } catch (error) {
     if (signal.aborted) return;
     const again = h("button", { type: "button", onclick: () => show(false) }, "Try again");
-    replace(main, h("div", { class: "empty", role: "alert" }, h("h1", {}, "This did not work"), h("p", {}, error.message), again));
+    replace(main, h("div", { class: "empty", role: "alert" }, h("h1", {}, "The page cannot be shown"), h("p", {}, error.message), again));
   }
 }
 
@@ -54,8 +54,8 @@ function askForKey(message) {
 document.getElementById("key-form").addEventListener("submit", (event) => {
   const key = input.value.trim();
   if (!/^[!-~]*$/.test(key)) {
-    event.preventDefault(); // no header can carry it: the browser would send nothing at all
-    document.getElementById("key-problem").textContent = "This is no key of a service: it has visible ASCII characters only.";
+    event.preventDefault(); // no header can carry it: the browser would send no request
+    document.getElementById("key-problem").textContent = "An API key has visible ASCII characters only.";
     return;
   }
   rememberKey(key);
@@ -74,20 +74,20 @@ window.addEventListener("hashchange", () => show(true));
 async function watchService() {
   const badge = document.getElementById("service");
   let status = "away";
-  const silent = new AbortController();
-  const patience = setTimeout(() => silent.abort(), SILENT_MS);
+  const request = new AbortController();
+  const timeout = setTimeout(() => request.abort(), TIMEOUT_MS);
   try {
-    const answer = await fetch("/readyz", { cache: "no-store", signal: silent.signal });
+    const answer = await fetch("/readyz", { cache: "no-store", signal: request.signal });
     if (answer.ok) status = (await answer.json()).status;
   } catch {
     // shown as away
   }
-  clearTimeout(patience);
-  const said = { ready: "Service ready", degraded: "Service degraded", away: "Service not ready" }[status];
+  clearTimeout(timeout);
+  const text = { ready: "Service ready", degraded: "Service degraded", away: "Service not ready" }[status];
   if (badge.dataset.status !== status) {
     badge.dataset.status = status;
-    badge.textContent = said;
-    badge.title = said;
+    badge.textContent = text;
+    badge.title = text;
   }
   setTimeout(watchService, document.hidden ? 60_000 : 15_000);
 }

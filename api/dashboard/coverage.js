@@ -1,25 +1,25 @@
-// The coverage bar: which share of the trainable parameters the results speak for.
+// The coverage bar: the share of the trainable parameters that the results cover, and the reasons for the rest.
 
 import { h } from "./dom.js";
 import { number, percent, several, words } from "./format.js";
 
 const REASONS = {
-  no_gradient: "the loss does not reach them",
-  zero_curvature: "the loss does not curve in them",
-  unsupported: "their kind of layer is not treated yet",
-  gradient_identity: "their rows are not the gradient of each example alone",
+  no_gradient: "the loss has no gradient in them",
+  zero_curvature: "the loss has no curvature in them",
+  unsupported: "their layer type is not supported",
+  gradient_identity: "their rows do not give the gradient of each example",
   examples_mix: "the model mixes the examples of a batch",
-  gradient_not_followed: "their gradient comes by an operation that is not understood",
+  gradient_not_followed: "their gradient passes an operation that is not supported",
 };
 
-// One line: what the layers proved of themselves on these data.
+// One line: the largest error of the gradient identity on these data.
 function identityLine(coverage) {
   const difference = coverage.gradient_identity;
   if (difference === null || difference === undefined) return h("p", { class: "muted small" }, "Gradient identity: not checked.");
   const shown = difference === 0 ? "exactly" : `to ${difference.toExponential(1)}`;
   const examples = coverage.examples_checked;
-  const against = examples ? `in ${several(examples, "example")} or more` : "as a sum: examples could not be told apart";
-  return h("p", { class: "muted small" }, `Gradient identity: every covered layer's rows are the gradient of each example alone ${shown} (${against}).`);
+  const against = examples ? `in ${several(examples, "example")} or more` : "as a sum, since the model draws random numbers";
+  return h("p", { class: "muted small" }, `Gradient identity: the rows of every covered layer give the gradient of each example ${shown} (${against}).`);
 }
 
 export function coverageCard(coverage) {
@@ -29,7 +29,7 @@ export function coverageCard(coverage) {
   return h(
     "section",
     { class: "card stack tight", "aria-label": "Coverage" },
-    h("div", { class: "row apart" }, h("h2", {}, "Coverage"), h("span", { class: "muted small" }, `${several(coverage.layers_covered, "layer")} covered, ${number(coverage.layers_declared)} declared`)),
+    h("div", { class: "row apart" }, h("h2", {}, "Coverage"), h("span", { class: "muted small" }, `${several(coverage.layers_covered, "layer")} covered, ${number(coverage.layers_declared)} not covered`)),
     h(
       "div",
       { class: "coverage", role: "img", "aria-label": label },
@@ -41,7 +41,7 @@ export function coverageCard(coverage) {
       { class: "coverage-key" },
       h("li", {}, h("i", { class: "covered" }), h("strong", {}, percent(coverage.covered_share)), ` covered: ${number(coverage.covered_parameters)} of ${number(coverage.trainable_parameters)} trainable parameters`),
       reasons.map(([reason, count], index) =>
-        h("li", {}, h("i", { class: "declared", "data-order": index % 3 }), h("strong", {}, percent(count / total)), ` declared, ${REASONS[reason] ?? words(reason)}: ${number(count)} `, h("code", {}, reason)),
+        h("li", {}, h("i", { class: "declared", "data-order": index % 3 }), h("strong", {}, percent(count / total)), ` not covered, ${REASONS[reason] ?? words(reason)}: ${number(count)} `, h("code", {}, reason)),
       ),
     ),
     identityLine(coverage),

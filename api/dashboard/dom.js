@@ -1,4 +1,4 @@
-// Builds elements. Text from the server enters the page through textContent alone.
+// Functions that build elements; text from the server becomes text nodes only.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -40,7 +40,7 @@ function press(event) {
 
 function release() {
   clearTimeout(ending);
-  ending = setTimeout(released, 50); // the click itself comes behind what ends the press
+  ending = setTimeout(released, 50); // the click event follows the end of the press
 }
 
 addEventListener("pointerdown", press, true);
@@ -48,7 +48,7 @@ for (const name of ["pointerup", "pointercancel", "contextmenu"]) addEventListen
 addEventListener("blur", release); // of the window alone
 addEventListener("pointermove", (event) => pressed && !event.buttons && release(), true);
 
-/** When nothing is pressed: a click is lost where what it began on is exchanged before it ends. */
+/** Resolves when no button is pressed: replacing an element during a click on it would lose the click. */
 export async function unpressed() {
   while (pressed) await new Promise((resolve) => letGo.push(resolve));
 }

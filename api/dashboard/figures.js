@@ -1,4 +1,4 @@
-// The closing figures of an analysis, each with a sentence that says what it means.
+// The summary figures of an analysis, each with a sentence that explains it.
 
 import { h } from "./dom.js";
 import { bytes, number, percent, several, words } from "./format.js";
@@ -9,25 +9,25 @@ const FIGURES = {
       name: "Effective dimension",
       value: number(summary.effective_dimension, 4),
       note: `of ${number(summary.dimension)} directions`,
-      text: "Directions in which the loss curves more than the damping: how many parameters the data really pins down.",
+      text: "The number of directions in which the loss has more curvature than the damping.",
     },
     {
-      name: "Share in use",
+      name: "Share of directions",
       value: percent(summary.effective_dimension_share, 2),
       note: "effective dimension / dimension",
-      text: "The rest of the directions could move without the loss noticing at this damping.",
+      text: "The other directions have less curvature than the damping.",
     },
     {
       name: "Effective rank",
       value: number(summary.effective_rank, 4),
       note: "summed over layers",
-      text: "How evenly the curvature is spread: the size of a flat spectrum with the same entropy.",
+      text: "The size of a flat spectrum with the same entropy: the more even the spectrum, the larger.",
     },
     {
       name: "Trace",
       value: number(summary.trace, 4),
       note: "total curvature",
-      text: "The sum of all eigenvalues: how strongly the loss reacts to small changes of the weights.",
+      text: "The sum of all eigenvalues: the larger, the more the loss changes under small random changes of the weights.",
     },
   ],
   reconstruction: (summary) => [
@@ -35,29 +35,29 @@ const FIGURES = {
       name: "Clipped",
       value: percent(summary.clipped_share, 2),
       note: `${number(summary.clipped)} of ${number(summary.eigenvalues)} eigenvalues`,
-      text: "Eigenvalues of A and G below λ_max/κ_max, which were raised to it.",
+      text: "Eigenvalues of A and G below λ_max/κ_max, which were raised to this floor.",
     },
     {
       name: "Floor kept",
       value: summary.floor_kept == null ? "–" : percent(summary.floor_kept, 1),
       note: `κ_max = ${number(summary.kappa_max)}`,
-      text: "The least of what the smallest eigenvalues came out as, over the floor that was wanted.",
+      text: "The smallest eigenvalue after clipping over the floor λ_max/κ_max, at its minimum over all factors.",
     },
     {
       name: "Trace added",
       value: summary.mass_share == null ? "–" : percent(summary.mass_share, 2),
-      note: "of the trace before",
-      text: "How much curvature the clipping makes up.",
+      note: "of the trace before clipping",
+      text: "The part of the trace that clipping has added.",
     },
     {
       name: "Error",
       value: summary.relative_error == null ? "–" : number(summary.relative_error, 2),
-      note: summary.route === "eigenbasis" ? "nothing was rebuilt" : "largest of all factors",
-      text: "Distance of a stabilised factor from Q max(Λ, f) Qᵀ, relative to it.",
+      note: summary.route === "eigenbasis" ? "no factor was rebuilt" : "largest of all factors",
+      text: "Relative distance of a stabilised factor from Q max(Λ, f) Qᵀ.",
     },
   ],
   factors: (summary) => [
-    { name: "Examples", value: number(summary.examples), note: `${several(summary.updates, "update")}, ${several(summary.passes, "pass", "passes")}`, text: "What the factors were averaged over." },
+    { name: "Examples", value: number(summary.examples), note: `${several(summary.updates, "update")}, ${several(summary.passes, "pass", "passes")}`, text: "The number of examples that the factors are averaged over." },
     { name: "Layers", value: number(summary.layers), note: `${summary.fisher} Fisher, ${summary.sharing}`, text: "Layers whose A and G were collected." },
     {
       name: "Size of the factors",

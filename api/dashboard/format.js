@@ -1,4 +1,4 @@
-// Numbers, sizes, times and names as people read them.
+// Numbers, sizes, times and names as text.
 
 const WHOLE = new Intl.NumberFormat("en");
 const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };

@@ -1,4 +1,4 @@
-// One job: how far it is, what came of it, its layers, their spectra and its files.
+// The page of one job: progress, summary, layers, spectra, memory and files.
 
 import { allPages, cancel, get, watchJob } from "./api.js";
 import { coverageCard } from "./coverage.js";
@@ -21,7 +21,7 @@ function progressCard(job) {
   const layers = progress.layers_total ? `${progress.layers_done ?? 0} of ${progress.layers_total} layers done` : null;
   const running = job.started_at && job.state === "running" ? (Date.now() - Date.parse(job.started_at)) / 1000 : null;
   const left = running && share > 0.05 && share < 1 ? `about ${seconds((running * (1 - share)) / share).replace(/ min \d+ s/, " min")} left` : null;
-  // stages before the layers do not move the whole yet: they get a thin bar of their own
+  // stages before the layers do not move the total yet: they get a thin bar of their own
   const stageShare = progress.total && share < 0.01 ? progress.done / progress.total : null;
   return h(
     "section",
@@ -36,7 +36,7 @@ function progressCard(job) {
 function summaryParts(results, titles, kinds) {
   const summaries = Object.entries(results.summary ?? {}).filter(([, summary]) => summary);
   const coverage = summaries.map(([, summary]) => summary.coverage).find(Boolean);
-  // in the order asked for, but what answers comes before the collection that fed it
+  // in the order of the document, with the collection's own summary last
   summaries.sort(([a], [b]) => (a === "factors") - (b === "factors") || kinds.indexOf(a) - kinds.indexOf(b));
   return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind)), coverage ? coverageCard(coverage) : null];
 }
@@ -46,7 +46,7 @@ export async function showJob(main, id, signal) {
   const base = `/v1/jobs/${encodeURIComponent(id)}`;
   const first = await watchJob(id, null, signal);
   const menu = await get("/v1/analyses", signal).catch(() => ({ items: [] }));
-  signal.throwIfAborted(); // by now another view may have the place
+  signal.throwIfAborted(); // another view may be shown by now
   const titles = new Map(menu.items.map((item) => [item.kind, item.title]));
   const top = h("div", { class: "stack" });
   const live = h("div", { class: "stack" });
@@ -70,7 +70,7 @@ export async function showJob(main, id, signal) {
     event.target.disabled = true;
     try {
       const asked = await cancel(id);
-      if (!ENDED.has(job.state)) draw(asked); // else the end was seen before this answer
+      if (!ENDED.has(job.state)) draw(asked); // otherwise the end was shown before this answer
     } catch (error) {
       event.target.disabled = false;
       if (!signal.aborted && !ENDED.has(job.state)) replace(live, h("div", { class: "notice bad", role: "alert" }, error.message));
@@ -82,7 +82,7 @@ export async function showJob(main, id, signal) {
     replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null);
   }
 
-  /** The rows so far; a burst of changes is answered at most every second and a half, the last one always. */
+  /** Loads the rows so far, at most every second and a half; the last change is always loaded. */
   async function loadRows(job, force) {
     clearTimeout(rowsLater);
     const done = job.progress?.layers_done ?? 0;
@@ -97,7 +97,7 @@ export async function showJob(main, id, signal) {
     const turn = rowsTurn;
     const rows = await again(() => allPages(`${base}/layers`, signal));
     await unpressed();
-    if (turn !== rowsTurn) return; // rows that were asked for later are there, or will be
+    if (turn !== rowsTurn) return; // a later request is under way, or done
     rowsSeen = done;
     if (!rows.length || signal.aborted) return;
     const kinds = job.kinds.filter((kind) => rows.some((row) => row.kind === kind));
@@ -130,11 +130,11 @@ export async function showJob(main, id, signal) {
     const asked = Date.now();
     const next = await again(() => watchJob(id, etag, signal));
     if (next) ({ job, etag } = next);
-    // a service that has no room for one more who waits answers at once
+    // without room for another long poll the service answers at once
     else await new Promise((resolve) => setTimeout(resolve, asked + ASK_EVERY_MS - Date.now()));
   }
 
-  /** Waits out a service that restarts; everything else is the caller's. */
+  /** Repeats a call while the service restarts; other errors are thrown. */
   async function again(call) {
     for (let wait = 1_000; ; wait = Math.min(wait * 2, 15_000)) {
       try {

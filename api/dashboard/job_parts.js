@@ -1,4 +1,4 @@
-// Parts of the job page that only show: the heading, a failure, the files.
+// The static parts of the job page: heading, placement, failure, files.
 
 import { download } from "./api.js";
 import { h } from "./dom.js";
@@ -6,9 +6,9 @@ import { age, between, bytes, clock, modelName, number, several, sourceName } fr
 import { ENDED, statePill } from "./progress.js";
 
 const WHO = {
-  usage: "The job asks for something that cannot be done; change the document and submit it again.",
-  transient: "This can pass; submit the job again.",
-  fatal: "This is for the operator of the service.",
+  usage: "The job cannot be run as it is; change the document and submit it again.",
+  transient: "The cause may be temporary; submit the job again.",
+  fatal: "The operator of the service must act.",
 };
 
 export function heading(job, stop) {
@@ -18,7 +18,7 @@ export function heading(job, stop) {
     ["Data", sourceName(job.document?.data)],
     task ? ["Task", task.replaceAll("_", " ")] : null,
     ["Submitted", h("time", { datetime: job.created_at, title: clock(job.created_at) }, age(job.created_at))],
-    job.finished_at ? ["Took", between(job.started_at ?? job.created_at, job.finished_at)] : null,
+    job.finished_at ? ["Duration", between(job.started_at ?? job.created_at, job.finished_at)] : null,
     job.attempt > 1 ? ["Attempt", number(job.attempt)] : null,
     ["Id", h("span", { class: "mono id" }, job.id)],
   ].filter(Boolean);
@@ -42,10 +42,10 @@ export function heading(job, stop) {
 const UNPLACED = {
   no_device: "No device can hold this job",
   no_worker: "No worker can take this job up",
-  reserved: "A device is kept for this job",
+  reserved: "A device is reserved for this job",
 };
 
-/** Why a job that waits is not begun, where it is more than its turn. */
+/** The reason why a queued job has not begun, where there is one besides its turn. */
 export function placementCard(job) {
   const { placement } = job;
   if (job.state !== "queued" || !placement || !UNPLACED[placement.status]) return null;
@@ -55,7 +55,7 @@ export function placementCard(job) {
     { class: blocked ? "notice warn" : "notice", role: "status", "aria-label": "Placement" },
     h("strong", {}, UNPLACED[placement.status]),
     h("p", {}, `${placement.message.charAt(0).toUpperCase()}${placement.message.slice(1)}.`),
-    blocked ? h("p", { class: "small" }, "It stays in the queue, and begins when a worker comes that can.") : null,
+    blocked ? h("p", { class: "small" }, "It stays in the queue until a worker can take it up.") : null,
   );
 }
 

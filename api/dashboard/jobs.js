@@ -1,4 +1,4 @@
-// The list of jobs: filtered by state, refreshed while it is looked at, paged to older ones.
+// The list of jobs: filtered by state, refreshed while it is shown, with older jobs on request.
 
 import { get } from "./api.js";
 import { h, replace, unpressed } from "./dom.js";

@@ -13,7 +13,7 @@ const SIZE = {
   show: (row) => (row.record?.in_dim && row.record?.out_dim ? `${number(row.record.in_dim)} × ${number(row.record.out_dim)}` : "–"),
 };
 const PARAMETERS = { name: "Parameters", value: (row) => row.parameter_count };
-const SECONDS = { name: "Time", title: "Seconds this layer took", value: (row) => row.observed?.seconds ?? null, show: (row) => seconds(row.observed?.seconds) };
+const SECONDS = { name: "Time", title: "Seconds of the measurement of this layer", value: (row) => row.observed?.seconds ?? null, show: (row) => seconds(row.observed?.seconds) };
 
 const metric = (key, name, title, more = {}) => ({ key, name, title, value: (row) => row.metrics?.[key] ?? null, ...more });
 
@@ -32,10 +32,10 @@ const noise = (name) => ({
   optional: true,
 });
 
-/** How a metric's value is to be taken where the sample is too small for it. */
+/** A note on a metric whose value has not converged over the sample sizes. */
 function late(row, key) {
   const followed = row.metrics?.convergence?.find((each) => each.metric === key);
-  return followed?.not_converged ? `not converged: heading for ${number(followed.extrapolation)}` : null;
+  return followed?.not_converged ? `not converged: extrapolates to ${number(followed.extrapolation)}` : null;
 }
 
 const COLUMNS = {
@@ -43,7 +43,7 @@ const COLUMNS = {
     LAYER,
     SIZE,
     PARAMETERS,
-    metric("effective_dimension", "Effective dim.", "Σ λᵢ/(λᵢ + λ): directions that curve more than the damping; the bar is its share of all directions", {
+    metric("effective_dimension", "Effective dim.", "Σ λᵢ/(λᵢ + λ): directions with more curvature than the damping; the bar is their share of all directions", {
       share: (row) => row.metrics?.effective_dimension_share ?? null,
     }),
     metric("effective_rank", "Effective rank", "Exponential of the spectrum's entropy; the bar is its share of all directions", {
@@ -53,7 +53,7 @@ const COLUMNS = {
     { name: "Decay", title: "Exponent α of λ_k ∝ k^−α", value: (row) => row.metrics?.decay?.exponent ?? null },
     metric("trace", "Trace", "Sum of all eigenvalues of F = G ⊗ A; the bar compares layers", { relative: true }),
     metric("kappa", "κ", "λ_max/λ_min of F; ∞ where F is singular", {
-      // without a rank no eigenvalues were asked for
+      // without a rank no eigenvalues were computed
       show: (row) => (row.metrics?.kappa != null ? number(row.metrics.kappa) : row.metrics?.rank == null ? "–" : "∞"),
     }),
     SECONDS,
@@ -64,10 +64,10 @@ const COLUMNS = {
     PARAMETERS,
     side("A", "clipped", "Clipped A", "Eigenvalues of A below λ_max/κ_max; the bar is their share"),
     side("G", "clipped", "Clipped G", "Eigenvalues of G below λ_max/κ_max; the bar is their share"),
-    side("A", "kappa_reached", "κ of A", "Condition number that A came out with"),
-    side("G", "kappa_reached", "κ of G", "Condition number that G came out with"),
-    side("A", "relative_error", "Error of A", "Distance from Q max(Λ, f) Qᵀ, relative to it"),
-    side("G", "relative_error", "Error of G", "Distance from Q max(Λ, f) Qᵀ, relative to it"),
+    side("A", "kappa_reached", "κ of A", "Condition number of A after clipping"),
+    side("G", "kappa_reached", "κ of G", "Condition number of G after clipping"),
+    side("A", "relative_error", "Error of A", "Relative distance from Q max(Λ, f) Qᵀ"),
+    side("G", "relative_error", "Error of G", "Relative distance from Q max(Λ, f) Qᵀ"),
     SECONDS,
   ],
   factors: [
@@ -76,8 +76,8 @@ const COLUMNS = {
     PARAMETERS,
     metric("trace_A", "Trace of A", "Sum of the eigenvalues of A", { relative: true }),
     metric("trace_G", "Trace of G", "Sum of the eigenvalues of G", { relative: true }),
-    metric("exact_trace", "Exact trace", "Trace of the layer's block of the curvature itself, from each example's squared gradient", { relative: true }),
-    metric("trace_ratio", "K-FAC / exact", "K-FAC's trace, tr(A)·tr(G), over the exact one: 1 where its scale is right"),
+    metric("exact_trace", "Exact trace", "Trace of the layer's block of the exact curvature, from each example's squared gradient", { relative: true }),
+    metric("trace_ratio", "K-FAC / exact", "K-FAC's trace, tr(A)·tr(G), over the exact trace"),
     noise("A"),
     noise("G"),
     metric("calls", "Calls", "Calls of the module in one forward pass"),
@@ -104,7 +104,7 @@ function compare(column, descending) {
   };
 }
 
-/** Shows rows in `place`; `select(row)` is called when a layer is chosen. */
+/** A table of rows in `place`; `select(row)` is called when a layer is chosen. */
 export class LayerTable {
   constructor(place, select) {
     this.place = place;
@@ -134,7 +134,7 @@ export class LayerTable {
 
   show(rows, kinds) {
     this.rows = rows;
-    // while a job runs its analyses come one by one: the table goes on to the usual one, unless another was picked
+    // the analyses of a running job arrive one by one: the table switches to the usual one, unless another was picked
     const usual = kinds.find((kind) => kind === "capacity") ?? kinds[0];
     if (this.kind !== usual && !(this.picked && kinds.includes(this.kind))) {
       this.kind = usual;
@@ -203,24 +203,24 @@ export class LayerTable {
         h("thead", {}, h("tr", {}, head)),
         h("tbody", {}, kept.map((row) => this.line(row, columns, largest))),
       ),
-      kept.length ? null : h("p", { class: "muted pad" }, rows.length ? "No layer of this name." : "No layer has been measured yet."),
+      kept.length ? null : h("p", { class: "muted pad" }, rows.length ? "No layer has this name." : "No layer has been measured yet."),
     );
   }
 
   line(row, columns, largest) {
-    const declared = row.status === "declared";
+    const notCovered = row.status === "declared";
     const name = h(
       "td",
       { class: "cell-layer" },
-      declared
+      notCovered
         ? h("span", { class: "mono strong" }, row.layer || "(model)")
         : h("button", { type: "button", class: "layer-name mono", onclick: () => this.select(row) }, row.layer || "(model)"),
       h("span", { class: "under" }, row.module, row.status === "zero_curvature" ? h("span", { class: "tag" }, "zero curvature") : null),
     );
     const attributes = { "data-ordinal": row.ordinal, "data-status": row.status, "data-chosen": this.chosen === row.ordinal };
-    if (declared) {
+    if (notCovered) {
       const parameters = h("td", { class: "numeric" }, number(row.parameter_count));
-      const why = h("td", { colspan: columns.length - 3, class: "cell-why" }, h("span", { class: "tag" }, "declared"), ` ${words(row.reason ?? "")}`);
+      const why = h("td", { colspan: columns.length - 3, class: "cell-why" }, h("span", { class: "tag" }, "not covered"), ` ${words(row.reason ?? "")}`);
       return h("tr", attributes, name, h("td", { class: "numeric muted" }, "–"), parameters, why);
     }
     return h("tr", attributes, name, columns.slice(1).map((column) => this.cell(row, column, largest)));

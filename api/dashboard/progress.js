@@ -1,4 +1,4 @@
-// How a job stands: its state as a pill, its progress as a bar with words.
+// The state of a job as a pill, and its progress as a bar with a sentence.
 
 import { h } from "./dom.js";
 import { number, words } from "./format.js";
@@ -28,12 +28,12 @@ export function stageSentence(job) {
   const progress = job.progress;
   if (job.state === "queued") return job.failures ? `Waiting for a worker, after ${job.failures} failed attempts` : "Waiting for a worker";
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
-  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Looking at the exact curvature" }[progress.stage];
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature" }[progress.stage];
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : "";
   return [stage ?? `Measuring ${words(progress.stage)}`, done].filter(Boolean).join(" · ");
 }
 
-/** A bar that tells its share to assistive technology too. */
+/** A progress bar, with its value for assistive technology. */
 export function bar(share, label, options = {}) {
   const value = Math.round(share * 100);
   return h(

@@ -32,7 +32,7 @@ export class SpectrumPanel {
     this.wanted = null;
   }
 
-  /** Offers every covered layer whose spectrum was kept, and opens the one that was asked for, else the first. */
+  /** Lists every covered layer with a kept spectrum, and opens the one that was chosen, or the first. */
   async show(artifacts, rows) {
     const kept = new Set((artifacts ?? []).map((file) => file.name));
     const seen = new Map();

@@ -1,9 +1,9 @@
-// A new job: a document to edit, checked by the service, its faults listed beside it by pointer.
+// The page of a new job: an editor for its document, with the faults that the service finds.
 
 import { get, submit } from "./api.js";
 import { h, replace } from "./dom.js";
 
-/** Where in `text` the value of a JSON pointer begins; -1 where it is not found. */
+/** The position in `text` at which the value of a JSON pointer begins; -1 where it is not found. */
 export function placeOf(text, pointer) {
   const steps = pointer.split("/").slice(1).map((step) => step.replaceAll("~1", "/").replaceAll("~0", "~"));
   let from = 0;
@@ -72,7 +72,7 @@ export async function showSubmission(main, signal) {
     try {
       const job = await submit(editor.value, validateOnly);
       if (signal.aborted) return;
-      if (validateOnly) replace(answer, h("div", { class: "notice good" }, h("strong", {}, "The document is sound."), h("p", {}, "Nothing was stored.")));
+      if (validateOnly) replace(answer, h("div", { class: "notice good" }, h("strong", {}, "The document is valid."), h("p", {}, "Nothing was stored.")));
       else location.hash = `#/jobs/${encodeURIComponent(job.id)}`;
     } catch (error) {
       if (!signal.aborted) replace(answer, problems(error, editor));
@@ -108,9 +108,9 @@ export async function showSubmission(main, signal) {
       h(
         "div",
         { class: "card stack tight", id: "document-help" },
-        h("h2", {}, "What a document says"),
-        h("p", { class: "muted small" }, "Which analyses, of which model, over which data, and what the model's outputs mean. Everything else has a default."),
-        h("h3", { class: "label" }, "Analyses on the menu"),
+        h("h2", {}, "The job document"),
+        h("p", { class: "muted small" }, "It names the analyses, the model, the data and the task. Everything else has a default."),
+        h("h3", { class: "label" }, "Analyses"),
         h("dl", { class: "menu" }, menu.items.flatMap((item) => [h("dt", {}, h("code", {}, item.kind)), h("dd", {}, item.description)])),
       ),
     ),

@@ -115,7 +115,7 @@ def test_the_job_page_shows_results(page: Page, finished: str) -> None:
     expect(page.get_by_text("Effective dimension").first).to_be_visible()
     rows = page.locator("table.layers tbody tr")
     expect(rows).to_have_count(8)
-    expect(rows.nth(7)).to_contain_text("declared")
+    expect(rows.nth(7)).to_contain_text("not covered")
     expect(rows.nth(7)).to_contain_text("no gradient")
     expect(page.get_by_role("img", name="trainable parameters are covered")).to_be_visible()
 
@@ -354,7 +354,7 @@ def test_the_models_spectrum_is_drawn_and_told(page: Page, finished: str) -> Non
     expect(card.get_by_text("0.06 in features.0")).to_be_visible()
     expect(card.get_by_text("effective rank (7 layers)")).to_be_visible()
     star = page.locator("table.layers tbody tr").first.get_by_role("note")
-    expect(star).to_have_attribute("aria-label", re.compile("^not converged: heading for "))
+    expect(star).to_have_attribute("aria-label", re.compile("^not converged: extrapolates to "))
 
 
 def test_the_table_sorts_by_keyboard_and_filters(page: Page, finished: str) -> None:
