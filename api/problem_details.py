@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from starlette.responses import Response
 
-from catalog.complaints import Complaint
+from catalog.field_errors import Complaint
 from catalog.record import plain, record
 
 MEDIA_TYPE = "application/problem+json"

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import results_file
 from benchmarks.architecture_cases import adapters, compositions, diffusion, graphs, language, networks, traps, vision
-from benchmarks.architecture_judgement import TOLERANCE, judged
+from benchmarks.architecture_cases.judgement import TOLERANCE, judged
 
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 SECONDS = 120

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import collection_cases, results_file
+from benchmarks import results_file
+from benchmarks.cases import collection
 
 ROOT = Path(__file__).parent.parent
 PEERS_PYTHON = Path(os.environ.get("KRONOSCOPE_PEERS", ROOT / ".peers")) / "bin" / "python"
@@ -132,10 +133,10 @@ def measured(case: str, libraries: tuple[str, ...], rounds: int) -> dict[str, An
     finally:
         for contender in contenders:
             contender.close()
-    _, (inputs, _) = collection_cases.built(case)
+    _, (inputs, _) = collection.built(case)
     return {
         "batches_per_round": together,
-        "padding_share": collection_cases.padding_share(inputs),
+        "padding_share": collection.padding_share(inputs),
         "contenders": {contender.library: contender.figures() for contender in contenders},
         "agreement_of_A": {
             contender.library: _agreement(contender, contenders[0])
@@ -200,7 +201,7 @@ def claims(figures: dict[str, Any], clock: str) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure the cases one after the other and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=collection_cases.CASES, default=list(collection_cases.CASES))
+    parser.add_argument("--cases", nargs="+", choices=collection.CASES, default=list(collection.CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--without-own-rows", action="store_true")

@@ -19,8 +19,8 @@ from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
 from catalog.woodbury import Woodbury
-from engine.curvature.collection import collected
-from engine.curvature.softmax_head import SoftmaxFisher
+from engine.collect import collected
+from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.workspace import Workspace
 
 CLASSES, TERMS, WIDTH = 50_257, 1024, 32

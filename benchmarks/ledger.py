@@ -210,7 +210,7 @@ class Loader:
     """A process that loads, started and told what to do."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        command = [sys.executable, "-P", "-c", "from benchmarks.ledger_load import main; main()"]
+        command = [sys.executable, "-P", "-c", "from benchmarks.cases.ledger_load import main; main()"]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and words
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

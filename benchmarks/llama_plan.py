@@ -20,7 +20,7 @@ import transformers
 from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.curvature.planning import estimate
+from engine.estimate import estimate
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import readable_bytes
 from engine.workspace import Workspace

@@ -20,10 +20,10 @@ from torch import Tensor
 from benchmarks import results_file
 from catalog.capacity import CapacityParams
 from catalog.collection import Stabilisation
-from engine.analyses.layer_capacity import curve, ordered
-from engine.analyses.sides import SCALARS, Sides, scalars
-from engine.curvature.kronecker_order import quantile_rank
-from engine.curvature.stabilisation import damping
+from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, scalars
+from engine.analyses.metrics.layer_metrics import curve, ordered
+from engine.linalg.damping import damping
+from engine.linalg.kronecker_quantiles import quantile_rank
 
 PARAMS = CapacityParams()
 SECONDS, ERROR = 0.1, 1e-10

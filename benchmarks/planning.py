@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results_file
-from benchmarks.planning_cases import STAGES
-from benchmarks.planning_models import CASES
+from benchmarks.cases.planning import STAGES
+from benchmarks.cases.planning_models import CASES
 
 ROOT = Path(__file__).parent.parent
 TIMED = ("digits CNN", "ResNet-18, narrow")
@@ -42,7 +42,7 @@ def child(case: str, *arguments: str) -> dict[str, Any]:
     """One run; what it said."""
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-m", "benchmarks.planning_cases", case, "--folder", folder, *arguments],
+            [sys.executable, "-m", "benchmarks.cases.planning", case, "--folder", folder, *arguments],
             capture_output=True,
             text=True,
             check=False,

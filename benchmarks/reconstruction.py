@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import results_file
-from engine.curvature.reached import reached
-from engine.curvature.stabilise import Placement, stabilise_
-from engine.curvature.stabilised_inverse import StabilisedSide
+from engine.factors.clip_eigenvalues import Placement, stabilise_
+from engine.factors.clipped_inverse import StabilisedSide
+from engine.factors.clipping_check import reached
 
 KAPPA_MAX = 1e6
 SIZES = (1024, 2048, 4096, 8192)

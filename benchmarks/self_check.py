@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks import results_file
-from benchmarks.architecture_judgement import NoArtifacts
-from benchmarks.collection_cases import built
+from benchmarks.architecture_cases.judgement import NoArtifacts
+from benchmarks.cases.collection import built
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.curvature.collection import collected
-from engine.curvature.identity.self_check import SelfCheck
+from engine.collect import collected
+from engine.gradient_identity.self_check import SelfCheck
 from engine.workspace import Workspace
 
 CASES = ("mlp", "resnet18", "minilm")

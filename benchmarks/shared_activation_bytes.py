@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.curvature.collected import write_factors
-from engine.curvature.collection import collected
+from engine.collect import collected
+from engine.factors.factor_set import write_factors
 from engine.workspace import Workspace
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results_file
-from engine.curvature.eigenbasis import Decomposition, decompose, rungs
+from engine.linalg.eigendecomposition import Decomposition, decompose, rungs
 
 SHARES = (4, 8, 16)
 """T = n over each."""

@@ -21,15 +21,15 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import results_file
-from benchmarks.planning_cases import Folder
+from benchmarks.cases.planning import Folder
 from catalog import ANALYSES
 from catalog.analysis import most_decomposed
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.curvature.planning import plan_job
+from engine.estimate import plan_job
 from engine.memory.budget import MemoryBudget
-from engine.memory.curve import MemoryCurve
 from engine.memory.guard import Guard
+from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
 from engine.workspace import Workspace
 from worker.execution.resolve import resolve

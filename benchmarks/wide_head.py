@@ -15,11 +15,11 @@ from torch import Tensor
 
 from benchmarks import results_file
 from catalog.capacity import CapacityParams
-from engine.analyses.layer_capacity import ordered, scalar_metrics
-from engine.analyses.sides import Sides
-from engine.curvature.clipped_operator import ClippedOperator
-from engine.curvature.softmax_head import SoftmaxFisher
-from engine.curvature.stabilisation import Damping, clipping, counted_clipping
+from engine.analyses.metrics.kronecker_metrics import Sides
+from engine.analyses.metrics.layer_metrics import ordered, scalar_metrics
+from engine.factors.clipped_operator import ClippedOperator
+from engine.factors.softmax_fisher import SoftmaxFisher
+from engine.linalg.damping import Damping, clipping, counted_clipping
 
 CLASSES, TERMS, KAPPA_MAX = 6000, 64, 1e6
 PARAMS = CapacityParams()

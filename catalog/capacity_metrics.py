@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from catalog.cross_check import CrossCheck
-from catalog.nested import Convergence, NestedCapacity
 from catalog.record import record
+from catalog.subsamples import Convergence, NestedCapacity
 
 
 @record

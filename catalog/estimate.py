@@ -1,6 +1,6 @@
 """An estimate: the plan of a job that is not run. In the ledger it is a kind of its own, which no menu lists."""
 
-from catalog.complaints import Complaint
+from catalog.field_errors import Complaint
 from catalog.job import JobDocument
 
 ESTIMATE = "plan"

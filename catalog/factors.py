@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from catalog.analysis import Analysis, Coverage
-from catalog.nested import NestedTraces
 from catalog.record import record
+from catalog.subsamples import NestedTraces
 
 
 @record

@@ -24,7 +24,7 @@ class FieldError(ValueError):
     """A value that fits its type but not its meaning.
 
     Raised in a record's ``__post_init__``. Pydantic reports only the record, so the name of
-    the field travels in the error and completes the pointer (see ``catalog.complaints``).
+    the field travels in the error and completes the pointer (see ``catalog.field_errors``).
     """
 
     def __init__(self, field: str, message: str) -> None:

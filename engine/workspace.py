@@ -20,9 +20,9 @@ from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.memory.budget import MemoryBudget
-from engine.memory.curve import MemoryCurve
+from engine.memory.device_speed import Pace
 from engine.memory.guard import Guard
-from engine.memory.pace import Pace
+from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import Chosen, Plan, Stage
 
 

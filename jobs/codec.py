@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from catalog import DOCUMENT
-from catalog.complaints import Complaint, complaints
+from catalog.field_errors import Complaint, complaints
 from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
 from catalog.schedule import Schedule

@@ -22,7 +22,7 @@
         └── ArtifactDamaged      a file is not what was recorded
 """
 
-from catalog.complaints import Complaint
+from catalog.field_errors import Complaint
 
 
 class LedgerError(Exception):

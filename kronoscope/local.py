@@ -18,18 +18,17 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task, TaskType
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
-from engine.curvature.batches import counted
-from engine.curvature.collected import INDEX, Collected, read_collected
-from engine.curvature.decomposition_bytes import eigendecomposition_bytes as eigendecomposition_bytes  # noqa: PLC0414 - offered here
-from engine.curvature.factors import Corrected, Factors, digest
-from engine.curvature.preconditioning import precondition
-from engine.curvature.stabilised_inverse import StabilisedLayers
-from engine.curvature.structured import Structured
-from engine.curvature.woodbury import LowRank
 from engine.errors import BrokenFactors
+from engine.factors.clipped_inverse import StabilisedLayers
+from engine.factors.factor_set import INDEX, Collected, read_collected
+from engine.factors.kronecker_factors import Corrected, Factors, digest
+from engine.factors.low_rank import LowRank
+from engine.linalg.linear_operator import Structured
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
+from engine.model.batches import counted
+from engine.operators.preconditioning import precondition
 from engine.workspace import Artifacts, Workspace
 from kronoscope.local_artifacts import Folder, Held
 

@@ -11,8 +11,8 @@ from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.curvature.collected import Collected
-from engine.curvature.collection import collected
+from engine.collect import collected
+from engine.factors.factor_set import Collected
 from engine.workspace import Workspace
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from benchmarks import results_file
 from benchmarks.architecture_cases import adapters, graphs, language, networks, traps
 from benchmarks.architecture_cases.case import Builder
-from benchmarks.architecture_judgement import TOLERANCE, judged
+from benchmarks.architecture_cases.judgement import TOLERANCE, judged
 from benchmarks.architectures import PAGE, page
-from engine.curvature.layers.linear import LinearLayer
+from engine.layers.linear import LinearLayer
 
 RIGHT = {
     "GPT-2": language.CASES["GPT-2"],

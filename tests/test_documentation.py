@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 
 from catalog import DOCUMENT
-from catalog.complaints import spellings
+from catalog.field_errors import spellings
 from catalog.job import JobDocument
 
 ROOT = Path(__file__).resolve().parents[1]

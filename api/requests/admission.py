@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import Engine, select
 
 from api.settings import Settings
-from catalog.complaints import Complaint
+from catalog.field_errors import Complaint
 from catalog.inputs import (
     DataFactory,
     DataFile,

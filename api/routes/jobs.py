@@ -20,7 +20,7 @@ from api.requests.response_bodies import job_view
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.job import JobDocument
-from catalog.needs import least_bytes
+from catalog.memory_requirements import least_bytes
 from catalog.responses import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES, State

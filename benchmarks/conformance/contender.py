@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from benchmarks import collection_cases
+from benchmarks.cases import collection
 from benchmarks.conformance.problem import Factors
 
 VARIANTS: dict[str, dict[str, Any]] = {"exact_trace": {"exact_trace": True}, "every_parameter": {}}
@@ -77,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     library, _, variant = arguments.library.partition("+")
     adapter = importlib.import_module(f"benchmarks.conformance.adapters.{library}")
-    problem, batch = collection_cases.built(arguments.case)
+    problem, batch = collection.built(arguments.case)
     if variant == "every_parameter":
         problem.model.requires_grad_(requires_grad=True)
     turns = Turns(batch, output, arguments.most)

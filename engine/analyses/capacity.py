@@ -7,16 +7,16 @@ from collections.abc import Generator, Sequence
 from catalog.analysis import LayerResult
 from catalog.capacity import CapacityParams, CapacitySummary
 from catalog.capacity_metrics import CapacityMetrics
-from engine.analyses.convergence import Followed, followed, model_convergence, summed
-from engine.analyses.coverage import coverage
-from engine.analyses.cross_check import cross_checked
-from engine.analyses.finite_numbers import finite_summary
-from engine.analyses.gradient_side import branch_counts
-from engine.analyses.layer_capacity import layer_metrics, sides_of
-from engine.analyses.measured import covered_result, declared_results, measured_layers
-from engine.analyses.model_capacity import ModelLayer, model_metrics
-from engine.analyses.token_importance import require_head, token_importance
-from engine.curvature.collection import collected
+from engine.analyses.coverage_summary import coverage
+from engine.analyses.metrics.exact_ggn_check import cross_checked
+from engine.analyses.metrics.layer_metrics import layer_metrics, sides_of
+from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
+from engine.analyses.metrics.sample_convergence import Followed, followed, model_convergence, summed
+from engine.analyses.metrics.token_importance import require_head, token_importance
+from engine.collect import collected
+from engine.measurement.finite_numbers import finite_summary
+from engine.measurement.layer_measurement import covered_result, declared_results, measured_layers
+from engine.measurement.representation_record import branch_counts
 from engine.workspace import Workspace
 
 

@@ -4,13 +4,13 @@ from collections.abc import Generator
 
 from catalog.analysis import LayerResult
 from catalog.factors import FactorsMetrics, FactorsSummary
-from engine.analyses.coverage import coverage
-from engine.analyses.finite_numbers import finite_summary
-from engine.analyses.gradient_side import branch_counts
-from engine.analyses.measured import Measured, covered_result, declared_results, measured_layers
-from engine.analyses.sample_sizes import nested_traces
-from engine.curvature.collected import Collected
-from engine.curvature.collection import collected
+from engine.analyses.coverage_summary import coverage
+from engine.collect import collected
+from engine.factors.factor_set import Collected
+from engine.measurement.finite_numbers import finite_summary
+from engine.measurement.layer_measurement import Measured, covered_result, declared_results, measured_layers
+from engine.measurement.representation_record import branch_counts
+from engine.measurement.subsample_spectra import nested_traces
 from engine.workspace import Workspace
 
 

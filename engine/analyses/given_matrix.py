@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from catalog.layer_record import LayerRecord
-from engine.analyses.stabilised_side import Made
-from engine.curvature.collected import LayerFacts
-from engine.curvature.stabilised_inverse import StabilisedSide
+from engine.factors.clipped_inverse import StabilisedSide
+from engine.factors.factor_set import LayerFacts
+from engine.measurement.clip_factor import Made
 
 _COLLECTED = (
     "policy", "damping_split", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq",

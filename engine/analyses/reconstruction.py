@@ -16,22 +16,22 @@ from catalog.reconstruction import (
     ReconstructionParams,
     ReconstructionSummary,
 )
-from engine.analyses.clipped_head import clipped_structured
-from engine.analyses.coverage import coverage
-from engine.analyses.finite_numbers import finite_summary
+from engine.analyses.coverage_summary import coverage
 from engine.analyses.given_matrix import index_entry, record_without_collection
-from engine.analyses.gradient_side import branch_counts
-from engine.analyses.measured import Measured, covered_result, declared_results, measured_layers
-from engine.analyses.stabilised_side import Made, in_eigenbasis, not_stabilised, rebuilt
-from engine.curvature.clipped_operator import ClippedOperator
-from engine.curvature.collected import GIVEN_MATRIX, Collected, Kept, write_factors, write_index
-from engine.curvature.collection import collected
-from engine.curvature.eigensolvers import LARGEST
-from engine.curvature.factors import Factors, packed
-from engine.curvature.panels import wide_product
-from engine.curvature.stabilised_inverse import PREFIX, StabilisedSide
-from engine.curvature.structured import Structured
+from engine.collect import collected
 from engine.errors import BrokenFactors, NoConditionNumber
+from engine.factors.clipped_inverse import PREFIX, StabilisedSide
+from engine.factors.clipped_operator import ClippedOperator
+from engine.factors.factor_set import GIVEN_MATRIX, Collected, Kept, write_factors, write_index
+from engine.factors.kronecker_factors import Factors, packed
+from engine.linalg.eigensolvers import LARGEST
+from engine.linalg.linear_operator import Structured
+from engine.linalg.panels import wide_product
+from engine.measurement.clip_factor import Made, in_eigenbasis, not_stabilised, rebuilt
+from engine.measurement.clip_head import clipped_structured
+from engine.measurement.finite_numbers import finite_summary
+from engine.measurement.layer_measurement import Measured, covered_result, declared_results, measured_layers
+from engine.measurement.representation_record import branch_counts
 from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import Workspace
 

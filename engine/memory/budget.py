@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from catalog.control_groups import free_group_bytes
+from catalog.cgroups import free_group_bytes
 from catalog.memory import Memory, amount_bytes
 from catalog.record import FieldError
 

@@ -22,8 +22,8 @@ from engine.memory.budget import (
     give_back_host_memory,
     resident_bytes,
 )
-from engine.memory.exhaustion import first_line, free_memory, ran_out_of_memory
-from engine.memory.hold import hold_host
+from engine.memory.limits import hold_host
+from engine.memory.out_of_memory import first_line, free_memory, ran_out_of_memory
 from engine.memory.plan import Chosen, Plan, largest, readable_bytes, written_bytes
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from catalog.foreseen_seconds import Paced, seconds_range
 from catalog.memory import PLANNED_STAGES, PlannedStage
+from catalog.time_estimate import Paced, seconds_range
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
 

@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
 from catalog.frames import ArtifactWritten, Failed, LayerDone, LogLine, Planned, Started, Summarised
-from catalog.needs import memory_of, planned_bytes
+from catalog.memory_requirements import memory_of, planned_bytes
 from catalog.record import plain
 from jobs.codec import sha256_of
 from jobs.devices.leases import DeviceLease, Place, correct, device_class, lease, lease_of

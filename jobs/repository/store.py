@@ -12,7 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.estimate import ESTIMATE
 from catalog.job import JobDocument
-from catalog.needs import factories_of
+from catalog.memory_requirements import factories_of
 from catalog.record import record
 from catalog.schedule import Schedule
 from jobs.codec import document_json, sha256_of

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement
 
-from catalog.complaints import Complaint
+from catalog.field_errors import Complaint
 from catalog.record import plain
 from catalog.schedule import Schedule
 from jobs.errors import DocumentRefused

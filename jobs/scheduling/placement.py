@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Row, and_, case, literal, or_, select, true, update
 
 from catalog.job import JobDocument
-from catalog.needs import factories_of
+from catalog.memory_requirements import factories_of
 from catalog.responses import PlacementView
 from jobs.devices.leases import Place, device_class, suited, suits
 from jobs.records import Job

@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 
-from catalog.complaints import Complaint
+from catalog.field_errors import Complaint
 from kronoscope.client.retry import PAUSE_SECONDS, retry_after_seconds
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from catalog.foreseen_seconds import written_seconds
 from catalog.memory import PLANNED_STAGES
+from catalog.time_estimate import written_seconds
 from kronoscope.display.tables import format_number, shorten
 
 _LARGEST = 8

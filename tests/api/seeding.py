@@ -25,8 +25,8 @@ from catalog.capacity_metrics import (
 from catalog.factors import FactorsMetrics, FactorsSummary
 from catalog.frames import ArtifactWritten, Failed, Started, Summarised, layer_frame
 from catalog.layer_record import LayerRecord, Observed
-from catalog.nested import Convergence
 from catalog.record import plain
+from catalog.subsamples import Convergence
 from jobs.codec import parse_document
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import claims

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from catalog import ANALYSES, DOCUMENT, JobDocument
-from catalog.complaints import complaints, spellings
+from catalog.field_errors import complaints, spellings
 from catalog.frames import Failed, LayerDone, Progress, decode, encode
 from catalog.memory import amount_bytes
 from catalog.record import FieldError, canonical_json

@@ -9,9 +9,9 @@ from catalog.inputs import Task
 from catalog.memory import Memory
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
-from engine.curvature.collection import collected
-from engine.curvature.factors import digest
+from engine.collect import collected
 from engine.errors import NonFiniteFactor
+from engine.factors.kronecker_factors import digest
 from engine.memory.budget import MemoryBudget
 from engine.workspace import Workspace
 from tests.oracles import relative_error, workspace

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.analyses.measured import measured_layers
-from engine.curvature import eigensolvers
-from engine.curvature.eigenbasis import decompose, rungs
+from engine.linalg import eigensolvers
+from engine.linalg.eigendecomposition import decompose, rungs
+from engine.measurement.layer_measurement import measured_layers
 from tests.gpu.test_collection_on_cuda import on
 
 pytestmark = [

@@ -10,9 +10,9 @@ from catalog.capacity import CapacityParams
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
-from engine.curvature.collected import Collected
-from engine.curvature.collection import collected
-from engine.curvature.woodbury import LowRank
+from engine.collect import collected
+from engine.factors.factor_set import Collected
+from engine.factors.low_rank import LowRank
 from engine.workspace import Workspace
 from tests.oracles import relative_error, workspace
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from catalog.memory import Memory
-from engine.curvature.collection import collected
+from engine.collect import collected
 from engine.errors import OutOfMemory
 from engine.memory.budget import MemoryBudget, free_device_bytes
-from engine.memory.exhaustion import free_memory, lost_device
 from engine.memory.guard import Guard, Rung
-from engine.memory.hold import hold_device
+from engine.memory.limits import hold_device
+from engine.memory.out_of_memory import free_memory, lost_device
 from tests.oracles import relative_error, workspace
 
 pytestmark = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.curvature.stabilise import Placement, stabilise_
-from engine.curvature.stabilised_inverse import StabilisedSide
+from engine.factors.clip_eigenvalues import Placement, stabilise_
+from engine.factors.clipped_inverse import StabilisedSide
 
 pytestmark = [
     pytest.mark.gpu,

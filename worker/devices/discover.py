@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pynvml
 
-from catalog.control_groups import tightest_group
+from catalog.cgroups import tightest_group
 from jobs.devices.registry import Device
 
 Provider = Callable[[], tuple[Device, ...]]

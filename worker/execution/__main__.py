@@ -26,15 +26,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from catalog import ANALYSES, DOCUMENT
 from catalog.analysis import LayerResult, most_decomposed
-from catalog.complaints import complaints
 from catalog.estimate import unplannable
+from catalog.field_errors import complaints
 from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
-from engine.curvature.coverage_law import surveyed
 from engine.errors import StopRequested
-from engine.memory.curve import MemoryCurve
+from engine.layers.coverage_check import surveyed
 from engine.memory.guard import Guard
+from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
 from engine.workspace import Artifacts, Workspace
 from worker.execution.artifact_files import ArtifactFiles, find_factors
@@ -59,7 +59,7 @@ from worker.execution.resume_scratch import take_over
 EXIT_STOPPED = 5
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 
-ESTIMATE = "engine.curvature.planning:estimate"
+ESTIMATE = "engine.estimate:estimate"
 
 MODEL_SOURCES = {
     "builtin": "worker.execution.models.builtin:load",

@@ -12,7 +12,7 @@ import torch
 from catalog.job import JobDocument
 from catalog.record import FieldError
 from engine.memory.budget import MemoryBudget
-from engine.memory.hold import hold_device
+from engine.memory.limits import hold_device
 from worker.execution.refusal import Refusal
 
 _UNMEASURED = (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.memory.pace import Pace, measured_pace
+from engine.memory.device_speed import Pace, measured_pace
 from worker.execution.computing_environment import processor
 
 FORMAT = "kronoscope-pace/1"

@@ -22,7 +22,7 @@ import engine
 import worker
 from catalog.job import JobDocument
 from catalog.record import canonical_json
-from engine.curvature.numerics import Numerics
+from engine.model.determinism import Numerics
 from worker.execution.artifact_files import tensor_bytes
 from worker.execution.computing_environment import computing_environment
 from worker.execution.data.stream import Chunk

@@ -15,12 +15,12 @@
 import errno
 import traceback
 
-from catalog.complaints import Complaint
+from catalog.field_errors import Complaint
 from catalog.frames import Failed
 from catalog.record import FieldError
 from engine.errors import EngineError
 from engine.memory.budget import free_host_bytes, resident_bytes
-from engine.memory.exhaustion import first_line, lost_device, ran_out_of_memory
+from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
 from engine.memory.plan import readable_bytes
 from worker.disk.free_space import DISK_FULL, told_full
 from worker.execution.refusal import Refusal, writable

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.curvature.checkpoints import MANIFEST
+from engine.collection.checkpoints import MANIFEST
 
 _PART = ".part-"
 

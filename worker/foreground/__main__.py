@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from catalog.control_groups import oom_kills
+from catalog.cgroups import oom_kills
 from catalog.frames import Failed, Finished, Frame, LogLine, Stopped, encode
 from catalog.record import FieldError
 from catalog.schedule import Schedule

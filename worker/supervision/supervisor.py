@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Engine
 
-from catalog.control_groups import oom_kills
+from catalog.cgroups import oom_kills
 from catalog.frames import Failed, Finished, Frame, Stopped
 from jobs.devices.leases import note_guardian, release
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded

@@ -1,4 +1,4 @@
-"""Kronoscope itself, through ``engine.curvature.collection.collected``, as every job calls it."""
+"""Kronoscope itself, through ``engine.collect.collected``, as every job calls it."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,7 +9,7 @@ import torch
 from benchmarks.conformance.problem import Factors, Problem, Stream
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.curvature.collection import collected
+from engine.collect import collected
 from engine.workspace import Workspace
 
 PACKAGE = "kronoscope"

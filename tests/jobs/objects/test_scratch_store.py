@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.curvature import checkpoints
+from engine.collection import checkpoints
 from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.objects.local_store import LocalObjects
 from jobs.objects.object_store import ObjectStore

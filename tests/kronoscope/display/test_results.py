@@ -8,9 +8,9 @@ from rich.console import Console
 from catalog.capacity_metrics import CapacityMetrics
 from catalog.factors import FactorsMetrics
 from catalog.layer_record import LayerRecord
-from catalog.nested import NestedCapacity
 from catalog.reconstruction import ReconstructedSide
 from catalog.responses import DeviceView, JobView
+from catalog.subsamples import NestedCapacity
 from kronoscope.cli.devices import device_table
 from kronoscope.client.responses import build, build_layer
 from kronoscope.display.plan_tables import measured_stage_table

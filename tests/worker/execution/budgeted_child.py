@@ -19,12 +19,12 @@ from torch import nn
 
 from catalog.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
-from engine.curvature.collection import collected
-from engine.curvature.eigensolvers import Solver, solvers
+from engine.collect import collected
+from engine.linalg.eigensolvers import Solver, solvers
 from engine.memory.budget import MemoryBudget, resident_bytes, status_bytes
-from engine.memory.exhaustion import free_memory
 from engine.memory.guard import Descended, Guard, Rung
-from engine.memory.hold import warm_up
+from engine.memory.limits import warm_up
+from engine.memory.out_of_memory import free_memory
 from engine.workspace import Workspace
 from tests.oracles import workspace
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from catalog.memory import Memory
-from engine.curvature.eigenbasis import decompose, rungs
-from engine.curvature.planning import plan_job
 from engine.errors import BudgetExceeded
+from engine.estimate import plan_job
+from engine.linalg.eigendecomposition import decompose, rungs
 from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.guard import Guard, Rung
 from engine.memory.plan import Plan

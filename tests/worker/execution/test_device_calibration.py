@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.memory.pace import Pace, usual_pace
+from engine.memory.device_speed import Pace, usual_pace
 from worker.execution import device_calibration as kept
 from worker.execution.device_calibration import Calibration
 

@@ -393,7 +393,7 @@ def test_a_job_that_ends_early_leaves_nothing(jobs: Runner, monkeypatch: pytest.
         seen.append(list(jobs.cache.iterdir()))
         raise StopRequested
 
-    monkeypatch.setattr("engine.analyses.measured.keep_spectra", stops)
+    monkeypatch.setattr("engine.measurement.layer_measurement.keep_spectra", stops)
     with pytest.raises(StopRequested):
         jobs()
     assert len(seen[0]) == 1

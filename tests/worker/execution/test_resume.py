@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Progress, Summarised
-from engine.curvature.checkpoints import MANIFEST
+from engine.collection.checkpoints import MANIFEST
 from tests.machine.stopwatch import Stopwatch
 from worker.process.child_process import EXECUTION, Child
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from catalog.capacity import CapacityParams
 from catalog.reconstruction import ReconstructionParams
+from engine import estimate
 from engine.analyses.capacity import measure_capacity
-from engine.analyses.stabilised_side import rebuilt
-from engine.curvature import planning
-from engine.curvature.eigenbasis import decompose, rungs
-from engine.curvature.forecast import forecast
-from engine.curvature.later_stages import Side, layer_phase
-from engine.curvature.stabilise import Placement
+from engine.factors.clip_eigenvalues import Placement
+from engine.linalg.eigendecomposition import decompose, rungs
+from engine.measurement.clip_factor import rebuilt
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Plan
+from engine.planning.analysis_memory import Side, layer_phase
+from engine.planning.job_plan import forecast
 from tests.memory_profile import peak_bytes
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -130,7 +130,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes are looked at here, and planned for a GPU."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(
-        planning, "forecast", lambda made, *rest, **named: forecast(replace(made, device=gpu), *rest, **named)
+        estimate, "forecast", lambda made, *rest, **named: forecast(replace(made, device=gpu), *rest, **named)
     )
 
 
@@ -142,7 +142,7 @@ def _planned(device_bytes: int, chosen: Chosen | None = None, **params: Any) -> 
     made.kinds, made.params = ("reconstruction",), {"reconstruction": ReconstructionParams(**params)}
     made.decomposition = "vectors"
     made.memory = MemoryBudget(device_bytes=device_bytes, host_bytes=2**40)
-    return planning.plan_job(made)
+    return estimate.plan_job(made)
 
 
 @pytest.mark.usefixtures("_on_a_gpu")

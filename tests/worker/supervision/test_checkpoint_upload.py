@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
-from engine.curvature.checkpoints import MANIFEST
+from engine.collection.checkpoints import MANIFEST
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.s3_store import S3Objects
 from jobs.objects.scratch import Scratch, sweep_scratch

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from engine.curvature.sampling import uniforms
+from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream

@@ -1,0 +1,1 @@
+"""Hooks, and the running sums of one layer that they feed."""

@@ -1,0 +1,197 @@
+"""Batch variance: how far the factors of single batches scatter about the factor of all, by Welford's recurrence.
+
+A batch b whose sum is ``T_b`` and whose count is ``w_b`` (positions, examples or loss terms, as the factor's own
+divisor) has the factor ``A_b = T_b / w_b``. With ``W`` the counts so far and ``M`` the mean of the batches before b,
+
+    S ← S + w_b (1 − w_b / W) ‖A_b − M‖²_F        S = Σ w_b ‖A_b − A‖²_F,  A = Σ w_b A_b / Σ w_b
+
+where A is the factor itself. A batch's own sum is made apart from those before it, so that nothing cancels. Under a
+moving average each batch has the weight ``c_b = β^k w_b``, and S decays with it.
+
+Batches may be unequal: the last one, or any with padding. If a mean over w_b has the variance ``σ²/w_b``, then with
+``P = Σ c_b / w_b`` and ``Q = Σ c_b² / w_b`` (the number of batches and W, where nothing decays)
+
+    σ² = S / (P − Q/W)        variance of a batch of mean size = σ² P / W        standard error of A = σ √Q / W
+
+For equal batches these are ``Σ ‖A_b − A‖² / (B − 1)`` and its root over √B. Both are given relative to ‖A‖_F.
+
+References:
+    Welford (1962), Note on a method for calculating corrected sums of squares and products
+    West (1979), Updating mean and variance estimates: an improved method (weights)
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from engine.layers.layer import TreatedLayer
+from engine.layers.tied import TiedHeadLayer
+
+NUMBERS_AT_ONCE = 2**18
+"""Numbers of a sum that are widened to float64 together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeVariance:
+    """The variance of one factor over batches."""
+
+    variance: float | None = None
+    """Of the factor of one batch, ``E‖A_b − A‖² / ‖A‖²``."""
+    standard_error: float | None = None
+    """Of the factor of all, relative to ‖A‖."""
+    why: str | None = None
+    """Why the two are None."""
+
+
+@dataclass(eq=False)
+class BatchVariance:
+    """The running variance of one side of a layer, or of each of its groups.
+
+    Memory:
+        A second set of the side's sums while the pass is under way; 6 MiB for a moment.
+    """
+
+    before: Tensor | None = None
+    """Sums of the batches before the one under way; None where no variance is gathered."""
+    squares: Tensor | None = None
+    """(groups,) float64: S."""
+    batches: int = 0
+    """Batches that had a factor of their own."""
+    counts: float = 0.0
+    """P."""
+    weights: float = 0.0
+    """Q."""
+    weight_before: float = 0.0
+    """W of the batches before the one under way."""
+    variances: list[float | None] = field(default_factory=list)
+    """Of each group, relative, once the pass is done."""
+    standard_errors: list[float | None] = field(default_factory=list)
+    """The same of the standard errors."""
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Self:
+        """Return the variance of what ``sums`` (n,), (n, n) or (groups, n, n) will hold."""
+        groups = sums.shape[0] if sums.ndim == 3 else 1
+        squares = torch.zeros(groups, dtype=torch.float64, device=sums.device)
+        return cls(before=torch.zeros_like(sums), squares=squares)
+
+    def begin_(self, sums: Tensor | None, weight: float) -> None:
+        """Set ``sums`` of ``weight`` aside, so that the next batch is summed by itself."""
+        if self.before is not None and sums is not None:
+            self.before.copy_(sums)
+            sums.zero_()
+            self.weight_before = weight
+
+    def end_(self, sums: Tensor | None, weight: float) -> None:
+        """Let the batch that ``sums`` hold enter the variance, and add what was set aside; ``weight`` is of both."""
+        if self.before is None or self.squares is None or sums is None:
+            return
+        own, past = weight - self.weight_before, self.weight_before
+        if own > 0:
+            if past > 0:
+                self.squares += own * (past / weight) * _squared_norms(sums, 1 / own, self.before, 1 / past)
+            self.batches += 1
+            self.counts += 1.0
+            self.weights += own
+        sums += self.before
+
+    def decay_(self, past: float) -> None:
+        """Weigh every batch so far by ``past``."""
+        if self.squares is not None:
+            self.squares *= past
+        self.counts *= past
+        self.weights *= past**2
+
+    def end_pass_(self, sums: Tensor | None, weight: float) -> None:
+        """Turn the sums of squares into variances relative to ``sums`` over ``weight``, which outlive them."""
+        if self.before is None or self.squares is None or sums is None:
+            return
+        self.before = None
+        norms = _squared_norms(sums, 1 / (weight or 1.0)).tolist()
+        for squares, norm in zip(self.squares.tolist(), norms, strict=True):
+            variance = error = math.nan
+            if self.batches > 1 and norm > 0:
+                unit = squares / (self.counts - self.weights / weight) / norm
+                variance, error = unit * self.counts / weight, math.sqrt(unit * self.weights) / weight
+            self.variances.append(variance if math.isfinite(variance) else None)
+            self.standard_errors.append(error if math.isfinite(error) else None)
+        self.squares = None
+
+    def relative(self, group: int, why_not: str | None) -> RelativeVariance:
+        """Return what was found of ``group``; ``why_not`` says why nothing was gathered."""
+        if why_not is not None or group >= len(self.variances):
+            return RelativeVariance(why=why_not or "it was never summed")
+        if self.variances[group] is None:
+            few = self.batches < 2
+            number = "no batch" if self.batches == 0 else "one batch"
+            return RelativeVariance(why=f"{number} entered, and two are needed" if few else "it is zero, or overflows")
+        return RelativeVariance(variance=self.variances[group], standard_error=self.standard_errors[group])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint holds: between two batches nothing is set aside."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "before"}
+
+    def put(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any field
+        """Put one entry of ``state`` back."""
+        held = getattr(self, name)
+        if isinstance(held, Tensor) and isinstance(value, Tensor):
+            held.copy_(value)
+        else:
+            setattr(self, name, value)
+
+
+def activation_refusal(layer: TreatedLayer) -> str | None:
+    """Why the A of ``layer`` has no variance over batches; None where it has."""
+    if isinstance(layer, TiedHeadLayer):
+        return "A and G are those of the product nearest to the sum of two"
+    return "A is 1 in this form" if layer.form in ("block", "diagonal_block") else None
+
+
+def gradient_refusal(layer: TreatedLayer, kept: str, fisher: str) -> str | None:
+    """Why a G that is ``kept`` so (`dense` or what stands for it) has no variance over batches; None where it has."""
+    if isinstance(layer, TiedHeadLayer):
+        return activation_refusal(layer)
+    if fisher == "forward_only":
+        return "`forward_only` sets G to the identity"
+    if kept != "dense":
+        return f"no sum of it is made ({kept}); `woodbury.policy: dense` makes one"
+    return None
+
+
+def _squared_norms(sums: Tensor, scale: float, other: Tensor | None = None, other_scale: float = 0.0) -> Tensor:
+    """Return ``‖scale · sums − other_scale · other‖²`` of each group, (groups,) float64.
+
+    Args:
+        sums: A diagonal (n,), or symmetric (n, n) or (groups, n, n) of which only the upper triangle is read.
+        scale: What it is multiplied by.
+        other: Of the same shape.
+        other_scale: What that is multiplied by.
+
+    Returns:
+        The squares, on the device of ``sums``.
+    """
+    if sums.ndim == 1:
+        found = sums.new_zeros(1, dtype=torch.float64)
+        for start in range(0, sums.shape[0], NUMBERS_AT_ONCE):
+            part = slice(start, start + NUMBERS_AT_ONCE)
+            found += _difference(sums[part], scale, None if other is None else other[part], other_scale).square_().sum()
+        return found
+    matrices = sums.view(-1, *sums.shape[-2:])
+    others = None if other is None else other.view(-1, *other.shape[-2:])
+    groups, size, _ = matrices.shape
+    found = sums.new_zeros(groups, dtype=torch.float64)
+    height = max(1, NUMBERS_AT_ONCE // max(groups * size, 1))
+    for start in range(0, size, height):
+        stop = min(start + height, size)
+        rows = None if others is None else others[:, start:stop, start:]
+        squares = _difference(matrices[:, start:stop, start:], scale, rows, other_scale).square_()
+        found += squares.diagonal(dim1=-2, dim2=-1).sum(-1) + 2 * squares.triu_(1).sum((-2, -1))
+    return found
+
+
+def _difference(sums: Tensor, scale: float, other: Tensor | None, other_scale: float) -> Tensor:
+    found = sums.to(torch.float64, copy=True).mul_(scale)
+    return found if other is None else found.sub_(other.to(torch.float64), alpha=other_scale)

@@ -1,0 +1,185 @@
+"""Gradient rows: what enters G, kept row by row instead of summed, while a layer is collected.
+
+Rows come in the order in which the batches bring them. Where more come than G has rows itself, a QR
+factorisation replaces n of them, and the triangle before, by the triangle R with the same sum,
+``RᵀR = UᵀU``: exact, and bounded by n rows. R stays in the precision of the sums until the end,
+or what storing it rounds off would add up. A moving average weighs the past by ``√β`` each time:
+rows by their scales, R itself.
+
+References:
+    Golub & Van Loan (2013), Matrix computations, 6.5.2: updating a QR factorisation by rows
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from engine.factors.low_rank import LowRank, scaled_rows
+from engine.linalg.linear_operator import Structured
+from engine.memory.host_accumulation import Staging
+
+
+@dataclass(eq=False)
+class GradientRows:
+    """The rows of one layer, or of each of its groups.
+
+    Memory:
+        (groups, capacity, n) numbers in the storage dtype; where more than n rows come, n² of each group in the
+        sums' precision, and while they are made one 4 n² of one group.
+    """
+
+    rows: Tensor
+    """(groups, capacity, n); what lies beyond ``count`` means nothing."""
+    scales: Tensor
+    """(groups, capacity) float64, where gradients arrive."""
+    largest: Tensor
+    """(groups, n) float64: the largest number of each column so far, where gradients arrive; NaN and Inf stay."""
+    working: torch.dtype
+    """Precision in which rows are made one."""
+    triangle: Tensor | None = None
+    """(groups, n, n) R of the rows that were made one; None where none were."""
+    staging: Staging | None = None
+    """How rows reach the host, where they stand there and arrive elsewhere."""
+    count: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        groups: int,
+        size: int,
+        *,
+        capacity: int,
+        dtype: torch.dtype,
+        working: torch.dtype,
+        arrive: torch.device,
+        stand: torch.device,
+        staging: Staging | None,
+    ) -> Self:
+        """Room for ``capacity`` rows of ``size`` numbers, or for as many as are ever held."""
+        room = min(capacity, size)
+        return cls(
+            rows=torch.empty(groups, room, size, dtype=dtype, device=stand),
+            scales=torch.ones(groups, room, dtype=torch.float64, device=arrive),
+            largest=torch.zeros(groups, size, dtype=torch.float64, device=arrive),
+            working=working,
+            staging=staging,
+        )
+
+    @property
+    def size(self) -> int:
+        """Rows and columns of G."""
+        return self.rows.shape[2]
+
+    def add_(self, rows: Tensor) -> None:
+        """Keep ``rows`` (P, groups · n)."""
+        for start in range(0, rows.shape[0], self.size):
+            piece = rows[start : start + self.size]
+            if self.count + piece.shape[0] > self.size:
+                self._merge_()
+            self._make_room_(self.count + piece.shape[0])
+            self._keep_(piece.view(piece.shape[0], -1, self.size))
+
+    def decay_(self, past: float) -> None:
+        """Weigh what is kept so far by ``past``."""
+        self.scales[:, : self.count] *= math.sqrt(past)
+        if self.triangle is not None:
+            self.triangle *= math.sqrt(past)
+
+    def finished(self, weight: float) -> Sequence[Structured]:
+        """Each group's side of ``weight`` loss terms, its rows on the host; they are of no further use here."""
+        if self.triangle is not None:
+            self._merge_()
+            found = []
+            for triangle in self.triangle:
+                rows, scales = scaled_rows(triangle, self.rows.dtype)
+                found.append(LowRank(rows=rows.to("cpu"), scales=scales.to("cpu"), weight=weight))
+            return found
+        host = self.rows[:, : self.count].to("cpu")
+        scales = self.scales[:, : self.count].to("cpu")
+        return [LowRank(rows=own, scales=beside, weight=weight) for own, beside in zip(host, scales, strict=True)]
+
+    def copied(self) -> Self:
+        """The same rows, in a place of their own."""
+        return replace(
+            self,
+            rows=self.rows[:, : self.count].clone(),
+            scales=self.scales[:, : self.count].clone(),
+            triangle=None if self.triangle is None else self.triangle.clone(),
+            staging=None,
+        )
+
+    def state(self) -> dict[str, Tensor | int]:
+        """What a checkpoint holds."""
+        held: dict[str, Tensor | int] = {
+            "rows": self.rows[:, : self.count],
+            "scales": self.scales[:, : self.count],
+            "largest": self.largest,
+            "count": self.count,
+        }
+        return held if self.triangle is None else {**held, "triangle": self.triangle}
+
+    def put(self, name: str, value: Tensor | int) -> None:
+        """Take one entry of ``state`` back."""
+        if isinstance(value, int):
+            self.count = value
+        elif name == "largest":
+            self.largest = value.to(self.largest.device)
+        elif name == "triangle":
+            self.triangle = value.to(self.rows.device)
+        else:
+            self._make_room_(value.shape[1])
+            (self.rows if name == "rows" else self.scales)[:, : value.shape[1]] = value.to(
+                self.rows.device if name == "rows" else self.scales.device
+            )
+
+    def _keep_(self, rows: Tensor) -> None:
+        """Append ``rows`` (P, groups, n)."""
+        start, stop = self.count, self.count + rows.shape[0]
+        if rows.numel():
+            # a NaN is the maximum of whatever it is compared with
+            columns = torch.linalg.vector_norm(rows, math.inf, dim=0).to(torch.float64)
+            self.largest = torch.maximum(self.largest, columns)
+        for group, own in enumerate(rows.unbind(1)):
+            stored, scales = scaled_rows(own, self.rows.dtype)
+            self.scales[group, start:stop] = scales
+            target = self.rows[group, start:stop]
+            if self.staging is None:
+                target.copy_(stored)
+            else:
+                self.staging.copy_(target, stored.contiguous())
+        self.count = stop
+
+    def _make_room_(self, wanted: int) -> None:
+        room = self.rows.shape[1]
+        if wanted <= room:
+            return
+        if self.staging is not None:
+            self.staging.settle()
+        # more came than was foreseen: a quarter more at a time
+        room = max(wanted, min(room + room // 4, self.size))
+        rows = self.rows.new_empty(self.rows.shape[0], room, self.size)
+        rows[:, : self.count] = self.rows[:, : self.count]
+        scales = self.scales.new_ones(self.scales.shape[0], room)
+        scales[:, : self.count] = self.scales[:, : self.count]
+        self.rows, self.scales = rows, scales
+
+    def _merge_(self) -> None:
+        """Let the triangle take in all rows."""
+        if self.staging is not None:
+            self.staging.settle()
+        held, self.count = self.count, 0
+        before = 0 if self.triangle is None else self.size
+        if self.triangle is None:
+            shape = self.rows.shape[0], self.size, self.size
+            self.triangle = torch.zeros(shape, dtype=self.working, device=self.rows.device)
+        for group, made in enumerate(self.triangle):
+            wide = torch.empty(before + held, self.size, dtype=self.working, device=self.scales.device)
+            wide[:before] = made[:before]
+            wide[before:].copy_(self.rows[group, :held]).mul_(self.scales[group, :held, None])
+            upper = torch.linalg.qr(wide, mode="r").R
+            del wide
+            made[: upper.shape[0]] = upper

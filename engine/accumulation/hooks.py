@@ -1,0 +1,400 @@
+"""Hooks: watch a model's treated layers and hand every call, and its gradient, to their statistics.
+
+No weight gradient is ever computed: ``untouched`` has set every parameter to need none, and an
+output that then needs none either is made a leaf that does, so that gradients with respect to
+*outputs* flow and nothing else. They are bitwise the same and cost about half the backward pass.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.accumulation.example_gradients import Meeting
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.loss_head import LossHead
+from engine.accumulation.output_gradients import arrival, note_reached
+from engine.layers.elementwise import BareLayer
+from engine.layers.functional_linear import FunctionalLinearLayer
+from engine.layers.layer import TreatedLayer, Use
+from engine.layers.parameter_slice import Place, Places
+from engine.model.mixed_precision import LossScale
+from engine.model.outputs import Prediction
+from engine.model.tensor_storage import apart
+from engine.row_layout.attention_masks import RECOMPUTED, Key, MaskBroken, Masking, counted, position_count
+from engine.row_layout.call_shapes import CallShapes
+from engine.row_layout.layer_calls import called, entered_by
+from engine.row_layout.row_order import RowOrders, example_first
+from engine.row_layout.shared_inputs import Sharing
+from engine.row_layout.unbatched_inputs import lacks_examples, spread
+from engine.tracing.batch_provenance import Rows
+from engine.tracing.function_mode import Interception
+from engine.tracing.parameter_uses import Product
+from engine.tracing.shared_parameters import StandIn, standing_in
+
+
+@dataclass
+class Collector:
+    """Attached hooks: each call of a treated layer adds to its statistics.
+
+    A call counts once, though activation checkpointing runs a layer again during the backward
+    pass. A call without a graph leaves no trace, unless that is how the checkpoint runs it first:
+    then the second run counts.
+    """
+
+    statistics: tuple[LayerStatistics, ...]
+    gradients: bool = True
+    """Gradients are wanted: a call without a graph is none of the loss's."""
+    examples: int = 0
+    """Examples of the current batch."""
+    mask: Tensor | None = None
+    """(N, T) booleans of the current batch; None where all positions count."""
+    masking: Masking = field(default_factory=Masking)
+    """The calls that the mask is laid on."""
+    orders: RowOrders = field(default_factory=RowOrders)
+    """The calls whose rows do not stand example by example."""
+    tables: frozenset[str] = frozenset()
+    """Embeddings that are looked up once for a batch, to be spread over its examples."""
+    places: Places = frozenset()
+    """All places in parameters that are layers, those that are not collected now among them."""
+    head: LossHead | None = None
+    """The layer whose outputs are the loss's logits, where it keeps their probabilities."""
+    returning: bool = False
+    """The backward pass has begun."""
+    scale: LossScale | None = None
+    """What directions are multiplied by; None where that is one."""
+    overwritten: frozenset[str] = frozenset()
+    """Layers whose input the model writes to afterwards: they keep a copy."""
+    shapes: CallShapes = field(default_factory=CallShapes)
+    """Shapes of the calls so far."""
+    _held: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
+    """Gradients of one direction, and where they go once all of them are known to be finite."""
+    _calls: Counter[str] = field(default_factory=Counter)
+    _ungraphed: Counter[str] = field(default_factory=Counter)
+    """Calls of the forward pass that left no graph."""
+    _numbers: Counter[str] = field(default_factory=Counter)
+    """Calls of each part of a layer in the forward pass."""
+    _reached: list[tuple[Key, Tensor]] = field(default_factory=list)
+    """Whether a gradient reached positions that the mask dropped, () booleans, of the current batch."""
+    _sharing: Sharing = field(default_factory=Sharing)
+    _meetings: dict[str, Meeting] = field(default_factory=dict)
+    """Of the layers whose inputs and gradients are wanted together."""
+    _products: dict[tuple[Place | None, Place | None], LayerStatistics] = field(default_factory=dict)
+    """Of the layers that are places in parameters."""
+    _bare: dict[str, LayerStatistics] = field(default_factory=dict)
+    """Of the layers that are parameters themselves, by parameter."""
+    _watching: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _interception: Interception | None = None
+    """Watches the parameters of both; None where there are none."""
+
+    def __post_init__(self) -> None:
+        """Look up who shares with whom, and whose parameters are to be followed, once."""
+        parameters: dict[str, Tensor] = {}
+        for statistics in self.statistics:
+            layer = statistics.layer
+            parameters |= layer.watched
+            if isinstance(layer, FunctionalLinearLayer):
+                self._products[layer.weight_place, layer.bias_place] = statistics
+            elif isinstance(layer, BareLayer):
+                self._bare[layer.parameter] = statistics
+            if statistics.joint:
+                self._meetings[statistics.layer.name] = Meeting(statistics.add_met_)
+        leaders = [(each.layer.name, each.leader) for each in self.statistics]
+        pairs = [(name, leader.layer.name) for name, leader in leaders if leader is not None]
+        self._sharing = Sharing.of(pairs)
+        if parameters:
+            self._interception = Interception(parameters, self)
+
+    def begin(self, examples: int, mask: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
+        """Prepare for one batch, of which ``inputs`` enter the model."""
+        if self._interception is not None:
+            self._interception.begin(inputs, examples, graphed=self.gradients)
+        self.examples = examples
+        self.shapes.begin(examples, inputs)
+        self.mask = None if mask is None or bool(mask.all()) else mask
+        self.returning = False
+        self._sharing.begin()
+        for record in (self._calls, self._ungraphed, self._numbers, self._reached):
+            record.clear()
+        if self.head is not None:
+            self.head.begin()
+
+    def predicted(self, prediction: Prediction) -> None:
+        """Let the probabilities of the loss's terms enter the head's statistics."""
+        head = self.head
+        for statistics in self.statistics:
+            if head is not None and head.role in statistics.layer.roles and statistics.flaw is None:
+                terms = head.terms(prediction)
+                dropped = head.drops_terms(prediction)
+                if dropped is not None:
+                    self._reached.append(((head.role.name, 0), dropped))
+                if terms is None:
+                    statistics.flaw = "unforeseen_use"
+                else:
+                    statistics.add_terms_(prediction.outputs.detach(), terms)
+
+    def returned(self) -> bool:
+        """Close one backward pass; False where a gradient has overflowed, and nothing of it has entered anything."""
+        held, self._held = self._held, []
+        interception = self._interception
+        if self.scale is not None:
+            arrived = [gradient for _, gradient in held] + ([] if interception is None else interception.arrived())
+            if arrived and not bool(torch.stack([gradient.isfinite().all() for gradient in arrived]).all()):
+                if interception is not None:
+                    interception.forget()
+                return False
+        for enter, gradient in held:
+            enter(self._unscaled(gradient))
+        for meeting in self._meetings.values():
+            meeting.close()
+        for name, start, gradients in () if interception is None else interception.returned():
+            if name in self._bare:
+                self._bare[name].add_example_gradients_(self._unscaled(gradients), start, self.examples)
+        return True
+
+    def receive(self, gradient: Tensor, enter: Callable[[Tensor], None]) -> None:
+        """Hand on one gradient that has arrived: at once, or when the others of its direction are there."""
+        if self.scale is None:
+            enter(gradient)
+        else:
+            self._held.append((enter, gradient))
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        if self.scale is None:
+            return gradient
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        return wide.div_(self.scale.value)
+
+    def end(self) -> None:
+        """Close one batch.
+
+        Raises:
+            MaskBroken: If a gradient reached positions that the mask dropped.
+            SharingBroken: If only one of two layers that share A was called.
+        """
+        if self._reached and bool(torch.stack([reached for _, reached in self._reached]).any()):
+            raise MaskBroken(frozenset(key for key, reached in self._reached if bool(reached)))
+        self._sharing.end()
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Watch the layers while inside."""
+        with self._watching:
+            self._watching.enter_context(self._watched())
+            yield
+
+    @contextlib.contextmanager
+    def detached(self) -> Iterator[None]:
+        """Watch nothing while inside, and go on watching afterwards; only within ``attached``."""
+        self._watching.close()
+        try:
+            yield
+        finally:
+            self._watching.enter_context(self._watched())
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        # before the caller's own hooks, which may put something else in the output's place
+        handles = [
+            module.register_forward_hook(self._after(statistics, role), with_kwargs=True, prepend=True)
+            for statistics in self.statistics
+            for role, module in called((statistics.layer,))
+        ]
+        by_name = {statistics.layer.name: statistics for statistics in self.statistics}
+
+        def arrived(stand_in: StandIn, leaf: Tensor) -> None:
+            leaf.grad = None
+            by_name[stand_in.layer].flaw = by_name[stand_in.layer].flaw or "unforeseen_use"
+
+        try:
+            with standing_in([each.layer for each in self.statistics]) as stand_ins:
+                # removed again: a leaf and its hook hold each other, and with them the statistics
+                handles += [each.when_reached(partial(arrived, each)) for each in stand_ins]
+                with self._interception.watching() if self._interception else contextlib.nullcontext():
+                    yield
+                for stand_in in stand_ins:
+                    if stand_in.replaced:
+                        arrived(stand_in, stand_in.leaf)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _after(self, statistics: LayerStatistics, role: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+            entered = entered_by(args, kwargs)
+            counts, name = self._counts(statistics), statistics.layer.name
+            key = self._key(role)
+            self.shapes.note(name, self._calls[name], entered)
+            if counts:
+                self._sharing.check(name, entered, masked=self.mask is not None and self.masking.covers(key))
+            if len(args) + len(kwargs) > 1:
+                statistics.flaw = "several_inputs"
+            instead = None
+            if name in self.tables and lacks_examples(entered):
+                instead = output = spread(output, entered, self.examples)
+                entered = spread(entered, entered, self.examples)
+            if statistics.flaw is None and not self._has_examples(role, entered):
+                statistics.flaw = "batch_not_first"
+            if statistics.flaw is not None:
+                return instead
+            arrange = example_first if self.orders.by_positions(key) else None
+            plain = entered.detach() if arrange is None else arrange(entered.detach(), self.examples)
+            if name in self.overwritten:
+                plain = plain.clone()
+            dropped = self._dropped(key, role, plain)
+            use = Use(entered=plain, examples=self.examples, kept=counted(role, plain, dropped), role=role)
+            if counts:
+                statistics.add_input_(use)
+            lost = None if dropped is None else (key, dropped)
+            followed = self._follow(statistics, use, output, arrange, dropped=lost)
+            return instead if followed is None else followed
+
+        return after
+
+    def multiplied(self, product: Product) -> Tensor:
+        """A place in a parameter entered a product; returns what stands for its result."""
+        statistics = self._products.get((product.weight, product.bias))
+        if statistics is None:
+            if (product.weight, product.bias) in self.places:
+                return product.left
+            places = (product.weight, product.bias)
+            self._unforeseen(frozenset(place.parameter for place in places if place is not None))
+            return product.left
+        counts = self._counts(statistics)
+        key, name = self._key(statistics.layer), statistics.layer.name
+        self.shapes.note(name, self._calls[name], product.entered, picked=product.rows.labels is not None)
+        if counts:
+            self._sharing.check(statistics.layer.name, product.entered, masked=self.masking.permits(key))
+        if statistics.flaw is not None:
+            return product.left
+        rows, plain = product.rows, product.entered.detach()
+        arranged = rows.example_first(plain.clone() if name in self.overwritten else plain, self.examples)
+        owners, kept = self._routing(rows, arranged.numel() // max(arranged.shape[-1], 1))
+        kept = kept if self.masking.permits(key) else None
+        use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)
+        if counts:
+            statistics.add_input_(use)
+        dropped = None if kept is None else (key, ~kept)
+        followed = self._follow(statistics, use, product.left, rows.example_first, dropped=dropped)
+        return product.left if followed is None else followed
+
+    def _routing(self, rows: Rows, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """Whose each of ``count`` positions is, where they were picked, and which of them count."""
+        owners, kept, known = rows.owners(self.examples), None, self.mask
+        if rows.labels is None or owners is None:
+            return None, known.reshape(-1) if known is not None and known.numel() == count else None
+        each = count // max(owners.shape[0], 1)
+        if known is not None and rows.size == known.numel() == rows.minor * self.examples:
+            kept = known.reshape(-1)[rows.labels].repeat_interleave(each)
+        return owners.repeat_interleave(each), kept
+
+    def broadcast(self, names: frozenset[str]) -> bool:
+        """Parameters were broadcast over examples; whether their gradients are wanted."""
+        if not names <= set(self._bare):
+            self._unforeseen(names)
+            return False
+        for name in names:
+            self._counts(self._bare[name])
+        return self.gradients
+
+    def contributed(self, names: frozenset[str], numbers: int) -> bool:
+        """Parameters entered an operation whose examples never meet; whether their gradients are wanted."""
+        del numbers
+        return self.broadcast(names)
+
+    def factorises(self, weight: Place | None, bias: Place | None) -> bool:
+        """Whether a product is a layer of A and G, here or in another pass."""
+        names = {place.parameter for place in (weight, bias) if place is not None}
+        return names.isdisjoint(self._bare) or (weight, bias) in self.places
+
+    def expanded(self, names: frozenset[str], *, examples: int) -> bool:
+        """Whether a dimension as long as there are examples, all alike, is the examples'."""
+        del examples
+        layers = [self._bare[name].layer for name in names if name in self._bare]
+        return len(layers) == len(names) and all(isinstance(layer, BareLayer) and layer.leading for layer in layers)
+
+    def strange(self, names: frozenset[str], operation: str) -> None:
+        """Parameters entered an operation in which the dry run did not show them."""
+        del operation
+        self._unforeseen(names)
+
+    def _unforeseen(self, names: frozenset[str]) -> None:
+        for statistics in self.statistics:
+            if statistics.flaw is None and not names.isdisjoint(statistics.layer.watched):
+                statistics.flaw = "unforeseen_use"
+
+    def _counts(self, statistics: LayerStatistics) -> bool:
+        """Whether this call's input enters A."""
+        name, graphed = statistics.layer.name, torch.is_grad_enabled() or not self.gradients
+        if self.returning:
+            again = graphed and self._ungraphed[name] > 0
+            self._ungraphed[name] -= again
+            return again
+        self._calls[name] += 1
+        statistics.calls = max(statistics.calls, self._calls[name])
+        self._ungraphed[name] += not graphed
+        return graphed
+
+    def _has_examples(self, role: TreatedLayer, entered: Tensor) -> bool:
+        """Whether the rows of a call are told apart by example, or need not be."""
+        return role.name in self.orders.unordered or role.batch_first(entered, self.examples)
+
+    def _key(self, role: TreatedLayer) -> Key:
+        """The key of the call under way."""
+        if self.returning:
+            return role.name, RECOMPUTED
+        self._numbers[role.name] += 1
+        return role.name, self._numbers[role.name] - 1
+
+    def _dropped(self, key: Key, layer: TreatedLayer, entered: Tensor) -> Tensor | None:
+        """(P,) booleans of the positions of this call that the mask drops; None where it is not laid on it."""
+        mask = self.mask
+        if mask is None or not self.masking.covers(key) or position_count(layer, entered) != mask.numel():
+            return None
+        return ~mask.reshape(-1)
+
+    def _follow(
+        self,
+        statistics: LayerStatistics,
+        use: Use,
+        output: Tensor,
+        arrange: Callable[[Tensor, int], Tensor] | None = None,
+        *,
+        dropped: tuple[Key, Tensor] | None = None,
+    ) -> Tensor | None:
+        """Hand on the gradient of ``output``, its examples leading; returns what stands in its place, if anything.
+
+        ``arrange`` puts the examples of so many first, where they are not.
+        ``dropped`` are the call's key and (P,) booleans of the positions that the mask drops.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        name = statistics.layer.name
+        if self.head is not None and use.role is self.head.role and not self.returning:
+            self.head.put_out(use, output)
+            if use.role is statistics.layer:
+                # whose own gradient nothing needs
+                return None
+        meeting = self._meetings.get(name)
+        if meeting is None or not statistics.layer.weight:
+            # a bias's gradient needs no input
+            use = use.without_input()
+
+        look = partial(note_reached, self._reached, dropped, use.role or statistics.layer)
+        enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls[name], look=look)
+
+        def arrived(gradient: Tensor) -> None:
+            self.receive(gradient, enter)
+
+        if output.requires_grad:
+            output.register_hook(arrived)  # type: ignore[no-untyped-call]
+            return apart(output)
+        leaf = output.detach().requires_grad_()
+        leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
+        # a copy, since the next operation may work in place and a leaf forbids that
+        return leaf.clone()

@@ -1,0 +1,62 @@
+"""Arrival: what happens to the gradient of one call's output when it comes back."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.accumulation.example_gradients import Meeting
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.layers.layer import TreatedLayer, Use
+from engine.row_layout.attention_masks import Key
+from engine.row_layout.layer_calls import require_unwritten, version
+
+
+def arrival(
+    statistics: LayerStatistics,
+    use: Use,
+    meeting: Meeting | None,
+    arrange: Callable[[Tensor, int], Tensor] | None,
+    *,
+    calls: Callable[[], int],
+    look: Callable[[Tensor], None],
+) -> Callable[[Tensor], None]:
+    """Return what lets one call's gradient enter ``statistics``.
+
+    Args:
+        statistics: Of the layer that was called.
+        use: The call.
+        meeting: Where the layer's calls wait for their gradients; None where these are wanted alone.
+        arrange: Puts the examples of the output first; None where they are.
+        calls: How often the layer was called in this forward pass.
+        look: Is shown the gradient, its examples leading, before it enters.
+
+    Raises:
+        InputOverwritten: When the gradient arrives, if the model has written to what entered the layer.
+    """
+    read = None if use.entered is None else version(use.entered)
+
+    def enter(gradient: Tensor) -> None:
+        if read is not None:
+            require_unwritten(use.input, read, statistics.layer.name)
+        # operations of our own are not the model's, whose casts may be under way
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its only name
+            if arrange is not None:
+                gradient = arrange(gradient, use.examples)
+            look(gradient)
+            statistics.add_gradient_(use, gradient)
+            if meeting is not None:
+                meeting.arrive(use, gradient, calls())
+
+    return enter
+
+
+def note_reached(
+    reached: list[tuple[Key, Tensor]], call: tuple[Key, Tensor] | None, layer: TreatedLayer, gradient: Tensor
+) -> None:
+    """Note whether ``gradient`` is anything but zero in the positions that the mask drops from ``call``, if any."""
+    if call is None:
+        return
+    key, dropped = call
+    largest = torch.linalg.vector_norm(layer.gradient_rows(gradient), ord=torch.inf, dim=1)
+    reached.append((key, (largest[dropped] != 0).any()))

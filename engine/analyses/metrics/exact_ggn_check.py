@@ -1,0 +1,290 @@
+"""The cross-check of a capacity job: the exact Gauss-Newton's trace and largest eigenvalue, layer by layer and whole.
+
+Samples of a trace are positive and skewed where few directions carry it, so the interval is Student's of the mean
+taken on the logarithmic scale, ``m · exp(± t s/(m √n))``: it holds its 95 % nearer than the symmetric one.
+
+References:
+    Hutchinson (1990), A stochastic estimator of the trace of the influence matrix
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from catalog.capacity import CapacityParams
+from catalog.cross_check import CrossCheck
+from engine.collection.data_pass import PassJob
+from engine.collection.exact_ggn import Block, GaussNewton, block_of, joined
+from engine.errors import NonFiniteFactor, UsageError
+from engine.factors.factor_set import Collected
+from engine.linalg.lanczos import Lanczos
+from engine.memory.guard import Rung
+from engine.model.determinism import Numerics
+from engine.planning.exact_ggn_memory import probes_at_once, search_bytes, search_lengths
+from engine.workspace import Workspace
+
+_STAGE: Literal["cross_check"] = "cross_check"
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """Where the search for one block's largest eigenvalue has come, without the vectors that it held."""
+
+    value: float
+    residual: float
+    converged: bool
+    products: int
+
+    @classmethod
+    def of(cls, search: Lanczos) -> Self:
+        """What is told of ``search``."""
+        return cls(value=search.value, residual=search.residual, converged=search.converged, products=search.products)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossChecked:
+    """What was found, before K-FAC's numbers stand beside it."""
+
+    samples: dict[int, list[float]]
+    """Estimates of a block's trace, by ordinal."""
+    searches: dict[int, Searched]
+    """By ordinal; none without iterations."""
+    whole: Searched | None
+
+    def of_layer(self, ordinal: int, kronecker_trace: float, spectral_norm: float | None) -> CrossCheck | None:
+        """One layer's record; None where its block was not looked at."""
+        if ordinal not in self.samples:
+            return None
+        return _record(self.samples[ordinal], self.searches.get(ordinal), kronecker_trace, spectral_norm)
+
+    def of_model(self, layers: Iterable[CrossCheck | None]) -> CrossCheck | None:
+        """The model's record, beside the sum of its layers'."""
+        known = [layer for layer in layers if layer is not None]
+        if not known:
+            return None
+        norms = [layer.kronecker_spectral_norm for layer in known]
+        totals = [math.fsum(each) for each in zip(*self.samples.values(), strict=True)]
+        # the largest of those that are known may not be the largest
+        largest = None if None in norms else max(norm or 0.0 for norm in norms)
+        return _record(totals, self.whole, math.fsum(layer.kronecker_trace for layer in known), largest)
+
+
+def cross_checked(params: CapacityParams, workspace: Workspace, whole: Collected) -> CrossChecked | None:
+    """Look at the curvature itself; None where that is not asked for.
+
+    Memory:
+        Twice the covered parameters for each probe of a pass, and for each vector of the Lanczos bases, which are as
+        long as memory allows; the graph of a micro-batch and of its derivative.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
+    if params.cross_check is None:
+        return None
+    if workspace.model is None or workspace.task is None or workspace.batches is None:
+        raise UsageError(
+            "stored factors hold no model, and `capacity.cross_check` needs it: give `model`, `data` and `task`",
+            pointer="/capacity/cross_check",
+        )
+    job = PassJob(
+        workspace=workspace,
+        model=workspace.model,
+        task=workspace.task,
+        collection=whole.collection,
+        dtype=torch.float64 if whole.collection.dtype == "float64" else torch.float32,
+        numerics=Numerics.here(workspace.device, workspace.numerics),
+        heard=set(),
+        micro_batch=whole.micro_batch,
+    )
+    blocks = _blocks(job, whole)
+    check = _Check(job=job, whole=whole, params=params, blocks=blocks)
+    return check.run()
+
+
+def _blocks(job: PassJob, whole: Collected) -> dict[int, Block]:
+    found = {}
+    for layer in whole.layers:
+        block = block_of(job.model, layer.name, layer.parameters, layer.parameter_count)
+        if block is None:
+            job.workspace.log(
+                "warning",
+                f"layer `{layer.name}` is not cross-checked: no run of whole rows of {', '.join(layer.parameters)}",
+            )
+        else:
+            found[layer.ordinal] = block
+    return found
+
+
+@dataclass(kw_only=True)
+class _Check:
+    job: PassJob
+    whole: Collected
+    params: CapacityParams
+    blocks: dict[int, Block]
+    _done: int = 0
+    _total: int | None = None
+    _matrix: GaussNewton = field(init=False)
+
+    def run(self) -> CrossChecked:
+        """Probe the traces, then search for the largest eigenvalues from where the first probe points."""
+        workspace, ordinals = self.job.workspace, tuple(self.blocks)
+        self._matrix = GaussNewton(job=self.job, updates=self.whole.updates, report=self._report)
+        if not ordinals:
+            return CrossChecked(samples={}, searches={}, whole=None)
+        at_once = self._probes_at_once()
+        passes = -(-self.params.cross_check_probes // at_once) + self.params.cross_check_iterations
+        if workspace.examples is not None:
+            self._total = passes * -(-workspace.examples // self.job.collection.batch_size)
+        with workspace.operation("cross-check", _STAGE), self._matrix.prepared():
+            samples, starts = self._probed(at_once)
+            searches: dict[int, Searched] = {}
+            if self.params.cross_check_iterations:
+                searches = self._searched(starts)
+        if self._total is not None:
+            workspace.report(_STAGE, self._total, self._total, "batches")
+        return CrossChecked(
+            samples=dict(zip(ordinals, samples, strict=True)),
+            searches={ordinal: searches[ordinal] for ordinal in ordinals if searches},
+            whole=searches.get(-1),
+        )
+
+    def _report(self) -> None:
+        self._done += 1
+        self.job.workspace.report(_STAGE, self._done, self._total, "batches")
+
+    @property
+    def _vector_bytes(self) -> int:
+        """One vector of every layer."""
+        return sum(block.size for block in self.blocks.values()) * self.job.dtype.itemsize
+
+    def _probes_at_once(self) -> int:
+        guard = self.job.workspace.guard
+        free = guard.free_bytes("device" if self.job.workspace.device.type == "cuda" else "host")
+        return probes_at_once(self.params.cross_check_probes, self._vector_bytes, free)
+
+    def _probed(self, at_once: int) -> tuple[list[list[float]], list[Tensor]]:
+        """Estimates of each block's trace, and the first probe's vectors."""
+        blocks = tuple(self.blocks.values())
+        samples: list[list[float]] = [[] for _ in blocks]
+        starts: list[Tensor] = []
+        for first in range(0, self.params.cross_check_probes, at_once):
+            numbers = range(first, min(first + at_once, self.params.cross_check_probes))
+            for vectors in self._matrix.probes(blocks, numbers, self.job.collection.seed):
+                for block, own, vector in zip(blocks, samples, vectors, strict=True):
+                    own.append(_finite(float(vector.double().square().sum()), block))
+                starts = starts or vectors
+        return samples, starts
+
+    def _searched(self, starts: list[Tensor]) -> dict[int, Searched]:
+        """Lanczos of every block in step, and of the model under the key -1: one pass advances all of them."""
+        iterations = self.params.cross_check_iterations
+        guard, device = self.job.workspace.guard, self.job.workspace.device
+        places = [("device", device)] if device.type == "cuda" else []
+        places.append(("host", torch.device("cpu")))
+        rungs = []
+        for length in search_lengths(iterations):
+            for name, place in places:
+                on_device, on_host = search_bytes(
+                    length, self._vector_bytes, on_device=name == "device", cuda=device.type == "cuda"
+                )
+                rungs.append(
+                    Rung(
+                        name=f"{length} vectors on the {name}",
+                        formula=f"2 · {length} · P and 9 P around them, P = {self._vector_bytes} bytes of parameters",
+                        device_bytes=on_device,
+                        host_bytes=on_host,
+                        run=partial(self._search, starts, length, place),
+                    )
+                )
+        return guard.descend(rungs, what="the search for the largest eigenvalues", layer=None, stage=_STAGE).value
+
+    def _search(self, starts: list[Tensor], length: int, place: torch.device) -> dict[int, Searched]:
+        blocks = {**self.blocks, -1: joined("the model", self.blocks.values())}
+        vectors = [*starts, torch.cat(starts)]
+        searches = {
+            ordinal: Lanczos(start=vector.to(place), length=length)
+            for ordinal, vector in zip(blocks, vectors, strict=True)
+        }
+        del vectors
+        for _ in range(self.params.cross_check_iterations):
+            active = [ordinal for ordinal, search in searches.items() if not search.converged]
+            if not active:
+                break
+            products = self._matrix.products(
+                [blocks[ordinal] for ordinal in active], [searches[ordinal].vector for ordinal in active]
+            )
+            for ordinal, product in zip(active, products, strict=True):
+                searches[ordinal].advance(product)
+                _finite(searches[ordinal].value, blocks[ordinal])
+        # the bases are let go of: factors are decomposed next
+        return {ordinal: Searched.of(search) for ordinal, search in searches.items()}
+
+
+def _finite(value: float, block: Block) -> float:
+    if not math.isfinite(value):
+        raise NonFiniteFactor(
+            f"layer `{block.name}`: the exact curvature exceeds the precision of the passes; "
+            "take `collection.dtype: float64`, or scale the model's inputs or loss",
+            layer=block.name,
+        )
+    return value
+
+
+def _record(
+    samples: Sequence[float], search: Searched | None, kronecker_trace: float, spectral_norm: float | None
+) -> CrossCheck:
+    trace = math.fsum(samples) / len(samples)
+    low, high = interval(samples)
+    return CrossCheck(
+        trace=trace,
+        trace_low=low,
+        trace_high=high,
+        kronecker_trace=kronecker_trace,
+        trace_ratio=kronecker_trace / trace if trace > 0 else None,
+        probes=len(samples),
+        top_eigenvalue=None if search is None else search.value,
+        top_residual=None if search is None else search.residual,
+        top_converged=None if search is None else search.converged,
+        kronecker_spectral_norm=spectral_norm,
+        iterations=0 if search is None else search.products,
+    )
+
+
+def interval(samples: Sequence[float]) -> tuple[float | None, float | None]:
+    """The 95 % confidence interval of the mean of positive ``samples``; nothing of a single one."""
+    count = len(samples)
+    if count < 2:
+        return None, None
+    mean = math.fsum(samples) / count
+    if mean == 0:
+        return 0.0, 0.0
+    variance = math.fsum((sample - mean) ** 2 for sample in samples) / (count - 1)
+    spread = math.exp(student_quantile(count - 1) * math.sqrt(variance / count) / mean)
+    return mean / spread, mean * spread
+
+
+def student_quantile(freedom: int) -> float:
+    """The t with ``P(|T| ≤ t) = 0.95`` for so many degrees of freedom.
+
+    With ``t = √ν tan φ`` that probability is proportional to ``∫₀^φ cos^(ν−1)``: summed by Simpson's rule, bisected.
+    """
+    scale = 2 * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+
+    def within(angle: float) -> float:
+        steps = 256
+        width = angle / steps
+        weights = [1, *([4, 2] * (steps // 2))[: steps - 1], 1]
+        ordinates = (weight * math.cos(step * width) ** (freedom - 1) for step, weight in enumerate(weights))
+        return scale * width / 3 * math.fsum(ordinates)
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle) < _CONFIDENCE else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)

@@ -1,0 +1,320 @@
+"""Scalar metrics of one layer's F = G ⊗ A, from whatever is known of the two sides."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engine.analyses.metrics.spectral_entropy import effective_rank
+from engine.linalg import kronecker_spectrum as closed
+from engine.linalg import kronecker_sums as sums
+from engine.linalg.damping import Damping
+from engine.linalg.kronecker_quantiles import Pair, Products
+from engine.linalg.linear_operator import Structured
+from engine.linalg.spectrum_counts import Counted
+from engine.linalg.spectrum_quadrature import Condensed, condensed
+
+_RESOLVED = 1e-12
+"""Of a structured side's largest eigenvalue: below, its answers are of its rounding, and its factorisations fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """What is known of A and G at one sample size."""
+
+    in_dim: int
+    out_dim: int
+    spectrum_A: Tensor | None
+    """(in_dim,) float64, ascending; None where nobody asked for it."""
+    spectrum_G: Tensor | None
+    """(out_dim,) float64, ascending; None where nobody asked for it, or G has none without n×n."""
+    trace_A: float
+    trace_G: float
+    frobenius_A: float | None
+    frobenius_G: float | None
+    """None where only the diagonal of G is kept."""
+    damping: Damping
+    tolerance: float
+    """Share of the largest eigenvalue below which one does not count towards the rank."""
+    structured_G: Structured | None = None
+    """G where it has no eigenvalues to be had and answers for itself."""
+    scale_G: float = 1.0
+    """What ``structured_G`` is to be multiplied by."""
+    counted_G: Counted | None = None
+    """G's eigenvalues between bounds, its scale in them, where ``spectrum_G`` is None and there are any."""
+    answered: "Answered | None" = None
+    """What ``structured_G`` has answered, for whoever comes when it has been let go of."""
+
+    @property
+    def dimension(self) -> int:
+        """Eigenvalues of F."""
+        return self.in_dim * self.out_dim
+
+    @property
+    def spectra(self) -> tuple[Tensor, Tensor] | None:
+        """Both spectra, where there are both."""
+        if self.spectrum_A is None or self.spectrum_G is None:
+            return None
+        return self.spectrum_A, self.spectrum_G
+
+    @property
+    def ordered_spectra(self) -> Pair | None:
+        """Both spectra for what follows from the eigenvalues' order, G's as it was counted where there is no other."""
+        if self.spectra is not None or self.spectrum_A is None or self.counted_G is None:
+            return self.spectra
+        return self.spectrum_A, self.counted_G.values
+
+    @property
+    def bounds(self) -> tuple[Pair, Pair] | None:
+        """The same from below and from above; None where there are no eigenvalues."""
+        pair = self.ordered_spectra
+        if pair is None or self.counted_G is None:
+            return None if pair is None else (pair, pair)
+        return (pair[0], self.counted_G.lower), (pair[0], self.counted_G.upper)
+
+    @property
+    def singular(self) -> bool:
+        """Whether the smallest eigenvalue of F is zero, or may be."""
+        return self.bounds is None or any(float(own[0]) <= 0 for own in self.bounds[0])
+
+    def without_structure(self, wanted: Collection[str]) -> "Sides":
+        """The same without ``structured_G``, which holds factors, but with what it answers of ``wanted``."""
+        if self.structured_G is None:
+            return self
+        answered = Answered(
+            effective_rank=_structured_rank(self) if "effective_rank" in wanted else None,
+            logdet=_logdet_of_structured(self) if "logdet" in wanted else None,
+        )
+        return replace(self, structured_G=None, answered=answered)
+
+    @property
+    def trace(self) -> float:
+        """Trace of F."""
+        return self.trace_A * self.trace_G
+
+    @property
+    def frobenius_norm(self) -> float | None:
+        """Frobenius norm of F."""
+        return None if self.frobenius_A is None or self.frobenius_G is None else self.frobenius_A * self.frobenius_G
+
+    @cached_property
+    def condensed_A(self) -> Condensed | None:  # noqa: N802 - the field's own symbol
+        """A's eigenvalues in few nodes, G's scale among them where G answers for itself."""
+        if self.spectrum_A is None:
+            return None
+        return condensed(self.spectrum_A if self.structured_G is None else self.spectrum_A * self.scale_G)
+
+    @cached_property
+    def condensed_G(self) -> Condensed | None:  # noqa: N802 - the field's own symbol
+        """G's eigenvalues in few nodes."""
+        return None if self.spectrum_G is None else condensed(self.spectrum_G)
+
+    @cached_property
+    def lowest_shift(self) -> float:
+        """What ``structured_G`` is not asked below: a side that is not made dense is known to its rounding."""
+        return 0.0 if self.structured_G is None else _RESOLVED * self.structured_G.spectral_norm()
+
+    def answering(self, side: Structured) -> sums.Answering:
+        """``structured_G`` with what is known of it below ``lowest_shift``."""
+        counted = None if self.counted_G is None else condensed(self.counted_G.values / self.scale_G)
+        return sums.Answering(side=side, lowest=self.lowest_shift, counted=counted)
+
+    def products(self) -> Products | None:
+        """The eigenvalues of F, to be counted and ordered."""
+        return None if self.ordered_spectra is None else Products([self.ordered_spectra])
+
+    @cached_property
+    def spectral_norm(self) -> float | None:
+        """The largest eigenvalue of F."""
+        if self.spectrum_A is None:
+            return None
+        if self.structured_G is not None:
+            return float(self.spectrum_A[-1]) * self.structured_G.spectral_norm() * self.scale_G
+        return None if self.spectrum_G is None else float(self.spectrum_A[-1]) * float(self.spectrum_G[-1])
+
+    def effective_dimensions(self, dampings: Iterable[float]) -> list[float | None]:
+        """Σ λᵢ/(λᵢ + λ) over the eigenvalues of F at each absolute λ."""
+        grid = list(dampings)
+        if self.condensed_A is None:
+            return [None] * len(grid)
+        if self.structured_G is not None:
+            if self.condensed_A.nodes.numel() == 0:
+                return [0.0] * len(grid)
+            return sums.effective_dimensions_structured(self.condensed_A, self.answering(self.structured_G), grid)
+        return (
+            [None] * len(grid)
+            if self.condensed_G is None
+            else sums.effective_dimensions(self.condensed_A, self.condensed_G, grid)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """What a G without eigenvalues has said of itself."""
+
+    effective_rank: float | None
+    logdet: float | None
+    """Of G; None where it is singular, to within the tolerance of the rank."""
+
+
+def scalars(sides: Sides, wanted: Iterable[str]) -> dict[str, float | None]:
+    """The scalar metrics among ``wanted``, by name; None where one is undefined."""
+    return {name: SCALARS[name](sides) for name in wanted if name in SCALARS}
+
+
+def _stable_rank(sides: Sides) -> float | None:
+    if sides.spectra is not None:
+        return closed.stable_rank(*sides.spectra)
+    largest = sides.spectral_norm
+    return None if not largest or sides.frobenius_norm is None else (sides.frobenius_norm / largest) ** 2
+
+
+def _participation_ratio(sides: Sides) -> float | None:
+    return closed.participation_ratio((sides.trace_A, sides.trace_G), (sides.frobenius_A, sides.frobenius_G))
+
+
+def _effective_rank(sides: Sides) -> float | None:
+    left, right = _rank_of(sides.spectrum_A), _rank_of_G(sides)
+    return None if left is None or right is None else left * right
+
+
+def _rank_of(spectrum: Tensor | None) -> float | None:
+    return None if spectrum is None else closed.entropy_effective_rank(spectrum)
+
+
+def _rank_of_G(sides: Sides) -> float | None:  # noqa: N802 - the field's own symbol
+    if sides.spectrum_G is not None:
+        return closed.entropy_effective_rank(sides.spectrum_G)
+    return _structured_rank(sides) if sides.answered is None else sides.answered.effective_rank
+
+
+def _structured_rank(sides: Sides) -> float | None:
+    side = sides.structured_G
+    return None if side is None else effective_rank(side.kept_trace(), side.effective_dimensions, sides.lowest_shift)
+
+
+def _rank(sides: Sides) -> int | None:
+    return None if sides.ordered_spectra is None else closed.rank(*sides.ordered_spectra, sides.tolerance)
+
+
+def _logdet(sides: Sides) -> float | None:
+    # what is rounding in either factor would count with its logarithm; their products reach further down
+    if any(within_tolerance(sides)):
+        return None
+    if sides.spectra is not None:
+        return closed.logdet(*sides.spectra)
+    own = _logdet_of_structured(sides) if sides.answered is None else sides.answered.logdet
+    if own is None or sides.spectrum_A is None:
+        return None
+    return sides.out_dim * float(sides.spectrum_A.log().sum()) + sides.in_dim * own
+
+
+def within_tolerance(sides: Sides) -> tuple[bool, bool]:
+    """Whether A, and whether G, has an eigenvalue within the tolerance of the rank, or one that may be."""
+    if sides.bounds is None:
+        return True, True
+    lower, _ = sides.bounds
+    found = [float(own[0]) <= sides.tolerance * float(own[-1]) for own in lower]
+    return found[0], found[1]
+
+
+def _logdet_of_structured(sides: Sides) -> float | None:
+    side = sides.structured_G
+    if side is None or within_tolerance(sides)[1]:
+        return None
+    return float(side.logdets(torch.zeros(1, dtype=torch.float64))) + sides.out_dim * math.log(sides.scale_G)
+
+
+def _logdet_damped(sides: Sides) -> float | None:
+    damping = sides.damping.joint
+    if damping is None or sides.condensed_A is None:
+        return None
+    if sides.structured_G is not None:
+        return sums.logdet_damped_structured(sides.condensed_A, sides.answering(sides.structured_G), damping)
+    return None if sides.condensed_G is None else sums.logdet_damped(sides.condensed_A, sides.condensed_G, damping)
+
+
+def _logdet_factored(sides: Sides) -> float | None:
+    damped_a, damped_g = sides.damping.A, sides.damping.G
+    if damped_a is None or damped_g is None or sides.spectrum_A is None:
+        return None
+    if sides.spectrum_G is not None:
+        return closed.logdet_factored(sides.spectrum_A, sides.spectrum_G, damped_a, damped_g)
+    asked = _asked(sides, damped_g)
+    if asked is None:
+        return None
+    answering, shift = asked
+    right = float(answering.logdets(shift)) + sides.out_dim * math.log(sides.scale_G)
+    return sides.out_dim * float((sides.spectrum_A + damped_a).log().sum()) + sides.in_dim * right
+
+
+def _effective_dimension(sides: Sides) -> float | None:
+    damping = sides.damping.joint
+    return None if damping is None else sides.effective_dimensions([damping])[0]
+
+
+def _effective_dimension_factored(sides: Sides) -> float | None:
+    damped_a, damped_g = sides.damping.A, sides.damping.G
+    if damped_a is None or damped_g is None or sides.spectrum_A is None:
+        return None
+    if sides.spectrum_G is not None:
+        return closed.effective_dimension_factored(sides.spectrum_A, sides.spectrum_G, damped_a, damped_g)
+    asked = _asked(sides, damped_g)
+    if asked is None:
+        return None
+    answering, shift = asked
+    left = float((sides.spectrum_A / (sides.spectrum_A + damped_a)).nan_to_num(0).sum())
+    return left * float(answering.effective_dimensions(shift))
+
+
+def _asked(sides: Sides, damping: float) -> tuple[sums.Answering, Tensor] | None:
+    """Structured G and ``damping`` of G as it is asked at, (1,); None where it does not know."""
+    if sides.structured_G is None:
+        return None
+    answering = sides.answering(sides.structured_G)
+    shift = torch.tensor([damping / sides.scale_G], dtype=torch.float64)
+    return (answering, shift) if bool(answering.reached(shift).all()) else None
+
+
+def _kappa(sides: Sides) -> float | None:
+    return None if sides.ordered_spectra is None or sides.singular else closed.kappa(*sides.ordered_spectra)
+
+
+def _kappa_damped(sides: Sides) -> float | None:
+    damping = sides.damping.joint
+    if damping is None or sides.ordered_spectra is None:
+        return None
+    return closed.kappa_damped(*sides.ordered_spectra, damping)
+
+
+def _kappa_factored(sides: Sides) -> float | None:
+    damped_a, damped_g = sides.damping.A, sides.damping.G
+    if damped_a is None or damped_g is None or sides.ordered_spectra is None:
+        return None
+    return closed.kappa_factored(*sides.ordered_spectra, damped_a, damped_g)
+
+
+SCALARS: Mapping[str, Callable[[Sides], float | None]] = {
+    "trace": lambda sides: sides.trace,
+    "frobenius_norm": lambda sides: sides.frobenius_norm,
+    "spectral_norm": lambda sides: sides.spectral_norm,
+    "stable_rank": _stable_rank,
+    "participation_ratio": _participation_ratio,
+    "effective_rank": _effective_rank,
+    "rank": _rank,
+    "logdet": _logdet,
+    "logdet_damped": _logdet_damped,
+    "logdet_factored": _logdet_factored,
+    "effective_dimension": _effective_dimension,
+    "effective_dimension_factored": _effective_dimension_factored,
+    "kappa": _kappa,
+    "kappa_damped": _kappa_damped,
+    "kappa_factored": _kappa_factored,
+    "trace_A": lambda sides: sides.trace_A,
+    "trace_G": lambda sides: sides.trace_G,
+    "effective_rank_A": lambda sides: _rank_of(sides.spectrum_A),
+    "effective_rank_G": _rank_of_G,
+}

@@ -1,0 +1,187 @@
+"""Convergence: the metrics of a layer, and of the model, over ever more examples, and where they are heading.
+
+The damping is that of the whole at every size: what moves shall be the curvature. A G that has no
+eigenvalues without its matrix is read again at each size, and let go of when it has answered.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from catalog.capacity import CapacityParams
+from catalog.capacity_metrics import CapacityMetrics, ModelCapacity, SpectralDecay
+from catalog.subsamples import Convergence
+from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides
+from engine.analyses.metrics.layer_metrics import SCALAR_METRICS, ordered, scalar_metrics, structured_side
+from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
+from engine.factors.factor_set import Collected
+from engine.linalg.extrapolation import extrapolated, not_converged
+from engine.linalg.linear_operator import Structured
+from engine.linalg.spectrum_counts import Counted
+from engine.measurement.layer_measurement import Measured
+
+Values = Mapping[str, float | None]
+
+SUMMED = ("trace", "effective_dimension", "logdet_damped")
+"""Of the model: what adds up over its layers."""
+_TOGETHER = (
+    "frobenius_norm", "spectral_norm", "stable_rank", "participation_ratio", "effective_rank", "rank", "logdet",
+    "kappa", "kappa_damped", "decay",
+)  # fmt: skip
+"""Of the model: what is asked of all eigenvalues as one spectrum."""
+_COUNTS = frozenset(
+    {
+        "stable_rank", "participation_ratio", "effective_rank", "rank", "effective_dimension",
+        "effective_dimension_factored",
+    }
+)  # fmt: skip
+"""Numbers of directions, which the dimension bounds."""
+_LOGARITHMS = frozenset({"logdet", "logdet_damped", "logdet_factored"})
+"""Of either sign; everything else is not negative."""
+_FROM_ONE = frozenset(
+    {
+        "stable_rank", "participation_ratio", "effective_rank", "effective_rank_A", "effective_rank_G",
+        "kappa", "kappa_damped", "kappa_factored", "kappa_clipped",
+    }
+)  # fmt: skip
+"""What is 1 at least, where it is defined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed:
+    """One layer over the sample sizes, up to the whole."""
+
+    examples: tuple[int, ...]
+    values: tuple[Values, ...]
+    """The scalar metrics asked for, by name, at each size."""
+    layers: tuple[ModelLayer, ...]
+    """What the model's metrics need of it at each size."""
+    convergence: tuple[Convergence, ...]
+
+
+def followed(
+    layer: Measured,
+    whole: Collected,
+    sides: Sides,
+    metrics: CapacityMetrics,
+    params: CapacityParams,
+    device: torch.device,
+) -> Followed | None:
+    """The scalar metrics of ``layer`` at every size; None where no smaller sizes were asked for.
+
+    Memory:
+        What stands for a G without eigenvalues, at one size.
+    """
+    if not layer.nested:
+        return None
+    names = [name for name in SCALAR_METRICS if name in params.selected]
+    values: list[Values] = []
+    layers = []
+    for size, kept in zip(layer.nested[:-1], whole.nested, strict=True):
+        structured, scale = None, 1.0
+        if size.spectrum_A is not None and size.spectrum_G is None:
+            structured, scale = structured_side(kept.load(layer.facts.ordinal), device)
+        own = replace(
+            sides,
+            spectrum_A=size.spectrum_A,
+            spectrum_G=size.spectrum_G,
+            trace_A=size.trace_A,
+            trace_G=size.trace_G,
+            frobenius_A=size.frobenius_A,
+            frobenius_G=size.frobenius_G,
+            structured_G=structured,
+            scale_G=scale,
+            counted_G=_counted(structured, scale, layer.record.kappa_max),
+        )
+        values.append(_at_one_size(own, names, params, layer.record.kappa_max))
+        wanted = params.selected & {"spectral_norm", "stable_rank"}
+        layers.append(
+            ModelLayer(
+                name=layer.facts.name,
+                sides=own.without_structure(params.selected),
+                spectral_norm=own.spectral_norm if wanted else None,
+                curve=None,
+            )
+        )
+    values.append({name: _number(getattr(metrics, name)) for name in names})
+    layers.append(ModelLayer.of(layer.facts.name, sides, metrics, params.selected))
+    examples = tuple(size.examples for size in layer.nested)
+    bounds = {"effective_rank_A": sides.in_dim, "effective_rank_G": sides.out_dim, "effective_dimension_share": 1}
+    return Followed(
+        examples=examples,
+        values=tuple(values),
+        layers=tuple(layers),
+        convergence=_heading(examples, values, sides.dimension, bounds),
+    )
+
+
+def _counted(side: Structured | None, scale: float, kappa_max: float | None) -> Counted | None:
+    counted = None if side is None else side.counted(kappa_max)
+    return None if counted is None else counted.times(scale)
+
+
+def model_convergence(
+    layers: Sequence[Followed], whole: ModelCapacity, params: CapacityParams
+) -> tuple[Convergence, ...] | None:
+    """The same of the model as one matrix, whose metrics of all data are ``whole``."""
+    if not layers:
+        return None
+    examples = layers[0].examples
+    names = tuple(name for name in _TOGETHER if name in params.selected)
+    values = []
+    for place in range(len(examples)):
+        last = place == len(examples) - 1
+        found: dict[str, float | None] = {}
+        for name in SUMMED:
+            if name in params.selected:
+                curved = [each.layers[-1].sides.trace > 0 for each in layers]
+                found[name] = summed([each.values[place][name] for each in layers], curved)
+        if names:
+            alone = replace(params, metrics=names)
+            model = whole if last else model_metrics([each.layers[place] for each in layers], alone)
+            found |= {name: _number(getattr(model, name)) for name in names}
+        values.append(found)
+    return _heading(examples, values, sum(each.layers[-1].sides.dimension for each in layers), {})
+
+
+def summed(values: Sequence[float | None], curved: Sequence[bool]) -> float | None:
+    """Over all layers; a layer without curvature has none, and one of unknown value leaves the sum unknown."""
+    if any(value is None and own for value, own in zip(values, curved, strict=True)):
+        return None
+    return math.fsum(value or 0.0 for value in values)
+
+
+def _at_one_size(sides: Sides, names: Sequence[str], params: CapacityParams, kappa_max: float | None) -> Values:
+    found = scalar_metrics(sides, names, kappa_max)
+    if "decay" in names:
+        products, rank = sides.products(), SCALARS["rank"](sides)
+        fitted = {} if products is None else ordered(products, replace(params, metrics=("decay",)), int(rank or 0))
+        found["decay"] = _number(fitted.get("decay"))
+    return found
+
+
+def _number(value: float | SpectralDecay | None) -> float | None:
+    return value.exponent if isinstance(value, SpectralDecay) else value
+
+
+def _heading(
+    examples: tuple[int, ...], values: Sequence[Values], dimension: int, ceilings: Mapping[str, int]
+) -> tuple[Convergence, ...]:
+    found = []
+    for name in values[-1]:
+        own = tuple(each[name] for each in values)
+        floor = None if name in _LOGARITHMS else 1.0 if name in _FROM_ONE else 0.0
+        ceiling = float(dimension) if name in _COUNTS else ceilings.get(name)
+        limit = extrapolated(examples, own, floor=floor, ceiling=ceiling)
+        found.append(
+            Convergence(
+                metric=name,
+                examples=examples,
+                values=own,
+                extrapolation=limit,
+                not_converged=not_converged(own[-1], limit, float(dimension) if name in _LOGARITHMS else None),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,338 @@
+"""Collection: from a model and data to A and G of every treated layer.
+
+A dry run of a few examples comes first: it shows which layers are called, which are fed by the
+same tensor (they share one A), and how large everything will be, so that the plan is made and
+checked before anything large is allocated.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.collection.collection_state import Gathered
+from engine.collection.data_pass import PassJob
+from engine.collection.ekfac_passes import corrected
+from engine.collection.normalise import flaw, foreseen_flaw
+from engine.collection.run_passes import announce, gather
+from engine.collection.subsamples import by_ordinal, sizes_of
+from engine.errors import (
+    ModelRefused,
+    NonFiniteModel,
+    NothingToAnalyse,
+)
+from engine.factors.factor_set import Collected, LayerFacts, read_collected, reused
+from engine.factors.kronecker_factors import Corrected
+from engine.gradient_identity.refusal import FAILED_CHECK, refusal
+from engine.layers.coverage import DeclaredLayer, Survey, declare
+from engine.layers.coverage_check import require_coverage, surveyed, trainable_numbers
+from engine.layers.layer import TreatedLayer
+from engine.memory.budget import give_back_host_memory
+from engine.memory.plan import Plan
+from engine.model.activation_memory import checkpointed
+from engine.model.determinism import Numerics, pinned
+from engine.model.mixed_precision import usable
+from engine.model.preserve_state import untouched
+from engine.planning.collection_time import calibrated
+from engine.planning.dry_run import dry_run, looked_into, represented, with_activations, without_other_uses
+from engine.planning.first_check import DRAWN, Verification, explained
+from engine.planning.head_representation import narrowed
+from engine.planning.job_plan import forecast, smallest_budgets
+from engine.planning.model_memory import weigh_model
+from engine.row_layout.layer_calls import followers
+from engine.tracing.functional_layers import places_of
+from engine.workspace import Workspace
+
+
+def collected(workspace: Workspace) -> Collected:
+    """The job's factors: collected at the first call, read where they are stored, kept for the next analysis.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
+    """
+    known = workspace.shared.get("collected")
+    if isinstance(known, Collected):
+        return known
+    if workspace.stored is not None:
+        fresh = read_collected(workspace.stored)
+    else:
+        # before its tensors are converted
+        weigh_model(workspace)
+        fresh = _cached(workspace) or _collect(workspace)
+    workspace.shared["collected"] = fresh
+    return fresh
+
+
+def _cached(workspace: Workspace) -> Collected | None:
+    """The same collection, if it was made before."""
+    found = None if workspace.cache is None else workspace.cache.find()
+    if found is None:
+        return None
+    whole = reused(*found)
+    workspace.guard.hold()
+    return whole
+
+
+def _collect(workspace: Workspace) -> Collected:
+    if workspace.model is None or workspace.task is None or workspace.batches is None:
+        raise ValueError("a workspace without stored factors needs a model, batches and a task")
+    dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
+    numerics = Numerics.here(workspace.device, workspace.numerics)
+    not_replayed = numerics.not_replayed(workspace.numerics)
+    if not_replayed:
+        workspace.log(
+            "warning",
+            f"computed with other numerics than the first attempt, so bits may differ: {'; '.join(not_replayed)}",
+        )
+    job = PassJob(
+        workspace=workspace,
+        model=workspace.model,
+        task=workspace.task,
+        collection=workspace.collection,
+        dtype=dtype,
+        numerics=numerics,
+        heard=set(),
+        precision=usable(workspace.collection.amp, workspace.device),
+    )
+    if job.precision.fallback is not None:
+        workspace.log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
+    _require_finite(job.model)
+    found = surveyed(job.model, job.collection)
+    trainable = trainable_numbers(job.model)
+    verification = Verification.of(job)
+    with untouched(job.model, dtype), pinned(numerics, job.heard):
+        # the survey saw the caller's flags; what follows sees every parameter frozen
+        job, found, shared, mixed, plan = _settled(job, found, trainable, verification)
+        # what the dry runs held would stay with the process, beside what the passes hold
+        give_back_host_memory()
+        workspace.guard.hold(plan)
+        sizes = sizes_of(workspace, job.collection)
+        job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
+        with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
+            gathered = gather(job, found, shared, mixed, plan)
+            plan = dataclasses.replace(plan, chosen=gathered.chosen)
+            job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch)
+            corrections = {}
+            if job.collection.ekfac:
+                with workspace.operation("correction", "correction"):
+                    corrections = corrected(job, gathered, plan.chosen.corrections)
+        rounding = sorted(gathered.nondeterministic - {DRAWN})
+        if rounding:
+            workspace.log(
+                "warning",
+                f"another run may round otherwise: there is no deterministic form of {', '.join(rounding)}",
+            )
+        return _finished(job, found, trainable, gathered, plan, corrections)
+
+
+def _settled(
+    job: PassJob, survey: Survey, trainable: int, verification: Verification
+) -> tuple[PassJob, Survey, dict[str, str], frozenset[str], Plan]:
+    """Find layers that pass their first check, with a plan that fits: the job, the survey, who shares A, who mixes."""
+    workspace, dtype = job.workspace, job.dtype
+    with workspace.operation("dry run"):
+        job, seen, mixed = dry_run(job, survey)
+        probe = (*without_other_uses(job, survey, seen), mixed)
+    while True:
+        with workspace.operation("dry run"):
+            found, seen, mixed = looked_into(job, *probe, verification.forced)
+        # a part of a parameter that is not covered is no unforeseen use of its other parts
+        job = dataclasses.replace(job, places=places_of(found))
+        found, seen = verification.without_refused(found, seen)
+        _require_coverage_so_far(job, found, trainable, mixed)
+        shared = followers(seen.calls, found.treated)
+        seen = represented(job, found, with_activations(job, found, seen, mixed))
+        job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
+        foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
+        plan = foretell(seen)
+        plan = foretell(seen) if calibrated(workspace, plan) else plan
+        seen, plan, less = narrowed(job, found, seen, plan, foretell)
+        job = dataclasses.replace(job, representations=seen.representations)
+        _announce_anew(workspace, job.numerics, plan)
+        if not plan.fits(workspace.memory):
+            plan.require(workspace.memory, smallest_budgets(workspace, dtype, found.treated, seen, shared, less))
+        with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
+            changed = verification.changes(job, found, mixed)
+        if not changed:
+            cut = verification.cuts_padding(job, found, mixed)
+            job = dataclasses.replace(job, self_check=verification.self_check, cut_padding=cut)
+            return job, found, shared, mixed, plan
+
+
+def _announce_anew(workspace: Workspace, numerics: Numerics, plan: Plan) -> None:
+    """Let everyone who looks at the plan look at ``plan``."""
+    workspace.curve.stages.plan = plan
+    workspace.guard.announce = partial(announce, workspace, numerics)
+    announce(workspace, numerics, plan, ())
+    workspace.plan = plan
+
+
+def _require_finite(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ModelRefused(
+                f"the model's tensor `{name}` has no shape yet; call the model once on a batch before it is measured",
+                layer=name.rpartition(".")[0],
+                pointer="/model",
+            )
+        # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
+        if tensor.layout == torch.strided and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise NonFiniteModel(
+                f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "
+                f"{tensor.numel()}; mend the checkpoint",
+                layer=name.rpartition(".")[0],
+                pointer="/model",
+            )
+
+
+def _require_coverage_so_far(job: PassJob, survey: Survey, trainable: int, mixed: frozenset[str]) -> None:
+    """Fail before anything large is allocated, where too little will be covered whatever the data still call."""
+    declared = list(survey.declared)
+    covered = []
+    for layer in survey.treated:
+        reason = foreseen_flaw(layer, job.collection, mixed)
+        if reason is None:
+            covered.append(layer)
+        else:
+            declared.append(declare(layer, reason))
+    require_coverage(trainable, covered, declared, job.collection)
+
+
+def _finished(
+    job: PassJob,
+    survey: Survey,
+    trainable: int,
+    gathered: Gathered,
+    plan: Plan,
+    corrections: Mapping[str, Callable[[], Corrected]],
+) -> Collected:
+    declared: list[DeclaredLayer] = list(survey.declared)
+    covered: list[LayerStatistics] = []
+    for layer in survey.treated:
+        found = gathered.statistics[layer.name]
+        reason = flaw(found, job.collection)
+        if reason is None:
+            covered.append(found)
+        else:
+            declared.append(_not_covered(job, layer, reason))
+    declared = [explained(row, job.self_check) for row in declared]
+    if not covered:
+        reasons = ", ".join(sorted({layer.reason for layer in declared}))
+        raise NothingToAnalyse(
+            f"no layer of the model ({type(job.model).__name__}) could be measured: {reasons}", pointer="/model"
+        )
+    require_coverage(trainable, [found.layer for found in covered], declared, job.collection)
+    parts = [(found, group) for found in covered for group in range(found.layer.groups)]
+    names = [found.layer.parts[group] for found, group in parts]
+    ordinals = {name: ordinal for ordinal, name in enumerate(names)}
+    facts = []
+    sums = torch.device("cpu") if job.offload else job.workspace.device
+    for ordinal, (found, group) in enumerate(parts):
+        leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
+        shared_with = None if leader is None else ordinals[leader.layer.name]
+        # examples of a moving average do not weigh alike, and the formula takes them to
+        ema = job.collection.ema_decay is not None
+        own = _facts(ordinal, found, group, leader, shared_with, ema=ema, sums=sums)
+        facts.append(dataclasses.replace(own, **_proved(job, found.layer), **_varied(job, found, group)))
+    factors = [gathered.factors[name] for name in names]
+    order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
+    return Collected(
+        layers=tuple(facts),
+        declared=tuple(
+            sorted(
+                declared, key=lambda layer: order.get(layer.name, order.get(layer.name.rpartition(".")[0], len(order)))
+            )
+        ),
+        trainable_parameters=trainable,
+        examples=gathered.examples,
+        updates=gathered.updates,
+        passes=gathered.passes,
+        collection=dataclasses.replace(job.collection),
+        woodbury=job.workspace.woodbury,
+        device="cpu",
+        storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
+        micro_batch=plan.chosen.micro_batch,
+        amp=job.precision.amp,
+        amp_fallback=job.precision.fallback,
+        loss_scale=gathered.loss_scale if job.precision.amp == "fp16" else None,
+        planned_peak_bytes=plan.largest_peak_bytes,
+        nondeterministic=tuple(sorted(gathered.nondeterministic)),
+        not_replayed=job.numerics.not_replayed(job.workspace.numerics),
+        load=lambda ordinal: factors[ordinal](),
+        load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
+        nested=by_ordinal(job.sizes, gathered, tuple(facts)),
+    )
+
+
+def _proved(job: PassJob, layer: TreatedLayer) -> dict[str, Any]:
+    """What the self-check has found of a covered layer, by the names of its facts."""
+    check = None if job.self_check is None else job.self_check.layers.get(layer.name)
+    if check is None:
+        return {}
+    return {"gradient_identity": check.error, "examples_checked": check.examples, "checked_against": check.proof}
+
+
+def _varied(job: PassJob, found: LayerStatistics, group: int) -> dict[str, Any]:
+    """The variance of a covered layer's factors over batches, by the names of its facts."""
+    if not job.collection.batch_variance:
+        return {}
+    layer, source = found.layer, found.leader or found
+    A = source.variance_A.relative(group, activation_refusal(layer))
+    G = found.variance_G.relative(group, gradient_refusal(layer, found.representation.kind, job.collection.fisher))
+    return {
+        "relative_variance_A": A.variance,
+        "relative_variance_G": G.variance,
+        "relative_standard_error_A": A.standard_error,
+        "relative_standard_error_G": G.standard_error,
+        "no_batch_variance": "; ".join(f"{side}: {each.why}" for side, each in (("A", A), ("G", G)) if each.why)
+        or None,
+    }
+
+
+def _not_covered(job: PassJob, layer: TreatedLayer, reason: str) -> DeclaredLayer:
+    """A layer that turned out not to be coverable; what its own check has found says why."""
+    check = None if job.self_check is None else job.self_check.layers.get(layer.name)
+    return refusal(layer, check) if reason == FAILED_CHECK and check is not None else declare(layer, reason)
+
+
+def _facts(
+    ordinal: int,
+    found: LayerStatistics,
+    group: int,
+    leader: LayerStatistics | None,
+    shared_with: int | None,
+    *,
+    ema: bool,
+    sums: torch.device,
+) -> LayerFacts:
+    layer = found.layer
+    source = leader or found
+    return LayerFacts(
+        ordinal=ordinal,
+        name=layer.parts[group],
+        module=type(layer.module).__name__,
+        form=layer.form,
+        why=found.explanation,
+        parameters=layer.part_parameters[group],
+        parameter_count=layer.parameter_count // layer.groups,
+        in_dim=layer.in_dim,
+        out_dim=layer.out_dim,
+        bias=layer.bias,
+        positions=source.positions,
+        terms=found.terms,
+        calls=found.calls,
+        sharing=found.sharing,
+        rank_bound_A=(source.rank_bounds[0] or None) if layer.form == "kronecker" else None,
+        rank_bound_G=found.rank_bounds[1] or None,
+        shared_A_with=shared_with,
+        exact_trace=found.exact_traces[group] if found.exact_traces else None,
+        representation_G=found.representation.kind,
+        rows_place=found.representation.place(sums),
+        trace_standard_error=None if ema or not found.standard_errors else found.standard_errors[group],
+    )

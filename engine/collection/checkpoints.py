@@ -1,0 +1,390 @@
+"""Checkpoints: the state of a collection under way, so that a killed one goes on where it was.
+
+At an interval, between two batches, everything that the rest of the collection depends on is
+written into the job's scratch place: every layer's running sums and counts, how far the data is,
+the generators' state, buffers the model wrote to, and which finished factors wait there. The
+tensors come first, under new names, and the manifest last: it replaces the one before in one step
+and names each tensor's digest, so there is always one whole checkpoint, and a torn one is no
+checkpoint. A later attempt passes over the batches that are in it, without the model, and ends
+with the same bits.
+
+One that does not belong (another model, data, plan, version, device, number of threads) or does
+not read as written is discarded with a line in the log, never trusted.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.accumulation.batch_variance import BatchVariance
+from engine.accumulation.gradient_rows import GradientRows
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.collection.collection_state import Cursor, Gathered, Snapshot, bit_sum
+from engine.errors import Unwinding
+from engine.factors.kronecker_factors import digest
+from engine.factors.spilled_factors import Waiting
+from engine.model.batches import Batch
+from engine.row_layout.attention_masks import Key
+from engine.workspace import Artifacts, Workspace
+
+FORMAT = "kronoscope-checkpoint/3"
+MANIFEST = "checkpoint/checkpoint.json"
+_FILE_BYTES = 64 * 2**20
+"""A file holds as many tensors as fit, or one that is larger: what reading back holds at once."""
+_PARTS = (GradientRows, BatchVariance)
+"""What of a layer's statistics has a state of its own."""
+_SHARE = 20
+"""No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
+
+
+class CheckpointForeign(Unwinding):
+    """The data differ from those that a checkpoint was made of."""
+
+
+@dataclass(kw_only=True)
+class Resumed:
+    """What a checkpoint holds, read and verified, without the sums of the pass under way."""
+
+    cursor: Cursor
+    passes: int
+    shared: dict[str, str]
+    unmasked: frozenset[Key]
+    finished: dict[str, dict[str, Any]]
+    """Counts of the layers of finished passes."""
+    waiting: dict[str, Waiting]
+    """Factors of finished passes."""
+    nested: dict[int, Snapshot]
+    nondeterministic: tuple[str, ...]
+    """Smaller sample sizes that have been kept."""
+    running: dict[str, dict[str, Any]]
+    """Counts of the layers of the pass under way."""
+    self_check: dict[str, Any]
+    """What had been proved of the layers."""
+    files: dict[str, list[list[str]]]
+    """File to (kind, name, field, digest) of its tensors, in order."""
+
+
+@dataclass(kw_only=True)
+class Checkpoints:
+    """Writes one collection's checkpoints, and reads the one that an earlier attempt left."""
+
+    workspace: Workspace
+    model: nn.Module
+    conditions: Mapping[str, Any]
+    """What must be equal for a checkpoint to belong: each entry's name says what differs."""
+    clock: Callable[[], float] = time.monotonic
+    _serial: int = 0
+    _files: tuple[str, ...] = ()
+    """Of the checkpoint that stands."""
+    _saved_at: float = 0.0
+    _took: float = 0.0
+    _buffers: dict[str, int] = field(default_factory=dict)
+    """Checksums of the model's buffers as the collection found them."""
+
+    def __post_init__(self) -> None:
+        """Begin the first interval."""
+        self._saved_at = self.clock()
+        if self.workspace.checkpointed:
+            self._buffers = {name: bit_sum(buffer) for name, buffer in self.model.named_buffers()}
+
+    @property
+    def _scratch(self) -> Artifacts:
+        if self.workspace.scratch is None:
+            raise ValueError("checkpoints need a scratch place")
+        return self.workspace.scratch
+
+    def find(self) -> Resumed | None:
+        """The checkpoint of an earlier attempt, if there is one that belongs and reads as written."""
+        if not self.workspace.checkpointed:
+            return None
+        try:
+            return self._read()
+        except FileNotFoundError:
+            return None
+        except CheckpointForeign as foreign:
+            self.discard(str(foreign))
+            return None
+
+    def under_way(self, number: int, gathered: Gathered) -> Resumed | None:
+        """The checkpoint of pass ``number``, where this attempt or an earlier one has made one in its midst."""
+        found = self.find()
+        inside = found is not None and found.cursor.number == number and bool(found.running)
+        if not inside or found is None:
+            return None
+        return found if (found.shared, found.unmasked) == (gathered.shared, gathered.unmasked) else None
+
+    def _read(self) -> Resumed:
+        """Read the manifest.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            CheckpointForeign: If it is of no use here; the message says why.
+        """
+        try:
+            stored = self._scratch.load_json(MANIFEST)
+            body, written = stored["body"], stored["sha256"]
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise CheckpointForeign(f"it cannot be read ({type(error).__name__})") from error
+        if _sha256(body) != written:
+            raise CheckpointForeign("it is damaged")
+        if body.get("format") != FORMAT:
+            raise CheckpointForeign("it is of another format")
+        here, there = self.conditions, body["conditions"]
+        differing = sorted(
+            name for name in here.keys() | there.keys() if _canonical(here.get(name)) != _canonical(there.get(name))
+        )
+        if differing:
+            raise CheckpointForeign(f"it was made under another {', another '.join(differing)}")
+        found = Resumed(
+            cursor=Cursor(**body["cursor"]),
+            passes=body["passes"],
+            shared=body["shared"],
+            unmasked=frozenset((name, number) for name, number in body["unmasked"]),
+            finished=body["finished"],
+            waiting={name: Waiting(**waiting) for name, waiting in body["waiting"].items()},
+            nondeterministic=tuple(body["nondeterministic"]),
+            nested={entry["eighths"]: _snapshot(entry) for entry in body["nested"]},
+            running=body["running"],
+            self_check=body["self_check"],
+            files=body["files"],
+        )
+        kept = [entry for snapshot in found.nested.values() for entry in snapshot.waiting.items()]
+        for name, waiting in (*found.waiting.items(), *kept):
+            if not self._stands(waiting):
+                raise CheckpointForeign(f"the factors of layer `{name}` that waited with it are damaged")
+        self._serial, self._files = body["serial"], tuple(found.files)
+        return found
+
+    def restore(self, found: Resumed, statistics: Mapping[str, LayerStatistics], stream: Iterator[Batch]) -> Cursor:
+        """Put the sums and counts of the pass under way back, and advance the data to where they were saved.
+
+        Generators and buffers come last: passing over the data may draw numbers.
+
+        Raises:
+            CheckpointForeign: If a tensor does not read as written, or the batches are others than
+                those in the checkpoint; ``statistics`` are of no use then.
+
+        Memory:
+            One file of tensors: 64 MiB, or the largest tensor.
+        """
+        if found.running and set(found.running) != set(statistics):
+            raise CheckpointForeign("it holds other layers")
+        for name, stored in found.running.items():
+            set_counts(statistics[name], stored)
+        surroundings: list[tuple[str, str, Tensor]] = []
+        for kind, name, entry, tensor in self._read_tensors(found):
+            if kind == "sums":
+                _put(statistics[name], entry, tensor, self.workspace.device)
+            else:
+                surroundings.append((kind, name, tensor))
+        self._pass_over(found.cursor, stream)
+        for kind, name, tensor in surroundings:
+            if kind == "buffer":
+                self.model.get_buffer(name).data.copy_(tensor)
+            elif name == "cuda":
+                torch.cuda.set_rng_state(tensor, self.workspace.device)
+            else:
+                torch.set_rng_state(tensor)
+        return found.cursor
+
+    def _read_tensors(self, found: Resumed) -> Iterator[tuple[str, str, str, Tensor]]:
+        for file, entries in found.files.items():
+            try:
+                stored = self._scratch.load_tensors(file)
+            except Exception as error:
+                raise CheckpointForeign(f"{file} cannot be read ({type(error).__name__})") from error
+            for place, (kind, name, entry, written) in enumerate(entries):
+                tensor = stored.get(str(place))
+                if tensor is None or digest(tensor) != written:
+                    raise CheckpointForeign(f"{file} is damaged")
+                yield kind, name, entry, tensor
+
+    def _pass_over(self, saved: Cursor, stream: Iterator[Batch]) -> None:
+        """Take from the data what the checkpoint holds already, without the model."""
+        cursor = Cursor(number=saved.number)
+        for batch in itertools.islice(stream, saved.batches):
+            self.workspace.checkpoint()
+            cursor.take(batch, checked=True)
+        if (cursor.batches, cursor.data) != (saved.batches, saved.data):
+            raise CheckpointForeign("the data are others than before")
+
+    def discard(self, why: str) -> None:
+        """Say that what was found is not used, and begin anew."""
+        self.workspace.log("warning", f"the checkpoint of an earlier attempt is discarded: {why}")
+        self._saved_at = self.clock()
+
+    def due(self) -> bool:
+        """Whether it is time to save."""
+        pause = max(self.workspace.checkpoint_seconds, _SHARE * self._took)
+        return self.workspace.checkpointed and self.clock() - self._saved_at >= pause
+
+    def worth(self) -> bool:
+        """Whether a checkpoint now costs little against the time since the last, whatever the interval."""
+        return self.workspace.checkpointed and self.clock() - self._saved_at >= _SHARE * self._took
+
+    def save(self, cursor: Cursor, running: Sequence[LayerStatistics], gathered: Gathered) -> None:
+        """Write everything, the manifest last; a disk that refuses leaves the one before.
+
+        Memory:
+            One tensor on the host, where the sums are on a device.
+        """
+        begun = self.clock()
+        serial = self._serial + 1
+        try:
+            self.workspace.curve.sample("checkpoint", "before", self.workspace.device)
+            files = self._write_tensors(serial, running)
+            body = {
+                "format": FORMAT,
+                "serial": serial,
+                "conditions": self.conditions,
+                "cursor": asdict(cursor),
+                "passes": gathered.passes,
+                "shared": gathered.shared,
+                "unmasked": sorted(gathered.unmasked),
+                "finished": {name: counts(each) for name, each in gathered.statistics.items()},
+                "waiting": {name: asdict(each) for name, each in gathered.waiting.items()},
+                "nondeterministic": sorted(gathered.nondeterministic),
+                "nested": [asdict(each) for each in gathered.nested.values()],
+                "running": {each.layer.name: counts(each) for each in running},
+                "self_check": {} if gathered.self_check is None else gathered.self_check.state(),
+                "files": files,
+            }
+            self._scratch.save_json(MANIFEST, {"body": body, "sha256": _sha256(body)})
+        except OSError as error:
+            self.workspace.log("warning", f"no checkpoint could be written ({error.strerror}); the one before stands")
+        else:
+            for name in set(self._files) - set(files):
+                self._scratch.remove(name)
+            self._serial, self._files = serial, tuple(files)
+            self.workspace.log("debug", f"checkpoint {serial} after batch {cursor.batches} of pass {cursor.number + 1}")
+        self.workspace.curve.sample("checkpoint", "after", self.workspace.device)
+        self._saved_at = self.clock()
+        self._took = self._saved_at - begun
+
+    def _write_tensors(self, serial: int, running: Sequence[LayerStatistics]) -> dict[str, list[list[str]]]:
+        files: dict[str, list[list[str]]] = {}
+        for place, group in enumerate(_grouped(self._tensors(running))):
+            name = f"checkpoint/{serial}.{place}.safetensors"
+            self._scratch.save_tensors(name, {str(key): entry[3] for key, entry in enumerate(group)}, {})
+            files[name] = [[kind, owner, entry, digest(tensor)] for kind, owner, entry, tensor in group]
+        return files
+
+    def _tensors(self, running: Sequence[LayerStatistics]) -> Iterator[tuple[str, str, str, Tensor]]:
+        """(kind, name, field, tensor) of everything that is saved."""
+        if running:
+            # between two passes there is none: each begins with its own
+            yield "generator", "cpu", "", torch.get_rng_state()
+            if self.workspace.device.type == "cuda":
+                yield "generator", "cuda", "", torch.cuda.get_rng_state(self.workspace.device)
+        for name, buffer in self.model.named_buffers():
+            if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):
+                yield "buffer", name, "", buffer.detach()
+        for each in running:
+            for entry, value in _state(each).items():
+                if isinstance(value, Tensor):
+                    yield "sums", each.layer.name, entry, value
+
+    def _stands(self, waiting: Waiting) -> bool:
+        try:
+            return waiting.intact(self._scratch)
+        except Exception:  # noqa: BLE001 - the port's own errors, and whatever a damaged file makes a reader say
+            return False
+
+
+def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
+    waiting = {name: Waiting(**each) for name, each in stored["waiting"].items()}
+    rows = {name: (int(a), int(g)) for name, (a, g) in stored["rows"].items()}
+    return Snapshot(eighths=stored["eighths"], examples=stored["examples"], waiting=waiting, rows=rows)
+
+
+def _put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.device) -> None:
+    owner, _, own = entry.partition(".")
+    held = getattr(statistics, owner)
+    if isinstance(held, _PARTS):
+        held.put(own, tensor)
+    elif isinstance(held, Tensor) and held.shape == tensor.shape and held.dtype == tensor.dtype:
+        # in place, for whoever holds a view of it
+        held.copy_(tensor)
+    else:
+        setattr(statistics, entry, tensor.to(device))
+
+
+def counts(statistics: LayerStatistics) -> dict[str, Any]:
+    """What of the state is no tensor."""
+    return {name: value for name, value in _state(statistics).items() if not isinstance(value, Tensor)}
+
+
+def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
+    """Put ``counts`` back."""
+    for name in _state(statistics).keys() & stored.keys():
+        owner, _, own = name.partition(".")
+        held = getattr(statistics, owner)
+        if isinstance(held, _PARTS):
+            held.put(own, stored[name])
+        else:
+            setattr(statistics, name, stored[name])
+
+
+def _state(statistics: LayerStatistics) -> dict[str, Any]:
+    """Every field but what a new attempt has of its own: the layer, whose A it shares, its staging, what was chosen.
+
+    Raises:
+        TypeError: If a field is neither a tensor nor a plain value nor a list of numbers: it could not be brought back.
+    """
+    state: dict[str, Any] = {}
+    for entry in dataclasses.fields(statistics):
+        if entry.name in ("layer", "leader", "staging", "row_staging", "representation", "sums_dtype"):
+            continue
+        value = getattr(statistics, entry.name)
+        if isinstance(value, _PARTS):
+            state |= {f"{entry.name}.{name}": held for name, held in value.state().items()}
+            continue
+        numbers = isinstance(value, list) and all(isinstance(each, (float, type(None))) for each in value)
+        if not numbers and not isinstance(value, (Tensor, bool, int, float, str, type(None))):
+            raise TypeError(
+                f"`{entry.name}` of a layer's statistics is a {type(value).__name__}; checkpoints hold none"
+            )
+        state[entry.name] = value
+    return state
+
+
+def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[tuple[str, str, str, Tensor]]]:
+    """Runs of entries that share a file."""
+    group: list[tuple[str, str, str, Tensor]] = []
+    size = 0
+    for entry in entries:
+        own = entry[3].numel() * entry[3].element_size()
+        if group and size + own > _FILE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(entry)
+        size += own
+    if group:
+        yield group
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over name, type, shape and checksum of every parameter and buffer."""
+    entries = [
+        [name, str(tensor.dtype), list(tensor.shape), bit_sum(tensor)]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return _sha256(entries)
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()

@@ -1,0 +1,356 @@
+"""Passes: the data goes through the model, and the sums of one pass's layers take in every batch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from catalog.collection import Collection
+from catalog.inputs import Task
+from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
+from engine.accumulation.hooks import Collector
+from engine.accumulation.layer_statistics import LayerStatistics, factor_sides
+from engine.accumulation.loss_head import LossHead
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.collection.checkpoints import Checkpoints, Resumed
+from engine.collection.collection_state import Cursor, Gathered
+from engine.collection.nan_check import witnessed
+from engine.collection.normalise import foreseen_flaw
+from engine.collection.subsamples import Sizes, keep_size
+from engine.errors import EmptyData
+from engine.factors.representation import DENSE, Representation
+from engine.gradient_identity.refusal import FAILED_CHECK
+from engine.gradient_identity.self_check import SelfCheck
+from engine.layers.layer import TreatedLayer
+from engine.layers.parameter_slice import Places
+from engine.layers.tied import TiedHeadLayer
+from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, staging_numbers
+from engine.model.backward_pass import pull_back
+from engine.model.batches import Batch, batched, tensors
+from engine.model.determinism import Numerics
+from engine.model.dtype_casts import casts_of
+from engine.model.loss_directions import directions
+from engine.model.mixed_precision import Precision
+from engine.model.outputs import predict
+from engine.row_layout.attention_masks import Key, Masking
+from engine.row_layout.length_buckets import grouped
+from engine.row_layout.row_order import RowOrders
+from engine.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassJob:
+    """The parts of a workspace that passes need, all present."""
+
+    workspace: Workspace
+    model: nn.Module
+    task: Task
+    collection: Collection
+    dtype: torch.dtype
+    numerics: Numerics
+    heard: set[str]
+    """Operations without a deterministic form."""
+    micro_batch: int | None = None
+    """Examples that go through the model at once; None is the whole batch."""
+    offload: bool = False
+    """The sums stand on the host."""
+    precision: Precision = field(default_factory=Precision)
+    tables: frozenset[str] = frozenset()
+    """Embeddings that are looked up once for a batch, to be spread over its examples."""
+    places: Places = frozenset()
+    """All places in parameters that are layers."""
+    sizes: Sizes | None = None
+    """Smaller sample sizes to keep."""
+    representations: Mapping[str, Representation] = field(default_factory=dict)
+    """How the layers keep their G; dense where a layer is not named."""
+    head: TreatedLayer | None = None
+    """The linear layer whose outputs are the loss's logits, if there is one."""
+    masking: Masking = field(default_factory=Masking)
+    """The calls that a batch's mask is laid on."""
+    orders: RowOrders = field(default_factory=RowOrders)
+    """The calls whose rows do not stand example by example."""
+    cut_padding: bool = False
+    """Padding decides nothing, so it need not go through the model."""
+    overwritten: frozenset[str] = frozenset()
+    """Layers whose input the model writes to afterwards."""
+    self_check: SelfCheck | None = None
+    """What has been proved of the layers so far; None where nothing is checked."""
+
+    def batches(self) -> Iterator[Batch]:
+        """The data, anew, in batches on the device."""
+        return (self.moved(batch) for batch in self.stream())
+
+    def stream(self) -> Iterator[Batch]:
+        """The data, anew, in batches where the caller has them."""
+        chunks = self.workspace.batches() if self.workspace.batches is not None else iter(())
+        return batched(chunks, self.collection.batch_size)
+
+    def without_masks(self, calls: frozenset[Key]) -> "PassJob":
+        """The same job, with the mask not laid on ``calls``; then padding is not cut either."""
+        return replace(self, masking=self.masking.without(calls), cut_padding=self.cut_padding and not calls)
+
+    def moved(self, batch: Batch) -> Batch:
+        """A copy on the device, in the precision of the passes."""
+        return batch.to(self.workspace.device, self.dtype)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Batches done over all passes."""
+
+    workspace: Workspace
+    number: int
+    parts: int
+
+    def report(self, done: int, total: int | None) -> None:
+        """Say that ``done`` of ``total`` batches of this pass are done."""
+        before = 0 if total is None else self.number * total
+        self.workspace.report("collection", before + done, None if total is None else self.parts * total, "batches")
+
+    def resume(self, done: int, total: int | None) -> None:
+        """Say that an earlier attempt's checkpoint is gone on with."""
+        before, whole = (0, "") if total is None else (self.number * total, f" of {self.parts * total}")
+        within = f" (pass {self.number + 1} of {self.parts})" if self.parts > 1 else ""
+        self.workspace.log("info", f"collection resumed at batch {before + done}{whole}{within}")
+        self.report(done, total)
+
+
+def run_pass(
+    job: PassJob,
+    treated: tuple[TreatedLayer, ...],
+    gathered: Gathered,
+    mixed: frozenset[str],
+    progress: Progress,
+    checkpoints: Checkpoints,
+    found: Resumed | None,
+) -> tuple[LayerStatistics, ...]:
+    """One pass over the data, or the rest of the one that ``found`` was made in."""
+    job = job.without_masks(gathered.unmasked)
+    workspace, collection = job.workspace, job.collection
+    by_name = _allocated(job, treated, gathered.shared, mixed)
+    all_statistics = tuple(by_name.values())
+    wanted = collection.fisher != "forward_only"
+    collector = Collector(
+        statistics=all_statistics,
+        gradients=wanted,
+        tables=job.tables,
+        places=job.places,
+        masking=job.masking,
+        orders=job.orders,
+        overwritten=gathered.overwritten,
+        head=_head(job, treated),
+    )
+    batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
+    checked = workspace.checkpointed
+    cursor, stream = Cursor(number=progress.number), job.stream()
+    # a model that draws numbers in evaluation mode draws the same ones in every run
+    torch.manual_seed(collection.seed)
+    if found is not None:
+        saved = checkpoints.restore(found, by_name, stream)
+        if found.running:
+            cursor = saved
+        progress.resume(cursor.batches, batch_count)
+    collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
+    with witnessed(job.model, job.task) as witness, collector.attached(), torch.enable_grad():
+        witness.read = cursor.read
+        for arrived in stream:
+            workspace.checkpoint()
+            batch = job.moved(arrived)
+            witness.look_at(batch, cursor.batches)
+            if cursor.batches % collection.update_freq == 0:
+                if collection.ema_decay is not None and cursor.updates:
+                    for statistics in all_statistics:
+                        statistics.decay_(collection.ema_decay)
+                cursor.terms += _varied(job, batch, collector)
+                _check(job, arrived, cursor.batches, collector)
+                cursor.note(collector.scale)
+                witness.require_finite(all_statistics)
+                cursor.examples += batch.size
+                cursor.updates += 1
+            before = cursor.read
+            cursor.take(arrived, checked=checked)
+            eighths = None if job.sizes is None else job.sizes.crossed(before, cursor.read)
+            if job.sizes is not None and eighths is not None:
+                keep_size(job.sizes, eighths, cursor.examples, all_statistics, gathered, collection, job.dtype)
+            progress.report(cursor.batches, batch_count)
+            workspace.curve.sample(f"pass {progress.number + 1}", "within", workspace.device)
+            if checkpoints.due():
+                checkpoints.save(cursor, all_statistics, gathered)
+    if collection.ekfac and checkpoints.worth():
+        # the correction has no checkpoints of its own: whoever is killed in it begins it anew, and nothing before it
+        checkpoints.save(cursor, all_statistics, gathered)
+    _require_terms(job, cursor, all_statistics)
+    gathered.examples, gathered.updates, gathered.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
+    return all_statistics
+
+
+def _check(job: PassJob, batch: Batch, number: int, collector: Collector) -> None:
+    """Let the layers prove themselves on batch ``number``, where a check is due."""
+    self_check, shapes = job.self_check, collector.shapes.take()
+    if self_check is None or not self_check.is_due(number, shapes):
+        return
+    sums = {found.layer.name: found for found in collector.statistics if found.flaw is None}
+    heard = frozenset(job.heard)
+    with collector.detached():
+        failed = self_check.check_later([found.layer for found in sums.values()], batch, number)
+    # what plain autograd alone does without a deterministic form enters no factor
+    job.heard.intersection_update(heard)
+    for name in failed:
+        sums[name].flaw = FAILED_CHECK
+        why = self_check.layers[name].why
+        job.workspace.log("warning", f"layer `{name}`: in batch {number + 1} {why}; it is not covered")
+
+
+def _require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStatistics, ...]) -> None:
+    if cursor.terms == 0:
+        raise EmptyData(
+            f"all targets of the {cursor.examples} examples are ignored, so there is no loss term; correct the targets",
+            pointer="/data",
+        )
+    if job.task.class_weights is not None and all(found.weight_G == 0 for found in all_statistics):
+        raise EmptyData(
+            f"the classes of all {cursor.terms} targets weigh 0, so nothing counts; correct the weights or the targets",
+            pointer="/task/class_weights",
+        )
+
+
+def _allocated(
+    job: PassJob, treated: tuple[TreatedLayer, ...], shared: dict[str, str], mixed: frozenset[str]
+) -> dict[str, LayerStatistics]:
+    """Zeroed sums of every layer of a pass."""
+    by_name: dict[str, LayerStatistics] = {}
+    traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
+    staging = row_staging = None
+    if job.offload:
+        sides = [side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)]
+        staging = Staging(staging_numbers(sides), job.dtype, job.workspace.device)
+    elif job.workspace.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
+        row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.device)
+    unordered = job.orders.unordered_among(treated)
+    for layer in treated:
+        sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
+        # a leader stands before its followers
+        leader = by_name[shared[layer.name]] if layer.name in shared else None
+        representation = job.representations.get(layer.name, DENSE)
+        statistics = statistics_kind(layer)(
+            layer=layer,
+            sharing=sharing,
+            leader=leader,
+            traced=traced and layer.name not in unordered,
+            ordered=layer.name not in unordered,
+            staging=staging,
+            row_staging=row_staging if representation.on_host else None,
+            representation=representation,
+        )
+        needs_order = statistics.needs_order or job.collection.ekfac
+        statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
+        if layer.name in unordered and needs_order and statistics.flaw is None:
+            statistics.flaw = "batch_not_first"
+        statistics.allocate(job.dtype, job.workspace.device)
+        if job.collection.batch_variance:
+            _gather_variance_(statistics, job.collection.fisher)
+        by_name[layer.name] = statistics
+    return by_name
+
+
+def _gather_variance_(statistics: LayerStatistics, fisher: str) -> None:
+    """Let the sums that a layer holds itself have their variance over batches gathered.
+
+    Memory:
+        A second set of those sums.
+    """
+    layer, kept = statistics.layer, statistics.representation.kind
+    if statistics.A is not None and activation_refusal(layer) is None:
+        statistics.variance_A = BatchVariance.of(statistics.A)
+    if statistics.G is not None and gradient_refusal(layer, kept, fisher) is None:
+        statistics.variance_G = BatchVariance.of(statistics.G)
+
+
+def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
+    """The loss's head, if it is among the layers of a pass and keeps probabilities."""
+    for layer in treated:
+        representation = job.representations.get(layer.name, DENSE)
+        if job.head is not None and representation.of_terms and job.head in layer.roles:
+            # what table and head of one weight have in common needs both gradients
+            return LossHead(role=job.head, traced=job.collection.exact_trace and job.head is layer)
+    return None
+
+
+def statistics_kind(layer: TreatedLayer) -> type[LayerStatistics]:
+    """What holds a layer's sums."""
+    return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
+
+
+def update(job: PassJob, batch: Batch, collector: Collector) -> int:
+    """Let one batch enter the statistics, a slice at a time; returns its loss terms.
+
+    Both factors are sums over examples, of the summed loss: slices change nothing but the order
+    of the additions.
+    """
+    groups = grouped(batch, job.task) if job.cut_padding else (batch,)
+    size = job.micro_batch or batch.size
+    terms = sum(_enter(job, part, collector) for own in groups for part in own.slices(size))
+    for staging in {each for found in collector.statistics for each in (found.staging, found.row_staging)}:
+        if staging is not None:
+            staging.settle()
+    return terms
+
+
+def _varied(job: PassJob, batch: Batch, collector: Collector) -> int:
+    """Let one batch enter the statistics and their variance, as one however it is sliced; returns its loss terms."""
+    for statistics in collector.statistics:
+        statistics.begin_update_()
+    terms = update(job, batch, collector)
+    for statistics in collector.statistics:
+        statistics.end_update_()
+    return terms
+
+
+def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
+    """Let examples that go through the model together enter the statistics; returns their loss terms."""
+    collector.begin(batch.size, batch.mask, tensors(batch.inputs))
+    with torch.set_grad_enabled(collector.gradients):
+        with job.precision.autocast(job.workspace.device):
+            prediction = predict(job.model, batch, job.task)
+        # probabilities, and what is drawn from them, in the precision of the sums
+        prediction = replace(prediction, outputs=prediction.outputs.to(job.dtype))
+    collector.returning = True
+    if prediction.terms:
+        collector.predicted(prediction)
+    terms, divisor, shares = prediction.terms, prediction.divisor, prediction.shares
+    for statistics in collector.statistics:
+        statistics.weight_G += divisor
+        statistics.terms += terms
+    if prediction.outputs.requires_grad and terms:
+        waiting: Tensor | None = None
+        # where the graph ends: the outputs themselves are not needed once the last direction is there
+        end = get_gradient_edge(prediction.outputs)
+        for direction in directions(prediction, batch.index, job.task, job.collection):
+            if waiting is not None:
+                _return(job, end, waiting, collector, last=False)
+            waiting = direction
+        if waiting is not None:
+            del prediction
+            _return(job, end, waiting, collector, last=True)
+    collector.end()
+    shares_squared = float(shares.dot(shares))
+    for statistics in collector.statistics:
+        statistics.end_batch_(shares, shares_squared)
+    return terms
+
+
+def _return(job: PassJob, end: GradientEdge, direction: Tensor, collector: Collector, *, last: bool) -> None:
+    """Pull one direction back, until all its gradients are finite."""
+    scale, casts = collector.scale, casts_of(job.model)
+    if scale is None:
+        # the last one frees the graph as it goes
+        pull_back(end, direction, retain_graph=not last, within=casts)
+        collector.returned()
+        return
+    pull_back(end, direction * scale.value, retain_graph=True, within=casts)
+    while not collector.returned():
+        scale.lower()
+        pull_back(end, direction * scale.value, retain_graph=True, within=casts)
+    scale.endure()

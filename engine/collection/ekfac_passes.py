@@ -1,0 +1,261 @@
+"""EK-FAC: further passes over the data that re-estimate the eigenvalues in the eigenbases of the factors.
+
+Labels are keyed by example, so every pass sees the directions that G was made of. Layers go in as
+many passes as their bases and eigenvalues need; blocks need none, being exact already: their own
+eigenvalues are the correction's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.accumulation.ekfac_statistics import CorrectionStatistics
+from engine.accumulation.hooks import Collector
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.collection.checkpoints import counts, set_counts
+from engine.collection.collection_state import Gathered
+from engine.collection.data_pass import PassJob, update
+from engine.collection.normalise import flaw
+from engine.errors import NonFiniteFactor
+from engine.factors.kronecker_factors import Corrected, Factors
+from engine.layers.layer import TreatedLayer
+from engine.linalg.eigendecomposition import decompose
+from engine.memory.budget import give_back_host_memory
+from engine.memory.guard import Rung
+from engine.model.mixed_precision import FIRST_SCALE
+from engine.workspace import Artifacts
+
+Load = Callable[[], Corrected]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A correction in memory."""
+
+    found: Corrected
+
+    def __call__(self) -> Corrected:
+        return self.found
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A correction in the scratch place; a shared Q_A stands with the first that had it."""
+
+    scratch: Artifacts
+    place: str
+    holder: str | None
+
+    def __call__(self) -> Corrected:
+        own = self.scratch.load_tensors(f"{self.place}.safetensors")
+        shared = None if self.holder is None else self.scratch.load_tensors(f"{self.holder}.A.safetensors")
+        return Corrected(
+            eigenvectors_A=None if shared is None else shared["eigenvectors_A"],
+            eigenvectors_G=own.get("eigenvectors_G"),
+            eigenvalues=own["eigenvalues"],
+        )
+
+
+def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) -> dict[str, Load]:
+    """Corrections of every covered layer's parts, by name; ``parts`` are the layers of each pass.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+
+    Memory:
+        Bases and eigenvalues of one pass's layers; those of all of them on the host, unless they
+        are laid aside, which they are where there are several passes and a scratch place.
+    """
+    job = job.without_masks(gathered.unmasked)
+    scratch = job.workspace.scratch if len(parts) > 1 else None
+    loads: dict[str, Load] = {}
+    holders: dict[str, str] = {}
+    needed = [[name for name in part if _covered(job, gathered, name)] for part in parts]
+    total = sum(any(not _exact(gathered.statistics[name].layer) for name in part) for part in needed)
+    done = 0
+    for part in needed:
+        known = [gathered.statistics[name] for name in part]
+        bases: dict[str, Tensor] = {}
+        sums = [_prepared(job, each, gathered, bases) for each in known if not _exact(each.layer)]
+        if sums:
+            _guarded_run(replace(job, overwritten=gathered.overwritten), tuple(sums), done, total)
+            done += 1
+            gathered.passes += 1
+        by_name = {each.layer.name: each for each in sums}
+        for found in known:
+            leader = _leader(found)
+            own = by_name.get(found.layer.name)
+            made = _block(job, gathered, found) if own is None else _of_parts(own, bases.get(leader))
+            for group, (name, correction) in enumerate(zip(found.layer.parts, made, strict=True)):
+                _require_finite(name, correction)
+                if scratch is None:
+                    loads[name] = _Held(correction)
+                else:
+                    place = f"corrected/{len(loads)}"
+                    holder = _hold(scratch, correction, f"{leader}[{group}]", place, holders)
+                    _write(scratch, correction, place)
+                    loads[name] = _Waiting(scratch, place, holder)
+        del sums, by_name, bases
+        if scratch is not None:
+            give_back_host_memory()
+    return loads
+
+
+def _covered(job: PassJob, gathered: Gathered, name: str) -> bool:
+    return flaw(gathered.statistics[name], job.collection) is None
+
+
+def _exact(layer: TreatedLayer) -> bool:
+    """Whether the layer's factors are its block itself."""
+    return layer.form not in ("kronecker", "diagonal")
+
+
+def _leader(found: LayerStatistics) -> str:
+    return found.layer.name if found.leader is None else found.leader.layer.name
+
+
+def _prepared(
+    job: PassJob, found: LayerStatistics, gathered: Gathered, bases: dict[str, Tensor]
+) -> CorrectionStatistics:
+    """Zeroed eigenvalues of a layer, and its bases; ``bases`` holds each A's for whoever shares it."""
+    layer, leader = found.layer, _leader(found)
+    factors = [gathered.factors[name]() for name in layer.parts]
+    if layer.form == "kronecker" and leader not in bases:
+        bases[leader] = torch.stack([_basis(job, each.A, each.layer) for each in factors])
+    made = CorrectionStatistics(
+        layer=layer,
+        sharing=found.sharing,
+        basis_A=bases.get(leader) if layer.form == "kronecker" else None,
+        basis_G=torch.stack([_basis(job, each.dense_G, each.layer) for each in factors]),
+    )
+    made.allocate(job.dtype, job.workspace.device)
+    return made
+
+
+def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
+    return _vectors(job, factor, layer).to(job.dtype)
+
+
+def _vectors(job: PassJob, factor: Tensor, layer: str) -> Tensor:
+    """Q (n, n) of a dense factor, on the device."""
+    device = job.workspace.device
+    found = decompose(factor.to(device), layer, need="vectors", guard=job.workspace.guard, what="the basis of EK-FAC")
+    if found.vectors is None:
+        raise ValueError(f"layer `{layer}`: a diagonal factor has no basis of its own")
+    return found.vectors.to(device)
+
+
+def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
+    """One pass over the data; begun anew, with half as many examples at a time, where memory runs out."""
+    before = [counts(each) for each in sums]
+
+    def begun(size: int | None) -> None:
+        for each, kept in zip(sums, before, strict=True):
+            set_counts(each, kept)
+            if each.eigenvalues is not None:
+                each.eigenvalues.zero_()
+        _run(replace(job, micro_batch=size), sums, done, total)
+
+    sizes: list[int | None] = [job.micro_batch]
+    whole = min(job.collection.batch_size, job.workspace.examples or job.collection.batch_size)
+    while (last := sizes[-1] or whole) > 1:
+        sizes.append(-(-last // 2))
+    rungs = [
+        Rung(
+            name="whole batches" if size is None else f"slices of {size}",
+            formula="as the plan counts them",
+            device_bytes=0,
+            host_bytes=0,
+            run=partial(begun, size),
+        )
+        for size in sizes
+    ]
+    job.workspace.guard.descend(rungs, what="the correction", layer=None, stage="correction")
+
+
+def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
+    """One pass over the data."""
+    workspace, collection = job.workspace, job.collection
+    scale = job.precision.loss_scale(FIRST_SCALE, 0)
+    collector = Collector(
+        statistics=sums,
+        tables=job.tables,
+        places=job.places,
+        masking=job.masking,
+        orders=job.orders,
+        overwritten=job.overwritten,
+        scale=scale,
+    )
+    count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
+    updates = 0
+    # the numbers that the passes before this one drew
+    torch.manual_seed(collection.seed)
+    with collector.attached(), torch.enable_grad():
+        for number, batch in enumerate(job.batches()):
+            workspace.checkpoint()
+            if number % collection.update_freq == 0:
+                if collection.ema_decay is not None and updates:
+                    for each in sums:
+                        each.decay_(collection.ema_decay)
+                update(job, batch, collector)
+                updates += 1
+            before = 0 if count is None else done * count
+            workspace.report("correction", before + number + 1, None if count is None else total * count, "batches")
+
+
+def _of_parts(sums: CorrectionStatistics, basis_A: Tensor | None) -> list[Corrected]:
+    if sums.eigenvalues is None or sums.basis_G is None:
+        raise ValueError(f"layer `{sums.layer.name}` was never allocated")
+    values = sums.eigenvalues.div_(sums.weight_G or 1.0).to("cpu")
+    kronecker = sums.layer.form == "kronecker" and basis_A is not None
+    return [
+        Corrected(
+            eigenvectors_A=basis_A[group].to("cpu") if kronecker and basis_A is not None else None,
+            eigenvectors_G=sums.basis_G[group].to("cpu"),
+            eigenvalues=values[group],
+        )
+        for group in range(sums.layer.groups)
+    ]
+
+
+def _block(job: PassJob, gathered: Gathered, found: LayerStatistics) -> list[Corrected]:
+    """An exact block in its own eigenbasis; where only its diagonal is kept, that diagonal."""
+    return [_of_block(job, gathered.factors[name]()) for name in found.layer.parts]
+
+
+def _of_block(job: PassJob, factors: Factors) -> Corrected:
+    block = factors.widened_G.to(job.workspace.device, torch.float64)
+    basis = None if block.ndim == 1 else _vectors(job, block, factors.layer)
+    values = block if basis is None else (basis * (block @ basis)).sum(0)
+    return Corrected(
+        eigenvectors_A=None,
+        eigenvectors_G=None if basis is None else basis.to("cpu", job.dtype),
+        eigenvalues=values.to("cpu", job.dtype)[:, None],
+    )
+
+
+def _require_finite(name: str, found: Corrected) -> None:
+    if not bool(torch.isfinite(found.eigenvalues).all()):
+        raise NonFiniteFactor(
+            f"layer `{name}`: the corrected eigenvalues hold NaN or Inf; take `collection.dtype: float64`", layer=name
+        )
+
+
+def _hold(scratch: Artifacts, found: Corrected, shared: str, place: str, holders: dict[str, str]) -> str | None:
+    """Write Q_A once for all who share it, and return where it stands."""
+    if found.eigenvectors_A is None:
+        return None
+    if shared not in holders:
+        scratch.save_tensors(f"{place}.A.safetensors", {"eigenvectors_A": found.eigenvectors_A}, {})
+        holders[shared] = place
+    return holders[shared]
+
+
+def _write(scratch: Artifacts, found: Corrected, place: str) -> None:
+    tensors = {"eigenvalues": found.eigenvalues}
+    if found.eigenvectors_G is not None:
+        tensors["eigenvectors_G"] = found.eigenvectors_G
+    scratch.save_tensors(f"{place}.safetensors", tensors, {})

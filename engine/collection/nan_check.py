@@ -1,0 +1,190 @@
+"""Finiteness: notice the first batch that brings a NaN or infinite number, and say where it comes from.
+
+The sums are looked at once per batch, by the traces of all of them together: a NaN or an infinity
+anywhere in the rows of a batch reaches the diagonal of ``Σ row rowᵀ``, and no sum ever recovers.
+Only then is the batch run again, in slices and without a graph, to find the module.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from catalog.inputs import Task
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.errors import NonFiniteFactor, NonFiniteLoss
+from engine.model.batches import Batch, tensors
+from engine.model.outputs import predict
+
+_SLICES = 8
+"""The batch is run again in so many parts: less memory than the batch itself took, and a narrower answer."""
+
+
+@dataclass
+class Witness:
+    """The batch that is passing through."""
+
+    batch: Batch | None = None
+    number: int = 0
+    """Batches before it."""
+    read: int = 0
+    """Examples before it."""
+
+    def look_at(self, batch: Batch, number: int) -> None:
+        """A new batch arrives."""
+        if self.batch is not None:
+            self.read += self.batch.size
+        self.batch, self.number = batch, number
+
+    def require_finite(self, statistics: tuple[LayerStatistics, ...]) -> None:
+        """Look at the sums, after a batch.
+
+        Raises:
+            NonFiniteFactor: If a sum holds NaN or Inf; the message names layer and batch.
+        """
+        sums = [diagonal.sum() for found in statistics for _, diagonal in _diagonals(found)]
+        if not sums or all(bool(torch.stack(group).sum().isfinite()) for group in _by_device(sums)):
+            return
+        bad = [(found, side, diagonal) for found in statistics for side, diagonal in _diagonals(found)]
+        bad = [(found, side, diagonal) for found, side, diagonal in bad if not bool(diagonal.isfinite().all())]
+        if bad:
+            # gradients come from the end: the last layer is the first of them, and a bad input is before any
+            found, side, diagonal = next((entry for entry in bad if entry[1] == "A"), bad[-1])
+            count = int((~diagonal.isfinite()).sum())
+            what = "input" if side == "A" else "output gradient"
+            raise NonFiniteFactor(
+                f"layer `{found.layer.name}`: {count} of the {diagonal.numel()} moments on the diagonal of {side} are "
+                f"NaN or infinite after {self.place()}: its {what} holds such a number, or one whose square "
+                f"overflows at {str(diagonal.dtype).removeprefix('torch.')}; mend the data or the model, "
+                "or take `collection.dtype: float64`",
+                layer=found.layer.name,
+                pointer="/data",
+            )
+
+    def place(self, start: int = 0, stop: int | None = None) -> str:
+        """The batch, and its examples, in words; both are counted from 0."""
+        size = 0 if self.batch is None else self.batch.size
+        last = self.read + (size if stop is None else stop) - 1
+        return f"batch {self.number} (examples {self.read + start} to {last})"
+
+
+@contextlib.contextmanager
+def witnessed(model: nn.Module, task: Task) -> Iterator[Witness]:
+    """Complete the error of outputs that are not finite, by the module that first made them so."""
+    witness = Witness()
+    try:
+        yield witness
+    except NonFiniteLoss as error:
+        found = None if witness.batch is None else _first_sign(model, task, witness)
+        raise (found or error) from error
+
+
+def _diagonals(found: LayerStatistics) -> Iterator[tuple[str, Tensor]]:
+    """The diagonals of a layer's own sums; a sum that is a diagonal is its own."""
+    for side, total in (("A", found.A), ("G", found.G)):
+        if total is not None:
+            yield side, total if total.ndim == 1 else total.diagonal(dim1=-2, dim2=-1)
+    if found.gradient_rows is not None:
+        yield "G", found.gradient_rows.largest
+
+
+def _by_device(sums: list[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for total in sums:
+        groups.setdefault(total.device, []).append(total)
+    return groups.values()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sign:
+    """A module whose output is not finite."""
+
+    name: str
+    module: str
+    bad: int
+    numbers: int
+    entered: int
+    """NaN or infinite numbers in what it was given."""
+
+
+def _first_sign(model: nn.Module, task: Task, witness: Witness) -> NonFiniteLoss | None:
+    """The error that says where the outputs of the witness's batch go wrong; None where it cannot be told."""
+    batch = witness.batch
+    if batch is None:
+        return None
+    stop = 0
+    for part in batch.slices(max(2, -(-batch.size // _SLICES))):
+        start, stop = stop, stop + part.size
+        place = witness.place(start, stop)
+        given = _bad(part.inputs)
+        # a mask of nothing but minus infinities is no fault
+        if given > sum(int((tensor == -torch.inf).sum()) for tensor in tensors(part.inputs)):
+            return NonFiniteLoss(
+                f"the data's inputs hold {given} NaN or infinite number{'s' * (given > 1)} in {place}; mend the data",
+                pointer="/data",
+            )
+        with _signs(model) as signs:
+            try:
+                with torch.no_grad():
+                    predict(model, part, task)
+            except NonFiniteLoss:
+                return _said(signs, place)
+            except Exception:  # noqa: BLE001 - a slice may be refused where the batch was not: then the first error stands
+                return None
+    return None
+
+
+def _said(signs: list[_Sign], place: str) -> NonFiniteLoss:
+    if not signs:
+        return NonFiniteLoss(
+            f"the model's outputs hold NaN or Inf in {place}, and every module's output is finite: look at "
+            "what the model computes between and after its modules"
+        )
+    first = signs[0]
+    name = f"`{first.name}` ({first.module})" if first.name else f"the model itself ({first.module})"
+    origin = (
+        "what entered it is finite"
+        if first.entered == 0
+        else f"{first.entered} such number{'s' * (first.entered > 1)} entered it, made between modules"
+    )
+    return NonFiniteLoss(
+        f"the model's outputs hold NaN or Inf in {place}; the first module to put out such numbers is "
+        f"{name}, {first.bad} of {first.numbers}, and {origin}: look at its weights and "
+        "inputs, or take `collection.dtype: float64`",
+        layer=first.name or None,
+    )
+
+
+@contextlib.contextmanager
+def _signs(model: nn.Module) -> Iterator[list[_Sign]]:
+    """List the modules whose output is not finite, in the order they come to an end: inner ones first."""
+    signs: list[_Sign] = []
+
+    def watch(name: str) -> Any:  # noqa: ANN401 - torch's hook signature
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
+            bad = _bad(output)
+            if bad:
+                numbers = sum(tensor.numel() for tensor in tensors(output))
+                entered = _bad((args, kwargs))
+                signs.append(_Sign(name=name, module=type(module).__name__, bad=bad, numbers=numbers, entered=entered))
+
+        return after
+
+    handles = [
+        module.register_forward_hook(watch(name), with_kwargs=True, prepend=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield signs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _bad(tree: Any) -> int:  # noqa: ANN401 - a model gives and takes anything
+    """NaN or infinite numbers in the tensors of ``tree``."""
+    found = [tensor for tensor in tensors(tree) if tensor.is_floating_point()]
+    return sum(int((~torch.isfinite(tensor)).sum()) for tensor in found)

@@ -1,0 +1,227 @@
+"""Finishing: one pass's sums become factors on the host, in memory or laid aside.
+
+A layer that no gradient reached, or that turned out to mix examples, is declared instead; its
+sums are freed with the others.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from catalog.collection import Collection
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.probability_rows import ProbabilityRows
+from engine.accumulation.sketched_rows import SketchRows
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.collection.collection_state import Gathered
+from engine.errors import NonFiniteFactor
+from engine.factors.diagonal_sketch import DiagonalSketch
+from engine.factors.kronecker_factors import Factors, mirrored_, to_storage
+from engine.factors.softmax_fisher import SoftmaxFisher
+from engine.factors.spilled_factors import lay_aside
+from engine.layers.convolution import ConvolutionLayer
+from engine.layers.layer import TreatedLayer
+from engine.linalg.linear_operator import Structured
+from engine.memory.budget import give_back_host_memory
+from engine.workspace import Workspace
+
+Stored = tuple[Tensor, float]
+"""A factor as it is kept, and its scale."""
+StoredSide = tuple[Tensor | Structured, float]
+"""The same of a G, or what stands for it."""
+
+
+def keep(
+    workspace: Workspace,
+    dtype: torch.dtype,
+    gathered: Gathered,
+    statistics: tuple[LayerStatistics, ...],
+    *,
+    aside: bool,
+) -> None:
+    """Turn one pass's sums into factors on the host, in memory or laid aside: one layer at a time, its sums freed.
+
+    Memory:
+        One factor beyond what is kept, where the sums are on the host and kept in another precision.
+    """
+    leaders = {found.leader.layer.name for found in statistics if found.leader is not None}
+    shared: dict[str, list[Stored]] = {}
+    parts = (part for known in gathered.statistics.values() for part in known.layer.parts)
+    places = {part: place for place, part in enumerate(parts)}
+    for found in statistics:
+        if flaw(found, workspace.collection) is not None:
+            continue
+        leader = found.leader.layer.name if found.leader is not None else ""
+        for factors in finished(found, workspace.collection, dtype, shared):
+            part = factors.layer
+            if aside and workspace.scratch is not None:
+                waiting = lay_aside(workspace.scratch, factors, str(places[part]), gathered.waiting.get(leader))
+                gathered.waiting[part], gathered.factors[part] = waiting, partial(waiting.load, workspace.scratch)
+            else:
+                gathered.factors[part] = partial(_same, factors)
+        if found.layer.name not in leaders:
+            shared.pop(found.layer.name, None)
+    for found in statistics:
+        # of those that are declared after all
+        found.A = found.G = found.gradient_rows = None
+    if aside:
+        give_back_host_memory()
+
+
+def finished(
+    found: LayerStatistics, collection: Collection, dtype: torch.dtype, shared: dict[str, list[Stored]]
+) -> Iterator[Factors]:
+    """The factors of one layer, or of each group, on the host; its sums are normalised in place and freed.
+
+    ``shared`` collects each A under the name of the layer that held its sum, for those that share it.
+
+    Raises:
+        NonFiniteFactor: If one holds NaN or Inf, or does so in the precision it is kept in.
+    """
+    wanted = collection.storage_dtype
+    storage = dtype if wanted is None else getattr(torch, wanted)
+    holder = found.leader or found
+    gradient: Sequence[StoredSide]
+    if isinstance(found, TiedHeadStatistics):
+        nearest_A, nearest_G = found.nearest_product_(
+            _activation(found), _head_gradient(found, collection), identity=collection.fisher == "forward_only"
+        )
+        shared[holder.layer.name] = _stored(found, "A", nearest_A, storage)
+        if isinstance(nearest_G, Tensor):
+            gradient = _stored(found, "G", nearest_G, storage)
+        else:
+            gradient = [(nearest_G.to(torch.device("cpu")), 1.0)]
+        del nearest_A, nearest_G
+        found.A = None
+    else:
+        if holder.layer.name not in shared:
+            shared[holder.layer.name] = _stored(found, "A", _activation(found), storage)
+            holder.A = None
+        gradient = _gradient_side(found, collection, storage)
+    found.G = found.gradient_rows = None
+    for part, (A, scale_A), (G, scale_G) in zip(found.layer.parts, shared[holder.layer.name], gradient, strict=True):
+        yield Factors(
+            layer=part,
+            form=found.layer.form,
+            bias=found.layer.bias,
+            A=A,
+            G=G,
+            scale_A=scale_A,
+            scale_G=scale_G,
+            head_diagonal=found.head_diagonal if isinstance(found, TiedHeadStatistics) else None,
+        )
+
+
+def _same(factors: Factors) -> Factors:
+    return factors
+
+
+def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[str]) -> str | None:
+    """Why a treated layer must be declared, as far as is known before the first pass."""
+    if layer.name in mixed:
+        return "batch_not_first"
+    exact = layer.form in ("block", "diagonal_block")
+    return "needs_gradients" if collection.fisher == "forward_only" and exact else None
+
+
+def flaw(found: LayerStatistics, collection: Collection) -> str | None:
+    """Why a treated layer must be declared after all; None where it is covered."""
+    if found.flaw is not None:
+        return found.flaw
+    reached = found.gradients > 0 or collection.fisher == "forward_only"
+    if found.calls == 0:
+        return found.layer.reason_uncalled
+    return None if reached else "no_gradient"
+
+
+def _activation(found: LayerStatistics) -> Tensor:
+    """A, normalised and symmetric; the 1×1 matrix 1 for an exact block; the leader's where that was declared."""
+    holder = found.leader if found.leader is not None else found
+    if holder.A is None:
+        return torch.ones(1, 1, dtype=found.sums_dtype)
+    # a decayed count may lie below one; without any position the sum is zero
+    normalised = holder.A.div_(holder.weight_A or 1.0)
+    holder.weight_A = 1.0
+    if normalised.ndim == 1:
+        return normalised
+    symmetric, layer = mirrored_(normalised), holder.layer
+    return layer.in_parameter_order_(symmetric) if isinstance(layer, ConvolutionLayer) else symmetric
+
+
+def _gradient_side(found: LayerStatistics, collection: Collection, storage: torch.dtype) -> Sequence[StoredSide]:
+    """G of each group as it is kept.
+
+    Raises:
+        NonFiniteFactor: If it holds NaN or Inf, or its rows do so in the precision they are kept in.
+    """
+    if found.gradient_rows is None:
+        return _stored(found, "G", _gradient(found, collection), storage)
+    rows, name = found.gradient_rows, found.layer.name
+    if not bool(torch.isfinite(rows.largest).all()):
+        raise _overflown(name, "G", found.sums_dtype)
+    kept = rows.rows.dtype
+    # float16 has a scale of each row's own
+    if kept != torch.float16 and float(rows.largest.max()) > torch.finfo(kept).max:
+        raise NonFiniteFactor(
+            f"layer `{name}`: gradients reach {float(rows.largest.max()):.2g}, beyond the range of "
+            f"{str(kept).removeprefix('torch.')}; take `woodbury.dtype: fp16`, whose rows have scales",
+            layer=name,
+        )
+    return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0)]
+
+
+def _head_gradient(found: LayerStatistics, collection: Collection) -> Tensor | SoftmaxFisher | DiagonalSketch:
+    """G of a head alone, before its table's part comes in."""
+    rows = found.gradient_rows
+    if not isinstance(rows, (ProbabilityRows, SketchRows)):
+        return _gradient(found, collection)
+    (side,) = rows.finished(found.weight_G or 1.0)
+    return side.to(rows.scales.device)
+
+
+def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
+    if found.G is None:
+        raise ValueError(f"layer `{found.layer.name}` was never allocated")
+    if collection.fisher == "forward_only":
+        return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device).expand(found.G.shape)
+    normalised = found.G.div_(found.weight_G or 1.0)
+    return normalised if normalised.ndim == 1 else mirrored_(normalised)
+
+
+def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtype) -> list[Stored]:
+    """``factor`` on the host as it is kept, with its scale; each group's by itself.
+
+    Raises:
+        NonFiniteFactor: If it holds NaN or Inf, or does so at ``dtype``.
+    """
+    name = found.layer.name
+    if not _is_finite(factor):
+        raise _overflown(name, side, factor.dtype)
+    groups = [factor] if found.layer.groups == 1 else list(factor)
+    kept = [to_storage(group, dtype) for group in groups]
+    if dtype != factor.dtype and not all(_is_finite(stored) for stored, _ in kept):
+        kind = str(dtype).removeprefix("torch.")
+        raise NonFiniteFactor(
+            f"layer `{name}`: {side} has entries beyond the range of {kind}; take another `collection.storage_dtype`",
+            layer=name,
+        )
+    return kept
+
+
+def _overflown(name: str, side: str, dtype: torch.dtype | None) -> NonFiniteFactor:
+    return NonFiniteFactor(
+        f"layer `{name}`: {side} holds NaN or Inf after the last batch; activations or gradients "
+        f"overflow at {str(dtype).removeprefix('torch.')}: take `collection.dtype: float64`",
+        layer=name,
+    )
+
+
+def _is_finite(factor: Tensor) -> bool:
+    """Told by the diagonal, as no entry of a positive semidefinite matrix is larger than the largest there.
+
+    The whole would take another factor's worth of memory to look at.
+    """
+    diagonal = factor if factor.ndim == 1 else factor.diagonal(dim1=-2, dim2=-1)
+    return bool(torch.isfinite(diagonal).all())

@@ -1,0 +1,237 @@
+"""Gathering: the passes of a plan one after another, and a lower rung of it where memory runs out in one.
+
+One pass gathers every layer wherever memory allows; else each pass gathers the layers of one part
+of the plan and lays their factors aside before the next begins. The numbers are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
+from engine.collection.collection_state import Cursor, Gathered
+from engine.collection.data_pass import PassJob, Progress, run_pass, statistics_kind
+from engine.collection.normalise import keep
+from engine.collection.oom_fallback import described, lower
+from engine.factors.representation import DENSE
+from engine.layers.coverage import Survey
+from engine.memory.guard import PlanningError
+from engine.memory.out_of_memory import first_line, free_memory, ran_out_of_memory
+from engine.memory.plan import Chosen, Plan
+from engine.model.determinism import Numerics
+from engine.row_layout.attention_masks import MaskBroken
+from engine.row_layout.layer_calls import InputOverwritten
+from engine.row_layout.shared_inputs import SharingBroken
+from engine.workspace import Workspace
+
+_CALLED = {"version": "version of torch", "threads": "number of threads"}
+
+
+def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors: Sequence[PlanningError]) -> None:
+    """Tell the job's plan, with what it was wrong about so far."""
+    if plan is not None:
+        missed = {"planning_errors": [asdict(error) for error in errors]} if errors else {}
+        workspace.planned(plan.as_json() | {"numerics": asdict(numerics)} | missed)
+
+
+def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozenset[str], plan: Plan) -> Gathered:
+    """Make the passes of ``plan``.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
+    conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
+    checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
+
+    def fresh() -> Gathered:
+        # dictionaries of its own, each time: what an attempt that failed put into them is gone with it
+        return Gathered(statistics={}, factors={}, shared=shared, nondeterministic=job.heard, self_check=job.self_check)
+
+    found = checkpoints.find()
+    try:
+        gathered = fresh() if found is None else _resumed(job, surveyed, found)
+        return _gather(job, surveyed, gathered, mixed, plan, checkpoints, found)
+    except CheckpointForeign as foreign:
+        checkpoints.discard(str(foreign))
+        return _gather(job, surveyed, fresh(), mixed, plan, checkpoints, None)
+
+
+def _gather(
+    job: PassJob,
+    surveyed: Survey,
+    gathered: Gathered,
+    mixed: frozenset[str],
+    plan: Plan,
+    checkpoints: Checkpoints,
+    found: Resumed | None,
+) -> Gathered:
+    number, again = 0 if found is None else found.cursor.number, False
+    gathered.chosen = plan.chosen
+    if found is not None and number == len(plan.chosen.parts):
+        job.workspace.log("info", "collection resumed after its last batch: every factor waits already")
+    while number < len(gathered.chosen.parts):
+        before = gathered.settled()
+        missed = _attempted(job, surveyed, gathered, mixed, number, checkpoints, found)
+        found = None
+        if missed is None:
+            number, again = number + 1, False
+            continue
+        # outside of the except block, whose traceback held the sums
+        gathered.restore(before)
+        free_memory(job.workspace.device)
+        again = not again
+        if again:
+            found = checkpoints.under_way(number, gathered)
+            gathered.passes += found is not None
+            continue
+        gathered.chosen = _lower(job, gathered, number, missed)
+        plan = replace(plan, chosen=gathered.chosen)
+        job = replace(job, micro_batch=gathered.chosen.micro_batch)
+        checkpoints.conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
+    return gathered
+
+
+def _attempted(
+    job: PassJob,
+    surveyed: Survey,
+    gathered: Gathered,
+    mixed: frozenset[str],
+    number: int,
+    checkpoints: Checkpoints,
+    found: Resumed | None,
+) -> PlanningError | None:
+    """Make one pass, and its factors; where memory runs out, tell of it and leave nothing of the pass referred to."""
+    guard = job.workspace.guard
+    free = guard.free_bytes("device"), guard.free_bytes("host")
+    try:
+        _pass(job, surveyed, gathered, mixed, number, checkpoints, found)
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        said = first_line(error)
+    else:
+        return None
+    missed = PlanningError(
+        what="the collection",
+        layer=None,
+        stage="collection",
+        rung=described(gathered.chosen),
+        foreseen_device_bytes=0 if guard.plan is None else guard.plan.stage_bytes("device", "collection"),
+        foreseen_host_bytes=0 if guard.plan is None else guard.plan.stage_bytes("host", "collection"),
+        free_device_bytes=free[0],
+        free_host_bytes=free[1],
+        said=said,
+    )
+    guard.missed(missed)
+    return missed
+
+
+def _lower(job: PassJob, gathered: Gathered, number: int, missed: PlanningError) -> Chosen:
+    """The next rung, which the job's plan holds from now on.
+
+    Raises:
+        OutOfMemory: If there is none; the message says what was requested, held and free.
+    """
+    workspace = job.workspace
+    whole = min(job.collection.batch_size, workspace.examples or job.collection.batch_size)
+    aside = workspace.scratch is not None
+    chosen = lower(gathered.chosen, number, whole, gathered.shared, aside=aside)
+    if chosen is None:
+        raise workspace.guard.exhausted(missed, "take a smaller model, or measure it where more memory is free")
+    workspace.log("warning", f"the collection goes on with {described(chosen)} in place of {missed.rung}")
+    workspace.guard.replan(chosen)
+    return chosen
+
+
+def _pass(
+    job: PassJob,
+    surveyed: Survey,
+    gathered: Gathered,
+    mixed: frozenset[str],
+    number: int,
+    checkpoints: Checkpoints,
+    found: Resumed | None,
+) -> None:
+    """One pass over the data, or the rest of it, and its factors."""
+    parts = gathered.chosen.parts
+    progress, several = Progress(job.workspace, number, len(parts)), len(parts) > 1
+    layers = tuple(layer for layer in surveyed.treated if layer.name in set(parts[number]))
+    checked = None if job.self_check is None else job.self_check.state()
+    while True:
+        if job.self_check is not None and checked is not None:
+            # what is begun anew is checked anew
+            resumed = {} if found is None else found.self_check
+            job.self_check.restore(resumed or checked)
+        # a pass that is gone on with was counted when it began
+        gathered.passes += found is None or not found.running
+        here, found = found, None
+        try:
+            with job.workspace.operation(f"pass {number + 1}", "collection"):
+                statistics = run_pass(job, layers, gathered, mixed, progress, checkpoints, here)
+            break
+        except SharingBroken as broken:
+            # rare: a model that feeds its layers differently from batch to batch
+            gathered.shared = {name: leader for name, leader in gathered.shared.items() if name not in broken.followers}
+        except MaskBroken as broken:
+            job.workspace.log("info", f"padding takes part in {broken}: all of its positions count")
+            gathered.unmasked |= broken.calls
+        except InputOverwritten as written:
+            gathered.overwritten |= set(written.layers)
+    for each in statistics:
+        each.end_pass_()
+    gathered.statistics |= {each.layer.name: each for each in statistics}
+    with job.workspace.operation(f"factors of pass {number + 1}", "collection"):
+        keep(job.workspace, job.dtype, gathered, statistics, aside=several)
+    if several and job.workspace.checkpointed:
+        # what waits on the disk is never collected again
+        after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
+        after.loss_scale = gathered.loss_scale
+        checkpoints.save(after, (), gathered)
+
+
+def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
+    """What a checkpoint's bits depend on, each entry under the name that a refusal calls it by."""
+    layers = [[layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim] for layer in surveyed.treated]
+    return {
+        **job.workspace.conditions,
+        **{_CALLED.get(name, name): value for name, value in asdict(job.numerics).items()},
+        "collection": asdict(job.collection),
+        "woodbury": asdict(job.workspace.woodbury),
+        "task": asdict(job.task),
+        "plan": asdict(plan.chosen),
+        "model": fingerprint(job.model),
+        "set of layers": layers,
+    }
+
+
+def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
+    """What the finished passes of an earlier attempt have left."""
+    gathered = Gathered(
+        statistics={},
+        factors={},
+        shared=found.shared,
+        waiting=found.waiting,
+        nested=found.nested,
+        unmasked=found.unmasked,
+        nondeterministic=job.heard,
+        examples=found.cursor.examples,
+        updates=found.cursor.updates,
+        loss_scale=found.cursor.loss_scale,
+        passes=found.passes,
+        self_check=job.self_check,
+        overwritten=job.overwritten,
+    )
+    job.heard.update(found.nondeterministic)
+    treated = {layer.name: layer for layer in surveyed.treated}
+    for name, stored in found.finished.items():
+        leader = gathered.statistics[found.shared[name]] if name in found.shared else None
+        # the sharing stands in what was stored
+        gathered.statistics[name] = statistics_kind(treated[name])(
+            layer=treated[name], sharing="", leader=leader, representation=job.representations.get(name, DENSE)
+        )
+        set_counts(gathered.statistics[name], stored)
+    scratch = job.workspace.scratch
+    if scratch is not None:
+        gathered.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
+    return gathered

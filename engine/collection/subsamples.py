@@ -1,0 +1,164 @@
+"""Nested sample sizes: factors of the first N/8, N/4 and N/2 examples, kept as the data passes by.
+
+Sums over the first examples are what the running sums are when those examples have passed, so a
+copy, normalised as the factors are, costs no pass. A size is reached at the end of the batch in
+which the count of examples read crosses its mark; the count is kept with it. Of two marks in one
+batch the later is kept, and none at the end of the data, which is the whole. N is what the data
+says it holds, or else what counting it once beforehand gives.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from catalog.collection import Collection
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.collection.collection_state import Gathered, Snapshot
+from engine.collection.normalise import Stored, finished
+from engine.factors.factor_set import LayerFacts, NestedSize
+from engine.factors.spilled_factors import lay_aside
+from engine.model.batches import batched
+from engine.workspace import Artifacts, Workspace
+
+EIGHTHS = (1, 2, 4)
+"""The sizes below the whole, in eighths of the data."""
+
+
+@dataclass
+class HostShelf:
+    """Tensors kept in memory, where a job has no scratch place: packed, half of what the sums take."""
+
+    _held: dict[str, Any] = field(default_factory=dict)
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Hold what ``packed`` has made on the host."""
+        del metadata
+        self._held[name] = dict(tensors)
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        """Give them back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+        """
+        return dict(self.load_json(name))
+
+    def save_json(self, name: str, value: object) -> None:
+        """Hold a table."""
+        self._held[name] = value
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was held
+        """Give it back.
+
+        Raises:
+            FileNotFoundError: If nothing has that name.
+        """
+        if name not in self._held:
+            raise FileNotFoundError(name)
+        return self._held[name]
+
+    def remove(self, name: str) -> None:
+        """Let go of it."""
+        self._held.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a collection keeps, and where."""
+
+    total: int
+    """N, examples in the data."""
+    shelf: Artifacts
+
+    def crossed(self, before: int, after: int) -> int | None:
+        """The size whose mark a batch crosses that brings the examples read from ``before`` to ``after``."""
+        if after >= self.total:
+            return None
+        return max((each for each in EIGHTHS if 8 * before < each * self.total <= 8 * after), default=None)
+
+
+def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
+    """The sizes asked for; None where none are."""
+    if not collection.nested:
+        return None
+    total = workspace.examples
+    if total is None:
+        stream = workspace.batches() if workspace.batches is not None else iter(())
+        total = sum(batch.size for batch in batched(stream, collection.batch_size))
+    if 8 * collection.batch_size > total:
+        workspace.log(
+            "warning",
+            f"`collection.nested`: sizes below the {total} examples are reached at the end of a batch, and batches of "
+            f"{collection.batch_size} are larger than an eighth, so some coincide or are the whole; lower "
+            f"`collection.batch_size` to {max(total // 8, 1)} or less",
+        )
+    return Sizes(total, HostShelf() if workspace.scratch is None else workspace.scratch)
+
+
+def keep_size(
+    sizes: Sizes,
+    eighths: int,
+    examples: int,
+    statistics: Sequence[LayerStatistics],
+    gathered: Gathered,
+    collection: Collection,
+    dtype: torch.dtype,
+) -> None:
+    """Lay aside the factors of the sums so far, of the ``examples`` that entered them; the sums go on.
+
+    Memory:
+        A copy of one layer's sums, its factors, those A that layers to come share, and one packed triangle.
+    """
+    snapshot = gathered.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=examples))
+    first = len(gathered.statistics)
+    last = {(found.leader or found).layer.name: place for place, found in enumerate(statistics)}
+    shared: dict[str, list[Stored]] = {}
+    for place, found in enumerate(statistics):
+        holder = (found.leader or found).layer.name
+        if found.flaw is None:
+            leader = found.leader
+            if leader is not None and holder not in shared:
+                leader = _copied(leader, None)
+            for part, factors in enumerate(finished(_copied(found, leader), collection, dtype, shared)):
+                stem = f"nested/{eighths}/{first + place}.{part}"
+                own = None if found.leader is None else snapshot.waiting.get(holder)
+                snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, own)
+                snapshot.rows[factors.layer] = found.rank_bounds
+        if last[holder] == place:
+            shared.pop(holder, None)
+
+
+def by_ordinal(sizes: Sizes | None, gathered: Gathered, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
+    """The smaller sample sizes, by the ordinals of the whole."""
+    if sizes is None:
+        return ()
+    shelf = sizes.shelf
+    found = []
+    for _, snapshot in sorted(gathered.nested.items()):
+        bounds = [(facts, snapshot.rows[facts.name]) for facts in layers]
+        waiting = [snapshot.waiting[facts.name] for facts in layers]
+        found.append(
+            NestedSize(
+                eighths=snapshot.eighths,
+                examples=snapshot.examples,
+                rank_bounds=tuple(
+                    ((rows_a or None) if facts.form == "kronecker" else None, rows_g or None)
+                    for facts, (rows_a, rows_g) in bounds
+                ),
+                load=lambda ordinal, waiting=waiting: waiting[ordinal].load(shelf),  # type: ignore[misc]
+            )
+        )
+    return tuple(found)
+
+
+def _copied(found: LayerStatistics, leader: LayerStatistics | None) -> LayerStatistics:
+    """The statistics with sums of their own, so that normalising them changes nothing."""
+    values = {entry.name: getattr(found, entry.name) for entry in dataclasses.fields(found)}
+    own: dict[str, Any] = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+    if found.gradient_rows is not None:
+        own["gradient_rows"] = found.gradient_rows.copied()
+    return dataclasses.replace(found, leader=leader, **own)

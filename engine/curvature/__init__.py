@@ -1,1 +1,0 @@
-"""Curvature of a model's loss: what is collected, decomposed and measured."""

@@ -1,1 +1,0 @@
-"""The families of layers that are treated, one file each."""

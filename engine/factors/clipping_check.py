@@ -1,0 +1,140 @@
+"""What a stabilised factor came out as: its smallest eigenvalue, and how far it is from its definition.
+
+Up to ``EXACT_ROWS`` rows the eigenvalues of the result and its difference from ``Q max(Λ, f) Qᵀ`` are
+computed in float64. Beyond, the result N is compared with its definition D through ``D^-½ N D^-½``,
+whose eigenvalues are 1 but for rounding: Lanczos finds the smallest, θ, in a few dozen products, where on N
+itself it would take some √κ of them; ``θ · f`` bounds N's own from below. The difference is then estimated by what
+both do to a few random vectors.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.linalg.panels import PANEL_NUMBERS, wide_product, wide_transposed_product
+
+EXACT_ROWS = 1024
+_STEPS = 32
+_PROBES = 8
+_LEAST_NORM = 1e-140
+"""Of a norm whose squares, and those of a difference of 1e-16 of it, are normal numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """One stabilised factor, as it is."""
+
+    smallest: float
+    """Its smallest eigenvalue; negative if rounding made it indefinite."""
+    largest: float
+    relative_error: float
+    """‖N − D‖_F / ‖D‖_F, D being ``Q max(Λ, f) Qᵀ``."""
+    found_by: Literal["eigenvalues", "lanczos"]
+    """``lanczos``: smallest eigenvalue and error are estimates."""
+
+
+def checking_bytes(size: int, dtype: torch.dtype) -> int:
+    """Bytes that ``reached`` takes beside a result in ``dtype`` and its basis."""
+    rows = min(size, EXACT_ROWS)
+    widened = 0 if dtype == torch.float64 else min(PANEL_NUMBERS, size * size)
+    vectors = 0 if size <= EXACT_ROWS else 2 * (_STEPS + _PROBES) * size + widened
+    return 8 * ((4 * rows * rows if size <= EXACT_ROWS else 0) + vectors)
+
+
+def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Reached:
+    """Look at the stabilised ``matrix`` (n, n), whose basis was ``values`` (n,) and ``vectors`` (n, n) or (n, r).
+
+    Memory:
+        Up to ``EXACT_ROWS`` rows four matrices in float64; beyond, 2 · (32 + 8) vectors, and 16 MiB of widened rows.
+    """
+    size = matrix.shape[0]
+    kept = int((values >= floor).sum())
+    definition = _Definition(
+        vectors=vectors[:, vectors.shape[1] - kept :], values=values[size - kept :].to(vectors.device), floor=floor
+    )
+    if size <= EXACT_ROWS:
+        wide = matrix.to("cpu", torch.float64)
+        spectrum = torch.linalg.eigvalsh(wide)
+        truth = definition.dense().to("cpu")
+        return Reached(
+            smallest=float(spectrum[0]),
+            largest=float(spectrum[-1]),
+            relative_error=relative_difference(wide, truth),
+            found_by="eigenvalues",
+        )
+    here = vectors.device
+    draws = torch.randn(size, _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(here)
+    wanted = definition.power(draws, 1.0)
+    found = wide_product(matrix, draws.to(matrix.device)).to(here)
+    top = definition.vectors[:, -1:].to(torch.float64)
+    # a floor that float64 rounds to zero clipped nothing, and divides by nothing
+    ratio = _smallest_ratio(matrix, definition, draws[:, :1]) if floor > 0 else 1.0
+    smallest = max(float(values[0]), floor) * ratio
+    return Reached(
+        smallest=smallest,
+        largest=float((top * wide_product(matrix, top.to(matrix.device)).to(here)).sum() / top.square().sum()),
+        relative_error=relative_difference(found, wanted),
+        found_by="lanczos",
+    )
+
+
+def relative_difference(found: Tensor, truth: Tensor) -> float:
+    """Return ‖found − truth‖_F / ‖truth‖_F of two float64 tensors of any magnitude; 0 where both are zero.
+
+    Squares of entries near the ends of float64 are beyond it, so there all is divided by the largest entry.
+    """
+    norm = float(truth.norm())
+    if _LEAST_NORM < norm < math.inf:
+        return float((found - truth).norm()) / norm
+    unit = float(truth.abs().max()) or float(found.abs().max()) or 1.0
+    scaled = truth / unit
+    difference, norm = float((found / unit - scaled).norm()), float(scaled.norm())
+    return difference / norm if norm > 0 else difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Definition:
+    """``f·I + Q_u (Λ_u − f) Q_uᵀ`` and its powers."""
+
+    vectors: Tensor
+    values: Tensor
+    floor: float
+
+    def power(self, right: Tensor, exponent: float) -> Tensor:
+        """Its power times ``right`` (n, k)."""
+        base = float(self.floor**exponent)
+        inside = wide_transposed_product(self.vectors, right)
+        return wide_product(self.vectors, inside * (self.values.pow(exponent) - base)[:, None]).add_(right, alpha=base)
+
+    def dense(self) -> Tensor:
+        basis = self.vectors.to(torch.float64)
+        matrix = (basis * (self.values - self.floor)) @ basis.mT
+        matrix.diagonal().add_(self.floor)
+        return matrix
+
+
+def _smallest_ratio(matrix: Tensor, definition: _Definition, start: Tensor) -> float:
+    """Smallest eigenvalue of ``D^-½ N D^-½`` by Lanczos, every vector held orthogonal to all before it."""
+    held = [start / start.norm()]
+    alphas: list[float] = []
+    betas: list[float] = []
+    for _ in range(min(_STEPS, start.shape[0])):
+        inner = definition.power(held[-1], -0.5).to(matrix.device)
+        made = definition.power(wide_product(matrix, inner).to(start.device), -0.5)
+        alphas.append(float((made * held[-1]).sum()))
+        basis = torch.cat(held, 1)
+        for _again in range(2):
+            made = made - basis @ (basis.mT @ made)
+        betas.append(float(made.norm()))
+        # rounding alone is left: the space is exhausted
+        if betas[-1] <= 1e-14 * abs(alphas[-1]):
+            break
+        held.append(made / betas[-1])
+    size = len(alphas)
+    small = torch.diag(torch.tensor(alphas, dtype=torch.float64))
+    for place in range(size - 1):
+        small[place, place + 1] = small[place + 1, place] = betas[place]
+    return float(torch.linalg.eigvalsh(small)[0])

@@ -1,0 +1,347 @@
+"""Diagonal and sketch: what is kept of a G that is too wide to be held in any exact form.
+
+The diagonal is exact, and so is the trace. A sketch of ℓ rows B, where the job allows approximation,
+stands for the sum of the outer products of all rows that ever came, ``0 ≤ UᵀU − BᵀB ≤ δ I``, with δ
+known. Then
+
+    ``S̃ = diag c + BᵀB``, ``c = diag(S − BᵀB)``       of gradient rows, ``S = UᵀU``;
+    ``S̃ = diag c − BᵀB``, ``c = Σ_t ω_t p_t``         of probabilities, ``S = diag c − UᵀU``.
+
+Both are positive semidefinite and within δ of S in the spectral norm: for R = UᵀU − BᵀB the first misses
+``R − diag R``, the second ``R``. Everything but diagonal and trace is of S̃.
+
+References:
+    Ghashami, Liberty, Phillips & Woodruff (2016), Frequent directions: simple and deterministic matrix sketching
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from engine.errors import BrokenFactors, NotConverged
+from engine.factors.kronecker_factors import digest, mirrored_
+from engine.linalg.gram import add_gram_
+from engine.linalg.largest_eigenvalue import largest_eigenvalue, largest_eigenvalues
+from engine.linalg.linear_operator import Structured
+from engine.linalg.shift_interpolation import far_above, over_shifts
+from engine.linalg.spectrum_counts import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
+
+_NUMBERS_AT_ONCE = 2**21
+"""Numbers of widened rows that are held at once: 16 MiB."""
+_HOST = torch.device("cpu")
+
+
+def diagonal_sketch_bytes(size: int, rank: int, item: int) -> int:
+    """Bytes of the diagonals of ``size`` numbers, and of a sketch of ``rank`` rows with as many to come."""
+    return 8 * 2 * size + 2 * rank * (size * item + 8)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DiagonalSketch(Structured):
+    """The exact diagonal of S, and S̃ where there is a sketch.
+
+    Memory:
+        ℓ·n numbers as they are stored; while a method runs ℓ² and a few n in float64, and 16 MiB.
+    """
+
+    exact_diagonal: Tensor
+    """(n,) float64."""
+    base: Tensor | None = None
+    """c (n,) float64; None where only the diagonal is kept."""
+    rows: Tensor | None = None
+    """B (ℓ, n) in float32 or float64."""
+    subtracts: bool = False
+    """BᵀB is subtracted from ``diag c``."""
+    bound: float | None = None
+    """δ: how far S̃ may be from S in the spectral norm."""
+    computes_on: torch.device = field(default=_HOST)
+
+    @property
+    def kind(self) -> Literal["diagonal_sketch"]:
+        """Which representation this is."""
+        return "diagonal_sketch"
+
+    @property
+    def size(self) -> int:
+        """Rows and columns of S."""
+        return self.exact_diagonal.shape[0]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Precision of the rows, or of the diagonal."""
+        return self.exact_diagonal.dtype if self.rows is None else self.rows.dtype
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a sketch."""
+        return self.rows is not None
+
+    @property
+    def approximate(self) -> bool:
+        """Whether there is anything beyond the diagonal: it is approximate unless the bound is zero."""
+        return self.rows is not None and self.bound != 0
+
+    def to(self, device: torch.device) -> Self:
+        """The same side, its rows taken to ``device`` a part at a time."""
+        return replace(self, computes_on=device)
+
+    def trace(self) -> float:
+        """Sum of the exact diagonal."""
+        return float(self.exact_diagonal.sum())
+
+    def kept_trace(self) -> float:
+        """Sum of the eigenvalues of S̃, which is not that of S where a sketch is subtracted."""
+        return self._sketched_trace
+
+    def diagonal(self) -> Tensor:
+        """(n,) float64 on the host, exact."""
+        return self.exact_diagonal.to("cpu")
+
+    def frobenius_norm(self) -> float:
+        """``√(Σ c² ± 2 Σ c ∘ diag(BᵀB) + ‖BBᵀ‖²)``."""
+        return self._frobenius
+
+    @cached_property
+    def _frobenius(self) -> float:
+        c = self._base
+        squares = torch.empty_like(c)
+        for columns, part in self._parts():
+            squares[columns] = part.square().sum(0)
+        gram = self._gram(torch.ones_like(c))
+        return math.sqrt(max(float(c.square().sum() + gram.square().sum()) + 2 * self._sign * float(c @ squares), 0.0))
+
+    def spectral_norm(self) -> float:
+        """The largest eigenvalue, to a residual of 1e-10 of it."""
+        return largest_eigenvalue(self.apply, self._start())[0]
+
+    def _start(self) -> Tensor:
+        """(n,) a vector that the largest eigenvalues' iteration begins with."""
+        noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return self._base * 0 + 1 + noise.to(self.computes_on)
+
+    def spectrum(self, layer: str, guard: object = None) -> None:
+        """Not to be had; see ``counted``."""
+        del layer, guard
+
+    def counted(self, kappa_max: float | None) -> Counted | None:
+        """All n eigenvalues of S̃ between bounds that S has too, by inertia counts; None without a sketch."""
+        if self.rows is None:
+            return None
+        largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
+        floor = None if kappa_max is None else largest[0] / kappa_max
+        found = counted_spectrum(self.update(), largest, residual, floor=floor)
+        bound = self.bound or 0.0
+        # of probabilities S ≤ S̃: the sketch takes away too little
+        return found.widened(bound, 0.0 if self.subtracts else bound)
+
+    @property
+    def has_basis(self) -> bool:
+        """Never: see ``update``."""
+        return False
+
+    def update(self) -> DiagonalUpdate:
+        """``diag c ± BᵀB``."""
+        return DiagonalUpdate(
+            base=self._base,
+            rank=self._rows.shape[0],
+            subtracts=self.subtracts,
+            count_below=self.count_below,
+            gram=self._signed_gram,
+            parts=self._parts,
+        )
+
+    def count_below(self, value: float) -> int:
+        """Eigenvalues of S̃ less than ``value``, by Sylvester's law: see ``counted_spectrum``.
+
+        Memory:
+            Two ℓ×ℓ float64 matrices.
+        """
+        while bool((self._base == value).any()):
+            value = math.nextafter(value, math.inf)
+        capacitance = self._signed_gram(1 / (self._base - value)).mul_(self._sign)
+        capacitance.diagonal().add_(1)
+        negative = int((torch.linalg.eigvalsh(capacitance) < 0).sum())
+        return int((self._base < value).sum()) - self._sign * negative
+
+    def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
+        """Not to be had.
+
+        Raises:
+            NotConverged: Always.
+        """
+        raise NotConverged(f"layer `{layer}`: {_MISSING}", layer=layer)
+
+    def apply(self, right: Tensor) -> Tensor:  # (n, k) -> (n, k)
+        """``S̃ right``."""
+        wide = right.to(self.computes_on, torch.float64)
+        inner = self._inner(wide)
+        result = self._base[:, None] * wide
+        for columns, part in self._parts():
+            result[columns] += self._sign * (part.T @ inner)
+        return result.to(right.device, right.dtype)
+
+    def solve(self, right: Tensor, damping: float) -> Tensor:  # (n, k) -> (n, k)
+        """``(S̃ + damping·I)⁻¹ right``, by Woodbury's identity in float64."""
+        wide = right.to(self.computes_on, torch.float64)
+        inverse = 1 / (self._base + damping)
+        solved = wide * inverse[:, None]
+        inner = torch.cholesky_solve(self._inner(solved), self._factorised(inverse))
+        for columns, part in self._parts():
+            solved[columns] -= self._sign * inverse[columns, None] * (part.T @ inner)
+        return solved.to(right.device, right.dtype)
+
+    def logdets(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
+        """``log det(S̃ + s·I)``, by the determinant lemma."""
+        return over_shifts(self._at, shifts)[:, 0]
+
+    def effective_dimensions(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
+        """``tr S̃(S̃ + s·I)⁻¹``."""
+        return over_shifts(self._at, shifts)[:, 1]
+
+    def plus_diagonal(self, factor: float, added: Tensor) -> Self:
+        """``factor · S + diag(added)``, for ``factor ≥ 0`` and ``added`` (n,) ≥ 0 on the host.
+
+        Raises:
+            NotConverged: Without a sketch.
+        """
+        return replace(
+            self,
+            exact_diagonal=self.diagonal() * factor + added,
+            base=self._base.to("cpu") * factor + added,
+            rows=self._rows * math.sqrt(factor),
+            bound=None if self.bound is None else self.bound * factor,
+        )
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """S̃ itself (n, n): for tests, and for a small n."""
+        dense = torch.diag(self._base)
+        for columns, part in self._parts():
+            for others, across in self._parts():
+                dense[columns, others] += self._sign * (part.T @ across)
+        return dense.to(dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The diagonals, and the sketch if there is one."""
+        kept = {"exact_diagonal": self.exact_diagonal, "base_diagonal": self.base, "sketch": self.rows}
+        return {name: tensor.to("cpu") for name, tensor in kept.items() if tensor is not None}
+
+    def metadata(self) -> dict[str, str]:
+        """The sketch's sign and bound."""
+        return {
+            "gradient_representation": self.kind,
+            "sketch_is_subtracted": str(self.subtracts).lower(),
+            "sketch_bound": repr(self.bound),
+        }
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
+        """The inverse of ``tensors`` and ``metadata``.
+
+        Raises:
+            BrokenFactors: If something is missing or of another shape.
+        """
+        try:
+            diagonal, stored = tensors["exact_diagonal"], metadata["sketch_bound"]
+            subtracts, bound = metadata["sketch_is_subtracted"] == "true", None if stored == "None" else float(stored)
+        except (KeyError, ValueError) as error:
+            raise BrokenFactors(f"the stored diagonal of G lacks or garbles {error}", pointer="/factors") from error
+        base, rows = tensors.get("base_diagonal"), tensors.get("sketch")
+        whole = base is not None and base.shape == diagonal.shape and rows is not None and rows.ndim == 2
+        if (base is not None or rows is not None) and not (whole and rows is not None and rows.shape[1:] == base.shape):  # type: ignore[union-attr]
+            raise BrokenFactors("the stored sketch of G does not go with its diagonal", pointer="/factors")
+        return cls(exact_diagonal=diagonal, base=base, rows=rows, subtracts=subtracts, bound=bound)
+
+    def digest(self) -> str:
+        """SHA-256 over the digests of all that is stored, and the bound."""
+        parts = [digest(tensor) for tensor in self.tensors().values()]
+        return hashlib.sha256(" ".join([*parts, repr(self.bound)]).encode()).hexdigest()
+
+    @property
+    def _sign(self) -> int:
+        return -1 if self.subtracts else 1
+
+    @cached_property
+    def _base(self) -> Tensor:
+        if self.base is None:
+            raise NotConverged(_MISSING)
+        return self.base.to(self.computes_on)
+
+    @cached_property
+    def _known(self) -> dict[float, tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def _sketched_trace(self) -> float:
+        """Of S̃, which is not that of S where a sketch is subtracted."""
+        return float(self._base.sum()) + self._sign * sum(float(part.square().sum()) for _, part in self._parts())
+
+    def _at(self, shift: float) -> tuple[float, float]:
+        far = far_above(self.size, self._sketched_trace, self._frobenius, shift)
+        if far is not None:
+            return far
+        if shift not in self._known:
+            shifted = self._base + shift
+            factor = self._factorised(1 / shifted)
+            logdet = float(shifted.log().sum()) + 2 * float(factor.diagonal().log().sum())
+            moved = float(torch.cholesky_solve(self._gram(shifted.pow(-2)), factor).diagonal().sum())
+            self._known[shift] = logdet, float((self._base / shifted).sum()) + self._sign * shift * moved
+        return self._known[shift]
+
+    def _factorised(self, inverse: Tensor) -> Tensor:
+        """Cholesky's factor of ``I ± B D⁻¹ Bᵀ``."""
+        capacitance = self._gram(inverse).mul_(self._sign)
+        capacitance.diagonal().add_(1)
+        factor: Tensor = torch.linalg.cholesky(capacitance)
+        return factor
+
+    def _inner(self, right: Tensor) -> Tensor:
+        rows = self._rows
+        total = right.new_zeros(rows.shape[0], right.shape[1])
+        for columns, part in self._parts():
+            total.addmm_(part, right[columns])
+        return total
+
+    def _gram(self, weights: Tensor) -> Tensor:
+        """``B diag(weights) Bᵀ``."""
+        total = weights.new_zeros(self._rows.shape[0], self._rows.shape[0])
+        roots = weights.sqrt()
+        for columns, part in self._parts():
+            add_gram_(total, (part * roots[columns]).T)
+        return mirrored_(total)
+
+    def _signed_gram(self, weights: Tensor) -> Tensor:
+        """The same for weights of either sign."""
+        total = weights.new_zeros(self._rows.shape[0], self._rows.shape[0])
+        for columns, part in self._parts():
+            total.addmm_(part * weights[columns], part.T)
+        return total
+
+    @property
+    def _rows(self) -> Tensor:
+        if self.rows is None:
+            raise NotConverged(_MISSING)
+        return self.rows
+
+    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Columns of B (ℓ, ·) in float64, a part at a time."""
+        width = max(1, _NUMBERS_AT_ONCE // max(self._rows.shape[0], 1))
+        for start in range(0, self.size, width):
+            columns = slice(start, min(start + width, self.size))
+            yield columns, self._rows[:, columns].to(self.computes_on).to(torch.float64)
+
+
+_MISSING = (
+    "only the exact diagonal and trace of G are kept: it does not fit, neither dense nor by its rows; allow "
+    "`woodbury.approximate`, or raise the budget"
+)

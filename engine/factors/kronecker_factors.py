@@ -1,0 +1,229 @@
+"""Factors: A and G of one layer, their digests, and the packed triangles they are stored as.
+
+``A`` (in_dim, in_dim) and ``G`` (out_dim, out_dim) are symmetric; where A is diagonal it is held
+as its diagonal (in_dim,), and so is the G of a bare parameter. Row-vector convention: the layer's
+block of the curvature of the mean loss is ``G ⊗ A`` for ``weight.flatten()`` with the bias as the
+last column.
+"""
+
+import ctypes
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import BiasColumnMismatch, BrokenFactors
+from engine.layers.layer import Form
+from engine.linalg.linear_operator import Structured
+
+_HASHED_AT_ONCE = 2**26
+_MIRRORED_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """One layer's curvature."""
+
+    layer: str
+    form: Form
+    bias: bool
+    """A's last row and column belong to the bias."""
+    A: Tensor
+    """(in_dim, in_dim), or its diagonal (in_dim,), as it is stored."""
+    G: Tensor | Structured
+    """(out_dim, out_dim), or its diagonal (out_dim,), as it is stored; or what stands for it."""
+    scale_A: float = 1.0
+    """Power of two that the stored A is to be multiplied by."""
+    scale_G: float = 1.0
+    """The same of G."""
+    head_diagonal: Tensor | None = None
+    """(out_dim,) the diagonal of the head's own G, where G is that of the nearest product of a head and its table."""
+
+    @property
+    def out_dim(self) -> int:
+        """Rows and columns of G."""
+        return self.G.size if isinstance(self.G, Structured) else self.G.shape[0]
+
+    @property
+    def dense_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """G where it is held as a matrix or a diagonal.
+
+        Raises:
+            TypeError: If something else stands for it.
+        """
+        if isinstance(self.G, Structured):
+            message = f"layer `{self.layer}`: G is kept as `{self.G.kind}`, not as a matrix"
+            raise TypeError(message)
+        return self.G
+
+    @property
+    def widened_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """A itself: at least in float32, its scale multiplied in."""
+        return _widened(self.A, self.scale_A)
+
+    @property
+    def widened_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
+        """G itself, likewise; made dense where something else stands for it."""
+        if isinstance(self.G, Structured):
+            return self.G.to_dense(torch.promote_types(self.G.storage_dtype, torch.float32))
+        return _widened(self.G, self.scale_G)
+
+    def require_fit(self, gradient: Tensor) -> None:
+        """Check that a gradient matrix (d_out, d_in[+1]) agrees with the factors.
+
+        Raises:
+            BiasColumnMismatch: If one has the bias column and the other lacks it, or the shapes
+                disagree altogether; the message names both shapes.
+        """
+        expected = (self.out_dim, self.A.shape[0])
+        require_bias_column(self.layer, "gradient", tuple(gradient.shape), expected, bias=self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected:
+    """One layer's curvature in the eigenbasis of its factors, with the eigenvalues re-estimated there.
+
+    The block of the curvature is near ``(Q_G ⊗ Q_A) diag(λ) (Q_G ⊗ Q_A)ᵀ``, λ row by row.
+    """
+
+    eigenvectors_A: Tensor | None
+    """Q_A (in_dim, in_dim), one eigenvector a column; None is the identity, of a diagonal A."""
+    eigenvectors_G: Tensor | None
+    """Q_G (out_dim, out_dim); None is the identity, of a diagonal G."""
+    eigenvalues: Tensor
+    """λ (out_dim, in_dim)."""
+
+    def stored(self, *, own_a: bool) -> dict[str, Tensor]:
+        """Return the tensors under the names that they are stored by; Q_A only where the layer has an A of its own."""
+        tensors = {
+            "eigenvectors_A": self.eigenvectors_A if own_a else None,
+            "eigenvectors_G": self.eigenvectors_G,
+            "corrected_eigenvalues": self.eigenvalues,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _widened(stored: Tensor, scale: float) -> Tensor:
+    if stored.element_size() > 2:
+        return stored if scale == 1 else stored * scale
+    # float16 holds numbers of any size beside its scale, float32 only those it reaches itself
+    return stored.to(torch.float32 if 2.0**-100 <= scale <= 2.0**100 else torch.float64) * scale
+
+
+def to_storage(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """``matrix`` on the host as ``dtype``, and the power of two that it must be multiplied by.
+
+    Only float16 needs one: it ends at 65504, where bfloat16 has the exponents of float32. The
+    largest entry of a positive semidefinite matrix stands on its diagonal, and comes to lie
+    between 2¹⁴ and 2¹⁵.
+
+    Memory:
+        On the matrix's device 1024 rows in float64; on the host one copy, unless it is there already.
+    """
+    if matrix.dtype == dtype:
+        return matrix.to("cpu"), 1.0
+    scale = 1.0
+    if dtype == torch.float16:
+        largest = float((matrix if matrix.ndim == 1 else matrix.diagonal()).max())
+        scale = 2.0 ** (math.frexp(largest)[1] - 15) if largest > 0 else 1.0
+    host = torch.empty(matrix.shape, dtype=dtype)
+    for start in range(0, matrix.shape[0], 1024):
+        # through float64, which holds both the scale and what it is divided out of
+        rows = matrix[start : start + 1024].to(torch.float64)
+        host[start : start + 1024] = (rows if scale == 1 else rows.div_(scale)).to(dtype)
+    return host, scale
+
+
+def require_bias_column(
+    layer: str, what: str, shape: tuple[int, ...], expected: tuple[int, ...], *, bias: bool
+) -> None:
+    """Raise unless ``shape`` is ``expected``, naming both shapes and the bias column's part in it.
+
+    Raises:
+        BiasColumnMismatch: As said.
+    """
+    if shape == expected:
+        return
+    column = "with" if bias else "without"
+    raise BiasColumnMismatch(
+        f"layer `{layer}`: {what} has shape {shape}, but the layer is trained {column} a bias column, "
+        f"which makes it {expected}; collect the factors and take the gradient of the same parameters",
+        layer=layer,
+    )
+
+
+def mirrored_(matrix: Tensor) -> Tensor:
+    """Copy the upper triangle of ``matrix`` (…, n, n) onto the lower one, in place.
+
+    A product gᵀg is symmetric only up to rounding, and that rounding depends on the library;
+    one triangle decides.
+    """
+    # few rows at once: what is read down the columns stays in the cache, and 4096 rows take a ninth of the time
+    size = matrix.shape[-1]
+    for start in range(0, size, _MIRRORED_ROWS):
+        stop = min(start + _MIRRORED_ROWS, size)
+        matrix[..., stop:, start:stop] = matrix[..., start:stop, stop:].mT
+    whole = size - size % _MIRRORED_ROWS
+    for blocks in (_diagonal_blocks(matrix[..., :whole, :whole]), matrix[..., whole:, whole:]):
+        upper = torch.ones(blocks.shape[-2:], dtype=torch.bool, device=matrix.device).triu_()
+        blocks.copy_(torch.where(upper, blocks, blocks.mT))
+    return matrix
+
+
+def _diagonal_blocks(matrix: Tensor) -> Tensor:
+    """View of ``matrix`` (…, k·b, k·b) as the blocks (…, k, b, b) on its diagonal, b being ``_MIRRORED_ROWS``."""
+    *leading, down, across = matrix.stride()
+    shape = (*matrix.shape[:-2], matrix.shape[-1] // _MIRRORED_ROWS, _MIRRORED_ROWS, _MIRRORED_ROWS)
+    return matrix.as_strided(shape, (*leading, _MIRRORED_ROWS * (down + across), down, across))
+
+
+def packed(matrix: Tensor) -> Tensor:
+    """Upper triangle of ``matrix`` (n, n), row by row, as (n(n+1)/2,) on the host; a diagonal (n,) as it is."""
+    size = matrix.shape[0]
+    host = matrix.detach().to("cpu")
+    if matrix.ndim == 1:
+        return host
+    triangle = torch.empty(size * (size + 1) // 2, dtype=host.dtype)
+    start = 0
+    for row in range(size):
+        triangle[start : start + size - row] = host[row, row:]
+        start += size - row
+    return triangle
+
+
+def unpacked(triangle: Tensor, size: int) -> Tensor:
+    """The symmetric matrix (size, size) of a packed upper triangle.
+
+    Raises:
+        BrokenFactors: If the length is not size·(size+1)/2.
+    """
+    if triangle.shape != (size * (size + 1) // 2,):
+        raise BrokenFactors(
+            f"a packed triangle of {tuple(triangle.shape)} numbers cannot be a matrix of {size} rows, "
+            f"which needs {size * (size + 1) // 2}"
+        )
+    matrix = torch.empty(size, size, dtype=triangle.dtype)
+    start = 0
+    for row in range(size):
+        matrix[row, row:] = triangle[start : start + size - row]
+        start += size - row
+    return mirrored_(matrix)
+
+
+def digest(tensor: Tensor | Structured) -> str:
+    """SHA-256 over dtype, shape and the dense row-major little-endian bytes of ``tensor``.
+
+    What stands for a matrix has its own, over all that it stores.
+    """
+    if isinstance(tensor, Structured):
+        return tensor.digest()
+    host = tensor.detach().to("cpu").contiguous()
+    hashed = hashlib.sha256(f"{str(host.dtype).removeprefix('torch.')}{tuple(host.shape)}".encode())
+    size = host.numel() * host.element_size()
+    # torch gives no buffer without numpy, which this floor does without
+    content = memoryview((ctypes.c_char * size).from_address(host.data_ptr())) if size else memoryview(b"")
+    for start in range(0, size, _HASHED_AT_ONCE):
+        hashed.update(content[start : start + _HASHED_AT_ONCE])
+    return hashed.hexdigest()

@@ -1,0 +1,124 @@
+"""Waiting factors: finished ones of one pass, laid aside until they are measured.
+
+Where the factors of all layers do not fit into memory together, each pass over the data leaves
+its own in a scratch place and frees them; they are read back one layer at a time, bit for bit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.factors.kronecker_factors import Factors, digest, packed, unpacked
+from engine.factors.representation import read_structured
+from engine.layers.layer import Form
+from engine.linalg.linear_operator import Structured
+from engine.workspace import Artifacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """One layer's factors in a scratch place; plain values, so that a checkpoint can name them."""
+
+    layer: str
+    form: Form
+    bias: bool
+    place: str
+    """Stem of the file that holds G."""
+    holder: str
+    """Stem of the file that holds A: another layer's where the two share it."""
+    in_dim: int
+    out_dim: int
+    diagonal: bool
+    digest_A: str
+    """Of A as it is stored."""
+    digest_G: str
+    scale_A: float
+    scale_G: float
+    kind: str = "dense"
+    """How G is kept."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What reading a structured G needs besides its tensors."""
+    has_head: bool = False
+    """The diagonal of the head's own G stands beside it."""
+
+    def load(self, scratch: Artifacts) -> Factors:
+        """Read them back."""
+        stored_a, stored_g = self._stored(scratch)
+        if isinstance(stored_g, Tensor) and self.form != "diagonal_block":
+            stored_g = unpacked(stored_g, self.out_dim)
+        return Factors(
+            layer=self.layer,
+            form=self.form,
+            bias=self.bias,
+            A=stored_a if self.diagonal else unpacked(stored_a, self.in_dim),
+            G=stored_g,
+            scale_A=self.scale_A,
+            scale_G=self.scale_G,
+            head_diagonal=scratch.load_tensors(_file(self.place, "head"))["head"] if self.has_head else None,
+        )
+
+    def intact(self, scratch: Artifacts) -> bool:
+        """Whether they stand there as they were laid aside.
+
+        Raises:
+            FileNotFoundError: If they are gone.
+        """
+        stored_a, stored_g = self._stored(scratch)
+        return (digest(stored_a), digest(stored_g)) == (self.digest_A, self.digest_G)
+
+    def _stored(self, scratch: Artifacts) -> tuple[Tensor, Tensor | Structured]:
+        activation, gradient = (
+            scratch.load_tensors(_file(self.holder, "A")),
+            scratch.load_tensors(_file(self.place, "G")),
+        )
+        if self.kind == "dense":
+            return activation["A"], gradient["G"]
+        return activation["A"], read_structured(self.kind, gradient, self.metadata)
+
+
+def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting | None) -> Waiting:
+    """Write ``factors`` under the name ``place``; ``shared`` is whoever has written the same A already.
+
+    Memory:
+        One packed triangle.
+    """
+    diagonal = factors.A.ndim == 1
+    if shared is None:
+        own = factors.A.detach().to("cpu") if diagonal else packed(factors.A)
+        scratch.save_tensors(_file(place, "A"), {"A": own}, {})
+        digest_a = digest(own)
+        del own
+    else:
+        digest_a = shared.digest_A
+    gradient: Tensor | Structured
+    kind: str
+    if isinstance(factors.G, Structured):
+        gradient, kind, metadata = factors.G, factors.G.kind, factors.G.metadata()
+        scratch.save_tensors(_file(place, "G"), factors.G.tensors(), metadata)
+    else:
+        gradient, kind, metadata = packed(factors.G), "dense", {}
+        scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
+    if factors.head_diagonal is not None:
+        scratch.save_tensors(_file(place, "head"), {"head": factors.head_diagonal}, {})
+    return Waiting(
+        layer=factors.layer,
+        form=factors.form,
+        bias=factors.bias,
+        place=place,
+        holder=place if shared is None else shared.holder,
+        in_dim=factors.A.shape[0],
+        out_dim=factors.out_dim,
+        diagonal=diagonal,
+        digest_A=digest_a,
+        digest_G=digest(gradient),
+        scale_A=factors.scale_A,
+        scale_G=factors.scale_G,
+        kind=kind,
+        metadata=metadata,
+        has_head=factors.head_diagonal is not None,
+    )
+
+
+def _file(place: str, side: str) -> str:
+    return f"{place}.{side}.safetensors"

@@ -1,0 +1,115 @@
+"""The subject of a check: a model, and how a collection runs it."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from catalog.collection import Collection
+from catalog.inputs import Task
+from engine.layers.parameter_slice import Places
+from engine.model.batches import Batch
+from engine.model.mixed_precision import Precision
+from engine.row_layout.row_order import RowOrders
+
+NARROW_TOLERANCE = 3e-2
+"""Relative difference that rounding may explain where the model computes in 16 bits."""
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.bfloat16: NARROW_TOLERANCE,
+    torch.float16: NARROW_TOLERANCE,
+}
+"""The same by what it computes in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, and how a collection runs it."""
+
+    model: nn.Module
+    task: Task
+    collection: Collection
+    dtype: torch.dtype
+    device: torch.device
+    precision: Precision
+    tables: frozenset[str]
+    """Embeddings that are looked up once for a batch."""
+    orders: RowOrders
+    """Where flat rows are not example by example."""
+    overwritten: frozenset[str]
+    """Layers whose input the model writes to afterwards."""
+    places: Places
+    """Places in parameters that are layers."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the collection pulls anything back."""
+        return self.collection.fisher != "forward_only"
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference that rounding may explain."""
+        return TOLERANCES[self.dtype] if self.precision.amp == "off" else NARROW_TOLERANCE
+
+    @property
+    def rounding(self) -> float:
+        """Unit roundoff of what the model computes in."""
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return torch.finfo(narrow.get(self.precision.amp, self.dtype)).eps
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the model computes in float64, the widest that there is."""
+        return self.dtype == torch.float64
+
+    def negligible(self, norm: float) -> float:
+        """What is but rounding beside the largest gradient, of that ``norm``; in float64 alone, which decides."""
+        return 10 * self.rounding * norm if self.is_exact else 0.0
+
+    def moved(self, batch: Batch) -> Batch:
+        """A copy of ``batch``, which the model may write to."""
+        return batch.to(self.device, self.dtype)
+
+    @contextlib.contextmanager
+    def widened(self) -> Iterator["Subject"]:
+        """The same model in float64, for the time inside; its own tensors come back bit for bit.
+
+        Memory:
+            8 bytes for each number of the model.
+        """
+        narrow = [
+            (tensor, tensor.data)
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+            if tensor.is_floating_point() and tensor.dtype != torch.float64
+        ]
+        try:
+            for tensor, data in narrow:
+                tensor.data = data.to(torch.float64)
+            yield replace(self, dtype=torch.float64, precision=Precision())
+        finally:
+            for tensor, data in narrow:
+                tensor.data = data
+
+
+def widened_bytes(model: nn.Module) -> int:
+    """Bytes that ``Subject.widened`` takes."""
+    return 8 * sum(each.numel() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point())
+
+
+@contextlib.contextmanager
+def unwritten(model: nn.Module) -> Iterator[None]:
+    """Put the model's buffers back afterwards as they were: each run begins from the same ones.
+
+    Memory:
+        A copy of every buffer.
+    """
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.layout == torch.strided]
+    try:
+        yield
+    finally:
+        for buffer, before in kept:
+            if not torch.equal(buffer, before):
+                buffer.data.copy_(before)

@@ -1,0 +1,90 @@
+"""Comparison: how far the rows of one recording are from those of another."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.gradient_identity.recorded_rows import Recording, gradients_of, inputs_of
+
+
+@dataclass
+class Errors:
+    """Largest relative differences of one layer so far."""
+
+    completeness: float = 0.0
+    independence: float = 0.0
+
+    def raise_to(self, identity: str, value: float) -> None:
+        """Note one more difference; NaN is the largest."""
+        if math.isnan(value):
+            value = math.inf
+        setattr(self, identity, max(getattr(self, identity), value))
+
+    @property
+    def largest(self) -> tuple[float, str]:
+        """The larger one, and the identity that it is of."""
+        return max((self.completeness, "completeness"), (self.independence, "independence"))
+
+
+def compare_rows(
+    errors: Errors,
+    together: Recording,
+    example: int,
+    alone: Recording,
+    name: str,
+    *,
+    floor: float,
+    other: int = 0,
+) -> None:
+    """Note how far one example's rows in a batch are from those in ``alone``, whose place is ``other``."""
+    batch, one = together.layers[name], alone.layers[name]
+    for own, theirs in ((inputs_of, 0.0), (gradients_of, floor)):
+        # a call that none of an example's rows enter is no call of the example alone
+        mine, plain = (
+            [rows.reshape(-1) for rows in own(recorder, place) if rows.numel()]
+            for recorder, place in ((batch, example), (one, other))
+        )
+        if own is gradients_of and not (mine and plain):
+            # no gradient at all is one of zeros
+            rest = [rows for rows in (*mine, *plain) if bool(rows.any())]
+            errors.raise_to("independence", max((relative(rows, rows, theirs) for rows in rest), default=0.0))
+            continue
+        if [rows.numel() for rows in mine] != [rows.numel() for rows in plain]:
+            errors.raise_to("independence", math.inf)
+            continue
+        widths = [rows.shape[-1] for rows in own(batch, example) if rows.numel()] if batch.picks else []
+        for place, (a, b) in enumerate(zip(mine, plain, strict=True)):
+            error = _difference(a, b, theirs)
+            if error and batch.picks:
+                # who picks rows may pick those of one example in another order, which no sum depends on
+                a, b = (_sorted(rows.view(-1, widths[place])) for rows in (a, b))  # noqa: PLW2901
+                error = min(error, _difference(a, b, theirs))
+            errors.raise_to("independence", error)
+
+
+def _difference(a: Tensor, b: Tensor, floor: float) -> float:
+    return relative(a - b, b, floor) if a.is_floating_point() else float((a != b).any())
+
+
+def _sorted(rows: Tensor) -> Tensor:
+    """Rows (T, d) in an order that depends on their numbers alone."""
+    weights = torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float64).sin()
+    return rows[(rows.to(torch.float64) @ weights).argsort()]
+
+
+def is_finite(recording: Recording) -> bool:
+    """Whether all gradients are."""
+    arrived = [gradient for each in recording.layers.values() for _, gradient in each.met]
+    arrived += [each.example_gradients for each in recording.layers.values() if each.example_gradients is not None]
+    return all(bool(gradient.isfinite().all()) for gradient in arrived)
+
+
+def relative(difference: Tensor, plain: Tensor, floor: float = 0.0) -> float:
+    """Norm of ``difference`` over that of ``plain``, or over ``floor`` where that is more than nothing."""
+    size = float(torch.linalg.vector_norm(difference))
+    if size == 0:
+        return 0.0
+    scale = float(torch.linalg.vector_norm(plain))
+    return size / (scale + floor) if scale + floor > 0 else math.inf

@@ -1,0 +1,153 @@
+"""Completeness: whether ``Σ_t g_t a_tᵀ`` over a layer's rows is the gradient of its parameters by plain autograd."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from engine.gradient_identity.checked_model import Subject
+from engine.gradient_identity.gradients import LayerRows, Piece, pieces_of
+from engine.gradient_identity.reference import pull_back
+from engine.model.batches import Batch
+
+_CANCELLING = 100.0
+
+
+@dataclass(kw_only=True)
+class _Distance:
+    """How far one layer's rows are from plain gradients, summed over its parameters."""
+
+    rows: LayerRows
+    difference: float = 0.0
+    """Squared norm of the difference."""
+    norm: float = 0.0
+    """Squared norm of the plain gradient."""
+
+    def add(self, piece: Piece, plain: Tensor | None) -> None:
+        """Add one piece, of which ``plain`` is the gradient; None is zero."""
+        mine = self.rows.gradient(piece)
+        if plain is None:
+            self.difference += _squared(mine)
+            return
+        own = piece.of(plain).to(mine.dtype)
+        self.norm += _squared(own)
+        self.difference += _squared(mine.sub_(own))
+
+    def relative(self, subject: Subject, negligible: float) -> float:
+        """The difference over the gradient, and over what it might have been had nothing cancelled."""
+        if not self.difference:
+            return 0.0
+        slack = _CANCELLING * subject.rounding / subject.tolerance
+        scale = math.sqrt(self.norm) + slack * self.rows.magnitude() + negligible
+        return math.sqrt(self.difference) / scale if scale else math.inf
+
+
+def _squared(tensor: Tensor) -> float:
+    """Squared Frobenius norm, the root in the tensor's own precision."""
+    return float(torch.linalg.vector_norm(tensor)) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completeness:
+    """What one comparison with plain autograd has found."""
+
+    errors: dict[str, float]
+    """Relative difference of each layer."""
+    largest_norm: float
+    """Norm of the largest layer's gradient."""
+    unseen: frozenset[str]
+    """Parameters of no layer whose gradient is not zero."""
+
+
+@dataclass
+class _Arrivals:
+    """Compares gradients as they arrive, so that one is held at a time."""
+
+    distances: dict[str, _Distance]
+    pieces: dict[int, list[tuple[str, Piece]]]
+    others: dict[int, str]
+    due: set[int]
+    unseen: set[str] = field(default_factory=set)
+
+    def __call__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        key = id(parameter)
+        self.due.discard(key)
+        plain = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        if key in self.others and bool(plain.any()):
+            self.unseen.add(self.others[key])
+        for name, piece in self.pieces.get(key, ()):
+            self.distances[name].add(piece, plain)
+
+    def close(self) -> None:
+        """The outputs do not depend on what has not arrived."""
+        for key in self.due:
+            for name, piece in self.pieces.get(key, ()):
+                self.distances[name].add(piece, None)
+
+
+def completeness(
+    subject: Subject,
+    rows: Mapping[str, LayerRows],
+    others: Mapping[str, nn.Parameter],
+    batch: Batch,
+    seed: int,
+    cotangent: Tensor,
+) -> Completeness:
+    """Compare ``rows`` with the gradient of ``⟨cotangent, f(batch)⟩``.
+
+    Args:
+        subject: The model, and how it is run.
+        rows: Rows of the examples in ``batch``, by layer.
+        others: Parameters that no layer covers, by name.
+        batch: One example, or all of those whose rows are summed.
+        seed: State of torch's generator at the beginning of the forward pass.
+        cotangent: A vector of the shape of the outputs (N, R, C).
+
+    Returns:
+        Relative differences, largest norm, and parameters with a gradient that no layer covers.
+
+    Raises:
+        EngineError: If the model refuses the batch.
+
+    Memory:
+        The gradient of one parameter, twice.
+    """
+    pieces: dict[int, list[tuple[str, Piece]]] = {}
+    wanted: dict[int, nn.Parameter] = {}
+    for name, own in rows.items():
+        for piece in pieces_of(own.recorder.layer):
+            pieces.setdefault(id(piece.parameter), []).append((name, piece))
+            if isinstance(piece.parameter, nn.Parameter):
+                wanted[id(piece.parameter)] = piece.parameter
+    uncovered = {id(each): name for name, each in others.items() if id(each) not in pieces}
+    wanted |= {id(each): each for each in others.values()}
+
+    def compared(*, at_once: bool = True) -> _Arrivals:
+        distances = {name: _Distance(rows=own) for name, own in rows.items()}
+        arrivals = _Arrivals(distances, pieces, uncovered, set(pieces))
+        parts = pull_back(subject, list(wanted.values()), batch, seed, cotangent, arrivals, at_once=at_once)
+        if parts and at_once:
+            return compared(at_once=False)
+        arrivals.close()
+        return arrivals
+
+    try:
+        found = compared()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        found = None
+    if found is None:
+        # the model writes over what a weight's gradient would need: nobody trains it so, but it can be measured
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            found = compared()
+    distances = found.distances
+    largest = max((math.sqrt(each.norm) for each in distances.values()), default=0.0)
+    negligible = subject.negligible(largest) / subject.tolerance
+    return Completeness(
+        errors={name: each.relative(subject, negligible) for name, each in distances.items()},
+        largest_norm=largest,
+        unseen=frozenset(found.unseen),
+    )

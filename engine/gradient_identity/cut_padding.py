@@ -1,0 +1,54 @@
+"""Cut examples: whether what a collection leaves out with the padding has no gradient.
+
+Where a batch goes through in groups of like length (``padding``), the rows of a layer are those of examples without
+their padding. That padding decides no output was tried before; it may still have a gradient, as the vector of a
+padding token has that happens to be zero, and nobody looks at rows that were never made. So the most padded
+example of the first batch is cut, and its rows are held against plain autograd on the example as it is.
+"""
+
+from collections.abc import Sequence
+
+from engine.errors import EngineError
+from engine.gradient_identity.check import picked
+from engine.gradient_identity.checked_model import Subject
+from engine.gradient_identity.completeness import completeness
+from engine.gradient_identity.gradients import LayerRows
+from engine.gradient_identity.recorded_rows import record
+from engine.layers.layer import TreatedLayer
+from engine.model.batches import Batch
+from engine.row_layout.length_buckets import grouped
+
+
+def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], batch: Batch, seed: int) -> bool:
+    """Return whether the most padded example of ``batch`` has the same gradients when its padding is cut off.
+
+    Args:
+        subject: The model, and how it is run.
+        layers: Those whose gradients are compared; of one that refuses its rows nothing is said.
+        batch: Examples with a mask.
+        seed: State of torch's generator at the beginning of each forward pass.
+
+    Returns:
+        False also where rounding alone keeps them apart, or the model refuses the example: padding then stays.
+
+    Memory:
+        The rows of one example, twice, and the gradient of one parameter, twice.
+    """
+    if not subject.has_gradients or batch.mask is None:
+        return True
+    *_, shortest = grouped(batch, subject.task)
+    place = int((batch.index == shortest.index[-1]).nonzero()[0, 0])
+    whole = picked(batch, [place])
+    cut = next(grouped(whole, subject.task))
+    if cut.mask is None or cut.mask.shape == batch.mask[:1].shape:
+        return True
+    try:
+        short = record(subject, layers, cut, seed)
+        cotangent = record(subject, layers, whole, seed).cotangent
+        if cotangent is None:
+            return short.cotangent is None
+        own = {name: LayerRows(recorder=each, example=0) for name, each in short.layers.items() if each.flaw is None}
+        errors = completeness(subject, own, {}, whole, seed, cotangent).errors
+    except EngineError:
+        return False
+    return all(error <= subject.tolerance for error in errors.values())

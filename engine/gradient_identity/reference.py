@@ -1,0 +1,137 @@
+"""The reference: gradients of parameters by plain autograd, without any hook of a collection."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from engine.gradient_identity.checked_model import Subject, unwritten
+from engine.gradient_identity.recorded_rows import direction_of, run
+from engine.model.backward_pass import drained
+from engine.model.batches import Batch
+from engine.model.dtype_casts import casts_of
+
+Arrived = Callable[[nn.Parameter, Tensor], None]
+"""Gets a parameter and its gradient, which is let go of afterwards."""
+
+
+def pull_back(
+    subject: Subject,
+    parameters: Sequence[nn.Parameter],
+    batch: Batch,
+    seed: int,
+    cotangent: Tensor,
+    arrived: Arrived,
+    *,
+    at_once: bool = True,
+) -> bool:
+    """Pull ``cotangent`` back to ``parameters``, and hand on each gradient as it arrives.
+
+    Args:
+        subject: The model, and how it is run.
+        parameters: Those whose gradients are wanted; whatever gradient they hold stays.
+        batch: Examples, on any device.
+        seed: State of torch's generator at the beginning of the forward pass.
+        cotangent: A vector of the shape of the outputs. Where the model computes its own loss, what
+            a collection pulls back takes its place.
+        arrived: Called for each parameter that the outputs depend on.
+        at_once: Hand on each gradient as it arrives, and let go of it; else all of them at the end.
+
+    Returns:
+        Whether the gradient of some parameter arrived in parts, as where a reentrant checkpoint pulls back within
+        the backward pass. Handed on at once, they are of no use then.
+
+    Raises:
+        EngineError: If the model refuses the batch.
+        RuntimeError: If its outputs have another shape than ``cotangent``.
+
+    Memory:
+        The gradient of one parameter, beside what the pass itself holds.
+    """
+    own = subject.moved(batch)
+    torch.manual_seed(seed)
+    arrivals: list[nn.Parameter] = []
+    failures: list[Exception] = []
+
+    def accumulated(parameter: nn.Parameter) -> None:
+        arrivals.append(parameter)
+        if at_once:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and not failures:
+                try:
+                    with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
+                        arrived(parameter, gradient)
+                except Exception as error:  # noqa: BLE001 - raised below: autograd would keep the rest of the graph
+                    failures.append(error)
+
+    with drained(subject.device), unwritten(subject.model), _trainable(parameters, accumulated), torch.enable_grad():
+        prediction = run(subject, own)
+        if subject.task.likelihood == "model":
+            cotangent = direction_of(subject, prediction, own.index)
+        if prediction.outputs.requires_grad:
+            with casts_of(subject.model):
+                # shown tensors, torch would take its backward pass for an operation, inside which no mode is active
+                torch.autograd.backward(get_gradient_edge(prediction.outputs), cotangent)
+        if failures:
+            raise failures.pop()
+        whole = {id(parameter): parameter for parameter in arrivals}
+        for parameter in () if at_once else whole.values():
+            if parameter.grad is not None:
+                arrived(parameter, parameter.grad)
+    return len(whole) < len(arrivals)
+
+
+def narrowest_dtype(subject: Subject, batch: Batch) -> torch.dtype:
+    """Find the narrowest precision that the model computes anything in between its inputs and its outputs.
+
+    Libraries cast norms and attention scores to float32 whatever the model's own precision is.
+    """
+    results = _Results(subject.dtype)
+    own = subject.moved(batch)
+    with unwritten(subject.model), torch.no_grad(), results:
+        run(subject, own)
+    return results.narrowest
+
+
+class _Results(TorchFunctionMode):
+    """Notes the narrowest floating-point type that any operation returns."""
+
+    def __init__(self, widest: torch.dtype) -> None:
+        super().__init__()
+        self.narrowest = widest
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        returned = func(*args, **(kwargs or {}))
+        dtype = returned.dtype if isinstance(returned, Tensor) else None
+        if dtype is not None and dtype.is_floating_point:
+            self.narrowest = max(dtype, self.narrowest, key=lambda each: torch.finfo(each).eps)
+        return returned
+
+
+@contextlib.contextmanager
+def _trainable(parameters: Sequence[nn.Parameter], call: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Let ``parameters`` need gradients for the time inside, and keep none; ``call`` gets each that has got one."""
+    before = [(parameter, parameter.requires_grad) for parameter in parameters]
+    handles = []
+
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_()
+            handles.append(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, flag in before:
+            parameter.requires_grad_(flag)
+            parameter.grad = None

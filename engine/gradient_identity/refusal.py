@@ -1,0 +1,17 @@
+"""The refusal: how a layer that failed its check stands among those that are not covered."""
+
+from dataclasses import replace
+
+from engine.gradient_identity.check import LayerCheck
+from engine.layers.coverage import DeclaredLayer, declare
+from engine.layers.layer import TreatedLayer
+
+FAILED_CHECK = "gradient_identity"
+"""Reason of a layer whose rows are not the gradient of each example alone."""
+MIXED_EXAMPLES = "examples_mix"
+"""The same where the model's outputs for one example depend on the others."""
+
+
+def refusal(layer: TreatedLayer, check: LayerCheck) -> DeclaredLayer:
+    """Declare ``layer``, which failed ``check``."""
+    return replace(declare(layer, MIXED_EXAMPLES if check.mixes else FAILED_CHECK), why=check.why)

@@ -1,0 +1,159 @@
+"""The self-check of one collection: when batches are checked, and what has been found of each layer so far.
+
+The first batch is checked before any sum is allocated, with up to four different examples of it, so
+that a layer that fails can still be treated in another way, or not at all. While the data passes
+through (`growing`), one example of batches 1, 2, 4, 8 and so on is checked, and one of every batch
+that calls a layer as no batch before it did. What is checked follows from the batch's index alone,
+and no generator, buffer or sum is changed by it: factors have the same bits without.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from engine.gradient_identity.check import BatchCheck, Checked, LayerCheck, picked
+from engine.gradient_identity.checked_model import Subject
+from engine.gradient_identity.cut_padding import padding_has_no_gradient
+from engine.gradient_identity.schedule import FIRST_EXAMPLES, LATER_EXAMPLES
+from engine.layers.layer import TreatedLayer
+from engine.model.batches import Batch, tensors
+
+
+@dataclass
+class SelfCheck:
+    """What has been checked of one collection."""
+
+    subject: Subject
+    mode: Literal["first", "growing", "off"]
+    has_room: Callable[[], bool] = lambda: True
+    """Whether there is memory for the model in float64."""
+    layers: dict[str, LayerCheck] = field(default_factory=dict)
+    """What has been found of each layer, over all batches."""
+    drawing: frozenset[str] = frozenset()
+    """Layers whose rows change from one run to the next."""
+    unseen: frozenset[str] = frozenset()
+    """Parameters of no layer whose gradient is not zero."""
+    shapes: set[str] = field(default_factory=set)
+    """Shapes in which batches have called the layers, as ``Collector.shapes`` writes them."""
+
+    def check_first(
+        self,
+        layers: Sequence[TreatedLayer],
+        batch: Batch,
+        others: Mapping[str, nn.Parameter],
+        count: int = FIRST_EXAMPLES,
+    ) -> dict[str, LayerCheck]:
+        """Check ``layers`` on different examples of the first batch.
+
+        Args:
+            layers: Those that are not known to be flawed.
+            batch: The whole first batch.
+            others: Parameters that no layer covers, by name.
+            count: Examples that go through the model together.
+
+        Returns:
+            What was found of each layer.
+
+        Raises:
+            EngineError: If the model refuses the batch.
+        """
+        some = picked(batch, different_examples(batch, count))
+        found = self._check(layers, some, range(some.size), repeats=True, others=others)
+        self.drawing |= found.draws
+        self.unseen |= found.unseen
+        self.layers |= found.layers
+        return found.layers
+
+    def allows_cutting(self, layers: Sequence[TreatedLayer], batch: Batch) -> bool:
+        """Whether the padding of the first batch may be cut off, as far as the gradients of ``layers`` say."""
+        some = [layer for layer in layers if layer.name not in self.drawing]
+        with self._generators_kept():
+            return padding_has_no_gradient(self.subject, some, batch, self.subject.collection.seed)
+
+    def is_due(self, number: int, shapes: AbstractSet[str]) -> bool:
+        """Whether batch ``number`` is to be checked, whose layers were called with ``shapes``."""
+        fresh = not shapes <= self.shapes
+        self.shapes |= shapes
+        if self.mode != "growing" or number == 0:
+            return False
+        return fresh or number & (number - 1) == 0
+
+    def check_later(self, layers: Sequence[TreatedLayer], batch: Batch, number: int) -> list[str]:
+        """Check ``layers`` on one example of batch ``number``; returns the names of those that fail."""
+        if not layers:
+            return []
+        first = number % batch.size
+        places = [first, *(place for place in range(batch.size) if place != first)][:LATER_EXAMPLES]
+        found = self._check(layers, picked(batch, places), [0], repeats=False, others={})
+        for name, check in found.layers.items():
+            self.layers[name] = _worse(self.layers.get(name), check)
+        return [name for name, check in found.layers.items() if check.failed]
+
+    def _check(
+        self,
+        layers: Sequence[TreatedLayer],
+        batch: Batch,
+        examples: Sequence[int],
+        *,
+        repeats: bool,
+        others: Mapping[str, nn.Parameter],
+    ) -> Checked:
+        check = BatchCheck(
+            subject=self.subject,
+            layers=layers,
+            batch=batch,
+            examples=examples,
+            seed=self.subject.collection.seed,
+            drawing=self.drawing,
+            repeats=repeats,
+            others=others,
+            has_room=self.has_room,
+        )
+        with self._generators_kept():
+            return check.run()
+
+    def _generators_kept(self) -> contextlib.AbstractContextManager[None]:
+        devices = [self.subject.device] if self.subject.device.type == "cuda" else []
+        return torch.random.fork_rng(devices=devices)
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a later attempt goes on from, as plain values."""
+        return {
+            "layers": {name: asdict(check) for name, check in self.layers.items()},
+            "drawing": sorted(self.drawing),
+            "shapes": sorted(self.shapes),
+        }
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Put ``state`` back; what was found since is forgotten, and found again."""
+        self.layers = {name: LayerCheck(**check) for name, check in stored["layers"].items()}
+        self.drawing = frozenset(stored["drawing"])
+        self.shapes = set(stored["shapes"])
+
+
+def different_examples(batch: Batch, count: int) -> list[int]:
+    """Places of up to ``count`` examples of ``batch`` whose inputs differ; of any, where too few do."""
+    chosen: list[int] = []
+    parts = tensors(batch.inputs)
+    for place in range(batch.size):
+        if len(chosen) == count:
+            return chosen
+        if not any(all(torch.equal(each[place], each[other]) for each in parts) for other in chosen):
+            chosen.append(place)
+    rest = [place for place in range(batch.size) if place not in chosen]
+    return sorted(chosen + rest[: min(count, batch.size) - len(chosen)])
+
+
+def _worse(before: LayerCheck | None, now: LayerCheck) -> LayerCheck:
+    """Both checks of one layer as one."""
+    if before is None:
+        return now
+    worst = now if now.failed or now.error > before.error else before
+    return replace(worst, examples=before.examples + now.examples)

@@ -1,0 +1,249 @@
+"""Coverage: every trainable parameter is covered by a treated layer or declared with its reason.
+
+A parameter is counted once, by identity. Reasons:
+
+- ``unsupported_layer``: its module belongs to no family (the row names the class);
+- ``bare_parameter``: it hangs on a module that has children of its own, as a loose tensor;
+- ``tied``: modules that use it in ways that no one layer's factors describe share it;
+- ``used_elsewhere``: the model also reads them outside the calls of the modules that hold them;
+- ``parametrised``: the weight is computed from other parameters (weight norm and its like);
+- ``overridden_forward``, ``embedding_renormalised``, ``batch_statistics``: the family knows the
+  class, not this variant of it;
+- ``no_gradient``: the layer never ran, or its outputs never reached the loss (plain autograd
+  finds none either);
+- ``several_inputs``: it was called with more than one input, which changes what it computes;
+- ``batch_not_first``: its positions cannot be told apart by example;
+- ``needs_gradients``: `forward_only` has no gradient to build an exact block from;
+- ``unknown_operation``: a parameter enters an operation that is not understood (the row names it);
+- ``unforeseen_use``: later data made the model use it in a way that the first example did not show;
+- ``never_routed``: an expert to which the data routed no token;
+- ``gradient_identity``: its rows are not the gradient of each example alone (the row has the number);
+- ``examples_mix``: the same, where what the model returns for one example depends on the others;
+- ``gradient_not_followed``: plain autograd finds a gradient that no operation was seen to bring;
+- ``no_numbers``: a parameter with a dimension of zero holds nothing that could be measured.
+
+What a module says (``unsupported_layer``, ``bare_parameter``, ``overridden_forward``) is not the
+last word: the operations of a dry run may still show the layers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from engine.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer, treats_convolution
+from engine.layers.embedding import EmbeddingLayer, treats_embedding
+from engine.layers.layer import TreatedLayer
+from engine.layers.linear import LinearLayer, TransposedLinearLayer, is_transposed_linear, treats_linear
+from engine.layers.normalisation import (
+    BatchNormLayer,
+    GroupNormLayer,
+    LayerNormLayer,
+    RMSNormLayer,
+    is_rms_norm,
+    treats_batch_norm,
+    treats_group_norm,
+    treats_layer_norm,
+    treats_rms_norm,
+)
+from engine.layers.tied import untied
+
+_OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward", "parametrised", "tied"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredLayer:
+    """Trainable parameters of one module that are not covered, and why."""
+
+    name: str
+    module: str
+    reason: str
+    parameters: tuple[str, ...]
+    parameter_count: int
+    why: str = ""
+    """What shows the reason, where there is more to say."""
+    open: bool = False
+    """The operations that the parameters enter may still show layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """A second name of a covered parameter, on a module that is taken not to use it."""
+
+    module: nn.Module
+    key: str
+    layer: str
+    """The layer that covers it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """The model's trainable parameters, sorted into treated layers and declared ones."""
+
+    treated: tuple[TreatedLayer, ...]
+    declared: tuple[DeclaredLayer, ...]
+    aliases: tuple[Alias, ...] = ()
+
+
+def survey(model: nn.Module) -> Survey:
+    """Sort every trainable parameter of ``model``, in the order of its modules."""
+    own, aliases = _own_parameters(model)
+    treated: list[TreatedLayer] = []
+    declared: list[DeclaredLayer] = []
+    for bundle in _bundles(own):
+        layers, reasons = _covering(bundle)
+        treated += layers
+        counted: set[int] = set()
+        for (name, module, parameters), reason in zip(bundle, reasons, strict=True):
+            if reason is None:
+                continue
+            fresh = {id(each): each.numel() for each in parameters.values() if id(each) not in counted}
+            counted.update(fresh)
+            declared.append(
+                DeclaredLayer(
+                    name=name,
+                    module=type(module).__name__,
+                    reason=reason,
+                    parameters=tuple(_qualified(name, key) for key in parameters),
+                    parameter_count=sum(fresh.values()),
+                    open=reason in _OPEN,
+                )
+            )
+    declared += _empty(model)
+    covering = {parameter: layer.name for layer in treated for parameter in layer.parameters}
+    names = {
+        id(parameter): covering[_qualified(name, key)]
+        for name, _, parameters in own
+        for key, parameter in parameters.items()
+        if _qualified(name, key) in covering
+    }
+    spare = (Alias(module=module, key=key, layer=names[at]) for module, key, at in aliases if at in names)
+    return Survey(treated=tuple(treated), declared=tuple(declared), aliases=tuple(spare))
+
+
+def _qualified(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+_Own = tuple[str, nn.Module, dict[str, nn.Parameter]]
+"""A module's name, the module, and its own trainable parameters."""
+
+
+def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module, str, int]]]:
+    """Every module with trainable parameters; and second names of parameters, by identity.
+
+    A module of no family that holds what one of a known family holds too (BERT's head keeps its
+    decoder's bias) is taken not to use it itself; a dry run shows whether that is so.
+    """
+    families = {id(module) for module in model.modules() if any(True for _ in _families(module))}
+    known = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) in families
+        for parameter in module._parameters.values()  # noqa: SLF001 - own parameters, with tied ones
+        if parameter is not None
+    }
+    own: list[_Own] = []
+    aliases: list[tuple[nn.Module, str, int]] = []
+    for name, module in model.named_modules():
+        trainable = {
+            key: parameter
+            for key, parameter in module._parameters.items()  # noqa: SLF001 - likewise
+            if parameter is not None and parameter.requires_grad and parameter.numel()
+        }
+        if id(module) not in families:
+            spare = [key for key, parameter in trainable.items() if id(parameter) in known]
+            aliases += [(module, key, id(trainable.pop(key))) for key in spare]
+        if trainable:
+            own.append((name, module, trainable))
+    return own, aliases
+
+
+def _empty(model: nn.Module) -> Iterator[DeclaredLayer]:
+    """Rows for the trainable parameters that hold no number, those of one module in one."""
+    for name, module in model.named_modules():
+        own = module._parameters.items()  # noqa: SLF001 - likewise
+        keys = [key for key, each in own if each is not None and each.requires_grad and not each.numel()]
+        if keys:
+            yield DeclaredLayer(
+                name=name,
+                module=type(module).__name__,
+                reason="no_numbers",
+                parameters=tuple(_qualified(name, key) for key in keys),
+                parameter_count=0,
+                why="a dimension of each is zero",
+            )
+
+
+def _bundles(own: list[_Own]) -> list[list[_Own]]:
+    """Modules put together that share parameters, directly or through others; each stands where its first one does."""
+    bundles: dict[int, list[int]] = {}
+    holders: dict[int, int] = {}
+    for place, (_, _, parameters) in enumerate(own):
+        touched = sorted({holders[id(parameter)] for parameter in parameters.values() if id(parameter) in holders})
+        into = touched[0] if touched else place
+        bundles[into] = sorted([*(each for key in touched for each in bundles.pop(key)), place])
+        for each in bundles[into]:
+            holders |= {id(parameter): into for parameter in own[each][2].values()}
+    return [[own[place] for place in bundles[first]] for first in sorted(bundles)]
+
+
+def _covering(bundle: list[_Own]) -> tuple[tuple[TreatedLayer, ...], list[str | None]]:
+    """The layers that cover ``bundle``, or each module's reason why none does."""
+    found = [_treat(name, module, set(parameters)) for name, module, parameters in bundle]
+    layers = [layer for layer, _ in found if layer is not None]
+    if len(bundle) == 1:
+        return tuple(layers), [None if layers else reason for _, reason in found]
+    rows = untied(layers) if len(layers) == len(bundle) else None
+    return (rows or ()), [None if rows else "tied" for _ in bundle]
+
+
+def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:
+    """Declare a treated layer whose statistics could not be gathered."""
+    return DeclaredLayer(
+        name=layer.name,
+        module=type(layer.module).__name__,
+        reason=reason,
+        parameters=layer.parameters,
+        parameter_count=layer.parameter_count,
+    )
+
+
+def _treat(name: str, module: nn.Module, trainable: set[str]) -> tuple[TreatedLayer | None, str]:
+    for kind, refusal in _families(module):
+        if refusal is not None or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+            # the class is known, but this one module's forward may have been replaced, or may not be what is called
+            return None, refusal or "overridden_forward"
+        if hasattr(module, "parametrizations"):
+            return None, "parametrised"
+        if not trainable <= {"weight", "bias"}:
+            return None, "bare_parameter"
+        return kind(name, module, "weight" in trainable, "bias" in trainable), ""
+    if isinstance(module, ParametrizationList):
+        return None, "parametrised"
+    return None, "bare_parameter" if any(True for _ in module.children()) else "unsupported_layer"
+
+
+def _families(module: nn.Module) -> Iterator[tuple[type[TreatedLayer], str | None]]:
+    """The family that knows ``module``'s class, with its refusal of this variant."""
+    if isinstance(module, nn.Linear):
+        yield LinearLayer, treats_linear(module)
+    elif is_transposed_linear(module):
+        yield TransposedLinearLayer, None
+    elif isinstance(module, nn.modules.conv._ConvNd):  # noqa: SLF001 - the common ancestor has no other name
+        kind = TransposedConvolutionLayer if module.transposed else ConvolutionLayer
+        yield kind, treats_convolution(module)
+    elif isinstance(module, nn.Embedding):
+        yield EmbeddingLayer, treats_embedding(module)
+    elif isinstance(module, nn.EmbeddingBag) and (module.max_norm is not None or module.scale_grad_by_freq):
+        # any other bag is a lookup and a sum, which the operations show
+        yield EmbeddingLayer, "embedding_renormalised"
+    elif isinstance(module, nn.LayerNorm):
+        yield LayerNormLayer, treats_layer_norm(module)
+    elif is_rms_norm(module):
+        yield RMSNormLayer, treats_rms_norm(module)
+    elif isinstance(module, (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)):  # noqa: SLF001 - likewise
+        yield GroupNormLayer, treats_group_norm(module)
+    elif isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the common ancestor has no other name
+        yield BatchNormLayer, treats_batch_norm(module)

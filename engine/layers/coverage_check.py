@@ -1,0 +1,93 @@
+"""The coverage law: covered + declared = trainable, each number once; and the share that a caller asks for.
+
+The share is known three times, each time better: from the modules alone, before anything is
+computed; after the dry run, which shows what is called, and how; and after the last pass, which
+shows what the loss depends on.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+from catalog.collection import Collection
+from engine.errors import CoverageBroken, CoverageTooLow, NothingToAnalyse
+from engine.layers.coverage import DeclaredLayer, Survey, survey
+from engine.layers.layer import TreatedLayer
+
+
+def surveyed(model: nn.Module, collection: Collection) -> Survey:
+    """Survey ``model`` as it will be measured, in evaluation, and leave its modes as they were.
+
+    Raises:
+        NothingToAnalyse: If no layer can be treated.
+        CoverageTooLow: If less can be covered than ``collection`` asks.
+        CoverageBroken: If the survey does not add up.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        # batch norm is treated by its running statistics, which only evaluation mode uses
+        model.eval()
+        found = survey(model)
+    finally:
+        for module, training in modes:
+            module.training = training
+    possible = [row for row in found.declared if row.open]
+    if not found.treated and not possible:
+        reasons = sorted(reason_counts(found.declared)) or ["no trainable parameter"]
+        raise NothingToAnalyse(
+            f"the model ({type(model).__name__}) has no layer that can be treated: {', '.join(reasons)}; "
+            "give one with weights that are trained (`requires_grad`)",
+            pointer="/model",
+        )
+    closed = [row for row in found.declared if not row.open]
+    require_coverage(trainable_numbers(model), (*found.treated, *possible), closed, collection)
+    return found
+
+
+def trainable_numbers(model: nn.Module) -> int:
+    """Trainable numbers of ``model``, a shared parameter once."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def reason_counts(declared: Iterable[DeclaredLayer]) -> dict[str, int]:
+    """How many numbers each reason declares, in the order of the layers."""
+    counts: Counter[str] = Counter()
+    for layer in declared:
+        counts[layer.reason] += layer.parameter_count
+    return dict(counts)
+
+
+def require_coverage(
+    trainable: int,
+    covered: Iterable[TreatedLayer | DeclaredLayer],
+    declared: Iterable[DeclaredLayer],
+    collection: Collection,
+) -> None:
+    """Hold the law, and what ``collection`` asks for, against what is covered and declared so far.
+
+    Raises:
+        CoverageTooLow: If the covered share is below ``collection.min_coverage``; the message names the
+            share, the reasons with their counts, and the remedy.
+        CoverageBroken: If the parts do not add up to ``trainable``.
+    """
+    numbers = sum(layer.parameter_count for layer in covered)
+    reasons = reason_counts(declared)
+    if numbers + sum(reasons.values()) != trainable:
+        raise CoverageBroken(
+            f"{numbers} covered and {sum(reasons.values())} declared numbers are not the {trainable} trainable ones: "
+            "a fault of Kronoscope's; please report the model"
+        )
+    wanted, share = collection.min_coverage, numbers / max(trainable, 1)
+    if wanted is None or share >= wanted:
+        return
+    missing = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+    # cut, not rounded: what is not whole must not read 100.00%
+    percent = math.floor(share * 10_000) / 100
+    raise CoverageTooLow(
+        f"{percent:.2f}% of the {trainable:,} trainable numbers can be covered, but `min_coverage` asks for "
+        f"{wanted:.2%}; not covered: {missing}; lower `min_coverage`, or freeze what "
+        "need not be measured (`requires_grad_(False)`)",
+        pointer="/collection/min_coverage",
+    )

@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: eigensolvers, Lanczos, spectra of Kronecker products, products in panels."""

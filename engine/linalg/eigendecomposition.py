@@ -1,0 +1,328 @@
+"""The eigenbasis: values, and where asked for vectors, of one factor, by a ladder that never skips a layer silently.
+
+The arithmetic is float64 whatever the factor's precision. Float32 gives eigenvalues to about
+1e-6·λ_max, so it is allowed only to a caller who looks at nothing below 1e-4·λ_max
+(``smallest_ratio``); the damping and κ_max that are the default look further down. A covariance of
+T positions has rank at most T, so the n − T smallest values are zero exactly, and rounding below
+zero is cut off. ``Decomposition.precision`` says which it was.
+
+Rungs, in order; those that were tried are in the layer's record:
+
+1. ``device_float32``: torch on the factor's own device, where float32 suffices;
+2. ``device_float64``: the same in float64;
+3. ``host_gram``: values of a factor kept in float64 with T ≤ n/4, from T columns of its pivoted Cholesky factor;
+4. ``host_float64``: torch on the CPU (LAPACK syevd, vectors in place);
+5. ``host_syevr``: relatively robust representations, another algorithm whose workspace is O(n);
+6. ``host_in_place``: QR iteration, which overwrites one copy by the vectors, and takes longest;
+7. ``host_float32_in_place``: the same in float32, where that suffices;
+8. ``jittered``: the fourth again on M + ε·mean(diag)·I, shifted back.
+
+Rungs 4 to 6 differ by rounding alone. What a rung gives is checked against the factor: the sum of
+the values and of their squares against trace and Frobenius norm, vectors by products with probes.
+
+References:
+    Dhillon, Parlett & Vömel (2006), The design and implementation of the MRRR algorithm
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from engine.errors import NonFiniteFactor, NotConverged
+from engine.linalg.eigensolvers import LARGEST, Need, RungCost, Solver, solvers
+from engine.linalg.linear_operator import Structured
+from engine.memory.guard import Guard, Refused, Rung, RungFailed
+
+SINGLE_SUFFICES = 1e-4
+"""Float32 does for a caller who looks at no eigenvalue below this share of the largest."""
+_ROWS_AT_ONCE = 128
+_PROBES = 8
+_STRUCTURED_RESIDUAL = 1e-9
+_LEAST_NUMBER = 5e-324
+"""Distance of neighbouring denormal numbers of float64."""
+_FULL_PROBES = 128
+"""Up to so many rows the residual is that of the whole matrix, not of probes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decomposition:
+    """The eigenvalues of one factor, and its basis where that was asked for."""
+
+    values: Tensor
+    """(n,) float64 on the host, ascending; what is known to be zero is zero."""
+    vectors: Tensor | None
+    """Orthonormal, one a column, on the device that made them: (n, n), or of a structured side (n, r) for the last
+    r values. None where none were asked for, and of a diagonal factor, whose basis is the standard one."""
+    rungs: tuple[str, ...]
+    """Rungs that were tried, the last of which gave this."""
+    refused: tuple[Refused, ...] = ()
+    """Rungs that were passed over, as too little memory was free."""
+    residual: float | None
+    """‖A − QΛQᵀ‖_F / ‖A‖_F, from probes above 128 rows; None without vectors."""
+    precision: str
+    """Of the arithmetic: `float64` or `float32`."""
+
+
+@cache
+def rungs(
+    n: int,
+    *,
+    need: Need,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    smallest_ratio: float = 0.0,
+    rank_bound: int | None = None,
+) -> tuple[RungCost, ...]:
+    """What each rung takes beside the factor itself, the preferred first; none where n is beyond LAPACK.
+
+    Args:
+        n: Rows.
+        need: Whether vectors are asked for.
+        device: Where the arithmetic is wanted.
+        dtype: Precision that the factor is kept in.
+        smallest_ratio: As for ``decompose``.
+        rank_bound: As for ``decompose``.
+    """
+    single = smallest_ratio >= SINGLE_SUFFICES
+    return tuple(each.cost for each in solvers(n, need, device, dtype, single=single, rank_bound=rank_bound))
+
+
+def kept_dtype(factor: torch.dtype) -> torch.dtype:
+    """Precision that vectors are laid aside in: float32, unless the factor itself is kept in float64."""
+    return torch.float64 if factor == torch.float64 else torch.float32
+
+
+def basis_bytes(n: int, factor: torch.dtype) -> int:
+    """Bytes of a basis (n, n) as it is laid aside, of a factor kept in that precision."""
+    return n * n * kept_dtype(factor).itemsize
+
+
+def decompose(
+    factor: Tensor | Structured,
+    layer: str,
+    *,
+    need: Need = "values",
+    rank_bound: int | None = None,
+    smallest_ratio: float = 0.0,
+    guard: Guard | None = None,
+    begin: str | None = None,
+    what: str = "the eigendecomposition",
+) -> Decomposition:
+    """Decompose a positive semidefinite ``factor``, which is left as it is.
+
+    Args:
+        factor: (n, n) symmetric, (n,) the diagonal of a diagonal matrix, or a side that is never made dense.
+        layer: Name for the messages.
+        need: Values alone take a workspace of O(n); vectors 2 n² more.
+        rank_bound: Most nonzero eigenvalues there can be, where known.
+        smallest_ratio: Smallest eigenvalue that the caller looks at, over the largest; 0 looks at all.
+        guard: Knows what memory is free; without it every rung is thought to fit.
+        begin: The rung that a plan chose to begin with.
+        what: The work, for messages.
+
+    Memory:
+        As ``rungs`` says of the rung that is taken.
+
+    Raises:
+        NonFiniteFactor: If the factor holds NaN or Inf.
+        NotConverged: If every rung failed, or the factor is beyond LAPACK.
+        BudgetExceeded: If none fits into what is free.
+    """
+    if isinstance(factor, Structured):
+        known = decompose_structured(factor, layer, need=need, guard=guard)
+        if known is None:
+            raise NotConverged(
+                f"layer `{layer}`: the eigenvalues of a side of {factor.size} rows that is kept as `{factor.kind}` "
+                "are not to be had without making it dense",
+                layer=layer,
+            )
+        return known
+    if factor.ndim == 1:
+        if not bool(torch.isfinite(factor).all()):
+            raise _not_finite(factor, layer)
+        values = torch.sort(factor.to("cpu", torch.float64)).values.clamp_min_(0)
+        return Decomposition(values=values, vectors=None, rungs=("diagonal",), residual=None, precision="float64")
+    size = factor.shape[0]
+    single = smallest_ratio >= SINGLE_SUFFICES
+    ladder = solvers(size, need, factor.device, factor.dtype, single=single, rank_bound=rank_bound)
+    if ladder and begin == solvers(size, need, factor.device, factor.dtype, single=single)[0].cost.name:
+        # nothing was passed over; how many rows would enter, a plan may not have known
+        begin = None
+    if not ladder:
+        raise NotConverged(
+            f"layer `{layer}`: a {size}×{size} factor is beyond LAPACK's 32-bit indices, which reach {LARGEST} rows; "
+            "take `woodbury.approximate: true`, by which a head's G of that size is sketched and never made",
+            layer=layer,
+        )
+    expected = _Expected.of(factor, need)
+    if not math.isfinite(expected.norm):
+        raise _not_finite(factor, layer)
+    if expected.norm > torch.finfo(torch.float64).max / expected.unit:
+        raise NonFiniteFactor(
+            f"layer `{layer}`: eigenvalues must be below {torch.finfo(torch.float64).max:.2g}, the largest of float64 "
+            f"(got a matrix with {expected.unit:.3g} on its diagonal); divide it by a power of two",
+            layer=layer,
+        )
+    steps = [
+        Rung(
+            name=solver.cost.name,
+            formula=solver.cost.formula,
+            device_bytes=solver.cost.device_bytes,
+            host_bytes=solver.cost.host_bytes,
+            run=partial(_attempt, solver, factor, expected, rank_bound),
+        )
+        for solver in ladder
+    ]
+    watch = guard or Guard.unlimited()
+    try:
+        found = watch.descend(steps, what=what, layer=layer, stage="decomposition", begin=begin)
+    except RungFailed as error:
+        raise NotConverged(
+            f"layer `{layer}`: no eigenvalue solver converged on a {size}×{size} factor ({error})", layer=layer
+        ) from error
+    return replace(found.value, rungs=found.taken, refused=found.refused)
+
+
+def _not_finite(factor: Tensor, layer: str) -> NonFiniteFactor:
+    # a few rows at a time: the answer for the whole would take as much as the factor
+    bad = sum(
+        int((~torch.isfinite(factor[start : start + _ROWS_AT_ONCE])).sum())
+        for start in range(0, factor.shape[0], _ROWS_AT_ONCE)
+    )
+    return NonFiniteFactor(
+        f"layer `{layer}`: the factor holds NaN or Inf in {bad} of its {factor.numel()} numbers", layer=layer
+    )
+
+
+def decompose_structured(
+    factor: Structured, layer: str, *, need: Need = "values", guard: Guard | None = None
+) -> Decomposition | None:
+    """The same of a side that is never made dense; None where its spectrum is not to be had without n×n."""
+    found = factor.spectrum(layer, guard)
+    if found is None:
+        return None
+    values, tried = found
+    vectors = residual = None
+    if need == "vectors" and factor.has_basis:
+        nonzero, vectors = factor.eigenbasis(layer)
+        residual = _residual_of(factor, nonzero, vectors)
+        if not residual <= _STRUCTURED_RESIDUAL:
+            raise NotConverged(
+                f"layer `{layer}`: the eigenvectors of a side kept as `{factor.kind}` give it back to {residual:.2g} "
+                "only; take `woodbury.policy: dense`",
+                layer=layer,
+            )
+    return Decomposition(values=values, vectors=vectors, rungs=tried, residual=residual, precision="float64")
+
+
+def _residual_of(factor: Structured, values: Tensor, vectors: Tensor) -> float:
+    """‖S − QΛQᵀ‖_F / ‖S‖_F, estimated from products with eight vectors of signs."""
+    probes = _signs(factor.size).to(vectors.device)
+    inside = values.to(vectors.device)[:, None] * (vectors.T @ probes)
+    missed = float((factor.apply(probes).to(vectors.device) - vectors @ inside).norm()) / math.sqrt(_PROBES)
+    norm = factor.frobenius_norm()
+    return missed / norm if norm > 0 else missed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Expected:
+    """What a factor's decomposition must agree with, in units of its largest diagonal entry."""
+
+    unit: float
+    trace: float
+    norm: float
+    probes: Tensor | None
+    """(n, k) float64 on the factor's device."""
+    images: Tensor | None
+    """The factor times them."""
+
+    @classmethod
+    def of(cls, factor: Tensor, need: Need) -> "_Expected":
+        size = factor.shape[0]
+        diagonal = factor.diagonal().to(torch.float64)
+        # squares of entries near the ends of float64 are beyond it
+        unit = float(diagonal.abs().max()) if size else 0.0
+        unit = unit or 1.0
+        probes = _probes(size).to(factor.device) if need == "vectors" else None
+        squares = torch.zeros((), dtype=torch.float64, device=factor.device)
+        images = None if probes is None else torch.empty_like(probes)
+        for start in range(0, size, _ROWS_AT_ONCE):
+            rows = factor[start : start + _ROWS_AT_ONCE].to(torch.float64) / unit
+            squares += torch.linalg.vector_norm(rows).square()
+            if images is not None and probes is not None:
+                images[start : start + _ROWS_AT_ONCE] = rows @ probes
+        trace = float((diagonal / unit).sum())
+        return cls(unit=unit, trace=trace, norm=math.sqrt(float(squares)), probes=probes, images=images)
+
+    def values_agree(self, values: Tensor, tolerance: float) -> bool:
+        """Whether ``values`` add up to the trace, and their squares to the squared Frobenius norm."""
+        scaled = values / self.unit
+        return bool(torch.isfinite(values).all()) and (
+            abs(float(scaled.sum()) - self.trace) <= tolerance * max(abs(self.trace), self.norm)
+            and abs(float(scaled.norm()) - self.norm) <= tolerance * self.norm
+        )
+
+    def residual(self, values: Tensor, vectors: Tensor) -> tuple[float, float]:
+        """‖A − QΛQᵀ‖/‖A‖ and ‖I − QQᵀ‖/√n, by Frobenius norm, estimated from products with the probes."""
+        if self.probes is None or self.images is None:
+            raise ValueError("no probes were drawn")
+        probes, images = (each.to(vectors.device, vectors.dtype) for each in (self.probes, self.images))
+        inside = vectors.T @ probes
+        unitary = float((vectors @ inside - probes).norm()) / float(probes.norm())
+        scaled = (values / self.unit).to(vectors.device, vectors.dtype)
+        # probes of independent ±1 give the squared norm of a matrix in the mean, over their number
+        missed = float((vectors @ (scaled[:, None] * inside) - images).norm()) / math.sqrt(self._count)
+        return (missed / self.norm if self.norm > 0 else missed), unitary
+
+    @property
+    def _count(self) -> int:
+        """What the squared norm of a product with the probes is to be divided by."""
+        return 1 if self.probes is None or self.probes.shape[0] <= _FULL_PROBES else self.probes.shape[1]
+
+
+def _probes(size: int) -> Tensor:
+    """Signs (n, 8), the same every time; the identity for a small matrix."""
+    return torch.eye(size, dtype=torch.float64) if size <= _FULL_PROBES else _signs(size)
+
+
+def _signs(size: int) -> Tensor:
+    """Independent ±1 (n, 8), the same every time."""
+    signs = torch.randint(0, 2, (size, _PROBES), generator=torch.Generator().manual_seed(size))
+    return signs.to(torch.float64).mul_(2).sub_(1)
+
+
+def _attempt(solver: Solver, factor: Tensor, expected: _Expected, rank_bound: int | None) -> Decomposition:
+    """What the solver gives.
+
+    Raises:
+        RungFailed: If it fails, or what it gives is not the factor's: some library versions err without an error.
+    """
+    size = factor.shape[0]
+    # values of a matrix of denormal numbers are themselves rounded to multiples of the least of them
+    coarse = size * _LEAST_NUMBER / expected.unit
+    tolerance = 100 * math.sqrt(size) * torch.finfo(solver.precision).eps + coarse
+    solved, vectors = solver.solve(factor)
+    values = solved.to("cpu", torch.float64)
+    if not expected.values_agree(values, tolerance):
+        raise RungFailed("its values are not those of the factor's trace and norm")
+    residual = None
+    if vectors is not None:
+        residual, unitary = expected.residual(values, vectors)
+        # comparisons that NaN fails
+        if not (residual <= tolerance and unitary <= tolerance):
+            raise RungFailed(
+                f"its vectors give the factor back to {residual:.2g}, and are orthonormal to {unitary:.2g}"
+            )
+    values.clamp_min_(0)
+    if rank_bound is not None and rank_bound < size:
+        values[: size - rank_bound] = 0
+    return Decomposition(
+        values=values,
+        vectors=vectors,
+        rungs=(solver.cost.name,),
+        residual=residual,
+        precision=str(solver.precision).removeprefix("torch."),
+    )

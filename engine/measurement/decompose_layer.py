@@ -1,0 +1,253 @@
+"""Decomposed factors: each factor's spectrum, and its basis where an analysis asks for it, made once for a job.
+
+What was made is laid aside under the factor's digest, with the rungs it took: in the scratch place,
+where another attempt of the job finds it, or in memory where there is none. Values are kept in
+float64. Vectors are computed in float64 and kept in float32, which is what products with them need
+(an inverse applied through them is good to 1e-6 at a condition of 1e6), unless the factor itself is
+kept in float64.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engine.factors.factor_set import LayerFacts
+from engine.factors.kronecker_factors import digest
+from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured, kept_dtype
+from engine.linalg.eigensolvers import LARGEST
+from engine.linalg.linear_operator import Structured
+from engine.linalg.spectrum_counts import Counted
+from engine.measurement.prefetch import Arrived
+from engine.measurement.subsample_spectra import frobenius, trace
+from engine.memory.plan import readable_bytes
+from engine.planning.decomposition_memory import COUNTED
+from engine.workspace import Workspace
+
+_WORTH_KEEPING = 512
+"""Rows from which values alone are laid aside: below, they are computed again as fast as they are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One factor of a layer, measured."""
+
+    digest: str
+    trace: float
+    frobenius: float | None
+    """None where only the diagonal is kept."""
+    scale: float
+    rank_bound: int | None
+    found: Decomposition | None
+    """Without its vectors."""
+    spectrum: Tensor | None
+    """Eigenvalues with the scale multiplied in; None where none were asked for, or none are to be had."""
+    counted: Counted | None
+    """The same between bounds, of a side that is never made dense and has no ``spectrum``."""
+
+    @property
+    def rungs(self) -> tuple[str, ...] | None:
+        """Rungs that were tried, the last of which gave the eigenvalues; None where there are none."""
+        return self.found.rungs if self.found is not None else None if self.counted is None else (COUNTED,)
+
+    @property
+    def largest(self) -> float:
+        """The largest eigenvalue, or what it cannot exceed."""
+        if self.spectrum is not None:
+            return float(self.spectrum[-1])
+        if self.counted is not None:
+            return float(self.counted.values[-1])
+        return self.trace if self.frobenius is None else self.frobenius
+
+
+def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
+    """Digest, norms and spectrum of one factor."""
+    factors = arrived.factors
+    factor: Tensor | Structured = factors.A if side == "A" else factors.G
+    there = arrived.there_A if side == "A" else arrived.there_G
+    scale = factors.scale_A if side == "A" else factors.scale_G
+    rank_bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
+    own = factor.digest() if isinstance(factor, Structured) else digest(factor)
+    found = decomposed(workspace, factor, there, layer=facts.name, side=side, digest=own, rank_bound=rank_bound)
+    counted = None
+    if found is None and workspace.decomposition != "none" and isinstance(there, Structured):
+        counted = there.counted(workspace.stabilisation.kappa_max)
+    return Side(
+        digest=own,
+        trace=trace(factor, scale),
+        frobenius=frobenius(factor, scale),
+        scale=scale,
+        rank_bound=rank_bound,
+        found=found,
+        spectrum=None if found is None else found.values * scale,
+        counted=None if counted is None else counted.times(scale),
+    )
+
+
+def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: Side) -> None:
+    """Write the eigenvalues of one layer, and the bounds of those that were counted, as an artifact."""
+    if side_a.spectrum is None and side_g.spectrum is None and side_g.counted is None:
+        return
+    table: dict[str, Any] = {"layer": facts.name, "ordinal": facts.ordinal, "form": facts.form}
+    for name, side in (("A", side_a), ("G", side_g)):
+        known = side.spectrum if side.counted is None else side.counted.values
+        table[name] = None if known is None else known.tolist()
+    if side_g.counted is not None:
+        table |= {"G_lower": side_g.counted.lower.tolist(), "G_upper": side_g.counted.upper.tolist()}
+    workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
+
+
+def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
+    """The rungs that were passed over for want of memory, in words."""
+    return tuple(
+        f"{name}: {each.name} needs {readable_bytes(each.needed)} of {each.place} memory, "
+        f"{readable_bytes(each.free)} free"
+        for name, side in sides.items()
+        if side.found is not None
+        for each in side.found.refused
+    )
+
+
+def least_precise(*sides: Side) -> str | None:
+    """Precision of the less precise of two decompositions; None where there was none."""
+    return min((side.found.precision for side in sides if side.found is not None), default=None)
+
+
+def decomposed(
+    workspace: Workspace,
+    factor: Tensor | Structured,
+    there: Tensor | Structured,
+    *,
+    layer: str,
+    side: Literal["A", "G"],
+    digest: str,
+    rank_bound: int | None,
+) -> Decomposition | None:
+    """The spectrum of one factor, without its vectors; None where none is asked for, or none is to be had.
+
+    Args:
+        workspace: Says what is asked for, and where it is laid aside.
+        factor: As it is kept; its scale is not in the values.
+        there: The same where it is decomposed.
+        layer: For messages, and for the plan's choice.
+        side: Which of the layer's two.
+        digest: Of the factor.
+        rank_bound: Most nonzero eigenvalues there can be, where known.
+
+    Memory:
+        As ``eigenbasis.rungs`` says, and the basis once more as it is laid aside.
+    """
+    need = workspace.decomposition
+    if need == "none":
+        return None
+    planned = _planned_rung(workspace, layer, side)
+    if planned == COUNTED or beyond_solvers(factor):
+        return None
+    name = _name(digest, rank_bound)
+    known = _read(workspace, name, vectors=False)
+    if known is not None and (known.vectors is not None or need == "values"):
+        return replace(known, vectors=None)
+    if isinstance(there, Structured):
+        found = decompose_structured(there, layer, need=need, guard=workspace.guard)
+    else:
+        found = decompose(
+            there,
+            layer,
+            need=need,
+            rank_bound=rank_bound,
+            guard=workspace.guard,
+            begin=planned,
+            what=f"the eigendecomposition of {side}",
+        )
+    if found is None:
+        return None
+    _write(workspace, name, found, factor.storage_dtype if isinstance(factor, Structured) else factor.dtype)
+    return replace(found, vectors=None)
+
+
+def beyond_solvers(factor: Tensor | Structured) -> bool:
+    """Whether no eigensolver takes ``factor``: it is dense and has more rows than LAPACK counts."""
+    return not isinstance(factor, Structured) and factor.ndim == 2 and factor.shape[0] > LARGEST
+
+
+def load_basis(workspace: Workspace, side: Side) -> Decomposition:
+    """A basis that was laid aside, with the factor's own eigenvalues, on the host.
+
+    Memory:
+        The basis as it is laid aside.
+    """
+    if side.found is not None and side.found.rungs == ("diagonal",):
+        return replace(side.found, values=side.found.values * side.scale)
+    found = _read(workspace, _name(side.digest, side.rank_bound), vectors=True)
+    if found is None or found.vectors is None:
+        raise ValueError("no basis was laid aside: `Workspace.decomposition` does not ask for vectors")
+    return replace(found, values=found.values * side.scale)
+
+
+def _name(digest: str, rank_bound: int | None) -> str:
+    """Equal factors with equal zeros have one spectrum."""
+    return f"bases/{digest}-{rank_bound}"
+
+
+def _planned_rung(workspace: Workspace, layer: str, side: Literal["A", "G"]) -> str | None:
+    chosen = workspace.chosen if workspace.plan is None else workspace.plan.chosen
+    return None if chosen is None else chosen.rung(layer, side)
+
+
+def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.dtype) -> None:
+    vectors = None if found.vectors is None else found.vectors.to("cpu", kept_dtype(dtype))
+    kept = replace(found, vectors=vectors, refused=())
+    if workspace.scratch is None:
+        if vectors is not None:
+            _held(workspace)[name] = kept
+        return
+    if vectors is None and (not workspace.checkpointed or kept.values.numel() < _WORTH_KEEPING):
+        return
+    if vectors is not None:
+        # LAPACK's columns are rows of the transpose, which are written without a copy
+        workspace.scratch.save_tensors(f"{name}.vectors.safetensors", {"rows": vectors.mT}, {})
+    workspace.scratch.save_tensors(f"{name}.values.safetensors", {"values": kept.values}, {})
+    # last, so that its presence says that all is there
+    workspace.scratch.save_json(
+        f"{name}.json",
+        {
+            "conditions": dict(workspace.conditions),
+            "vectors": vectors is not None,
+            "rungs": list(kept.rungs),
+            "residual": kept.residual,
+            "precision": kept.precision,
+        },
+    )
+
+
+def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | None:
+    """What stands under that name; its vectors are an empty matrix where they are there and not asked for."""
+    held = _held(workspace).get(name)
+    if held is not None or workspace.scratch is None:
+        return held
+    try:
+        table: Mapping[str, Any] = workspace.scratch.load_json(f"{name}.json")
+        # another version of the program may have computed otherwise
+        if table["conditions"] != dict(workspace.conditions):
+            return None
+        basis = None
+        if table["vectors"]:
+            wanted = f"{name}.vectors.safetensors"
+            basis = workspace.scratch.load_tensors(wanted)["rows"].mT if vectors else torch.empty(0, 0)
+        values = workspace.scratch.load_tensors(f"{name}.values.safetensors")["values"]
+    except FileNotFoundError:
+        return None
+    return Decomposition(
+        values=values,
+        vectors=basis,
+        rungs=tuple(table["rungs"]),
+        residual=table["residual"],
+        precision=table["precision"],
+    )
+
+
+def _held(workspace: Workspace) -> dict[str, Decomposition]:
+    held: dict[str, Decomposition] = workspace.shared.setdefault("bases", {})
+    return held

@@ -1,0 +1,375 @@
+"""Measured layers: each covered layer's factors, digests and spectra, made once for all analyses of a job.
+
+Artifacts that the job keeps are written here, a layer at a time, so that two analyses over one
+collection neither decompose nor write anything twice.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from catalog.analysis import LayerResult
+from catalog.layer_record import LayerRecord, Observed
+from engine.collect import collected
+from engine.factors.factor_set import Collected, Kept, LayerFacts, write_factors, write_index, write_run
+from engine.factors.kronecker_factors import Corrected, Factors, digest
+from engine.layers.coverage import DeclaredLayer
+from engine.linalg.damping import Clipping, Damping, clipping, counted_clipping, damping, identity_warnings
+from engine.linalg.eigendecomposition import Decomposition
+from engine.linalg.linear_operator import Structured
+from engine.linalg.spectrum_counts import Counted
+from engine.measurement.decompose_layer import (
+    Side,
+    keep_spectra,
+    least_precise,
+    load_basis,
+    measured_side,
+    refused_rungs,
+)
+from engine.measurement.finite_numbers import nullified, reason
+from engine.measurement.prefetch import Arrived, streamed
+from engine.measurement.representation_record import branch, factorised, row_facts, with_factorisation
+from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
+from engine.memory.budget import device_bytes, resident_bytes
+from engine.workspace import FactorCache, Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One covered layer with everything the analyses read; its factors are not held."""
+
+    facts: LayerFacts
+    spectrum_A: Tensor | None
+    """(in_dim,) float64, ascending; None where no analysis asks for it."""
+    spectrum_G: Tensor | None
+    """(out_dim,) float64, ascending; None where no analysis asks for it, or it is not to be had without n×n."""
+    counted_G: Counted | None
+    """The same between bounds, where that is all there is of a G that is never made dense."""
+    trace_A: float
+    trace_G: float
+    frobenius_A: float | None
+    frobenius_G: float | None
+    """None where only the diagonal of G is kept."""
+    nested: tuple[MeasuredSize, ...]
+    """Ascending sample sizes up to the whole, where they were asked for; else none."""
+    damping: Damping
+    clipping_A: Clipping
+    clipping_G: Clipping
+    record: LayerRecord
+    observed: Observed
+    load_basis: Callable[[Literal["A", "G"]], Decomposition]
+    """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them."""
+    metadata_G: Mapping[str, str]
+    """What reading a structured G needs besides its tensors; empty for a dense one."""
+
+    @property
+    def status(self) -> Literal["covered", "zero_curvature"]:
+        """`covered`, or `zero_curvature` where the layer has no curvature at all."""
+        return "covered" if self.trace_A > 0 and self.trace_G > 0 else "zero_curvature"
+
+
+def measured_layers(workspace: Workspace) -> Iterator[Measured]:
+    """Every covered layer, the largest first; the second analysis of a job gets the first one's."""
+    known: dict[int, Measured] = workspace.shared.setdefault("measured", {})
+    factors = collected(workspace)
+    keep_factors = workspace.stored is None and ("factors" in workspace.keep or "factors" in workspace.kinds)
+    cache = _cache(workspace, factors)
+    order = sorted(factors.layers, key=_by_size)
+    arriving = streamed(
+        [facts for facts in order if facts.ordinal not in known],
+        factors.load,
+        device=workspace.device,
+        guard=workspace.guard,
+        need="vectors" if workspace.decomposition == "vectors" else "values",
+        resident=factors.storage_policy == "resident" and factors.reused_from is None,
+    )
+    with contextlib.closing(arriving):
+        for facts in order:
+            if facts.ordinal not in known:
+                with workspace.operation(f"layer {facts.ordinal}", "decomposition"):
+                    known[facts.ordinal] = _measure(workspace, factors, facts, arriving, keep_factors=keep_factors)
+                if len(known) == len(order):
+                    kept = {place: _kept(one) for place, one in known.items()}
+                    if keep_factors:
+                        write_index(workspace.artifacts, factors, kept)
+                    if cache is not None:
+                        write_run(cache.shelf(), factors)
+                        write_index(cache.shelf(), factors, kept)
+                        cache.keep()
+            yield known[facts.ordinal]
+
+
+def _cache(workspace: Workspace, whole: Collected) -> FactorCache | None:
+    """Where what was collected is to be kept for other jobs, if anywhere.
+
+    A head of which only the diagonal fitted is nothing to share: a job with more memory keeps all of it.
+    """
+    sketched = workspace.plan is not None and bool(workspace.plan.chosen.sketched)
+    return None if workspace.stored is not None or whole.reused_from is not None or sketched else workspace.cache
+
+
+def _by_size(facts: LayerFacts) -> tuple[int, int]:
+    """What decompositions cost, the largest first: what can not be done is known before the rest is."""
+    dense_a = facts.in_dim if facts.form == "kronecker" else 0
+    dense_g = facts.out_dim if facts.form != "diagonal_block" else 0
+    return -(dense_a**3 + dense_g**3), facts.ordinal
+
+
+def _measure(
+    workspace: Workspace, whole: Collected, facts: LayerFacts, arriving: Iterator[Arrived], *, keep_factors: bool
+) -> Measured:
+    workspace.checkpoint()
+    begun, before = time.perf_counter(), _bytes(workspace.device)
+    # those between were measured by another analysis meanwhile
+    arrived = next(each for each in arriving if each.factors.layer == facts.name)
+    factors = arrived.factors
+    corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
+    if keep_factors:
+        write_factors(workspace.artifacts, facts, factors, corrected=corrected)
+    cache = _cache(workspace, whole)
+    if cache is not None:
+        write_factors(cache.shelf(), facts, factors, corrected=corrected)
+    ekfac = {} if corrected is None else _digests(corrected)
+    side_g = measured_side(workspace, facts, arrived, "G")
+    shared_a: dict[int, Side] = workspace.shared.setdefault("shared_A", {})
+    leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+    if leader not in shared_a:
+        shared_a[leader] = measured_side(workspace, facts, arrived, "A")
+    side_a = shared_a[leader]
+    spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
+    if "spectra" in workspace.keep:
+        keep_spectra(workspace, facts, side_a, side_g)
+    damped = damping(
+        side_a.trace / facts.in_dim if spectrum_a is None else float(spectrum_a.mean()),
+        side_g.trace / facts.out_dim if spectrum_g is None else float(spectrum_g.mean()),
+        workspace.stabilisation,
+        block=facts.form in ("block", "diagonal_block"),
+    )
+    for warning in identity_warnings(facts.name, damped, workspace.stabilisation, side_a.largest, side_g.largest):
+        workspace.log("warning", warning)
+    clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
+    kappa_max = workspace.stabilisation.kappa_max
+    counted = side_g.counted
+    clipped_g = clipping(spectrum_g, kappa_max) if counted is None else counted_clipping(counted, kappa_max)
+    taken = factorised(workspace, factors, damped.G)
+    smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
+    after = _bytes(workspace.device)
+    complete = MeasuredSize(
+        examples=whole.examples,
+        spectrum_A=spectrum_a,
+        spectrum_G=spectrum_g,
+        trace_A=side_a.trace,
+        trace_G=side_g.trace,
+        frobenius_A=side_a.frobenius,
+        frobenius_G=side_g.frobenius,
+    )
+    kronecker_trace = complete.trace_A * complete.trace_G
+    return Measured(
+        facts=facts,
+        spectrum_A=spectrum_a,
+        spectrum_G=spectrum_g,
+        counted_G=counted,
+        trace_A=complete.trace_A,
+        trace_G=complete.trace_G,
+        frobenius_A=complete.frobenius_A,
+        frobenius_G=complete.frobenius_G,
+        load_basis=lambda side: load_basis(workspace, side_a if side == "A" else side_g),
+        nested=(*smaller, complete) if whole.collection.nested else (),
+        damping=damped,
+        clipping_A=clipped_a,
+        clipping_G=clipped_g,
+        record=LayerRecord(
+            in_dim=facts.in_dim,
+            out_dim=facts.out_dim,
+            branch=branch(facts),
+            why=facts.why,
+            policy=whole.woodbury.policy,
+            damping_split=workspace.stabilisation.damping_split,
+            lambda_A=damped.A,
+            lambda_G=damped.G,
+            lambda_A_relative=damped.relative_A,
+            lambda_G_relative=damped.relative_G,
+            kappa_max=workspace.stabilisation.kappa_max,
+            kappa_A=clipped_a.kappa,
+            kappa_G=clipped_g.kappa,
+            kappa_A_clipped=clipped_a.kappa_clipped,
+            kappa_G_clipped=clipped_g.kappa_clipped,
+            clipped_A=clipped_a.clipped,
+            clipped_G=clipped_g.clipped,
+            update_freq=whole.collection.update_freq,
+            update_index=whole.updates,
+            ema_decay=whole.collection.ema_decay,
+            positions_local=facts.positions,
+            positions=facts.positions,
+            terms=facts.terms,
+            exact_trace=facts.exact_trace,
+            kronecker_trace=kronecker_trace,
+            trace_ratio=kronecker_trace / facts.exact_trace if facts.exact_trace else None,
+            trace_standard_error=facts.trace_standard_error,
+            relative_variance_A=facts.relative_variance_A,
+            relative_variance_G=facts.relative_variance_G,
+            relative_standard_error_A=facts.relative_standard_error_A,
+            relative_standard_error_G=facts.relative_standard_error_G,
+            no_batch_variance=facts.no_batch_variance,
+            gradient_identity=facts.gradient_identity,
+            examples_checked=facts.examples_checked,
+            checked_against=facts.checked_against,
+            world_size=1,
+            reduction="none",
+            storage_device=whole.device,
+            storage_policy=whole.storage_policy,
+            dtype=str(factors.A.dtype).removeprefix("torch."),
+            **row_facts(factors, facts),
+            accumulation_dtype=whole.collection.dtype,
+            scale_A=factors.scale_A,
+            scale_G=factors.scale_G,
+            factor_bytes=_size(factors, own_a=facts.shared_A_with is None),
+            cholesky_jitter=None if taken is None else taken.jitter,
+            fisher=whole.collection.fisher,
+            sharing=facts.sharing,
+            samples=whole.collection.samples if whole.collection.fisher == "mc" else None,
+            seed=whole.collection.seed if whole.collection.fisher == "mc" else None,
+            passes=whole.passes,
+            micro_batch=whole.micro_batch,
+            amp=whole.amp,
+            amp_fallback=whole.amp_fallback,
+            loss_scale=whole.loss_scale,
+            digest_A=side_a.digest,
+            digest_G=side_g.digest,
+            digest_ekfac=ekfac.get("corrected_eigenvalues"),
+            digest_eigenvectors_A=ekfac.get("eigenvectors_A"),
+            digest_eigenvectors_G=ekfac.get("eigenvectors_G"),
+            ekfac_trace=None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64)),
+            precision=least_precise(side_a, side_g),
+            rungs_A=side_a.rungs,
+            rungs_G=with_factorisation(side_g.rungs, taken),
+            residual_A=None if side_a.found is None else side_a.found.residual,
+            residual_G=None if side_g.found is None else side_g.found.residual,
+            nondeterministic=whole.nondeterministic,
+            planned_peak_bytes=whole.planned_peak_bytes,
+        ),
+        observed=_observed(begun, before, after, workspace, whole, refused_rungs({"A": side_a, "G": side_g})),
+        metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
+    )
+
+
+def _kept(measured: Measured) -> Kept:
+    record = measured.record
+    return Kept(
+        digest_A=str(record.digest_A),
+        digest_G=str(record.digest_G),
+        scale_A=record.scale_A or 1.0,
+        scale_G=record.scale_G or 1.0,
+        metadata_G=measured.metadata_G,
+        ekfac={
+            name: sha256
+            for name, sha256 in (
+                ("corrected_eigenvalues", record.digest_ekfac),
+                ("eigenvectors_A", record.digest_eigenvectors_A),
+                ("eigenvectors_G", record.digest_eigenvectors_G),
+            )
+            if sha256 is not None
+        },
+    )
+
+
+def _digests(corrected: Corrected) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in corrected.stored(own_a=True).items()}
+
+
+def _size(factors: Factors, *, own_a: bool) -> int:
+    return _size_bytes(factors.G) + (_size_bytes(factors.A) if own_a else 0)
+
+
+def _size_bytes(factor: Tensor | Structured) -> int:
+    return factor.size_bytes if isinstance(factor, Structured) else factor.numel() * factor.element_size()
+
+
+def _bytes(device: torch.device) -> tuple[int | None, int | None, int]:
+    return (*device_bytes(device), resident_bytes())
+
+
+def _observed(
+    begun: float,
+    before: tuple[int | None, int | None, int],
+    after: tuple[int | None, int | None, int],
+    workspace: Workspace,
+    whole: Collected,
+    refused: tuple[str, ...] = (),
+) -> Observed:
+    return Observed(
+        seconds=time.perf_counter() - begun,
+        allocated_before_bytes=before[0],
+        allocated_after_bytes=after[0],
+        reserved_before_bytes=before[1],
+        reserved_after_bytes=after[1],
+        host_before_bytes=before[2],
+        host_after_bytes=after[2],
+        not_replayed=whole.not_replayed,
+        refused_rungs=refused,
+        factors_from=whole.reused_from,
+        measured_peak_bytes=workspace.curve.stages.peak_bytes(workspace.device),
+    )
+
+
+def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
+    """Return the row of a covered layer with one analysis's metrics; what is not finite is null, as its record says."""
+    facts = layer.facts
+    metrics, of_metrics = nullified(metrics)
+    record, of_record = nullified(layer.record)
+    if of_metrics or of_record:
+        record = replace(record, why="; ".join(filter(None, (record.why, reason((*of_metrics, *of_record))))))
+    return LayerResult(
+        kind=kind,
+        ordinal=facts.ordinal,
+        layer=facts.name,
+        module=facts.module,
+        status=layer.status,
+        reason=None,
+        parameters=facts.parameters,
+        parameter_count=facts.parameter_count,
+        metrics=metrics,
+        record=record,
+        observed=layer.observed,
+    )
+
+
+def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
+    """A row for every declared layer, after the covered ones."""
+    whole = collected(workspace)
+    for place, layer in enumerate(whole.declared):
+        ordinal = len(whole.layers) + place
+        if (kind, ordinal) not in workspace.completed:
+            yield _declared_result(kind, ordinal, layer, whole, workspace)
+
+
+def _declared_result(
+    kind: str, ordinal: int, layer: DeclaredLayer, whole: Collected, workspace: Workspace
+) -> LayerResult:
+    blank = dict.fromkeys(LayerRecord.__dataclass_fields__)
+    known = {
+        "branch": "declared",
+        "why": layer.why or layer.reason,
+        "fisher": whole.collection.fisher,
+        "world_size": 1,
+        "planned_peak_bytes": whole.planned_peak_bytes,
+    }
+    now = _bytes(workspace.device)
+    return LayerResult(
+        kind=kind,
+        ordinal=ordinal,
+        layer=layer.name,
+        module=layer.module,
+        status="declared",
+        reason=layer.reason,
+        parameters=layer.parameters,
+        parameter_count=layer.parameter_count,
+        metrics=None,
+        record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
+        observed=_observed(time.perf_counter(), now, now, workspace, whole),
+    )

@@ -1,0 +1,132 @@
+"""Streaming: factors one layer at a time to where they are decomposed, the next one on its way meanwhile.
+
+A thread reads the next layer's factors back and unpacks them; on CUDA it pins them and sends them
+there on a stream of its own. It begins only where the next layer fits beside all that the present
+one takes, so that no layer goes down a rung for another's sake.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.factors.factor_set import LayerFacts
+from engine.factors.kronecker_factors import Factors
+from engine.linalg.eigendecomposition import rungs
+from engine.linalg.eigensolvers import Need
+from engine.linalg.linear_operator import Structured
+from engine.memory.guard import Guard
+
+Factor = Tensor | Structured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """One layer's factors, on the host and where they are decomposed."""
+
+    factors: Factors
+    there_A: Factor
+    """A on the device; on a CPU the same tensor."""
+    there_G: Factor
+    sent: torch.cuda.Event | None = None
+    """When both have arrived; None where nothing was sent."""
+
+    def wait(self) -> None:
+        """Let the device's present work follow their arrival."""
+        if self.sent is None:
+            return
+        present = torch.cuda.current_stream()
+        present.wait_event(self.sent)
+        for factor in (self.there_A, self.there_G):
+            if isinstance(factor, Tensor):
+                # allocated on another stream, whose allocator must not give it away before this one is done
+                factor.record_stream(present)
+
+
+def ahead_bytes(in_dim: int, out_dim: int, item: int) -> int:
+    """Bytes of the next layer's factors as they come in: both dense, and the larger one's packed triangle."""
+    return item * (in_dim**2 + out_dim**2 + max(in_dim, out_dim) ** 2 // 2)
+
+
+def streamed(
+    layers: Sequence[LayerFacts],
+    load: Callable[[int], Factors],
+    *,
+    device: torch.device,
+    guard: Guard,
+    need: Need,
+    resident: bool,
+) -> Generator[Arrived, None, None]:
+    """The factors of ``layers``, in this order; the next ones come in while the caller works on these.
+
+    Memory:
+        One layer's factors and the next one's, on the host and on the device; what is ``resident``
+        takes no more on the host.
+    """
+    if resident and device.type == "cpu":
+        for facts in layers:
+            yield _arrived(load(facts.ordinal), device)
+        return
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    with ThreadPoolExecutor(1, thread_name_prefix="next-layer") as pool:
+        coming: Future[Arrived] | None = None
+        for place, facts in enumerate(layers):
+            here = _arrived(load(facts.ordinal), device) if coming is None else coming.result()
+            coming = None
+            if place + 1 < len(layers) and _fits(facts, layers[place + 1], here.factors, device, guard, need):
+                coming = pool.submit(_send, load, layers[place + 1].ordinal, device, side)
+            here.wait()
+            yield here
+            del here
+
+
+def _fits(
+    present: LayerFacts, following: LayerFacts, factors: Factors, device: torch.device, guard: Guard, need: Need
+) -> bool:
+    """Whether the next layer's factors fit beside the first rung of either factor of the present one."""
+    ladders = [
+        rungs(rows, need=need, device=device, dtype=dtype) for rows, dtype in _decomposed_rows(present, factors) if rows
+    ]
+    first = [ladder[0] for ladder in ladders if ladder]
+    ahead = ahead_bytes(following.in_dim, following.out_dim, factors.A.element_size())
+    on_device = ahead if device.type != "cpu" else 0
+    return guard.fits(
+        device_bytes=on_device + max((cost.device_bytes for cost in first), default=0),
+        # pinned besides
+        host_bytes=ahead + on_device + max((cost.host_bytes for cost in first), default=0),
+    )
+
+
+def _decomposed_rows(facts: LayerFacts, factors: Factors) -> Iterator[tuple[int, torch.dtype]]:
+    """Rows of what is decomposed of A and of G, 0 of a diagonal; of a G kept as its rows that is their Gram matrix."""
+    for side in (factors.A, factors.G):
+        if isinstance(side, Structured):
+            yield min(facts.rank_bound_G or side.size, side.size), torch.float64
+        else:
+            yield side.shape[0] if side.ndim == 2 else 0, side.dtype
+
+
+def _arrived(factors: Factors, device: torch.device) -> Arrived:
+    return Arrived(factors=factors, there_A=factors.A.to(device), there_G=factors.G.to(device))
+
+
+def _send(
+    load: Callable[[int], Factors], ordinal: int, device: torch.device, side: torch.cuda.Stream | None
+) -> Arrived:
+    factors = load(ordinal)
+    if side is None:
+        return _arrived(factors, device)
+    with torch.cuda.stream(side):
+        there_a, there_g = _sent(factors.A, device), _sent(factors.G, device)
+        sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        sent.record(side)
+    return Arrived(factors=factors, there_A=there_a, there_G=there_g, sent=sent)
+
+
+def _sent(factor: Factor, device: torch.device) -> Factor:
+    if isinstance(factor, Structured):
+        return factor.to(device)
+    # the pinned copy goes back to torch's host allocator, which keeps it until the stream has read it
+    return factor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,74 @@
+"""The gradient side: what a layer's record says of how its G is kept, and of what inverting it takes."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from catalog.layer_record import Branch
+from engine.factors.capacitance import Factorised
+from engine.factors.diagonal_sketch import DiagonalSketch
+from engine.factors.factor_set import LayerFacts
+from engine.factors.kronecker_factors import Factors
+from engine.factors.low_rank import LowRank
+from engine.linalg.linear_operator import RowSide
+from engine.workspace import Workspace
+
+_BRANCHES: dict[str, Branch] = {
+    "kronecker": "eigendecomposition",
+    "diagonal": "diagonal",
+    "block": "block",
+    "diagonal_block": "diagonal_block",
+    "woodbury": "woodbury",
+    "softmax_head": "softmax_head",
+    "diagonal_sketch": "diagonal_sketch",
+}
+
+
+def branch(facts: LayerFacts) -> Branch:
+    """How the layer's curvature is represented: by what stands for G, or by the form of both sides."""
+    return _BRANCHES[facts.form if facts.representation_G == "dense" else facts.representation_G]
+
+
+def branch_counts(layers: Iterable[LayerFacts]) -> dict[str, int]:
+    """Return how many of ``layers`` each branch has; each layer has one."""
+    return dict(Counter(branch(facts) for facts in layers))
+
+
+def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
+    """The record's fields on the rows that are kept in place of G; null where none are."""
+    side = factors.G
+    if isinstance(side, DiagonalSketch):
+        rows = None if side.rows is None else side.rows.shape[0]
+        return {
+            "gradient_rows": rows,
+            "gradient_rows_dtype": str(side.storage_dtype).removeprefix("torch.") if rows else None,
+            "gradient_rows_device": facts.rows_place if rows else None,
+            "sketch_bound": side.bound,
+        }
+    if not isinstance(side, RowSide):
+        names = ("gradient_rows", "gradient_rows_dtype", "gradient_rows_device", "sketch_bound")
+        return dict.fromkeys(names)
+    return {
+        "sketch_bound": None,
+        "gradient_rows": side.count,
+        "gradient_rows_dtype": str(side.storage_dtype).removeprefix("torch."),
+        "gradient_rows_device": facts.rows_place,
+    }
+
+
+def factorised(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
+    """How the damped Gram matrix of gradient rows is inverted.
+
+    None where no analysis of the job decomposes anything, without gradient rows, and without a damping of G's own.
+
+    Memory:
+        2 T² numbers in float64.
+    """
+    if workspace.decomposition == "none" or not isinstance(factors.G, LowRank) or damping_g is None:
+        return None
+    return factors.G.to(workspace.device).factorised(damping_g, workspace.woodbury.eps)
+
+
+def with_factorisation(rungs: tuple[str, ...] | None, taken: Factorised | None) -> tuple[str, ...] | None:
+    """The decomposition's rungs, and the one by which the damped Gram matrix was inverted."""
+    return rungs if taken is None else (*(rungs or ()), taken.rung)

@@ -1,0 +1,1 @@
+"""Running a model: batches, outputs, the loss, its random state and buffers preserved, determinism."""

@@ -1,0 +1,278 @@
+"""Activations: what autograd saves of a forward pass until the backward pass, and how to save less.
+
+What is saved is traced, not guessed: two forward passes of very few examples say how many bytes do
+not depend on their number, and how many each adds. Checkpointing keeps only what enters each of a
+model's repeated layers, and computes the inside of one again when the gradients arrive there.
+
+Hugging Face's checkpointing layers are recomputed by torch directly. Their own switch works in
+training mode alone, which would turn on whatever else a layer does in training, dropout for one.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.model.batches import tensors
+from engine.model.tensor_storage import identity, storage_of
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments by which a layer hands keys and values on; running it twice would hand them on twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Bytes that autograd holds between the two passes: some at any size, and some for each example."""
+
+    fixed_bytes: int
+    example_bytes: int
+    inputs: Mapping[nn.Module, "Saved"] = field(default_factory=dict, compare=False)
+    """The part of it that is not autograd's: what enters a treated layer, held for that layer alone."""
+    others: tuple[tuple[int, int], ...] = ()
+    """What is held at other moments: bytes at any size, and bytes for each example."""
+
+    def of(self, examples: int) -> int:
+        """Bytes for so many examples, at the moment when they are most."""
+        lines = ((self.fixed_bytes, self.example_bytes), *self.others)
+        return max(fixed + examples * each for fixed, each in lines)
+
+    def within(self, modules: Iterable[nn.Module]) -> "Saved":
+        """The same where only ``modules`` are treated."""
+        mine = set(modules)
+        absent = [own for module, own in self.inputs.items() if module not in mine]
+        fixed, each = sum(own.fixed_bytes for own in absent), sum(own.example_bytes for own in absent)
+        return Saved(
+            fixed_bytes=self.fixed_bytes - fixed,
+            example_bytes=self.example_bytes - each,
+            others=tuple((bytes_ - fixed, more - each) for bytes_, more in self.others),
+        )
+
+
+@dataclass
+class _Trace:
+    """Storages held by one forward pass, by the checkpointing layer they are saved in (None outside)."""
+
+    within: str | None = None
+    held: dict[str | None, dict[int, int]] = field(default_factory=dict)
+    order: dict[int, int] = field(default_factory=dict)
+    """All of them, as they came."""
+    entered: dict[int, int] = field(default_factory=dict)
+    """Storages that enter checkpointing layers."""
+    wanted: dict[int, int] = field(default_factory=dict)
+    """Inputs of treated layers, which the graph's hooks hold until the backward pass has ended."""
+    wanted_by: dict[nn.Module, set[int]] = field(default_factory=dict)
+    """Of each module the storages among them that no other had wanted before."""
+    arrivals: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {False: [], True: []})
+    """Of each call of a treated layer, how many storages autograd held by then, and the bytes that its gradients
+    will take, or all that is made of them where that is known."""
+    kept: list[Any] = field(default_factory=list)
+    """The storages themselves: another one must not come to stand at the place of one let go."""
+
+    def hold(self, tensor: Tensor, known: frozenset[int]) -> None:
+        """Count a tensor's storage once."""
+        storage = tensor.untyped_storage()
+        self.kept.append(storage)
+        if identity(storage) not in known:
+            self.held.setdefault(self.within, {})[identity(storage)] = storage.nbytes()
+            self.order.setdefault(identity(storage), storage.nbytes())
+
+    def storages(self, tree: Any) -> dict[int, int]:  # noqa: ANN401 - what a module was given
+        """Identity and bytes of each storage of ``tree``."""
+        found = [tensor.untyped_storage() for tensor in tensors(tree) if tensor.layout == torch.strided]
+        self.kept += found
+        return {identity(storage): storage.nbytes() for storage in found}
+
+    @property
+    def plain(self) -> int:
+        """Bytes held without checkpointing."""
+        together = dict(self.wanted)
+        for group in self.held.values():
+            together |= group
+        return sum(together.values())
+
+    def inputs(self, *, without: Mapping[int, int]) -> dict[nn.Module, int]:
+        """Bytes that each module's inputs add to what is held ``without`` them."""
+        return {
+            module: sum(self.wanted[each] for each in own if each not in without)
+            for module, own in self.wanted_by.items()
+        }
+
+    @property
+    def autograd(self) -> dict[int, int]:
+        """Storages that autograd itself holds."""
+        return {each: size for group in self.held.values() for each, size in group.items()}
+
+    def met(self, *, copied: bool, retained: bool) -> int:
+        """Most bytes at once where the gradients of a treated layer arrive, of those whose copies are known or others.
+
+        What autograd saved after its call has been let go of by then, unless the graph is ``retained``, and no treated
+        layer's input has.
+        """
+        held = [0]
+        for each in self.order:
+            held.append(held[-1] + (0 if each in self.wanted else self.order[each]))
+        inputs = sum(self.wanted.values())
+        arrivals = self.arrivals[copied]
+        return max((inputs + held[-1 if retained else count] + arriving for count, arriving in arrivals), default=0)
+
+    @property
+    def checkpointed(self) -> int:
+        """Bytes held with it: what is outside, what enters each layer, and the inside of the largest."""
+        inside = max((sum(group.values()) for within, group in self.held.items() if within is not None), default=0)
+        return sum((self.held.get(None, {}) | self.entered | self.wanted).values()) + inside
+
+
+def checkpointing_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's repeated layers that offer to be computed again, by name; told by name, as torch suffices here."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(
+            cls.__name__ == "GradientCheckpointingLayer" and cls.__module__.startswith("transformers.")
+            for cls in type(module).__mro__
+        )
+    }
+
+
+@contextlib.contextmanager
+def checkpointed(model: nn.Module, *, wanted: bool) -> Iterator[None]:
+    """Compute the inside of every checkpointing layer again in the backward pass, where that is ``wanted``."""
+    layers = list(checkpointing_layers(model).values()) if wanted else []
+    before = [vars(layer).get("forward") for layer in layers]
+    try:
+        for layer in layers:
+            layer.forward = _recomputed(layer.forward)
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            if own is None:
+                vars(layer).pop("forward", None)
+            else:
+                layer.forward = own
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        for given in (bound.arguments, *(value for value in bound.arguments.values() if isinstance(value, dict))):
+            given.update({name: None for name in _CACHES if name in given})
+            if "use_cache" in given:
+                given["use_cache"] = False
+        return checkpoint(forward, *bound.args, use_reentrant=False, **bound.kwargs)
+
+    return run
+
+
+def traced(
+    run: Callable[[int], object],
+    sizes: tuple[int, ...],
+    model: nn.Module,
+    watched: Mapping[nn.Module, bool],
+    copied: Mapping[nn.Module, int] | None = None,
+    *,
+    padded: bool = False,
+    retained: bool = False,
+) -> tuple[Saved, Saved | None, Saved, Saved]:
+    """What ``run`` of so many examples saves; with checkpointing, where offered; and what is held on the way back.
+
+    The latter where the gradients of a layer's input and output stand beside each other, and where those of one that
+    is ``copied`` do. ``watched`` are the modules of treated layers, and whether their inputs are held, too; ``copied``
+    says of some how many times its output one takes in all. Of what is ``padded`` the positions that count are copied.
+    A ``retained`` graph lets go of nothing on the way.
+
+    Memory:
+        What is saved of the largest of ``sizes``.
+    """
+    traces = [_trace(run, size, model, watched, copied or {}, padded=padded) for size in sizes]
+    own = [trace.inputs(without=trace.autograd) for trace in traces]
+    plain = _fit(sizes, [trace.plain for trace in traces], own)
+    met, met_copied = (
+        _fit(sizes, [each.met(copied=kind, retained=retained) for each in traces], own) for kind in (False, True)
+    )
+    if not checkpointing_layers(model):
+        return plain, None, met, met_copied
+    own = [trace.inputs(without=trace.held.get(None, {}) | trace.entered) for trace in traces]
+    return plain, _fit(sizes, [trace.checkpointed for trace in traces], own), met, met_copied
+
+
+def _fit(sizes: tuple[int, ...], held: list[int], inputs: list[dict[nn.Module, int]]) -> Saved:
+    """The line through the first and the last; through the origin where there is one size alone."""
+    parts = {module: _fit(sizes, [each.get(module, 0) for each in inputs], []) for module in (inputs or [{}])[0]}
+    if len(sizes) == 1:
+        return Saved(fixed_bytes=0, example_bytes=-(-held[0] // sizes[0]), inputs=parts)
+    each = max(0, -((held[0] - held[-1]) // (sizes[-1] - sizes[0])))
+    return Saved(fixed_bytes=max(0, held[0] - sizes[0] * each), example_bytes=each, inputs=parts)
+
+
+def _trace(
+    run: Callable[[int], object],
+    size: int,
+    model: nn.Module,
+    watched: Mapping[nn.Module, bool],
+    copied: Mapping[nn.Module, int],
+    *,
+    padded: bool,
+) -> _Trace:
+    trace = _Trace()
+    # weights are there anyway, and counted as such
+    known = frozenset(
+        storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.layout == torch.strided
+    )
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided:
+            trace.hold(tensor, known)
+        # the tensor itself would hold the graph that holds it, for ever, where an operation saves its own output
+        return tensor.detach()
+
+    def follow(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - torch's hook signature
+        if watched[module]:
+            found = trace.storages(args[:1])
+            trace.wanted_by.setdefault(module, set()).update(found.keys() - trace.wanted.keys())
+            trace.wanted |= found
+        entered, left = (
+            sum(tensor.nbytes for tensor in tensors(tree) if tensor.is_floating_point()) for tree in (args[:1], output)
+        )
+        instead = None
+        if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
+            # what the collection does: gradients of outputs alone; the graph begins at a leaf, which it holds
+            trace.hold(output, known)
+            instead = output.detach().requires_grad_().clone()
+        arriving = copied[module] * left if module in copied else entered + (2 if padded else 1) * left
+        trace.arrivals[module in copied].append((len(trace.order), arriving))
+        return instead
+
+    handles = [module.register_forward_hook(follow) for module in watched]
+    for name, layer in checkpointing_layers(model).items():
+        handles += [
+            layer.register_forward_pre_hook(functools.partial(_enter, trace, name)),
+            layer.register_forward_hook(functools.partial(_leave, trace)),
+        ]
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            held = run(size)
+        del held
+    finally:
+        for handle in handles:
+            handle.remove()
+    return trace
+
+
+def _enter(trace: _Trace, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+    trace.within = name
+    trace.entered |= trace.storages(args[:1])
+
+
+def _leave(trace: _Trace, *_: object) -> None:
+    trace.within = None

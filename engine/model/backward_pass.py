@@ -1,0 +1,60 @@
+"""The backward pass: one direction pulled back through a model's graph."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from engine.errors import EngineError, ModelRefused, Unwinding
+from engine.memory.out_of_memory import lost_device, ran_out_of_memory
+
+
+def pull_back(
+    end: GradientEdge,
+    direction: Tensor,
+    *,
+    retain_graph: bool = False,
+    within: contextlib.AbstractContextManager[object] | None = None,
+) -> None:
+    """Pull ``direction`` back from ``end``, to whatever hooks wait for its gradients.
+
+    Args:
+        end: Where the graph ends.
+        direction: A vector of the shape of the outputs.
+        retain_graph: Keep the graph for another direction.
+        within: What the forward pass ran in, for parts of it that activation checkpointing runs again.
+
+    Raises:
+        ModelRefused: If the model's backward pass raises; the message quotes it.
+    """
+    try:
+        with within or contextlib.nullcontext():
+            torch.autograd.backward(end, direction, retain_graph=retain_graph)
+    except (EngineError, Unwinding):
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error) or lost_device(error):
+            raise
+        raise ModelRefused(
+            f"the model raised in its backward pass: {type(error).__name__}: {str(error)[:500]}; "
+            "a model that can be trained can be measured: mend it, or take `fisher: forward_only`",
+            pointer="/model",
+        ) from error
+
+
+@contextlib.contextmanager
+def drained(device: torch.device) -> Iterator[None]:
+    """Leave nothing of a backward pass that fails inside in autograd's queue, which would hold its graph.
+
+    What is queued goes by the age of its operation, the youngest first. An operation that is older than
+    all of the pass is therefore reached last, once everything that was left has been thrown away.
+    """
+    with torch.enable_grad():
+        oldest = torch.zeros((), device=device, requires_grad=True) * 1
+    try:
+        yield
+    except Exception:
+        torch.autograd.backward(oldest)
+        raise

@@ -1,0 +1,219 @@
+"""Directions: the vectors v whose pullbacks ``g = Jᵀ v`` make up G, for each likelihood and Fisher.
+
+For a batch with outputs f (N, R, C), the sum over the yielded v of ``v vᵀ`` is, per loss term,
+
+====================  ===========================================================================
+``type2``             the loss's Hessian exactly, by its square-root columns, one at a time
+``mc``                an unbiased sample of the same: the gradient at labels drawn from the model
+``empirical``         the gradient at the data's own labels (not the Fisher)
+====================  ===========================================================================
+
+Losses are sums over examples and terms. ``mse`` is Σ(f−y)² without ½, so the model is Gaussian
+with variance ½; ``mse`` and ``bce`` average over the C outputs of a term, which divides the
+Hessian by C.
+
+A weight is a count: a term of weight w is w terms of weight one, so its directions carry √w under
+every Fisher. With class weights w and smoothing ε, torch's term is ``−Σ_c t_c log p_c`` for
+``t = (1−ε) w_y e_y + (ε/C) w``; it weighs ``W = Σ t``, has the Hessian ``W (diag p − p pᵀ)`` and, at
+the data's label, the direction ``(W p − t)/√W``. ``bce`` with positive weights v weighs an output
+``W = 1 + (v−1) y`` alike.
+
+References:
+    Martens (2020), New insights and perspectives on the natural gradient method
+    Kunstner, Balles & Hennig (2019), Limitations of the empirical Fisher approximation
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from catalog.collection import Collection
+from catalog.inputs import Loss, Task
+from engine.errors import NoLikelihood, WrongShape
+from engine.model.counter_rng import categories, normals, uniforms
+from engine.model.outputs import Prediction, label_weights
+
+
+def directions(prediction: Prediction, index: Tensor, task: Task, collection: Collection) -> Iterator[Tensor]:
+    """Vectors (N, R, C) to pull back through the graph of ``prediction.outputs``; none for `forward_only`.
+
+    Raises:
+        WrongShape: If `empirical` is asked for and the data has no targets.
+        NoLikelihood: If anything but `empirical` is asked of the model's own loss.
+    """
+    if collection.fisher == "forward_only":
+        return
+    outputs, loss = prediction.outputs.detach(), task.likelihood
+    if loss == "model":
+        if collection.fisher != "empirical":
+            raise NoLikelihood(
+                f"`loss: model` is a number without a known likelihood, so there is nothing to take "
+                f"`fisher: {collection.fisher}` of; take `collection.fisher: empirical`, or name the loss",
+                pointer="/collection/fisher",
+            )
+        # the model's own loss is a mean over its terms; G is of the sum
+        yield torch.full_like(outputs, float(prediction.terms))
+        return
+    counted = prediction.valid.unsqueeze(-1).to(outputs.dtype)
+    if prediction.weights is not None:
+        counted = counted * prediction.weights.sqrt()
+    # outputs may be as wide as a vocabulary, and each pass over them counts
+    all_alike = prediction.weights is None and prediction.terms == prediction.valid.numel()
+    if collection.fisher == "mc":
+        for sample in range(collection.samples):
+            sampled = _sampled(outputs, index, loss, collection.seed, sample)
+            if not all_alike:
+                sampled.mul_(counted)
+            yield sampled if collection.samples == 1 else sampled.div_(math.sqrt(collection.samples))
+            del sampled
+    elif collection.fisher == "empirical":
+        if prediction.targets is None:
+            raise WrongShape(
+                "`fisher: empirical` needs targets in the data; give them, or take `fisher: mc`", pointer="/data"
+            )
+        yield _observed(prediction, prediction.targets, task).mul_(counted)
+    else:
+        yield from _columns(outputs, prediction.valid, counted, loss)
+
+
+def _sampled(outputs: Tensor, index: Tensor, loss: Loss, seed: int, sample: int) -> Tensor:
+    """Gradient of the summed loss at labels drawn from the model, as (N, R, C)."""
+    _, terms, width = outputs.shape
+    example = index[:, None]
+    term = torch.arange(terms, device=outputs.device)[None, :]
+    if loss == "cross_entropy":
+        narrow = outputs.dtype.itemsize < 4
+        probability = torch.softmax(outputs, -1, dtype=torch.float32 if narrow else None)
+        drawn = categories(probability, uniforms(seed, example, term, sample))
+        gradient = probability.to(outputs.dtype)
+        return gradient.scatter_add_(-1, drawn.unsqueeze(-1), _minus_one(gradient))
+    component = torch.arange(width, device=outputs.device)[None, None, :]
+    key = (example.unsqueeze(-1), term.unsqueeze(-1), sample, component)
+    if loss == "mse":
+        # y = f + ε with variance ½: the gradient is −2ε
+        noise = normals(seed, *key).to(outputs.dtype) * math.sqrt(0.5)
+        return noise.mul_(-2 / math.sqrt(width))
+    probability = torch.sigmoid(outputs)
+    labels = uniforms(seed, *key) < probability
+    return (probability - labels.to(outputs.dtype)).div_(math.sqrt(width))
+
+
+def _observed(prediction: Prediction, targets: Tensor, task: Task) -> Tensor:
+    """Gradient of the summed loss at the data's labels, for a weight of one, as (N, R, C)."""
+    outputs, weights, loss = prediction.outputs.detach(), prediction.weights, task.likelihood
+    if loss == "cross_entropy":
+        gradient = torch.softmax(outputs, -1)
+        # ignored targets lie outside the classes; their terms are zeroed by the caller
+        labels = torch.where(prediction.valid, targets, 0).unsqueeze(-1)
+        return _subtract_label_(gradient, labels, weights, task)
+    width = outputs.shape[-1]
+    if loss == "mse":
+        return (outputs - targets).mul_(2 / math.sqrt(width))
+    probability = torch.sigmoid(outputs)
+    if weights is not None:
+        # v y (σ − 1) + (1 − y) σ = W σ − v y, and W − v y = 1 − y
+        targets = torch.where(weights > 0, 1 - (1 - targets) / weights, probability)
+    return (probability - targets).div_(math.sqrt(width))
+
+
+def _subtract_label_(gradient: Tensor, labels: Tensor, weights: Tensor | None, task: Task) -> Tensor:
+    """Subtract t/W, the label as the loss sees it, from ``gradient`` (N, R, C), for ``labels`` (N, R, 1)."""
+    width, smoothing = gradient.shape[-1], task.label_smoothing
+    own = torch.full_like(gradient[..., :1], smoothing - 1)
+    if weights is None or task.class_weights is None:
+        if smoothing:
+            gradient.sub_(smoothing / width)
+        return gradient.scatter_add_(-1, labels, own)
+    classes = label_weights(task.class_weights, "class_weights", gradient)
+    share = weights.reciprocal().where(weights > 0, torch.zeros_like(weights))  # a term of no weight is zeroed later
+    if smoothing:
+        gradient.sub_(share * classes, alpha=smoothing / width)
+    return gradient.scatter_add_(-1, labels, own * share * classes[labels])
+
+
+def _columns(outputs: Tensor, valid: Tensor, counted: Tensor, loss: Loss) -> Iterator[Tensor]:
+    """Columns S of the loss Hessian's square root, S Sᵀ = H, of one loss term at a time.
+
+    ``counted`` (N, R, 1 or C) is the root of what each term weighs.
+
+    Terms go one by one: pulled back together, the cross products of two terms would enter G.
+    """
+    _, terms, width = outputs.shape
+    for term in range(terms):
+        if not bool(valid[:, term].any()):
+            continue
+        here = outputs[:, term]
+        keep = counted[:, term]
+        for component in range(width):
+            column = torch.zeros_like(outputs)
+            column[:, term] = keep * _column(here, component, loss)
+            yield column
+
+
+def _column(outputs: Tensor, component: int, loss: Loss) -> Tensor:
+    """Column ``component`` of each example's square root, (N, C)."""
+    width = outputs.shape[-1]
+    unit = torch.zeros_like(outputs)
+    unit[:, component] = 1
+    if loss == "cross_entropy":
+        # diag(p) − p pᵀ = S Sᵀ with S = (I − p 1ᵀ) diag(√p), since Σp = 1
+        probability = torch.softmax(outputs, -1)
+        return (unit - probability) * probability[:, component, None].sqrt()
+    if loss == "mse":
+        return unit * math.sqrt(2 / width)
+    probability = torch.sigmoid(outputs)
+    return unit * (probability * (1 - probability) / width).sqrt()
+
+
+def root_product(prediction: Prediction, probe: Tensor, task: Task) -> Tensor:
+    """``S u`` for a ``probe`` u (N, R, C) and the root ``S Sᵀ = H`` of the summed loss's Hessian, all terms at once.
+
+    Raises:
+        NoLikelihood: If the loss is the model's own.
+    """
+    outputs, counted = prediction.outputs.detach(), _counted(prediction, task)
+    probe = probe * counted.sqrt()
+    width = outputs.shape[-1]
+    if task.likelihood == "cross_entropy":
+        probability = torch.softmax(outputs, -1)
+        probe = probe.mul_(probability.sqrt())
+        return probe.sub_(probability.mul_(probe.sum(-1, keepdim=True)))
+    if task.likelihood == "mse":
+        return probe.mul_(math.sqrt(2 / width))
+    probability = torch.sigmoid(outputs)
+    return probe.mul_((probability * (1 - probability)).div_(width).sqrt_())
+
+
+def hessian_product(prediction: Prediction, vector: Tensor, task: Task) -> Tensor:
+    """``H x`` for the summed loss's Hessian with respect to the outputs and a ``vector`` x (N, R, C).
+
+    Raises:
+        NoLikelihood: If the loss is the model's own.
+    """
+    outputs, counted = prediction.outputs.detach(), _counted(prediction, task)
+    width = outputs.shape[-1]
+    if task.likelihood == "cross_entropy":
+        probability = torch.softmax(outputs, -1)
+        product = probability * vector
+        return product.sub_(probability.mul_(product.sum(-1, keepdim=True))).mul_(counted)
+    if task.likelihood == "mse":
+        return vector * (counted * (2 / width))
+    probability = torch.sigmoid(outputs)
+    return (probability * (1 - probability)).div_(width).mul_(vector).mul_(counted)
+
+
+def _counted(prediction: Prediction, task: Task) -> Tensor:
+    """What each term weighs, (N, R, 1 or C); zero where it does not count."""
+    if task.likelihood == "model":
+        raise NoLikelihood(
+            "`loss: model` is a number without a known likelihood, so its Hessian is not known; name the loss",
+            pointer="/task/loss",
+        )
+    counted = prediction.valid.unsqueeze(-1).to(prediction.outputs.dtype)
+    return counted if prediction.weights is None else counted * prediction.weights
+
+
+def _minus_one(like: Tensor) -> Tensor:
+    return torch.full((*like.shape[:-1], 1), -1.0, dtype=like.dtype, device=like.device)

@@ -1,0 +1,322 @@
+"""Predictions: a model's outputs as (examples, loss terms, numbers per term), whatever the task.
+
+Every example has R loss terms of C numbers each: one term of C logits for a classifier, T−1
+terms of V logits for a causal language model (the outputs of position t answer for token t+1),
+one term of d numbers for a pooled sentence embedding. Terms whose target is ignored, or whose
+position is padding, are not valid.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from catalog.inputs import Task
+from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
+from engine.memory.out_of_memory import lost_device, ran_out_of_memory
+from engine.model.batches import Batch
+from engine.model.dtype_casts import casts_of
+from engine.model.output_selection import loss_of, output_of
+from engine.model.virtual_tokens import with_virtual_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Outputs of one batch beside what they should be."""
+
+    outputs: Tensor
+    """(N, R, C), attached to the graph; (1, 1, 1), the mean loss, for the model's own loss."""
+    targets: Tensor | None
+    """(N, R) int64 classes, or (N, R, C) numbers."""
+    valid: Tensor
+    """(N, R) booleans: loss terms that count."""
+    weights: Tensor | None = None
+    """(N, R, 1), or (N, R, C) for `bce`: what the Hessian of each term is multiplied by; None where by one."""
+    weighed: Tensor | None = None
+    """(N,) sums of the label's weights over the terms that count, which torch's weighted mean divides by."""
+    logits: Tensor | None = None
+    """(N, …, C) the model's own tensor of which ``outputs`` are the first terms of each example; None where they are
+    arranged otherwise, or are no logits of classes."""
+
+    @property
+    def terms(self) -> int:
+        """Loss terms that count."""
+        return int(self.valid.sum())
+
+    @property
+    def divisor(self) -> float:
+        """What the mean loss divides the sum over these terms by."""
+        return self.terms if self.weighed is None else float(self.weighed.sum())
+
+    @property
+    def shares(self) -> Tensor:
+        """Each example's part of the divisor, (N,) float64."""
+        return self.valid.sum(1).to(torch.float64) if self.weighed is None else self.weighed
+
+
+def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
+    """Run ``model`` on ``batch`` and arrange its outputs for ``task``.
+
+    Raises:
+        ModelRefused: If the model raises; the message quotes it.
+        WrongShape: If outputs and targets do not fit each other or the task.
+        NonFiniteLoss: If the outputs hold NaN or Inf.
+    """
+    own_loss = task.likelihood == "model"
+    returned = answer(model, batch, labelled=own_loss)
+    batch = with_virtual_tokens(model, batch, task)
+    arrange = {
+        "classification": _classified,
+        "sequence_classification": _classified,
+        "causal_lm": _next_token,
+        "masked_lm": _each_token,
+        "regression": _regressed,
+        "sentence_embedding": _pooled,
+    }[task.type]
+    prediction = _own_loss(returned, batch, task) if own_loss else arrange(returned, batch, task)
+    if not _finite(prediction.outputs.detach()):
+        raise NonFiniteLoss(
+            f"the model's outputs hold NaN or Inf for examples {int(batch.index[0])} to {int(batch.index[-1])}; "
+            "look for non-finite inputs or weights"
+        )
+    return prediction
+
+
+def _finite(outputs: Tensor) -> bool:
+    """Whether all are finite; one sum settles it, unless it overflows where none of them does."""
+    return bool(outputs.sum().isfinite()) or bool(torch.isfinite(outputs).all())
+
+
+def class_terms(batch: Batch, task: Task, each: int) -> int:
+    """Loss terms of a batch that is to be classified, told without the model; ``each`` an example where it has none."""
+    classes = batch.targets
+    if task.type == "causal_lm":
+        classes = (_ids(batch) if classes is None else classes)[:, 1:]
+        if batch.mask is not None:
+            classes = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], classes, task.ignore_index)
+    return int((classes != task.ignore_index).sum()) if isinstance(classes, Tensor) else each * batch.size
+
+
+def answer(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
+    """Return what ``model`` returns for ``batch``, which it is given the targets of where ``labelled``.
+
+    Raises:
+        ModelRefused: If the model raises; the message quotes it.
+    """
+    inputs = batch.inputs
+    try:
+        with casts_of(model):
+            if isinstance(inputs, Mapping):
+                return model(**inputs, labels=batch.targets) if labelled else model(**inputs)
+            positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+            return model(*positional, batch.targets) if labelled else model(*positional)
+    except (EngineError, Unwinding):
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error) or lost_device(error):
+            raise
+        shapes = (
+            ", ".join(str(tuple(t.shape)) for t in inputs.values())
+            if isinstance(inputs, Mapping)
+            else (str(tuple(inputs.shape)) if isinstance(inputs, Tensor) else "a tuple")
+        )
+        raise ModelRefused(
+            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {str(error)[:500]}; "
+            "check that data and model belong together",
+            pointer="/data",
+        ) from error
+
+
+def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    loss = loss_of(returned)
+    if loss.numel() != 1:
+        raise WrongShape(f"`loss: model` needs a scalar; the model returned shape {tuple(loss.shape)}", pointer="/task")
+    targets = batch.targets
+    if not isinstance(targets, Tensor):
+        raise WrongShape("`loss: model` needs targets in the data", pointer="/data")
+    shifted = targets[:, 1:] if task.type == "causal_lm" else targets
+    classes = not targets.is_floating_point()
+    if classes:
+        valid = shifted.reshape(batch.size, -1) != task.ignore_index
+    else:
+        # (N, …, C) numbers are one term for each vector of C
+        valid = torch.ones(batch.size, math.prod(targets.shape[1:-1]), dtype=torch.bool, device=targets.device)
+    if not bool(valid.any()):
+        # the mean over no term is NaN; such examples still count in A
+        loss = torch.zeros_like(loss.detach())
+    return Prediction(outputs=loss.reshape(1, 1, 1), targets=None, valid=valid)
+
+
+def _classified(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs, targets = output_of(returned, task, "logits"), batch.targets
+    if outputs.ndim < 2 or outputs.shape[0] != batch.size:
+        raise WrongShape(
+            f"outputs of shape {tuple(outputs.shape)} for {batch.size} examples; "
+            "classification needs (examples, …, classes)",
+            pointer="/model",
+        )
+    if task.likelihood != "cross_entropy":
+        return _numbers(outputs, targets, batch, task)
+    # torch's own convention puts the classes at dimension 1, sequence models put them last
+    if outputs.ndim > 2 and isinstance(targets, Tensor) and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
+        return _classes(outputs.movedim(1, -1), targets, batch, task)
+    return replace(_classes(outputs, targets, batch, task), logits=outputs)
+
+
+def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs = _tokens(returned, batch, task)
+    ids = batch.targets if batch.targets is not None else _ids(batch)
+    if not isinstance(ids, Tensor) or ids.shape != outputs.shape[:2]:
+        raise WrongShape(
+            f"`causal_lm` needs targets of shape {tuple(outputs.shape[:2])}, the token ids themselves (they are "
+            f"shifted here); got {tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}",
+            pointer="/data",
+        )
+    if outputs.shape[1] < 2:
+        raise WrongShape("a causal language model needs sequences of 2 tokens or more", pointer="/data")
+    kept = ids[:, 1:]
+    if batch.mask is not None:
+        kept = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], kept, task.ignore_index)
+    return replace(_classes(outputs[:, :-1], kept, batch, task), logits=outputs)
+
+
+def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs, targets = _tokens(returned, batch, task), batch.targets
+    if not isinstance(targets, Tensor):
+        raise WrongShape(
+            f"`masked_lm` needs targets: the token at each masked position, {task.ignore_index} elsewhere",
+            pointer="/data",
+        )
+    return replace(_classes(outputs, targets, batch, task), logits=outputs)
+
+
+def _regressed(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    return _numbers(output_of(returned, task, "logits"), batch.targets, batch, task)
+
+
+def _pooled(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs = output_of(returned, task, "last_hidden_state")
+    if outputs.ndim == 3:
+        mask = batch.mask
+        if mask is None:
+            outputs = outputs.mean(1)
+        else:
+            weights = mask.to(outputs.dtype)
+            outputs = (outputs * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp_min(1)
+    # a Gaussian model of the embedding itself: targets play no part
+    return _numbers(outputs, None, batch, task)
+
+
+def _tokens(returned: Any, batch: Batch, task: Task) -> Tensor:  # noqa: ANN401
+    outputs = output_of(returned, task, "logits")
+    if outputs.ndim != 3 or outputs.shape[0] != batch.size:
+        raise WrongShape(
+            f"outputs of shape {tuple(outputs.shape)}; a language model needs ({batch.size}, tokens, vocabulary)",
+            pointer="/model",
+        )
+    return outputs
+
+
+def _ids(batch: Batch) -> Any:  # noqa: ANN401
+    if isinstance(batch.inputs, Mapping):
+        return batch.inputs.get("input_ids")
+    return batch.inputs if isinstance(batch.inputs, Tensor) else None
+
+
+def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    flat = outputs.reshape(batch.size, -1, outputs.shape[-1])
+    if not isinstance(targets, Tensor):
+        _require_labels(task.class_weights, "class_weights")
+        valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
+        return Prediction(outputs=flat, targets=None, valid=valid)
+    if targets.shape != outputs.shape[:-1] or targets.is_floating_point():
+        raise WrongShape(
+            f"targets of shape {tuple(targets.shape)} ({targets.dtype}) do not fit outputs of shape "
+            f"{tuple(outputs.shape)}; cross-entropy needs integer classes of shape {tuple(outputs.shape[:-1])}",
+            pointer="/data",
+        )
+    classes = targets.reshape(flat.shape[:2]).to(torch.int64)
+    valid = classes != task.ignore_index
+    counted = classes[valid]
+    if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= flat.shape[-1]):
+        worst = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+        raise WrongShape(
+            f"a target is {worst}, but the model has classes 0 to {flat.shape[-1] - 1}; "
+            f"correct the targets, or mark them {task.ignore_index} to be ignored",
+            pointer="/data",
+        )
+    if task.class_weights is None:
+        return Prediction(outputs=flat, targets=classes, valid=valid)
+    weights = label_weights(task.class_weights, "class_weights", flat)
+    own = weights[torch.where(valid, classes, 0)]
+    weighed = own.to(torch.float64).mul(valid).sum(1)
+    # the smoothed part of a label weighs what all classes do on average, whatever the label
+    hessian = own if task.label_smoothing == 0 else own.lerp(weights.mean(), task.label_smoothing)
+    return Prediction(outputs=flat, targets=classes, valid=valid, weights=hessian.unsqueeze(-1), weighed=weighed)
+
+
+def label_weights(weights: tuple[float, ...], field: str, outputs: Tensor) -> Tensor:
+    """``weights`` as a tensor (C,) beside ``outputs`` (…, C).
+
+    Raises:
+        WrongShape: If there is not one for each output.
+    """
+    width = outputs.shape[-1]
+    if len(weights) != width:
+        raise WrongShape(
+            f"`{field}` holds {len(weights)} numbers, but the model has {width} outputs; give one for each",
+            pointer=f"/task/{field}",
+        )
+    return torch.tensor(weights, dtype=outputs.dtype, device=outputs.device)
+
+
+def _require_labels(weights: tuple[float, ...] | None, field: str) -> None:
+    if weights is not None:
+        raise WrongShape(
+            f"`{field}` weighs each term by its label, and the data has no targets; "
+            f"give targets, or leave `{field}` out",
+            pointer=f"/task/{field}",
+        )
+
+
+def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    if outputs.ndim < 1 or outputs.shape[0] != batch.size:
+        raise WrongShape(
+            f"outputs of shape {tuple(outputs.shape)} for {batch.size} examples; dimension 0 must be the examples",
+            pointer="/model",
+        )
+    wide = outputs.unsqueeze(-1) if outputs.ndim == 1 else outputs
+    flat = wide.reshape(batch.size, -1, wide.shape[-1])
+    wanted = None
+    if isinstance(targets, Tensor) and task.type != "sentence_embedding":
+        if targets.shape not in (outputs.shape, wide.shape, wide.shape[:-1] if wide.shape[-1] == 1 else wide.shape):
+            raise WrongShape(
+                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}; "
+                f"`{task.likelihood}` needs the same shape",
+                pointer="/data",
+            )
+        wanted = targets.reshape(flat.shape).to(flat.dtype)
+    valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
+    weights = _positive(flat, wanted, task) if task.likelihood == "bce" else None
+    return Prediction(outputs=flat, targets=wanted, valid=valid, weights=weights)
+
+
+def _positive(outputs: Tensor, targets: Tensor | None, task: Task) -> Tensor | None:
+    """What the Hessian of each output (N, R, C) weighs: w where the label is 1, one where it is 0."""
+    if targets is None:
+        _require_labels(task.positive_weights, "positive_weights")
+        return None
+    if targets.numel() and not (float(targets.min()) >= 0 and float(targets.max()) <= 1):
+        raise WrongShape(
+            f"`bce` needs targets between 0 and 1; they reach from {float(targets.min()):.4g} to "
+            f"{float(targets.max()):.4g}: correct the targets, or take `loss: mse`",
+            pointer="/data",
+        )
+    if task.positive_weights is None:
+        return None
+    given = task.positive_weights
+    spread = given * outputs.shape[-1] if len(given) == 1 else given
+    return (label_weights(spread, "positive_weights", outputs) - 1) * targets + 1

@@ -1,0 +1,111 @@
+"""Pass peaks: the most bytes that one pass there and back holds at once, for any number of examples.
+
+Hooks on modules see what autograd saves, but not what a layer holds that is many operations: a recurrent
+layer takes its products apart step by step, and the gradients of the steps stand beside the whole that they
+are put together to. Here such a pass is made with two small numbers of examples ``n``, and every storage is
+followed from the operation that makes it until it is let go of. The bytes held after each event are a line
+``a + b · n``, as both passes show, and the peak for any ``n`` is the highest of these lines.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.model.tensor_storage import identity
+
+Line = tuple[int, int]
+"""Bytes at any number of examples, and bytes that each adds."""
+
+
+class StorageEvents(TorchDispatchMode):
+    """Notes the bytes of each storage that an operation inside makes, and again when the storage is let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.changes: list[int] = []
+        """Bytes made (positive) and let go of (negative), in order."""
+        self._living: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an overload of torch's
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        before = {identity(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
+        left = func(*args, **(kwargs or {}))
+        for tensor in _strided(left):
+            storage = tensor.untyped_storage()
+            known = identity(storage)
+            if known not in self._living and known not in before:
+                self._living.add(known)
+                self.changes.append(storage.nbytes())
+                weakref.finalize(storage, self._let_go, known, storage.nbytes()).atexit = False
+        return left
+
+    def _let_go(self, known: int, size: int) -> None:
+        self._living.discard(known)
+        self.changes.append(-size)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what happens inside, without collections of garbage, which would come between at moments of chance."""
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with self:
+                yield
+        finally:
+            if collecting:
+                gc.enable()
+
+    @property
+    def held(self) -> list[int]:
+        """Bytes held after each event."""
+        return list(accumulate(self.changes))
+
+
+def peak_lines(sizes: Sequence[int], held: Sequence[Sequence[int]]) -> tuple[Line, ...]:
+    """Return the lines whose highest is the peak of a pass of any number of examples.
+
+    Args:
+        sizes: One or two numbers of examples that a pass was made with.
+        held: Bytes held after each event of each of these passes.
+    """
+    if len(sizes) > 1 and len(held[0]) == len(held[-1]):
+        lines = {_through(sizes, fewer, more) for fewer, more in zip(held[0], held[-1], strict=True)}
+    else:
+        # events that come and go with the examples cannot be told apart: their maxima can
+        lines = {_through(sizes, max(held[0], default=0), max(held[-1], default=0))}
+    return _highest(lines)
+
+
+def _through(sizes: Sequence[int], fewer: int, more: int) -> Line:
+    """The line through both; through the origin where there is one size alone."""
+    if len(sizes) == 1:
+        return 0, -(-fewer // sizes[0])
+    each = max(0, -((fewer - more) // (sizes[-1] - sizes[0])))
+    return max(0, fewer - sizes[0] * each), each
+
+
+def _highest(lines: set[Line]) -> tuple[Line, ...]:
+    """Those of ``lines`` that no other line reaches or exceeds at every number of examples."""
+    kept: list[Line] = []
+    for fixed, each in sorted(lines, key=lambda line: (line[1], line[0]), reverse=True):
+        if not kept or fixed > kept[-1][0]:
+            kept.append((fixed, each))
+    return tuple(kept)
+
+
+def _strided(tree: object) -> Iterator[Tensor]:
+    return (each for each in tree_leaves(tree) if isinstance(each, Tensor) and each.layout == torch.strided)

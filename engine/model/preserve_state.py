@@ -1,0 +1,155 @@
+"""Untouched: run a model for measuring, and leave it exactly as it was found."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.dtype_casts import note_conversion
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Run ``model`` in ``eval()`` at ``dtype`` without parameter gradients; restore everything.
+
+    Flags, modes, weights, buffers, `.grad`s, hooks and the generators' state are as before
+    afterwards, whatever happens inside.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    contents = [
+        (tensor, tensor.data)
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.is_floating_point() and tensor.dtype != dtype
+    ]
+    note_conversion(model, frozenset(tensor.dtype for tensor, _ in contents), dtype)
+    # a model may write to its buffers, or put others in their place
+    buffers = [
+        (module, name, buffer, buffer.data, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()  # noqa: SLF001 - own buffers, each beside its module
+        if buffer is not None and buffer.layout == torch.strided
+    ]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with (
+        torch.inference_mode(mode=False),
+        torch.random.fork_rng(devices=devices),
+        _full_precision(),
+        _eager(),
+        _plain(model),
+        _in_order(model),
+    ):
+        try:
+            model.eval()
+            for parameter, *_ in flags:
+                parameter.requires_grad_(False)
+                # a gradient has its parameter's type, which changes
+                parameter.grad = None
+            for tensor, data in contents:
+                tensor.data = data.to(dtype)
+            yield
+        finally:
+            for tensor, data in contents:
+                tensor.data = data
+            for module, name, buffer, data, kept in buffers:
+                buffer.data = data
+                if not torch.equal(data, kept):
+                    data.copy_(kept)
+                module._buffers[name] = buffer  # noqa: SLF001
+            for parameter, flag, gradient in flags:
+                parameter.requires_grad_(flag)
+                parameter.grad = gradient
+            for module, training in modes:
+                module.training = training
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32."""
+    switches = _switches()
+    before = [getattr(place, name) for place, name, _ in switches]
+    try:
+        for place, name, exact in switches:
+            setattr(place, name, exact)
+        yield
+    finally:
+        for (place, name, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+
+
+def _switches() -> list[tuple[Any, str, Any]]:
+    """What decides the precision of products, as (place, attribute, value that rounds nothing)."""
+    backends: Any = torch.backends
+    host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
+    try:
+        device = [(place, "allow_tf32", place.allow_tf32 and False) for place in (backends.cuda.matmul, backends.cudnn)]
+    except RuntimeError:
+        # a caller has used the newer switches, and then torch refuses to read the older ones
+        newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        device = [(place, "fp32_precision", "ieee") for place in newer]
+    return [switch for switch in (*host, *device) if hasattr(switch[0], switch[1])]
+
+
+@contextlib.contextmanager
+def _in_order(model: nn.Module) -> Iterator[None]:
+    """Hand every batch norm its gradient in the memory order of its output.
+
+    torch 2.13 misreads it on a CPU where dimensions of size one (a batch of one, a map one wide)
+    leave that order open: the gradient of the input is then another one, without a word.
+    """
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - torch's hook signature
+        del module, args
+        if isinstance(output, Tensor) and output.requires_grad:
+            shape, strides = output.shape, output.stride()
+
+            def arrived(gradient: Tensor) -> Tensor | None:
+                if gradient.stride() == strides:
+                    return None
+                return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+            output.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    normalising = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001 - the common ancestor has no other name
+    handles = [module.register_forward_hook(after) for module in normalising]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _plain(model: nn.Module) -> Iterator[None]:
+    """Let attention and experts compute operation by operation: a fused kernel shows nothing of its inside."""
+    configurations = {
+        id(config): config
+        for config in (getattr(module, "config", None) for module in model.modules())
+        if isinstance(getattr(config, _EXPERTS, None), str)
+    }
+    experts = [(config, getattr(config, _EXPERTS)) for config in configurations.values()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(value=False)
+        for config, _ in experts:
+            setattr(config, _EXPERTS, "eager")
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for config, implementation in experts:
+            setattr(config, _EXPERTS, implementation)
+
+
+_EXPERTS = "_experts_implementation"
+"""Where Hugging Face's configurations keep how a mixture of experts is computed."""
+
+
+def _eager() -> contextlib.AbstractContextManager[object]:
+    """Run what the caller compiled as plain Python: code traced without our hooks would pass them by."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance

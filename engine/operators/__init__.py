@@ -1,0 +1,1 @@
+"""What is computed with factors: products with damped inverses."""

@@ -1,0 +1,62 @@
+"""Preconditioning: a layer's gradient times the damped inverse of its Kronecker factors.
+
+For a gradient V (out, in) it is ``(G + λ_G I)⁻¹ V (A + λ_A I)⁻¹``, in float64. A gradient of the very rows that
+G is kept as, ``V = Uᵀ C / √w``, is given as C (T, in) and pushed through them, ``Uᵀ (λ_G I + U Uᵀ / w)⁻¹ C / √w``,
+which keeps the digits that V has lost by cancellation where λ_G is small.
+
+References:
+    Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature, section 6.3
+"""
+
+import torch
+from torch import Tensor
+
+from engine.factors.kronecker_factors import Factors
+from engine.factors.low_rank import LowRank
+from engine.linalg.linear_operator import Structured
+
+
+def precondition(
+    factors: Factors, gradient: Tensor, damping_A: float, damping_G: float, *, of_rows: bool = False
+) -> Tensor:
+    """Return ``(G + damping_G I)⁻¹ V (A + damping_A I)⁻¹``.
+
+    Args:
+        factors: Of the layer.
+        gradient: V, shape (out_dim, in_dim), the bias as its last column where the layer has one; or C, shape
+            (T, in_dim), with ``of_rows``.
+        damping_A: Positive, in absolute numbers, as `lambda_A` of the layer's record; 0 where A = 1.
+        damping_G: Positive, in absolute numbers, as `lambda_G`.
+        of_rows: Whether ``gradient`` is C, of a layer whose G is kept as its gradient rows.
+
+    Returns:
+        Shape (out_dim, in_dim), float64.
+
+    Raises:
+        BiasColumnMismatch: If the shapes disagree.
+        ValueError: If a damping is negative, that of G is not positive, or no gradient rows are kept.
+    """
+    if damping_A < 0 or damping_G <= 0:
+        raise ValueError(f"damping_G must be positive and damping_A not negative (got {damping_G} and {damping_A})")
+    wide = gradient.to(torch.float64)
+    if of_rows:
+        if not isinstance(factors.G, LowRank):
+            raise ValueError(f"layer `{factors.layer}` keeps no gradient rows to be pushed through; give the gradient")
+        left, _ = factors.G.push_through(wide, damping_G)
+        factors.require_fit(left)
+    else:
+        factors.require_fit(gradient)
+        left = _solved(factors.G if isinstance(factors.G, Structured) else factors.widened_G, wide, damping_G)
+    return _solved(factors.widened_A, left.mT, damping_A).mT
+
+
+def _solved(side: Tensor | Structured, right: Tensor, damping: float) -> Tensor:
+    """``(side + damping I)⁻¹ right`` of a matrix (n, n), a diagonal (n,), or what stands for a matrix."""
+    if isinstance(side, Structured):
+        return side.solve(right, damping)
+    wide = side.to(torch.float64)
+    if wide.ndim == 1:
+        return right / (wide + damping)[:, None]
+    damped = wide + damping * torch.eye(wide.shape[0], dtype=torch.float64, device=wide.device)
+    solved: Tensor = torch.linalg.solve(damped, right)
+    return solved

@@ -1,0 +1,337 @@
+"""Terms: the bytes of one collection under one choice, from the shapes that a dry run showed.
+
+On a CPU everything is held by the host. The activations are traced (see ``activations``), what a
+library decides is estimated; the rest follows from shapes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import nn
+
+from engine.accumulation.batch_variance import NUMBERS_AT_ONCE
+from engine.accumulation.example_gradients import squared_norms_numbers
+from engine.accumulation.layer_statistics import factor_sides
+from engine.collection.subsamples import EIGHTHS
+from engine.layers.convolution import ConvolutionLayer
+from engine.layers.elementwise import BareLayer
+from engine.layers.layer import BlockLayer, TreatedLayer
+from engine.memory.host_accumulation import staging_numbers
+from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
+from engine.model.activation_memory import Saved
+from engine.planning.layer_memory import AT_A_NORMALISATION, DryRun, kept_terms, row_sizes, sides_of
+from engine.planning.model_memory import weight_terms
+from engine.planning.self_check_memory import check_bytes
+from engine.row_layout.layer_calls import Call
+from engine.tracing.example_contributions import examples_at_once
+from engine.workspace import Workspace
+
+
+def plan_of(
+    workspace: Workspace,
+    item: int,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    groups: Mapping[tuple[str, ...], int],
+    held_bytes: int,
+    chosen: Chosen,
+) -> Plan:
+    """What the collection and the decompositions hold with ``chosen``, beside ``held_bytes`` of the process."""
+    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
+    sides = [side for layer in treated for side in seen.sides(layer, follows=layer.name in shared)]
+    largest = max((side for side, dense in sides if dense), default=0)
+    examples = chosen.micro_batch or workspace.collection.batch_size
+    scale = examples / seen.examples
+    several = len(chosen.parts) > 1
+    part, most = _heaviest(treated, seen, groups, chosen, examples)
+    # the last passes hold no input of the first ones' layers; bases are rotated with all of a pass's
+    mine = part if several and not workspace.collection.ekfac else None
+    saved = _within(seen.recomputed if chosen.activation_checkpointing else seen.saved, mine)
+    # logits, their softmax, its gradient and the gradient's copy in the graph
+    outputs = int(4 * scale * seen.outputs * item)
+    gradients, formula, patches = _on_the_way_back(workspace, item, seen, chosen, examples, saved, mine, outputs)
+    sizes: list[tuple[str, str, int, Source, Stage]] = [
+        ("gradients", formula, gradients, "estimated", "collection"),
+        ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
+        (
+            "patches",
+            "strips and windows, or a normalisation's copies",
+            patches,
+            "estimated",
+            "collection",
+        ),
+        (
+            "example gradients",
+            "2 · slice · bare, or 3 · some examples' and what their operations hold",
+            _example_gradients(treated, examples) * item,
+            "estimated",
+            "collection",
+        ),
+    ]
+    sizes += row_sizes(treated, seen, item)
+    if several:
+        # when it is made, the pass is over, and with it the activations
+        packed = max(0, largest * largest * item // 2 - (0 if saved is None else saved.of(examples)))
+        sizes.append(("packed factor", "n² / 2, beyond the activations", packed, "exact", "collection"))
+    if workspace.collection.nested:
+        # a follower's copy comes with a copy of the A that it shares
+        own = max(
+            each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
+            for each in treated
+        )
+        copied = own * item + largest * largest * item // 2
+        sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
+        sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
+    if workspace.collection.batch_variance:
+        # the sums set aside are among the accumulators
+        sizes.append(("batch variance", "3 · 2¹⁸ · 8, parts of a sum", 3 * NUMBERS_AT_ONCE * 8, "exact", "collection"))
+    if saved is not None:
+        sizes.append(("activations", "a + b · slice, as autograd saves", saved.of(examples), "traced", "collection"))
+    else:
+        held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
+        passing = int(scale * held * item)
+        sizes.append(("activations", "slice · (inputs + outputs)", passing, "estimated", "collection"))
+    slice_bytes = sum(size for _, _, size, _, stage in sizes if stage == "collection")
+    beyond = check_bytes(
+        workspace,
+        treated,
+        seen,
+        item,
+        saved=seen.recomputed if chosen.activation_checkpointing else seen.saved,
+        passing=slice_bytes,
+        sums=0 if chosen.offload else most,
+    )
+    sizes.append(("self-check", "rows of 4 or 2 examples, beyond a slice", beyond, "estimated", "collection"))
+    sums: Literal["device", "host"] = "host" if chosen.offload else place
+    accumulators = Term(
+        name="accumulators",
+        formula="Σ in² + Σ out², or T · out" + (", sums twice" if workspace.collection.batch_variance else ""),
+        size_bytes=most,
+        place=sums,
+        source="exact",
+        stage="collection",
+    )
+    terms = [accumulators] + [
+        Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
+        for name, formula, size, source, stage in sizes
+    ]
+    if workspace.collection.nested and workspace.scratch is None:
+        triangles = item * sum(
+            each.groups * (side * (side + 1) // 2 if dense else side)
+            for each in treated
+            for side, dense in sides_of(each, follows=each.name in shared)
+        )
+        terms.append(
+            Term(
+                name="nested sizes",
+                formula=f"{len(EIGHTHS)} · Σ triangles",
+                size_bytes=len(EIGHTHS) * triangles,
+                place="host",
+                source="exact",
+            )
+        )
+    terms += kept_terms(workspace, treated, seen, shared, offload=chosen.offload, several=several)
+    if chosen.offload:
+        numbers = staging_numbers(
+            side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)
+        )
+        ends: tuple[Literal["device", "host"], ...] = (place, "host")
+        terms += [
+            Term(
+                name="staging",
+                formula="2 panels",
+                size_bytes=2 * numbers * item,
+                place=end,
+                source="exact",
+                stage="collection",
+            )
+            for end in ends
+        ]
+    if seen.repeated:
+        waiting = sum(_arriving(call) for call in seen.calls) * examples // seen.examples
+        terms.append(
+            Term(
+                name="gradients that wait",
+                formula="slice · Σ outputs, until all of a direction are finite",
+                size_bytes=waiting,
+                place=place,
+                source="estimated",
+                stage="collection",
+            )
+        )
+    terms.append(
+        Term(
+            name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"
+        )
+    )
+    terms.append(
+        Term(
+            name="process",
+            formula="resident now",
+            size_bytes=held_bytes,
+            place="host",
+            source="measured",
+        )
+    )
+    terms += weight_terms(workspace, place)
+    return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def _example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
+    """Numbers of the gradients of bare parameters by example, and of what waits for them."""
+    bare = [layer for layer in treated if isinstance(layer, BareLayer)]
+    # what arrives, and its sum over all uses
+    copied = 2 * examples * sum(layer.out_dim for layer in bare if layer.held is None)
+    again = sum(layer.out_dim for layer in bare if layer.held is not None)
+    # of some examples: those with respect to what was made of the parameters, stacked, and pulled back to them
+    made = 3 * examples_at_once(examples, again) * again
+    return copied + made + examples * sum(layer.held or 0 for layer in bare)
+
+
+def _heaviest(
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    groups: Mapping[tuple[str, ...], int],
+    chosen: Chosen,
+    examples: int,
+) -> tuple[frozenset[nn.Module] | None, int]:
+    """The modules of the pass that holds most, of sums and inputs together, and the bytes of its sums.
+
+    None where no pass has a layer: what is held then is what any may.
+    """
+    saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
+    passes = {name: place for place, part in enumerate(chosen.parts) for name in part}
+    sums, inputs = [0] * len(chosen.parts), [0] * len(chosen.parts)
+    for names, size in groups.items():
+        if names[0] in passes:
+            sums[passes[names[0]]] += size
+    modules: list[set[nn.Module]] = [set() for _ in chosen.parts]
+    for layer in treated:
+        if layer.name in passes:
+            place = passes[layer.name]
+            modules[place].update(role.module for role in layer.roles)
+    if saved is not None:
+        inputs = [sum(own.of(examples) for each in mine if (own := saved.inputs.get(each))) for mine in modules]
+    heaviest = max(range(len(sums)), key=lambda place: sums[place] + inputs[place])
+    return frozenset(modules[heaviest]) if passes else None, sums[heaviest]
+
+
+def _on_the_way_back(
+    workspace: Workspace,
+    item: int,
+    seen: DryRun,
+    chosen: Chosen,
+    examples: int,
+    saved: Saved | None,
+    modules: frozenset[nn.Module] | None,
+    outputs: int,
+) -> tuple[int, str, int]:
+    """Bytes of the gradients of a layer, with the formula, and of what its moments are made of."""
+    met, normalised = (
+        None if chosen.activation_checkpointing else _within(each, modules) for each in (seen.met, seen.met_normalised)
+    )
+    # a linear layer takes nothing but what is held where its gradients arrive
+    scratched = [call for call in seen.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
+    patches = item * max((_scratch(call, seen.examples, examples, workspace) for call in scratched), default=0)
+    if workspace.collection.exact_trace:
+        patches = max(patches, item * _joined(seen, examples))
+    if saved is None or met is None or normalised is None:
+        widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
+        gradients = int(2 * examples / seen.examples * widest * item)
+        return gradients, "2 · slice · (input + output), widest layer", patches
+    # outputs are held at the end of the forward pass alone, and what is saved is let go of on the way back
+    held = saved.of(examples) + outputs
+    gradients = max(0, met.of(examples) - held)
+    # a normalisation's time is another one
+    patches = max(patches, normalised.of(examples) - held - gradients)
+    return gradients, "beyond activations and outputs: saved up to a layer + slice · (input + output)", patches
+
+
+def _joined(seen: DryRun, examples: int) -> int:
+    """Numbers of the rows that the exact trace joins, of some examples, where a linear layer is called often."""
+    several = Counter(call.layer for call in seen.calls if call.layer.form == "kronecker")
+    most = 0
+    for layer, calls in several.items():
+        if calls > 1 and not isinstance(layer, (ConvolutionLayer, BlockLayer)):
+            numbers = sum(call.output.numel() for call in seen.calls if call.layer is layer)
+            positions = numbers // (layer.fan_out * seen.examples)
+            most = max(most, squared_norms_numbers(layer, examples, positions))
+    return most
+
+
+def _within(saved: Saved | None, modules: frozenset[nn.Module] | None) -> Saved | None:
+    return saved if saved is None or modules is None else saved.within(modules)
+
+
+def corrected_plan(
+    plan: Plan,
+    groups: Mapping[tuple[str, ...], int],
+    treated: Sequence[TreatedLayer],
+    place: Literal["device", "host"],
+    parts: tuple[tuple[str, ...], ...],
+) -> Plan:
+    """``plan`` with the passes ``parts`` that re-estimate the eigenvalues."""
+    largest = max((side for layer in treated for side, dense in sides_of(layer, follows=False) if dense), default=0)
+    most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
+    # the data passes through as it did before
+    again = [
+        replace(term, stage="correction")
+        for term in plan.terms
+        if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.stage != "throughout"
+    ]
+    sizes: list[tuple[str, str, int, Literal["device", "host"], Stage]] = [
+        ("bases", "Σ in² + out² + in · out", most, place, "correction"),
+        ("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
+    ]
+    if len(parts) > 1:
+        sizes.append(("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
+    else:
+        sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
+        if place == "device":
+            sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
+    own = [
+        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", stage=stage)
+        for name, formula, size, where, stage in sizes
+    ]
+    return replace(plan, terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
+
+
+def correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
+    """Bases and corrected eigenvalues of one layer; whoever follows has another's Q_A."""
+    if layer.form == "diagonal_block":
+        # its diagonal is the correction, and no basis goes with it
+        return layer.out_dim * item
+    own_basis = layer.form == "kronecker" and not follows
+    each = layer.out_dim**2 + layer.out_dim * layer.in_dim + (layer.in_dim**2 if own_basis else 0)
+    return each * layer.groups * item
+
+
+def _arriving(call: Call) -> int:
+    """Bytes of the gradient of one call's output under float16's autocast, which computes products in 16 bits."""
+    products = call.layer.form in ("kronecker", "block") and not isinstance(call.layer, BlockLayer)
+    return call.output.numel() * (2 if products else 4)
+
+
+def _scratch(call: Call, seen: int, examples: int, workspace: Workspace) -> int:
+    """Numbers that the moments of one call take besides their sums, for ``examples`` instead of ``seen``."""
+    layer, entered, output = call.layer, call.entered, call.output
+    if isinstance(layer, BlockLayer):
+        return AT_A_NORMALISATION * output.numel() * examples // seen
+    if layer.form != "kronecker" or 0 in (entered.numel(), output.numel()):
+        return 0
+    # the gradient's moments may take a copy of it
+    gradient = output.numel() * examples // seen
+    if not isinstance(layer, ConvolutionLayer):
+        # where positions are padding, those that count are copied out
+        return max(gradient // layer.fan_out * layer.fan_in, gradient)
+    if not layer.batch_first(entered, seen):
+        return 0  # it will be declared
+    scratch = max(layer.geometry((examples, *entered.shape[1:])).scratch(workspace.device), gradient)
+    if not workspace.collection.exact_trace:
+        return scratch
+    # the exact trace writes the windows of a few examples
+    positions = output.numel() // (layer.groups * layer.fan_out * seen)
+    return max(scratch, squared_norms_numbers(layer, examples, positions))

@@ -1,0 +1,239 @@
+"""Decompositions: what a plan holds and takes while one layer's factors are decomposed, by the ladder's own figures.
+
+Layers come one at a time: each is read back where it was laid aside, and each side taken by the first
+rung that fits beside everything else. The plan names that rung, so that a later attempt takes it too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from engine.factors.representation import Foreseen, Representation
+from engine.factors.softmax_bytes import dense_head_bytes, iteration_bytes
+from engine.factors.softmax_fisher import DENSE_ROWS
+from engine.layers.layer import TreatedLayer
+from engine.linalg.eigendecomposition import basis_bytes, rungs
+from engine.linalg.eigensolvers import LARGEST, RungCost
+from engine.linalg.spectrum_counts import COUNTS, LARGEST_STEPS
+from engine.memory.budget import MemoryBudget
+from engine.memory.device_speed import Pace, usual_pace
+from engine.memory.plan import Plan, Term
+from engine.planning.layer_memory import DryRun
+from engine.workspace import Workspace
+
+COUNTED = "counted"
+"""Rung of a side whose eigenvalues are bounded by inertia counts."""
+_OF_A_LAYER = 0.005
+"""Digests, norms and the record of one layer: seconds, whatever the layer."""
+
+
+class _Side(NamedTuple):
+    """One factor of a layer as it is loaded."""
+
+    name: Literal["A", "G"]
+    size: int
+    kind: Literal["dense", "rows", "diagonal"]
+    own: bool
+    """Decomposed for this layer, and not for one that it shares its A with."""
+
+
+def with_decompositions(
+    plan: Plan,
+    workspace: Workspace,
+    dtype: torch.dtype,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    budget: MemoryBudget,
+    pace: Pace,
+) -> Plan:
+    """``plan`` with the terms and seconds of every layer's decompositions, and the rungs that they begin with."""
+    kept, need = kept_as(workspace, dtype), workspace.decomposition
+    several = len(plan.chosen.parts) > 1
+    cuda = workspace.device.type == "cuda"
+    on_host = usual_pace(torch.device("cpu")) if cuda else pace
+    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.examples)
+    sides_of = {layer.name: _sides(layer, seen, follows=layer.name in shared) for layer in treated}
+    terms: list[Term] = []
+    if need == "vectors":
+        bases = sum(
+            layer.groups * basis_bytes(side.size, kept)
+            for layer in treated
+            for side in sides_of[layer.name]
+            if side.own and side.kind == "dense"
+        )
+        if bases:
+            terms.append(_term("bases", "Σ n² as kept", bases, "host" if workspace.scratch is None else "disk", None))
+    # without terms of its own the stage holds what is held throughout
+    beside = replace(plan, terms=(*plan.terms, *terms))
+    held = {place: beside.stage_bytes(place, "decomposition") for place in ("device", "host")}
+    begun: dict[str, tuple[str, str]] = dict(plan.chosen.rungs)
+    seconds = 0.0
+    for layer in treated:
+        loaded = read_back_bytes(layer, seen, kept)
+        # both sides are sent, whichever is decomposed
+        read, sent = loaded if several else 0, loaded if cuda else 0
+        taken: dict[_Side, RungCost] = {}
+        each = _OF_A_LAYER
+        for side in sides_of[layer.name]:
+            if side.kind == "rows" and need != "none":
+                room = budget.device_bytes - held["device"] - sent if cuda else budget.host_bytes - held["host"] - read
+                planned = plan.chosen.rung(layer.parts[0], side.name)
+                rows, took = _of_rows(seen.kept(layer), side.size, planned, room, (pace, on_host), cuda=cuda)
+                each += took
+                if rows is not None:
+                    taken[side] = rows
+            if side.kind != "dense" or not side.own or need == "none":
+                continue
+            bound = foreseen.rank_bound(layer, workspace.collection, side.name)
+            ladder = rungs(side.size, need=need, device=workspace.device, dtype=kept, rank_bound=bound)
+            fitting = [
+                rung
+                for rung in ladder
+                if held["device"] + sent + rung.device_bytes <= budget.device_bytes
+                and held["host"] + read + rung.host_bytes <= budget.host_bytes
+            ]
+            named = plan.chosen.rung(layer.parts[0], side.name)
+            replayed = [rung for rung in ladder if rung.name == named]
+            if ladder:
+                cheapest = min(ladder, key=lambda rung: rung.device_bytes + rung.host_bytes)
+                cost = taken[side] = (replayed or fitting or [cheapest])[0]
+                where = pace if cost.device_bytes else on_host
+                each += cost.seconds_flops / where.eigen_operations_per_second
+        seconds += layer.groups * each
+        names = {side.name: cost.name for side, cost in taken.items()}
+        begun = {name: (names.get("A", ""), names.get("G", "")) for name in (layer.parts if taken else ())} | begun
+        terms += _terms(layer, taken, read, sent)
+    return replace(
+        plan,
+        terms=(*plan.terms, *terms),
+        chosen=replace(plan.chosen, rungs=begun),
+        seconds={**plan.seconds, "decomposition": seconds},
+    )
+
+
+def beyond_solvers(treated: Sequence[TreatedLayer], seen: DryRun) -> str:
+    """Which factors no eigensolver takes, in words; empty where there are none."""
+    found = [
+        f"{side.name} of `{layer.name}` ({side.size} rows)"
+        for layer in treated
+        for side in _sides(layer, seen, follows=False)
+        if side.kind == "dense" and side.size > LARGEST
+    ]
+    if not found:
+        return ""
+    return f"no eigensolver takes more than {LARGEST} rows, so the eigenvalues of {', '.join(found)} stay unknown"
+
+
+def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
+    """Precision of the factors, of sums in ``dtype``."""
+    storage = workspace.collection.storage_dtype
+    kept: torch.dtype = dtype if storage is None else getattr(torch, storage)
+    return kept
+
+
+def read_back_bytes(layer: TreatedLayer, seen: DryRun, kept: torch.dtype) -> int:
+    """Bytes of the factors of one part of ``layer`` as they come back from where they were laid aside."""
+    size = 0 if seen.kept(layer).kind == "dense" else seen.kept(layer).held_bytes(layer) // layer.groups
+    # whoever follows has a copy of the A that it shares
+    for side in _sides(layer, seen, follows=False):
+        size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]
+    return size
+
+
+def _of_rows(
+    kept: Representation, size: int, planned: str | None, room: int, paces: tuple[Pace, Pace], *, cuda: bool
+) -> tuple[RungCost | None, float]:
+    """The rung by which the eigenvalues of a side of rows are had, and its seconds.
+
+    Args:
+        kept: How the side is kept.
+        size: Its rows and columns.
+        planned: The rung of an earlier attempt.
+        room: Bytes left where the arithmetic is done.
+        paces: There, and on the host.
+        cuda: Whether that is a device.
+    """
+    there, on_host = paces
+    if kept.kind == "woodbury":
+        return None, _gram_seconds(kept.gram_rows(size), size, on_host)
+    dense = _rows_cost(kept, size, cuda=cuda)
+    if dense is not None and (planned == dense.name or (not planned and dense.device_bytes + dense.host_bytes <= room)):
+        return dense, dense.seconds_flops / there.eigen_operations_per_second
+    return _counting_cost(kept, size, cuda=cuda), _counting_seconds(kept, size, there)
+
+
+def _rows_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost | None:
+    """What the dense matrix of a small softmax head takes; None where it is never made."""
+    if kept.kind != "softmax_head" or size > DENSE_ROWS:
+        return None
+    needed = dense_head_bytes(size)
+    return RungCost(
+        name="dense",
+        formula="2 · n² · 8",
+        device_bytes=needed if cuda else 0,
+        host_bytes=0 if cuda else needed,
+        seconds_flops=5.0 * size**3,
+    )
+
+
+def _counting_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost:
+    """What bounding the eigenvalues by inertia counts takes, besides the Gram matrices that every such side makes."""
+    needed = iteration_bytes(size, LARGEST_STEPS) if kept.gram_rows(size) else 0
+    return RungCost(
+        name=COUNTED,
+        formula=f"{LARGEST_STEPS + 8} · n · 8",
+        device_bytes=needed if cuda else 0,
+        host_bytes=0 if cuda else needed,
+        seconds_flops=0.0,
+    )
+
+
+def _counting_seconds(kept: Representation, size: int, pace: Pace) -> float:
+    """Of a Gram matrix and its eigenvalues for each count, and of products for the largest eigenvalues."""
+    rows = kept.gram_rows(size)
+    # in float64 a product takes twice as long; signs differ, so that both triangles are made
+    operations = COUNTS * 4 * size * rows**2 + LARGEST_STEPS * 8 * size * rows
+    return operations / pace.operations_per_second + COUNTS * 5 * rows**3 / pace.eigen_operations_per_second
+
+
+def _gram_seconds(rows: int, size: int, pace: Pace) -> float:
+    """Of the eigenvalues of ``rows`` gradient rows, by their Gram matrix."""
+    # in float64 a product takes twice as long
+    return 4 * size * rows**2 / pace.operations_per_second + 5 * rows**3 / pace.eigen_operations_per_second
+
+
+def _terms(layer: TreatedLayer, taken: dict[_Side, RungCost], read: int, sent: int) -> list[Term]:
+    places: tuple[tuple[str, int, Literal["device", "host"]], ...] = (
+        ("read back", read, "host"),
+        ("factors on the device", sent, "device"),
+    )
+    found = [_term(name, "in² + out², as kept", size, place, layer.name) for name, size, place in places if size]
+    if not taken:
+        return found
+    # one side after the other
+    side, cost = max(taken.items(), key=lambda item: item[1].device_bytes + item[1].host_bytes)
+    formula = f"{cost.formula}, n = {side.size} of {side.name}"
+    if cost.host_bytes:
+        found.append(_term(cost.name, formula, cost.host_bytes, "host", layer.name))
+    if cost.device_bytes:
+        found.append(_term(cost.name, formula, cost.device_bytes, "device", layer.name))
+    return found
+
+
+def _term(name: str, formula: str, size: int, place: Literal["device", "host", "disk"], layer: str | None) -> Term:
+    return Term(
+        name=name, formula=formula, size_bytes=size, place=place, source="exact", stage="decomposition", layer=layer
+    )
+
+
+def _sides(layer: TreatedLayer, seen: DryRun, *, follows: bool) -> tuple[_Side, ...]:
+    """G and, where there is one, A."""
+    dense = layer.form != "diagonal_block"
+    rows = dense and seen.kept(layer).kind != "dense"
+    sides = [_Side("G", layer.out_dim, "rows" if rows else "dense" if dense else "diagonal", own=True)]
+    if layer.form not in ("block", "diagonal_block"):
+        sides.append(_Side("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal", own=not follows))
+    return tuple(sides)

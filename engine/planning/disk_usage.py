@@ -1,0 +1,80 @@
+"""Disk bytes: what waits in the scratch place at each stage of a job, and what its artifacts keep."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from catalog.reconstruction import ReconstructionParams
+from engine.layers.layer import TreatedLayer
+from engine.memory.plan import STAGES, Plan, Source, Stage, Term
+from engine.planning.collection_memory import correction_bytes
+from engine.planning.layer_memory import DryRun
+from engine.workspace import Workspace
+
+_JSON_NUMBER = 20
+"""Characters of a float64 in a table, about."""
+
+
+def with_disk(
+    plan: Plan,
+    workspace: Workspace,
+    kept: torch.dtype,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+) -> Plan:
+    """``plan`` with what stands on the disk in each of its stages, of factors kept in ``kept``."""
+    packed = sum(_packed_bytes(layer, seen, kept.itemsize, follows=layer.name in shared) for layer in treated)
+    terms = []
+    if len(plan.chosen.parts) > 1:
+        terms += _from(plan, "collection", "laid aside", "Σ triangles, as kept", packed)
+    if workspace.checkpointed:
+        sums = next((term.size_bytes for term in plan.terms if term.name == "accumulators"), 0)
+        formula = "2 · the sums under way: the last one stands until the next is whole"
+        terms.append(_term("checkpoints", formula, 2 * sums, "collection", source="estimated"))
+    if plan.chosen.corrections and workspace.scratch is not None and len(plan.chosen.corrections) > 1:
+        size = sum(correction_bytes(layer, kept.itemsize, follows=layer.name in shared) for layer in treated)
+        terms += _from(plan, "correction", "corrections", "Σ in² + out² + in · out", size)
+    if workspace.scratch is not None:
+        bases = sum(term.size_bytes for term in plan.terms if term.name == "bases" and term.place == "disk")
+        terms += _from(plan, "reconstruction", "bases", "Σ n² as kept", bases)
+    if "factors" in workspace.keep or "factors" in workspace.kinds:
+        terms += _from(plan, "decomposition", "kept factors", "Σ triangles, as kept", packed)
+    if "spectra" in workspace.keep and workspace.decomposition != "none":
+        numbers = sum(layer.groups * (layer.in_dim + layer.out_dim) for layer in treated)
+        formula = f"Σ (in + out) · {_JSON_NUMBER}"
+        terms += _from(plan, "decomposition", "kept spectra", formula, _JSON_NUMBER * numbers, source="estimated")
+    params = workspace.options("reconstruction") or ReconstructionParams()
+    if "reconstruction" in workspace.kinds and params.keep_matrices:
+        # an eigenbasis is a square where a matrix is a triangle
+        size, formula = packed, "Σ triangles, as kept"
+        if params.route == "eigenbasis":
+            size, formula = 2 * packed, "Σ n², as kept, at most"
+        terms += _from(plan, "reconstruction", "kept matrices", formula, size)
+    return replace(plan, terms=(*plan.terms, *terms))
+
+
+def _packed_bytes(layer: TreatedLayer, seen: DryRun, item: int, *, follows: bool) -> int:
+    """Of the triangles of one layer's own factors, diagonals as they are, and gradient rows."""
+    sides = seen.sides(layer, follows=follows)
+    rows = 0 if seen.kept(layer).kind == "dense" else seen.kept(layer).held_bytes(layer)
+    return rows + layer.groups * item * sum(side * (side + 1) // 2 if dense else side for side, dense in sides)
+
+
+def _from(
+    plan: Plan,
+    first: Stage,
+    name: str,
+    formula: str,
+    size: int,
+    *,
+    source: Source = "exact",
+) -> list[Term]:
+    """A term for every stage of ``plan`` from ``first`` on."""
+    later = STAGES[STAGES.index(first) :]
+    return [_term(name, formula, size, stage, source=source) for stage in plan.stages if stage in later and size]
+
+
+def _term(name: str, formula: str, size: int, stage: Stage, *, source: Source = "exact") -> Term:
+    return Term(name=name, formula=formula, size_bytes=size, place="disk", source=source, stage=stage)

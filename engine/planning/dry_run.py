@@ -1,0 +1,285 @@
+"""Dry run: what very few examples show of a model before anything large is allocated.
+
+Which layers are called and how often, which are fed by the same tensor, which cannot tell their
+examples apart, what is used where no hook sees it, and what autograd saves of a pass.
+"""
+
+import contextlib
+import dataclasses
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.accumulation.loss_head import head_of
+from engine.collection.data_pass import PassJob
+from engine.collection.nan_check import witnessed
+from engine.errors import EngineError
+from engine.factors.representation import Foreseen, choose
+from engine.layers.coverage import Survey, declare
+from engine.layers.elementwise import BareLayer
+from engine.layers.layer import BlockLayer
+from engine.model.activation_memory import Saved, traced
+from engine.model.batches import Batch, mapped, tensors
+from engine.model.dtype_casts import casts_of, settle_casts
+from engine.model.outputs import answer, predict
+from engine.model.pass_peak import peak_lines
+from engine.planning.dry_pass import pass_events
+from engine.planning.head_representation import head_choice
+from engine.planning.layer_memory import AT_A_NORMALISATION, DryRun
+from engine.row_layout.attention_masks import Masking, Run, try_masks
+from engine.row_layout.layer_calls import (
+    Call,
+    InputOverwritten,
+    called,
+    overwritten,
+    shared_tables,
+    unattributed,
+    watched,
+)
+from engine.row_layout.length_buckets import padding_decides_nothing
+from engine.row_layout.row_order import find_row_orders
+from engine.row_layout.unbatched_inputs import proven
+from engine.tracing.function_mode import Interception
+from engine.tracing.functional_layers import Uses, calls_of, candidates, discovered, places_of
+from engine.tracing.shared_parameters import used_elsewhere
+
+_DRY_EXAMPLES = (2, 3)
+"""One example, repeated. Not once alone: a model may squeeze a batch of one away."""
+
+
+def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[str]]:
+    """What one example, repeated, shows of the model: the job with its tables, a run, the layers that mix examples."""
+    batch = next(job.batches())
+    with witnessed(job.model, job.task) as witness:
+        witness.look_at(batch, 0)
+        times = 1 if job.collection.batch_size == 1 else _DRY_EXAMPLES[0]
+        settle_casts(job.model, partial(predict, job.model, _repeated(batch, times), job.task))
+        if job.collection.batch_size == 1:
+            # every position is the only example's
+            one = _seen(job, survey, _repeated(batch, 1))
+            job = dataclasses.replace(job, masking=_masking(job, survey, batch), overwritten=overwritten(one.calls))
+            return job, one, _without_example(one)
+        fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
+        few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+        tables = shared_tables(few.calls, many.calls)
+        shapes_alone = batch.index.is_meta
+        if tables:
+            # only numbers can prove it
+            spread = frozenset(tables) if shapes_alone else proven(tables, partial(_disturbed, job, survey, fewer))
+            job = dataclasses.replace(job, tables=spread)
+            few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+        run = partial(predict, job.model, task=job.task)
+        job = dataclasses.replace(job, masking=_masking(job, survey, batch))
+        if shapes_alone:
+            return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
+        orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
+        job = dataclasses.replace(job, orders=orders)
+        with torch.no_grad():
+            cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, job.masking, run)
+        job = dataclasses.replace(job, cut_padding=cut, overwritten=overwritten(few.calls))
+    # where rows have an order of their own, the operations may show it
+    return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+
+
+def _without_example(one: DryRun) -> frozenset[str]:
+    """Return the names of layers of which some call on one example shows no dimension for it.
+
+    Their positions are those of no example by themselves (a table of distances): the operations may show it.
+    """
+    return frozenset(call.layer.name for call in one.calls if not call.layer.batch_first(call.entered, 1))
+
+
+def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
+    """Declare layers whose parameters the model also reads where no hook sees it."""
+    called = {call.layer.name for call in seen.calls}
+    batch = _repeated(next(job.batches()), seen.examples)
+
+    def run() -> Tensor:
+        torch.manual_seed(job.collection.seed)
+        return predict(job.model, batch, job.task).outputs
+
+    elsewhere = used_elsewhere(
+        [layer for layer in survey.treated if layer.name in called], survey.aliases, run, casts_of(job.model)
+    )
+    if not elsewhere:
+        return survey, seen
+    refused = tuple(
+        # the operations may still show what all their uses are
+        dataclasses.replace(declare(layer, "used_elsewhere"), open=True)
+        for layer in survey.treated
+        if layer.name in elsewhere
+    )
+    kept = tuple(layer for layer in survey.treated if layer.name not in elsewhere)
+    calls = [call for call in seen.calls if call.layer.name not in elsewhere]
+    return (
+        dataclasses.replace(survey, treated=kept, declared=(*survey.declared, *refused)),
+        dataclasses.replace(seen, calls=calls),
+    )
+
+
+def looked_into(
+    job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str], forced: frozenset[str] = frozenset()
+) -> tuple[Survey, DryRun, frozenset[str]]:
+    """Look again, into the operations, where modules alone do not show what the parameters do.
+
+    Args:
+        job: What passes need.
+        survey: Layers that modules show.
+        seen: Their calls.
+        mixed: Names of layers whose positions belong to no one example.
+        forced: Names of treated layers whose calls do not show what their parameters do, whatever their class says.
+    """
+    parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
+    if not parameters:
+        return survey, seen, mixed
+    batch = next(job.batches())
+    several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
+    survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
+    treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
+    calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
+    seen = dataclasses.replace(seen, calls=calls[0], examples=several[0])
+    return survey, seen, frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+
+
+def with_activations(job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str]) -> DryRun:
+    """The dry run, with what autograd saves of a pass where anything is pulled back.
+
+    Args:
+        job: What passes need.
+        survey: The layers.
+        seen: Their calls.
+        mixed: Names of layers whose positions belong to no one example.
+    """
+    if job.collection.fisher == "forward_only":
+        return seen
+    batch = next(job.batches())
+    roles = [role for layer in survey.treated for role in layer.roles]
+    watched = {role.module: job.collection.exact_trace or isinstance(role, BlockLayer) for role in roles}
+    copied = {role.module: AT_A_NORMALISATION for role in roles if isinstance(role, BlockLayer)}
+
+    # whether any is, the first batch cannot say for the others
+    padded = batch.mask is not None
+
+    # a recurrent kernel saves other things than the steps that stand in its place
+    kernels = [layer for layer in survey.treated if isinstance(layer.module, (nn.RNNBase, nn.RNNCellBase))]
+    stepped = {name: tensor for layer in kernels for name, tensor in layer.watched.items()}
+
+    def run(examples: int) -> Tensor:
+        part = _repeated(batch, examples)
+        seen_by = Interception(stepped, Uses(examples=examples)) if stepped else None
+        if seen_by is not None:
+            seen_by.begin(tensors(part.inputs), examples)
+        with job.precision.autocast(job.workspace.device), seen_by or contextlib.nullcontext():
+            return predict(job.model, part, job.task).outputs
+
+    sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    # a direction that overflows is pulled back again, through the same graph; and so is another direction
+    repeated = job.precision.amp == "fp16"
+    retained = repeated or job.collection.fisher == "type2" or job.collection.samples > 1
+    saved, recomputed, met, normalised = traced(
+        run, sizes, job.model, watched, copied, padded=padded, retained=retained
+    )
+    if saved.of(1) == 0:
+        # no graph at all: what the collection follows are loose parameters, which no module's call shows
+        return seen
+    # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
+    if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
+        met = _with_passes(job, survey, mixed, sizes, met, retained=retained)
+    return dataclasses.replace(
+        seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, repeated=repeated
+    )
+
+
+def _with_passes(
+    job: PassJob, survey: Survey, mixed: frozenset[str], sizes: tuple[int, ...], met: Saved, *, retained: bool
+) -> Saved:
+    """``met``, or what whole passes hold where that is more."""
+    batch = next(job.batches())
+    job = dataclasses.replace(job, places=places_of(survey))
+    try:
+        held = [
+            pass_events(job, survey.treated, mixed, _repeated(batch, size), directions=1 + retained) for size in sizes
+        ]
+    except (EngineError, InputOverwritten):
+        # the pass that counts says why, or is made anew
+        return met
+    return dataclasses.replace(met, others=peak_lines(sizes, held))
+
+
+def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
+    """The dry run, with how each layer is to keep its G."""
+    workspace = job.workspace
+    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.examples)
+    basis = workspace.decomposition == "vectors"
+    chosen = {
+        layer.name: dataclasses.replace(
+            choose(layer, workspace.woodbury, job.collection, foreseen, job.dtype), basis=basis
+        )
+        for layer in survey.treated
+    }
+    return dataclasses.replace(seen, representations=chosen | head_choice(job, survey, seen))
+
+
+def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
+    """What ``parameters`` do with ``batch``, and the calls of the modules."""
+    uses = Uses(examples=batch.size)
+    interception = Interception(parameters, uses, proving=True)
+    interception.begin(tensors(batch.inputs), batch.size)
+    spread = [module for role, module in called(survey.treated) if role.name in job.tables]
+    with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception.watching():
+        # what a table is spread to has an example's copy for each
+        handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
+        try:
+            predict(job.model, batch, job.task)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return uses, calls
+
+
+def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
+    """Outputs of ``batch`` with ``tables`` spread over it, the last copy of one of them disturbed."""
+    torch.manual_seed(job.collection.seed)
+    # without its labels: the outputs of one example must be told from another's
+    unlabelled = dataclasses.replace(job.task, loss=None)
+    with torch.no_grad(), watched(survey.treated, batch.size, tables, disturb):
+        return predict(job.model, batch, unlabelled).outputs
+
+
+def _masking(job: PassJob, survey: Survey, batch: Batch) -> Masking:
+    """The calls that have the positions of the mask of ``batch``."""
+    if batch.index.is_meta:
+        # only numbers can prove it
+        return Masking()
+    return try_masks(batch, _run(job, survey), gradients=job.collection.fisher != "forward_only")
+
+
+def _run(job: PassJob, survey: Survey) -> Run:
+    """A run of the model on a few examples, whose outputs nobody arranges."""
+
+    def run(trial: Batch) -> tuple[list[Call], list[Tensor]]:
+        # a model that draws numbers draws the same ones
+        torch.manual_seed(job.collection.seed)
+        with torch.no_grad(), watched(survey.treated, trial.size, job.tables) as calls:
+            returned = answer(job.model, trial, labelled=job.task.likelihood == "model")
+        return calls, tensors(returned)
+
+    return run
+
+
+def _repeated(batch: Batch, times: int) -> Batch:
+    def repeated(tensor: Tensor) -> Tensor:
+        return tensor[:1].repeat_interleave(times, 0)
+
+    return Batch(
+        inputs=mapped(batch.inputs, repeated), targets=mapped(batch.targets, repeated), index=repeated(batch.index)
+    )
+
+
+def _seen(job: PassJob, survey: Survey, batch: Batch) -> DryRun:
+    with torch.no_grad(), watched(survey.treated, batch.size, job.tables) as calls:
+        prediction = predict(job.model, batch, job.task)
+    head = head_of(calls, prediction.logits)
+    return DryRun(calls=calls, examples=batch.size, outputs=prediction.outputs.numel(), head=head)

@@ -1,0 +1,180 @@
+"""Verification: what follows from the first check of a collection's layers.
+
+A layer whose rows are not the gradient of each example alone is treated by the operations that its
+parameters enter, in place of its module's calls, and checked again. What still fails is not covered,
+with the identity that failed and its number as the reason.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from engine.collection.data_pass import PassJob
+from engine.collection.normalise import foreseen_flaw
+from engine.gradient_identity.check import LayerCheck
+from engine.gradient_identity.checked_model import Subject, widened_bytes
+from engine.gradient_identity.refusal import refusal
+from engine.gradient_identity.schedule import FIRST_EXAMPLES
+from engine.gradient_identity.self_check import SelfCheck
+from engine.layers.coverage import DeclaredLayer, Survey
+from engine.layers.layer import TreatedLayer
+from engine.memory.out_of_memory import free_memory, ran_out_of_memory
+from engine.model.batches import Batch
+from engine.planning.layer_memory import DryRun
+
+UNEXPLAINED = "gradient_not_followed"
+"""Reason of parameters with a gradient that no operation which is understood was seen to bring."""
+
+_UNUSED = ("bare_parameter", "unsupported_layer")
+"""Reasons that say where parameters stand, for want of any operation that they were seen in."""
+DRAWN = "random numbers drawn in evaluation mode"
+"""How a model that draws stands among the operations that another run may do otherwise."""
+
+
+@dataclass
+class Verification:
+    """The layers that failed so far, and what became of them."""
+
+    self_check: SelfCheck
+    forced: frozenset[str] = frozenset()
+    """Layers to be found in the operations, by name."""
+    refused: dict[tuple[str, ...], LayerCheck] = field(default_factory=dict)
+    """Checks that failed for good, by the parameters of their layers."""
+    _passed: set[tuple[str, ...]] = field(default_factory=set)
+    """Parameters of layers that need no further check."""
+
+    @classmethod
+    def of(cls, job: PassJob) -> "Verification":
+        """A new one of ``job``."""
+        guard, size = job.workspace.guard, widened_bytes(job.model)
+        on_device = job.workspace.device.type == "cuda"
+
+        def has_room() -> bool:
+            return guard.fits(device_bytes=size) if on_device else guard.fits(host_bytes=size)
+
+        mode = job.collection.self_check
+        return cls(self_check=SelfCheck(subject=subject_of(job), mode=mode, has_room=has_room))
+
+    def without_refused(self, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
+        """``survey`` and ``seen`` without the layers that failed for good, which are declared."""
+        gone = {
+            layer.name: self.refused[layer.parameters] for layer in survey.treated if layer.parameters in self.refused
+        }
+        if not gone:
+            return survey, seen
+        declared = [refusal(layer, gone[layer.name]) for layer in survey.treated if layer.name in gone]
+        return (
+            replace(
+                survey,
+                treated=tuple(layer for layer in survey.treated if layer.name not in gone),
+                declared=(*survey.declared, *declared),
+            ),
+            replace(seen, calls=[call for call in seen.calls if call.layer.name not in gone]),
+        )
+
+    def changes(self, job: PassJob, survey: Survey, mixed: frozenset[str]) -> bool:
+        """Check the layers of ``survey`` that no check has passed; whether they are to be surveyed anew."""
+        if self.self_check.mode == "off":
+            return False
+        layers = [
+            layer
+            for layer in survey.treated
+            if layer.parameters not in self._passed and foreseen_flaw(layer, job.collection, mixed) is None
+        ]
+        if not layers:
+            return False
+        self.self_check.subject = subject_of(job)
+        batch = next(job.stream())
+        heard = frozenset(job.heard)
+        found = self._checked(job, layers, batch, _uncovered(job, survey))
+        # what plain autograd alone does without a deterministic form enters no factor
+        job.heard.intersection_update(heard)
+        if found and self.self_check.drawing and DRAWN not in job.heard:
+            job.heard.add(DRAWN)
+            job.workspace.log(
+                "warning",
+                f"the model draws random numbers in evaluation mode: {len(self.self_check.drawing)} layers are "
+                "verified within one forward pass alone, and their numbers are those of one draw for each batch",
+            )
+        changed = False
+        for layer in layers:
+            check = found.get(layer.name)
+            if check is None or not check.failed:
+                self._passed.add(layer.parameters)
+                continue
+            changed = True
+            if layer.roles and layer.name not in self.forced and not check.mixes:
+                self.forced |= {layer.name}
+                self._say(job, layer, check, "it is treated by the operations that its parameters enter")
+            else:
+                self.refused[layer.parameters] = check
+                self._say(job, layer, check, "it is not covered")
+        return changed
+
+    def cuts_padding(self, job: PassJob, survey: Survey, mixed: frozenset[str]) -> bool:
+        """Whether the padding of ``job`` is cut off: it decides no output, and has no gradient in any layer."""
+        if not job.cut_padding or self.self_check.mode == "off":
+            return job.cut_padding
+        layers = [layer for layer in survey.treated if foreseen_flaw(layer, job.collection, mixed) is None]
+        heard = frozenset(job.heard)
+        holds = self.self_check.allows_cutting(layers, next(job.stream()))
+        job.heard.intersection_update(heard)
+        if not holds:
+            job.workspace.log("warning", "padding decides no output, but has a gradient: it goes through the model")
+        return holds
+
+    def _checked(
+        self, job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, others: dict[str, nn.Parameter]
+    ) -> dict[str, LayerCheck]:
+        """Check ``layers``, with fewer examples at a time where memory runs out."""
+        count = FIRST_EXAMPLES
+        while True:
+            try:
+                with job.workspace.operation("self-check", "collection"):
+                    return self.self_check.check_first(layers, batch, others, count)
+            except Exception as error:
+                if not ran_out_of_memory(error) or count <= 1:
+                    raise
+            # outside of the except block, whose traceback held the rows
+            free_memory(job.workspace.device)
+            count //= 2
+
+    def _say(self, job: PassJob, layer: TreatedLayer, check: LayerCheck, consequence: str) -> None:
+        job.workspace.log("warning", f"layer `{layer.name}`: {check.why}; {consequence}")
+
+
+def subject_of(job: PassJob) -> Subject:
+    """The model of ``job``, and how it is run."""
+    return Subject(
+        model=job.model,
+        task=job.task,
+        collection=job.collection,
+        dtype=job.dtype,
+        device=job.workspace.device,
+        precision=job.precision,
+        tables=job.tables,
+        orders=job.orders,
+        overwritten=job.overwritten,
+        places=job.places,
+    )
+
+
+def explained(row: DeclaredLayer, self_check: SelfCheck | None) -> DeclaredLayer:
+    """``row`` with its reason as plain autograd measured it: a gradient that nobody followed, or none at all."""
+    if self_check is None or not self_check.layers or not self_check.subject.has_gradients:
+        return row
+    reached = not self_check.unseen.isdisjoint(row.parameters)
+    if reached and row.reason == "no_gradient":
+        why = "plain autograd finds a gradient, but no operation that is understood was seen to use the parameters"
+        return replace(row, reason=UNEXPLAINED, why=why)
+    if not reached and row.reason in _UNUSED:
+        return replace(row, reason="no_gradient", why="plain autograd finds none in any checked example")
+    return row
+
+
+def _uncovered(job: PassJob, survey: Survey) -> dict[str, nn.Parameter]:
+    """Trainable parameters that no layer covers."""
+    parameters = dict(job.model.named_parameters(remove_duplicate=False))
+    names = [name for row in survey.declared for name in row.parameters]
+    return {name: parameters[name] for name in names if name in parameters}

@@ -1,0 +1,167 @@
+"""Head choice: whether the loss's head keeps the probabilities of its loss terms in place of G, or only its diagonal.
+
+It does where they take less than G by the same count as gradient rows: up to ``(√2 − 1) V`` terms of V
+classes, or V where every layer is to keep rows. Terms are counted before the pass, without the model,
+until there are too many: a classifier of few classes is known by its first batch.
+
+Above 46,340 classes no solver takes a dense G, whatever the memory, so there it is never the choice of a
+head that has another one, in this order:
+
+    terms ≤ (√2 − 1) V                the probabilities, exact
+    `woodbury.approximate` (default)  a sketch of them, or of the gradients, with its bound
+    terms ≤ V                         the probabilities, exact, at V T² operations for each question
+    else                              a dense G, whose diagonal, trace and norm are all that is known of it
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.collection.data_pass import PassJob
+from engine.errors import BeyondSolvers
+from engine.factors.representation import RATIO, Representation, of_rows
+from engine.layers.coverage import Survey
+from engine.layers.layer import TreatedLayer
+from engine.linalg.eigensolvers import LARGEST
+from engine.memory.plan import Plan, readable_bytes
+from engine.model.outputs import class_terms
+from engine.planning.layer_memory import DryRun, Narrower, sides_of
+
+
+def head_choice(job: PassJob, survey: Survey, seen: DryRun) -> dict[str, Representation]:
+    """How the head keeps its G, by its name; empty where it has no say."""
+    layer = next((layer for layer in survey.treated if seen.head is not None and seen.head in layer.roles), None)
+    most = 0 if layer is None else _most_terms(job, layer)
+    if layer is None or most == 0:
+        return {}
+    terms = _terms(job, seen.outputs // (seen.examples * layer.out_dim), most)
+    if not 0 < terms <= most:
+        return {}
+    labels = ", the mean over labels of what `mc` samples" if job.collection.fisher == "mc" else ""
+    why = (
+        f"its outputs are the logits of a cross-entropy: G is the exact Fisher of the softmax{labels}, kept as the "
+        f"probabilities of {terms} loss terms over {layer.out_dim} classes"
+    )
+    kept = Representation(kind="softmax_head", why=why, rows=terms, of_terms=True)
+    return {layer.name: of_rows(kept, layer, job.workspace.woodbury, job.collection, job.dtype)}
+
+
+def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
+    """Loss terms up to which ``layer`` keeps its probabilities; 0 where it never does."""
+    options, collection, size = job.workspace.woodbury, job.collection, layer.out_dim
+    if not options.softmax_head or options.policy == "dense" or collection.fisher not in ("mc", "type2"):
+        return 0
+    if options.policy == "auto" and job.workspace.examples is None:
+        # as for gradient rows: where nobody says how many examples there are, nothing is foreseen
+        return 0
+    if collection.ekfac or (options.policy == "hybrid" and size < options.hybrid_from):
+        return 0
+    if options.policy != "auto" or (size > LARGEST and not options.approximate):
+        return size
+    return int(RATIO * size)
+
+
+def _terms(job: PassJob, each: int, most: int) -> int:
+    """Loss terms of the data, of which an example has ``each`` where it does not say; or so many that it is enough."""
+    if job.workspace.device.type == "meta":
+        # shapes alone: every target counts
+        examples = job.workspace.examples
+        return most if examples is None else each * -(-examples // job.collection.update_freq)
+    total = 0
+    for place, batch in enumerate(job.stream()):
+        if place % job.collection.update_freq == 0:
+            total += class_terms(batch, job.task, each)
+        if total > most:
+            break
+    return total
+
+
+def narrowed(
+    job: PassJob, survey: Survey, seen: DryRun, plan: Plan, planned: Callable[[DryRun], Plan]
+) -> tuple[DryRun, Plan, Narrower | None]:
+    """The same, but less of a head whose G does not fit; and that less, wherever the job may come to it.
+
+    A later attempt does what the first one did, whatever is free by then.
+
+    Raises:
+        BeyondSolvers: If EK-FAC needs eigenvectors that there is no way to compute.
+    """
+    _require_bases(job, survey)
+    earlier, less = job.workspace.chosen, _narrower(job, survey, seen, plan)
+    if less is None:
+        return seen, plan, less
+    beyond = _beyond_solvers(job, seen, less.layer)
+    if earlier is None and plan.fits(job.workspace.memory) and not beyond:
+        return seen, plan, less
+    found = planned(less.seen)
+    if earlier is None and not beyond and not found.fits(job.workspace.memory):
+        # the head is not what is too large
+        return seen, plan, less
+    chosen = replace(found.chosen, sketched=(less.layer,))
+    return less.seen, replace(found, chosen=chosen, why=f"{found.why}; {less.why}"), less
+
+
+def _require_bases(job: PassJob, survey: Survey) -> None:
+    """Refuse EK-FAC, whose passes need every eigenvector, where a factor has more rows than eigensolvers take."""
+    if not job.collection.ekfac:
+        return
+    for layer in survey.treated:
+        rows = max((size for size, dense in sides_of(layer, follows=False) if dense), default=0)
+        if rows > LARGEST:
+            raise BeyondSolvers(
+                "`collection.ekfac` needs the eigenvectors of every factor, and eigensolvers take at most "
+                f"{LARGEST} rows: layer `{layer.name}` has one of {rows}; leave `collection.ekfac` out",
+                layer=layer.name,
+                pointer="/collection/ekfac",
+            )
+
+
+def _narrower(job: PassJob, survey: Survey, seen: DryRun, plan: Plan) -> Narrower | None:
+    """The job with its head's diagonal in place of G, and a sketch where one is allowed; None where G has to be whole.
+
+    What an earlier attempt chose is done again: there is no other way then.
+    """
+    layer = next((layer for layer in survey.treated if seen.head is not None and seen.head in layer.roles), None)
+    earlier = job.workspace.chosen
+    if (
+        layer is None
+        or (earlier is not None and layer.name not in earlier.sketched)
+        # of head and table in one the nearest product is sought, by a norm that a diagonal alone does not tell
+        or (layer is not seen.head and not job.workspace.woodbury.approximate)
+        or job.collection.fisher == "forward_only"
+        or job.collection.ekfac
+    ):
+        return None
+    kept = _diagonal(job, layer, seen, plan)
+    part = f"a sketch of rank {kept.rank}" if kept.rank else "the trace alone"
+    return Narrower(
+        layer=layer.name,
+        seen=replace(seen, representations={**seen.representations, layer.name: kept}),
+        kept=f"the diagonal and {part} of the G of `{layer.name}`",
+    )
+
+
+def _beyond_solvers(job: PassJob, seen: DryRun, head: str) -> bool:
+    """Whether the head's G would be dense, larger than any solver takes, and may be sketched instead."""
+    kept = seen.representations.get(head)
+    dense = seen.head is not None and (kept is None or kept.kind == "dense")
+    return dense and seen.head is not None and seen.head.out_dim > LARGEST and job.workspace.woodbury.approximate
+
+
+def _diagonal(job: PassJob, layer: TreatedLayer, seen: DryRun, plan: Plan) -> Representation:
+    options, size = job.workspace.woodbury, layer.out_dim
+    terms = options.softmax_head and job.collection.fisher in ("mc", "type2")
+    rank = min(options.sketch_rank, size) if options.approximate else 0
+    how = f"a sketch of rank {rank} with its error's bound" if rank else "no more, as `woodbury.approximate` is off"
+    why = (
+        f"a dense G of {size} rows is beyond what eigensolvers can count ({LARGEST}), and its rows are as many"
+        if plan.fits(job.workspace.memory) and _beyond_solvers(job, seen, layer.name)
+        else f"neither G, {size}² numbers, nor its rows fit (with them the plan needs "
+        f"{readable_bytes(plan.largest_peak_bytes)})"
+    )
+    return Representation(
+        kind="diagonal_sketch",
+        why=f"{why}: its exact diagonal and trace are kept, and {how}",
+        dtype=job.dtype,
+        rank=rank,
+        of_terms=terms,
+    )

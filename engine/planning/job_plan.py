@@ -1,0 +1,201 @@
+"""Forecast: the plan of a job, from the shapes that a dry run showed: of the ways that fit, the fastest.
+
+Ways differ in the slices of a batch, the layers of each pass, where the sums stand, and whether the
+inside of repeated layers is computed again; the seconds of each are foreseen from its work.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from engine.layers.layer import TreatedLayer
+from engine.memory.budget import MemoryBudget, resident_bytes
+from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
+from engine.memory.smallest_budget import named_budget, smallest_budget
+from engine.planning.analysis_memory import with_later_stages
+from engine.planning.analysis_time import with_later_seconds
+from engine.planning.collection_memory import corrected_plan, correction_bytes, plan_of
+from engine.planning.collection_time import Work, with_seconds, work_of
+from engine.planning.decomposition_memory import beyond_solvers, with_decompositions
+from engine.planning.layer_memory import DryRun, Narrower, group_bytes
+from engine.planning.plan_search import fastest, halved, partition, slice_sizes
+from engine.workspace import Workspace
+
+
+def forecast(
+    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
+) -> Plan:
+    """The plan for a job on ``treated``, of which a dry run has shown the sizes.
+
+    Whole batches, slices of a batch, one pass or as few as fit of neighbouring layers whose factors are
+    laid aside, sums in place or on the host, with activation checkpointing and without: whatever the
+    document leaves open is weighed, and of what fits the fastest is taken. What an earlier attempt
+    chose is done again.
+    """
+    return _Ways.of(workspace, dtype, treated, seen, shared).chosen()
+
+
+def smallest_budgets(
+    workspace: Workspace,
+    dtype: torch.dtype,
+    treated: Sequence[TreatedLayer],
+    seen: DryRun,
+    shared: dict[str, str],
+    less: Narrower | None,
+) -> dict[Budgeted, Enough | None]:
+    """For each place, the least budget from which the job fits, the other place's being as it is.
+
+    Where the job may keep ``less`` of its head's G, and takes less memory then, that is counted and said.
+    """
+
+    def planning(seen: DryRun) -> Callable[[MemoryBudget], Plan]:
+        ways = _Ways.of(workspace, dtype, treated, seen, shared)
+        return lambda budget: replace(ways, budget=budget).chosen()
+
+    def least(place: Budgeted) -> Enough | None:
+        whole = smallest_budget(planning(seen), workspace.memory, place)
+        if less is None or less.seen is seen:
+            return whole
+        narrow = smallest_budget(planning(less.seen), workspace.memory, place, below=whole)
+        return whole if narrow is None else replace(narrow, keeping=less.kept)
+
+    # measured terms are the same whatever the budget
+    plan = planning(seen)(workspace.memory)
+    found = {place: least(place) for place in BUDGETED}
+    return {place: each and named_budget(each, plan, place) for place, each in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ways:
+    """All ways to do one job."""
+
+    workspace: Workspace
+    budget: MemoryBudget
+    dtype: torch.dtype
+    item: int
+    treated: Sequence[TreatedLayer]
+    seen: DryRun
+    shared: dict[str, str]
+    held_bytes: int
+    work: Work
+
+    @classmethod
+    def of(
+        cls,
+        workspace: Workspace,
+        dtype: torch.dtype,
+        treated: Sequence[TreatedLayer],
+        seen: DryRun,
+        shared: dict[str, str],
+    ) -> "_Ways":
+        item = torch.empty((), dtype=dtype).element_size()
+        sums, twice = (
+            sum(group_bytes(treated, shared, item, seen, workspace.device, varied).values())
+            for varied in (None, workspace.collection)
+        )
+        return cls(
+            workspace=workspace,
+            budget=workspace.memory,
+            dtype=dtype,
+            item=item,
+            treated=treated,
+            seen=seen,
+            shared=shared,
+            held_bytes=resident_bytes() if seen.resident_bytes is None else seen.resident_bytes,
+            work=work_of(workspace, treated, seen, shared, sums, varied_bytes=twice - sums),
+        )
+
+    @cached_property
+    def groups(self) -> dict[tuple[str, ...], int]:
+        """Layers of one A stay together; bytes of their sums."""
+        collection = self.workspace.collection
+        return group_bytes(self.treated, self.shared, self.item, self.seen, self.workspace.device, collection)
+
+    @cached_property
+    def bases(self) -> dict[tuple[str, ...], int]:
+        """The same groups; bytes of their bases and corrected eigenvalues."""
+        layers = {layer.name: layer for layer in self.treated}
+        return {
+            names: sum(correction_bytes(layers[name], self.item, follows=name in self.shared) for name in names)
+            for names in self.groups
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every layer's."""
+        return tuple(layer.name for layer in self.treated)
+
+    def chosen(self) -> Plan:
+        """The one to take."""
+        replayed = self.workspace.chosen
+        if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
+            return replace(next(self._complete(replayed)), why="an earlier attempt of this job chose so")
+        plan = fastest(list(self._candidates()), self.budget)
+        beyond = beyond_solvers(self.treated, self.seen) if self.workspace.decomposition != "none" else ""
+        return replace(plan, why=f"{plan.why}; {beyond}") if beyond else plan
+
+    def _candidates(self) -> Iterator[Plan]:
+        options = self.workspace.memory_options
+        offered = self.seen.recomputed is not None
+        if options.activation_checkpointing == "on" and not offered:
+            self.workspace.log("warning", "`memory.activation_checkpointing` is not used: the model offers none")
+        recompute = {"on": (offered,), "off": (False,), "auto": (False, True) if offered else (False,)}
+        # on a CPU the sums are on the host anyway
+        open_choice = self.workspace.device.type == "cuda"
+        offload = {"on": (True,), "off": (False,), "auto": (False, True) if open_choice else (False,)}
+        for again in recompute[options.activation_checkpointing]:
+            for aside in offload[options.offload]:
+                for size in slice_sizes(self.workspace):
+                    fixed = Chosen(offload=aside, activation_checkpointing=again, micro_batch=size)
+                    for parts in self._cuts(fixed):
+                        yield from self._complete(replace(fixed, parts=parts))
+
+    def _cuts(self, fixed: Chosen) -> Iterator[tuple[tuple[str, ...], ...]]:
+        """Layers of each pass: all of them; where factors can be laid aside, as many as fit."""
+        yield (self.names,)
+        if self.workspace.scratch is None:
+            return
+        on_device = self.workspace.device.type == "cuda" and not fixed.offload
+        place: Budgeted = "device" if on_device else "host"
+        allowed = self.budget.device_bytes if on_device else self.budget.host_bytes
+        empty = self._plan(replace(fixed, parts=((), ())))
+        parts = partition(self.groups, allowed - empty.stage_bytes(place, "collection"))
+        if parts is not None and len(parts) > 1:
+            yield parts
+        elif parts is not None and len(self.groups) > 1:
+            # in memory they may be in the way of what comes after: laid aside, they are not
+            yield halved(self.groups)
+
+    def _plan(self, chosen: Chosen) -> Plan:
+        return plan_of(
+            self.workspace, self.item, self.treated, self.seen, self.shared, self.groups, self.held_bytes, chosen
+        )
+
+    def _complete(self, chosen: Chosen) -> Iterator[Plan]:
+        """With the passes that re-estimate eigenvalues, and the seconds of everything."""
+        given = self.workspace, self.dtype, self.treated, self.seen, self.shared
+        plan = self._plan(chosen)
+        for whole in self._with_corrections(plan) if self.workspace.collection.ekfac else (plan,):
+            whole = with_decompositions(whole, *given, self.budget, self.work.pace)  # noqa: PLW2901 - built up
+            whole = with_later_stages(whole, *given, self.budget)  # noqa: PLW2901
+            yield with_later_seconds(with_seconds(whole, self.work), *given, self.work)
+
+    def _with_corrections(self, plan: Plan) -> Iterator[Plan]:
+        place: Budgeted = "device" if self.workspace.device.type == "cuda" else "host"
+        given = None if self.workspace.chosen is None else self.workspace.chosen.corrections
+        if given and {name for part in given for name in part} == set(self.names):
+            yield corrected_plan(plan, self.bases, self.treated, place, given)
+            return
+        yield corrected_plan(plan, self.bases, self.treated, place, (self.names,))
+        if self.workspace.scratch is None:
+            return
+        empty = corrected_plan(plan, self.bases, self.treated, place, ((), ()))
+        allowed = self.budget.device_bytes if place == "device" else self.budget.host_bytes
+        parts = partition(self.bases, allowed - empty.stage_bytes(place, "correction"))
+        if parts is not None and len(parts) > 1:
+            yield corrected_plan(plan, self.bases, self.treated, place, parts)
+        elif parts is not None and len(self.bases) > 1:
+            # laid aside, they leave room for faster decompositions
+            yield corrected_plan(plan, self.bases, self.treated, place, halved(self.bases))

@@ -1,0 +1,102 @@
+"""Choosing: slices of a batch, passes and places, among plans that fit the budget: the fastest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from catalog.time_estimate import written_seconds
+from engine.memory.budget import MemoryBudget
+from engine.memory.plan import Plan, readable_bytes
+from engine.workspace import Workspace
+
+_EVERY_NUMBER = 32
+"""Up to so many slices of a batch every number is weighed, beyond it each doubling."""
+
+
+def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
+    """Of ``plans`` that fit, the one of which the fewest seconds are foreseen; if none fits, the one that lacks least.
+
+    Of equally fast ones the first. What is larger in ``budget`` only adds plans, so it never gives a slower one.
+    """
+    fitting = [plan for plan in plans if plan.fits(budget)]
+    if not fitting:
+        why = f"nothing fits, whatever the choice{_part_of_host(budget)}"
+        return replace(min(plans, key=lambda plan: _lacking(plan, budget)), why=why)
+    best = min(fitting, key=total_seconds)
+    roomier = min(plans, key=total_seconds)
+    seconds = written_seconds(total_seconds(best), best.pace)
+    foreseen = f"{seconds} are foreseen, the least" if seconds else "the fastest"
+    why = f"{described(best)}: {foreseen} of {len(fitting)} ways that fit"
+    if total_seconds(roomier) < total_seconds(best):
+        longer = written_seconds(total_seconds(roomier), roomier.pace)
+        why += f"; {described(roomier)} would {f'take {longer}' if longer else 'be faster'} and does not fit"
+    return replace(best, why=why + _part_of_host(budget))
+
+
+def total_seconds(plan: Plan) -> float:
+    """Of all stages."""
+    return sum(plan.seconds.values())
+
+
+def described(plan: Plan) -> str:
+    """What a plan chose, in words."""
+    chosen = plan.chosen
+    passes = "one pass" if len(chosen.parts) == 1 else f"{len(chosen.parts)} passes"
+    slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch} examples"
+    where = ", sums on the host" if chosen.offload else ""
+    again = ", activation checkpointing" if chosen.activation_checkpointing else ""
+    return f"{passes}, {slices}{where}{again}"
+
+
+def _part_of_host(budget: MemoryBudget) -> str:
+    """Said of a budget that would be larger if the job were alone."""
+    if budget.host_shared_by == 1:
+        return ""
+    part = readable_bytes(budget.host_bytes)
+    return f"; the budget is {part} of host memory, as {budget.host_shared_by} jobs at a time share it"
+
+
+def _lacking(plan: Plan, budget: MemoryBudget) -> tuple[int, int]:
+    device, host = plan.peak_bytes("device"), plan.peak_bytes("host")
+    return max(0, device - budget.device_bytes) + max(0, host - budget.host_bytes), device + host
+
+
+def batch_size(workspace: Workspace) -> int:
+    """Examples of a whole batch."""
+    return min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
+
+
+def slice_sizes(workspace: Workspace) -> list[int]:
+    """Examples at once, from the whole batch to one; each stands for a number of equal slices."""
+    batch = batch_size(workspace)
+    asked = workspace.memory_options.micro_batch
+    if asked is not None:
+        return [min(asked, batch)]
+    numbers = [*range(1, _EVERY_NUMBER), *(_EVERY_NUMBER << power for power in range(batch.bit_length())), batch]
+    return sorted({-(-batch // slices) for slices in numbers if slices <= batch}, reverse=True)
+
+
+def halved(groups: Mapping[tuple[str, ...], int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Cut two or more ``groups`` once, so that the larger side has the fewest bytes."""
+    runs, sizes = list(groups), list(groups.values())
+    cut = min(range(1, len(runs)), key=lambda place: max(sum(sizes[:place]), sum(sizes[place:])))
+    left, right = (tuple(name for names in side for name in names) for side in (runs[:cut], runs[cut:]))
+    return left, right
+
+
+def partition(groups: Mapping[tuple[str, ...], int], allowed_bytes: int) -> tuple[tuple[str, ...], ...] | None:
+    """Cut ``groups`` (layers that must stay together, with their bytes) into runs of at most ``allowed_bytes``.
+
+    Filling each run before the next is opened gives the fewest runs that keep the order. None
+    where a single group is too large.
+    """
+    parts: list[tuple[str, ...]] = []
+    left = -1
+    for names, size in groups.items():
+        if size > allowed_bytes:
+            return None
+        if size > left or not parts:
+            parts.append(())
+            left = allowed_bytes
+        parts[-1] += names
+        left -= size
+    return tuple(parts)

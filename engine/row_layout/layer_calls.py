@@ -1,0 +1,171 @@
+"""Calls: what a dry run sees of the treated layers, and what follows from it.
+
+Which layers are fed by the same tensor, which cannot tell their examples apart, which tables are
+looked up once for a whole batch.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.errors import Unwinding
+from engine.layers.embedding import EmbeddingLayer
+from engine.layers.layer import TreatedLayer
+from engine.layers.linear import LinearLayer
+from engine.row_layout.unbatched_inputs import disturbed, lacks_examples, spread
+
+
+@dataclass
+class Call:
+    """One call of a treated layer, seen in the dry run."""
+
+    layer: TreatedLayer
+    entered: Tensor
+    output: Tensor
+    version: int
+    """Writes to ``entered`` before this call."""
+    written: int = 0
+    """Writes to ``output`` before it was returned."""
+
+
+@contextlib.contextmanager
+def watched(
+    layers: tuple[TreatedLayer, ...],
+    examples: int = 1,
+    tables: frozenset[str] = frozenset(),
+    disturb: str | None = None,
+) -> Iterator[list[Call]]:
+    """List every call of ``layers``, in order; holds the tensors until the list is dropped.
+
+    The ``tables`` are spread over the ``examples``, and the last example's copy of ``disturb`` is disturbed.
+    """
+    calls: list[Call] = []
+
+    def watch(layer: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:  # noqa: ANN401
+            entered = entered_by(args, kwargs)
+            writes, instead = version(entered), None
+            if layer.name in tables and lacks_examples(entered):
+                instead = spread(output, entered, examples)
+                entered = spread(entered, entered, examples)
+                if layer.name == disturb:
+                    instead = disturbed(instead)
+            given = output if instead is None else instead
+            calls.append(Call(layer, entered, given, writes, version(given)))
+            return instead
+
+        return after
+
+    handles = [
+        module.register_forward_hook(watch(role), with_kwargs=True, prepend=True) for role, module in called(layers)
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def called(layers: Iterable[TreatedLayer]) -> Iterator[tuple[TreatedLayer, nn.Module]]:
+    """Every module that is called for one of ``layers``, with the part that it plays."""
+    for layer in layers:
+        for role in layer.roles:
+            for module in (role.module, *role.also.values()):
+                yield role, module
+
+
+def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The tensor that a module was called with first."""
+    entered = args[0] if args else next(iter(kwargs.values()))
+    if not isinstance(entered, Tensor):
+        raise TypeError(f"a treated layer was called with {type(entered).__name__} instead of a tensor")
+    return entered
+
+
+def version(tensor: Tensor) -> int:
+    """Writes to ``tensor`` so far; an inference tensor does not count them."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own guard, with no other name
+
+
+class InputOverwritten(Unwinding):
+    """The model wrote to what had entered a layer, which its gradient was to be met with."""
+
+    def __init__(self, layers: tuple[str, ...]) -> None:
+        super().__init__(", ".join(layers))
+        self.layers = layers
+
+
+def require_unwritten(entered: Tensor, read: int, layer: str) -> None:
+    """Require that nothing was written to ``entered`` since it had ``read`` writes.
+
+    Raises:
+        InputOverwritten: If something was.
+    """
+    if read != version(entered):
+        raise InputOverwritten((layer,))
+
+
+def overwritten(calls: list[Call]) -> frozenset[str]:
+    """Layers whose input the model wrote to after their call, and before the end of the forward pass."""
+    return frozenset(call.layer.name for call in calls if version(call.entered) != call.version)
+
+
+def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, str]:
+    """Layers that are fed by the very tensor that another one is fed by: follower → leader.
+
+    Only linear layers with the same column of ones share; identity of the tensor decides, unless
+    it was written to in between, and never equality of its values. The leader is the first of
+    ``layers``, whichever is called first.
+    """
+    count = Counter(call.layer.name for call in calls)
+    own = {call.layer.name: call for call in calls if count[call.layer.name] == 1}
+    leaders: dict[tuple[int, int, bool, bool], str] = {}
+    shared: dict[str, str] = {}
+    for layer in layers:
+        if not isinstance(layer, LinearLayer) or layer.name not in own:
+            continue
+        call = own[layer.name]
+        leader = leaders.setdefault((id(call.entered), call.version, layer.weight, layer.bias), layer.name)
+        if leader != layer.name:
+            shared[layer.name] = leader
+    return shared
+
+
+def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int]) -> frozenset[str]:
+    """Layers whose positions do not belong to one example each.
+
+    ``fewer`` and ``more`` are the calls for one example, repeated as often as ``examples`` says. A
+    layer that is called once for the whole batch (a table of positions that is then broadcast),
+    or has the examples elsewhere than first, sees other sizes than in proportion to them.
+    """
+    mixed = {
+        call.layer.name
+        for calls, repeated in zip((fewer, more), examples, strict=True)
+        for call in calls
+        if not call.layer.batch_first(call.entered, repeated)
+    }
+    left, right = (_sizes(calls) for calls in (fewer, more))
+    return frozenset(mixed | {name for name in left | right if left[name] * examples[1] != right[name] * examples[0]})
+
+
+def shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
+    """Embeddings that were called alike for fewer and for more examples, each time without a dimension for them."""
+    sizes: dict[str, list[list[int]]] = {}
+    refused: set[str] = set()
+    for place, calls in enumerate((fewer, more)):
+        for call in calls:
+            sizes.setdefault(call.layer.name, [[], []])[place].append(call.entered.numel())
+            if not isinstance(call.layer, EmbeddingLayer) or not lacks_examples(call.entered):
+                refused.add(call.layer.name)
+    return tuple(name for name, (left, right) in sizes.items() if name not in refused and left == right)
+
+
+def _sizes(calls: list[Call]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for call in calls:
+        sizes[call.layer.name] += call.entered.numel()
+    return sizes

@@ -1,0 +1,1 @@
+"""Which operations of a forward pass use which parameter, where no module says so."""

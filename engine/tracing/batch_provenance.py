@@ -1,0 +1,315 @@
+"""Provenance: whose each row of a tensor is, followed from the model's inputs through its operations.
+
+Examples lie along one dimension of an activation: index ``i`` along it belongs to example
+``(i // minor) % N``. That covers batch first (minor 1), time before batch, and either flattened with
+its neighbours, example by example or position by position. Rows picked by an index (tokens routed to
+an expert) carry the places they were picked from as ``labels``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.model.tensor_storage import storage_of
+
+_PLACES = frozenset(
+    {"gather", "scatter", "scatter_add", "scatter_reduce", "index_copy", "index_add", "index_fill", "index_put", "put"}
+    | {"take_along_dim", "sort", "msort", "flip", "fliplr", "flipud", "roll", "setitem", "masked_scatter"}
+)
+"""Operations that may put numbers where those of another example were."""
+_RESHAPES = frozenset({"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "contiguous", "ravel"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Where the examples of a tensor are."""
+
+    dim: int
+    """The dimension along which they lie."""
+    minor: int
+    """Consecutive indices along it that belong to one example."""
+    size: int
+    """Indices along it, before any were picked."""
+    labels: Tensor | None = None
+    """(K,) which of the ``size`` indices each one is, where they were picked; else None."""
+    origin: "Rows | None" = field(default=None, compare=False)
+    """The rows that these were picked from, where they were."""
+
+    def owners(self, examples: int) -> Tensor | None:
+        """(K,) the example of each picked index; None where none were picked."""
+        return None if self.labels is None else (self.labels // self.minor) % examples
+
+    def example_first(self, tensor: Tensor, examples: int) -> Tensor:
+        """``tensor`` with its examples leading, unless its rows were picked: then as it is.
+
+        ``tensor`` may be another than the one described, of the same sizes up to ``dim``.
+        """
+        if self.labels is not None or (self.dim == 0 and self.size == self.minor * examples):
+            return tensor
+        major = self.size // (self.minor * examples)
+        shape = (*tensor.shape[: self.dim], major, examples, self.minor, *tensor.shape[self.dim + 1 :])
+        return tensor.reshape(shape).movedim(self.dim + 1, 0)
+
+    def of_example(self, tensor: Tensor, example: int, examples: int) -> Tensor:
+        """The indices of one example among those of ``tensor``, which has them where the one described has."""
+        owners = self.owners(examples)
+        if owners is not None:
+            return tensor.index_select(self.dim, (owners == example).nonzero()[:, 0])
+        major = self.size // (self.minor * examples)
+        if major == 1:
+            return tensor.narrow(self.dim, example * self.minor, self.minor)
+        shape = (*tensor.shape[: self.dim], major, examples, self.minor, *tensor.shape[self.dim + 1 :])
+        return tensor.reshape(shape).select(self.dim + 1, example).flatten(self.dim, self.dim + 1)
+
+    def per_example(self, tensor: Tensor, examples: int) -> Tensor:
+        """``tensor`` summed over the indices of each example: (N, …), the other dimensions in order."""
+        front = tensor.movedim(self.dim, 0)
+        owners = self.owners(examples)
+        if owners is not None:
+            return front.new_zeros(examples, *front.shape[1:]).index_add_(0, owners, front)
+        major = self.size // (self.minor * examples)
+        return front.reshape(major, examples, self.minor, *front.shape[1:]).sum(dim=(0, 2))
+
+
+def batch_first(tensor: Tensor, examples: int) -> Rows | None:
+    """The rows of a tensor of which nothing is known but that its examples lead; None if they cannot."""
+    if tensor.ndim == 0 or tensor.shape[0] % examples:
+        return None
+    if tensor.ndim > 2 and tensor.shape[0] != examples:
+        return None
+    return Rows(dim=0, minor=tensor.shape[0] // examples, size=tensor.shape[0])
+
+
+def followed(
+    name: str, entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any], left: Tensor, examples: int
+) -> Rows | None:
+    """The rows of ``left``, which the operation ``name`` made of ``entered``; None where they are not known."""
+    if name in _PLACES and _rearranges(name, args, kwargs, left.ndim, rows.dim):
+        return replace(rows, labels=None) if _puts_back(name, entered, rows, args, left) else None
+    packing = _PACKINGS.get(name)
+    if left is entered or packing is not None:
+        return rows if packing is None else packing(rows, args, left)
+    special = {"getitem": _indexed_by, "index_select": _selected, "repeat_interleave": _repeated}.get(name)
+    found = special(entered, rows, args, kwargs) if special is not None and args and args[0] is entered else None
+    if found is not None or special in (_selected, _repeated):
+        return found
+    if _same_storage(entered, left):
+        viewed = _viewed(entered.shape, entered.stride(), rows, left.shape, left.stride(), examples)
+        return viewed if viewed is not None else _cut(entered, rows, left)
+    if name in _RESHAPES and entered.numel() == left.numel():
+        return _viewed(entered.shape, _steps(entered.shape), rows, left.shape, _steps(left.shape), examples)
+    return _kept(name, entered, rows, args, kwargs, left)
+
+
+def _indexed_by(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
+    return None if kwargs else _indexed(entered, rows, args[1])
+
+
+def _selected(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
+    dim, index = args[1] if len(args) > 1 else kwargs["dim"], args[2] if len(args) > 2 else kwargs["index"]
+    return _picked(rows, index, rows.dim) if dim % entered.ndim == rows.dim else rows
+
+
+def _puts_back(name: str, entered: Tensor, rows: Rows, args: Sequence[Any], left: Tensor) -> bool:
+    """Whether what was picked is put to the very places that it was picked from."""
+    if name not in ("index_add", "index_copy") or rows.labels is None or len(args) < 4:
+        return False
+    if args[3] is not entered or args[2] is not rows.labels:
+        return False
+    return bool(args[1] == rows.dim and left.shape[rows.dim] == rows.size)
+
+
+def _rearranges(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dimensions: int, dim: int) -> bool:
+    """Whether one of ``_PLACES`` works along ``dim``, or may."""
+    if name == "setitem":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return _part_at(list(index), dimensions, dim)[0] != slice(None)
+    if name in ("index_put", "put", "masked_scatter", "msort", "fliplr", "flipud"):
+        return True
+    at = 2 if name in ("roll", "take_along_dim") else 1
+    along = kwargs.get("dim", kwargs.get("dims", args[at] if len(args) > at else None))
+    along = along if isinstance(along, (tuple, list)) else (-1 if along is None and name == "sort" else along,)
+    return any(not isinstance(place, int) or place % dimensions == dim for place in along)
+
+
+def _kept(
+    name: str, entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any], left: Tensor
+) -> Rows | None:
+    """The rule of all other operations: a dimension that keeps its place and size keeps its meaning."""
+    here, dim = entered.shape[rows.dim], rows.dim
+    if left.ndim < entered.ndim:
+        reduced = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        gone = {reduced} if isinstance(reduced, int) else set(reduced) if isinstance(reduced, (tuple, list)) else None
+        if gone is None or not all(isinstance(place, int) for place in gone):
+            return None
+        gone = {place % entered.ndim for place in gone}
+        if dim in gone:
+            return None
+        dim -= sum(place < dim for place in gone)
+    elif name == "stack":
+        place = kwargs.get("dim", args[1] if len(args) > 1 else 0) % left.ndim
+        dim += place <= dim
+    elif left.ndim > entered.ndim and name not in ("embedding", "one_hot"):
+        # broadcast against something with more dimensions, which are added in front
+        dim += left.ndim - entered.ndim
+    if dim >= left.ndim:
+        return None
+    if left.shape[dim] == here:
+        return replace(rows, dim=dim)
+    if name == "repeat" and rows.labels is None and left.shape[dim] % here == 0:
+        return replace(rows, dim=dim, size=left.shape[dim])
+    return None
+
+
+def _cut(entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
+    """The rows of a slice of neighbours along the dimension of the examples."""
+    if left.ndim != entered.ndim:
+        return None
+    same = [
+        entered.stride(place) == left.stride(place) and (entered.shape[place] == left.shape[place] or place == rows.dim)
+        for place in range(entered.ndim)
+    ]
+    step, beyond = entered.stride(rows.dim), left.storage_offset() - entered.storage_offset()
+    if not all(same) or step == 0 or beyond % step:
+        return None
+    start, count = beyond // step, left.shape[rows.dim]
+    if not 0 <= start <= entered.shape[rows.dim] - count:
+        return None
+    own = torch.arange(rows.size, device=left.device) if rows.labels is None else rows.labels
+    return replace(rows, labels=own[start : start + count], origin=rows)
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.layout == other.layout == torch.strided and storage_of(one) == storage_of(other)
+
+
+def _steps(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
+
+def _viewed(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    rows: Rows,
+    new_shape: Sequence[int],
+    new_strides: Sequence[int],
+    examples: int,
+) -> Rows | None:
+    """Find the dimension along which neighbouring examples are as far apart as before."""
+    here = shape[rows.dim]
+    if rows.labels is not None:
+        places = [
+            place
+            for place in range(len(new_shape))
+            if new_shape[place] == here and (new_strides[place] == strides[rows.dim] or here == 1)
+        ]
+        return replace(rows, dim=places[0]) if places else None
+    if examples == 1 and new_shape:
+        return Rows(dim=0, minor=new_shape[0], size=new_shape[0])
+    step = strides[rows.dim] * rows.minor
+    for place, (size, stride) in enumerate(zip(new_shape, new_strides, strict=True)):
+        if 0 < stride <= step and step % stride == 0 and size % (step // stride * examples) == 0:
+            return Rows(dim=place, minor=step // stride, size=size)
+    return None
+
+
+def _picked(rows: Rows, index: Tensor, dim: int) -> Rows:
+    index = index.to(torch.int64)
+    labels = index if rows.labels is None else _unless_in_order(rows.labels[index], rows.size)
+    return replace(rows, dim=dim, labels=labels, origin=None if labels is None else rows)
+
+
+def _unless_in_order(labels: Tensor, size: int) -> Tensor | None:
+    """``labels``, unless what was picked is everything as it was: sorted for packing, say, and put back."""
+    same = labels.shape == (size,) and torch.equal(labels, torch.arange(size, device=labels.device))
+    return None if same else labels
+
+
+def _packed(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
+    """The rows of padded sequences, put step after step without their padding."""
+    if rows.minor == rows.size:
+        # one example alone
+        return Rows(dim=0, minor=left.shape[0], size=left.shape[0])
+    lengths = args[1].tolist()
+    if rows.dim != (0 if args[2] else 1) or left.shape[0] != sum(lengths):
+        # or it is how many run at each step
+        return None
+    own = torch.arange(rows.size, device=left.device) if rows.labels is None else rows.labels
+    running = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    return replace(rows, dim=0, labels=torch.cat([own[:count] for count in running]))
+
+
+def _padded(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
+    """The rows of packed sequences, padded again, or of their lengths."""
+    if rows.minor == rows.size:
+        return Rows(dim=0, minor=left.shape[0], size=left.shape[0])
+    if rows.labels is None or rows.dim != 0:
+        return None
+    own = rows.labels[: int(args[1][0])]
+    return replace(rows, dim=0 if args[2] or left.ndim == 1 else 1, labels=_unless_in_order(own, rows.size))
+
+
+def _indexed(entered: Tensor, rows: Rows, index: object) -> Rows | None:
+    """The rows after indexing by tensors; None where the index is made of slices and numbers only."""
+    parts = [
+        # a number in a tensor selects like a number
+        0 if isinstance(part, Tensor) and part.ndim == 0 and part.dtype != torch.bool else part
+        for part in (index if isinstance(index, tuple) else (index,))
+    ]
+    if not any(isinstance(part, (Tensor, list)) for part in parts):
+        return None
+    found, dim = _part_at(parts, entered.ndim, rows.dim)
+    if isinstance(found, slice):
+        return replace(rows, dim=dim) if found == slice(None) else None
+    if not isinstance(found, Tensor) or found.ndim > 2:
+        return None
+    chosen = found.dtype == torch.bool
+    if found.ndim == 1:
+        return _picked(rows, found.nonzero()[:, 0] if chosen else found, dim)
+    if not chosen or rows.dim > 0 or rows.labels is not None:
+        return None
+    # each of N·r times T places, counted row by row
+    width = found.shape[1]
+    flat = Rows(dim=0, minor=rows.minor * width, size=rows.size * width)
+    return _picked(flat, found.reshape(-1).nonzero()[:, 0], dim)
+
+
+def _part_at(parts: list[Any], dimensions: int, dim: int) -> tuple[object, int]:
+    """Which part of an index is for dimension ``dim``, and where what it leaves of it stands."""
+    if any(part is Ellipsis for part in parts):
+        spot = next(place for place, part in enumerate(parts) if part is Ellipsis)
+        used = sum(_width(part) for part in parts if part is not Ellipsis)
+        parts = [*parts[:spot], *[slice(None)] * (dimensions - used), *parts[spot + 1 :]]
+    at = before = 0
+    for part in parts:
+        width = _width(part)
+        if at <= dim < at + width:
+            return part, before
+        at += width
+        # a tensor leaves one dimension for those it takes
+        before += not isinstance(part, int)
+    return slice(None), before + dim - at
+
+
+def _width(part: object) -> int:
+    """Dimensions that one part of an index takes."""
+    return 0 if part is None else part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def _repeated(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
+    times = args[1] if len(args) > 1 else kwargs.get("repeats")
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if not isinstance(times, int) or not isinstance(dim, int):
+        return None
+    if dim % entered.ndim != rows.dim:
+        return rows
+    if rows.labels is None:
+        return replace(rows, minor=rows.minor * times, size=rows.size * times)
+    return replace(rows, labels=rows.labels.repeat_interleave(times))
+
+
+_PACKINGS = {"pack_padded_sequence": _packed, "pad_packed_sequence": _padded}

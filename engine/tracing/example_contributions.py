@@ -1,0 +1,216 @@
+"""Contributions: the gradient of each example with respect to a tensor made of parameters, from one operation.
+
+Where no two examples meet in ``y = f(w, x)``, the part of example n is ``y_n = f(w, x_n)``, and what its
+gradient adds to that of ``w`` is ``(∂f(w, x_n)/∂w)ᵀ ∂ℓ/∂y_n``. The operation is run again on the slice of
+each example alone, whatever it is, and autograd pulls the gradient back. That the slices are the
+examples' is not assumed: each result is compared with its slice of ``y``.
+
+This needs no rule for an operation, at the price of running it once more for each example; products and
+normalisations, for which there is a rule, do not come here.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.tracing.batch_provenance import Rows
+from engine.tracing.torch_functions import Operation, tensors_of
+
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
+"""What an operation raises on shapes that it does not take."""
+_ROUNDING = 2.0**10
+"""Times the unit of rounding that an example alone may differ from its slice, relative to the largest number."""
+_NUMBERS_AT_ONCE = 2**22
+"""Numbers of the gradients of some examples that are made together."""
+
+
+def examples_at_once(examples: int, numbers: int) -> int:
+    """How many of ``examples`` are pulled back together, each with respect to ``numbers`` of parameters."""
+    return max(1, min(examples, _NUMBERS_AT_ONCE // max(numbers, 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """One operation that tensors made of parameters entered beside data."""
+
+    operation: Operation
+    """With the data detached."""
+    derived: tuple[Tensor, ...]
+    """Those of its tensors that were made of parameters."""
+    rows: Mapping[int, Rows]
+    """Where the examples of its other tensors are, by identity; none of a tensor that all examples share."""
+    own: Mapping[int, Rows]
+    """The same of those in ``derived`` that hold a part for each example."""
+    left: Tensor
+    """The result, detached."""
+    left_rows: Rows
+    examples: int
+    versions: tuple[int, ...]
+    """Writes to the operation's tensors and to the result, up to now."""
+    autocast: tuple[str, torch.dtype] | None
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one example that are held until its gradient is there: what entered, the result, its gradient."""
+        entered = sum(tensor.numel() for tensor in self.operation.tensors if id(tensor) in self.rows)
+        return -(-(entered + 2 * self.left.numel()) // self.examples)
+
+    def holds(self) -> bool:
+        """Whether each example alone gives its slice of the result."""
+        leaves = {id(tensor): tensor for tensor in self.derived}
+        with torch.no_grad():
+            return all(self._agrees(example, self._alone(example, leaves)) for example in range(self.examples))
+
+    def gradients(self, gradient: Tensor, start: int, stop: int) -> list[Tensor] | None:
+        """Return the gradient of each of ``derived`` by example, (n, *shape); None where an example does not agree.
+
+        Args:
+            gradient: That of the result, its examples where the result's are.
+            start: First example.
+            stop: The one after the last.
+        """
+        if self._versions() != self.versions[:-1]:
+            # what entered was overwritten since
+            return None
+        found: list[list[Tensor]] = []
+        for example in range(start, stop):
+            leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in self.derived}
+            with torch.enable_grad():
+                alone = self._alone(example, leaves)
+            if not self._agrees(example, alone):
+                return None
+            part = self.left_rows.of_example(gradient, example, self.examples)
+            wanted = list(leaves.values())
+            own = torch.autograd.grad(alone, wanted, part.to(alone.dtype), allow_unused=True, materialize_grads=True)
+            found.append(list(own))
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+    def _alone(self, example: int, leaves: Mapping[int, Tensor]) -> Tensor:
+        """The operation on the slice of one example."""
+
+        def change(tensor: Tensor) -> Tensor:
+            leaf, rows = leaves.get(id(tensor)), self.rows.get(id(tensor))
+            if leaf is not None:
+                rows, tensor = self.own.get(id(tensor)), leaf
+            return tensor if rows is None else rows.of_example(tensor, example, self.examples)
+
+        with _as(self.autocast):
+            alone: Tensor = self.operation.run(change)
+        return alone
+
+    def _agrees(self, example: int, alone: Tensor) -> bool:
+        whole = self.left_rows.of_example(self.left, example, self.examples)
+        if alone.shape != whole.shape:
+            return False
+        if alone.is_meta or int(self.left._version) != self.versions[-1]:  # noqa: SLF001 - autograd's own guard
+            # the result was overwritten since, and was compared before that or cannot be
+            return True
+        scale = max(float(whole.abs().max()) if whole.numel() else 0.0, torch.finfo(whole.dtype).tiny)
+        close = float((alone.detach() - whole).abs().max()) if whole.numel() else 0.0
+        return close <= _ROUNDING * torch.finfo(whole.dtype).eps * scale
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(int(tensor._version) for tensor in self.operation.tensors)  # noqa: SLF001 - likewise
+
+
+def takes_shapes_alone(operation: Operation, derived: Sequence[Tensor]) -> bool:
+    """Whether nothing of ``derived`` but shapes and types, or nothing that has a gradient, enters the result."""
+    leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in derived}
+    with torch.enable_grad():
+        left = operation.run(lambda tensor: leaves.get(id(tensor), tensor))
+    return not any(result.requires_grad for result in tensors_of((left,)))
+
+
+def contribution(
+    operation: Operation,
+    derived: Sequence[Tensor],
+    rows: Mapping[int, Rows],
+    left: object,
+    examples: int,
+) -> Contribution | None:
+    """Return what ``derived`` add to ``left`` in ``operation``; None where the examples cannot be told apart in it.
+
+    Args:
+        operation: With the data detached.
+        derived: Those of its tensors that were made of parameters.
+        rows: Where the examples of the data among its tensors are, by identity.
+        left: What it returned.
+        examples: N.
+    """
+    if not isinstance(left, Tensor) or not left.is_floating_point():
+        return None
+    if torch.is_grad_enabled() and not all(tensor.requires_grad for tensor in derived):
+        # made where gradients were switched off: whether one flows is for its maker to know
+        return None
+    kind = left.device.type
+    autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    versions = tuple(int(tensor._version) for tensor in (*operation.tensors, left))  # noqa: SLF001 - autograd's own guard
+    data = next((tensor for tensor in operation.tensors if id(tensor) in rows), None)
+    if data is None:
+        return None
+    whole = Contribution(
+        operation=operation,
+        derived=tuple(derived),
+        rows=rows,
+        own={},
+        left=left.detach(),
+        left_rows=rows[id(data)],
+        examples=examples,
+        versions=versions,
+        autocast=autocast,
+    )
+    parts = dict(_parts(derived, data, rows[id(data)]))
+    for own in ({}, parts) if parts else ({},):
+        found = next(_placed(replace(whole, own=own), rows[id(data)]), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _parts(derived: Sequence[Tensor], data: Tensor, rows: Rows) -> Iterator[tuple[int, Rows]]:
+    """The tensors that are as long as the data where those have their examples, and could hold a part for each."""
+    for tensor in derived:
+        dim = rows.dim + tensor.ndim - data.ndim
+        if 0 <= dim < tensor.ndim and tensor.shape[dim] == data.shape[rows.dim] > 1:
+            yield id(tensor), replace(rows, dim=dim)
+
+
+def _placed(plain: Contribution, rows: Rows) -> Iterator[Contribution]:
+    """``plain`` with the places of the examples in its result, where the first example alone fits."""
+    leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in plain.derived}
+    try:
+        with torch.enable_grad():
+            alone: object = plain._alone(0, leaves)  # noqa: SLF001 - its own module
+    except _REFUSALS:
+        return
+    if not isinstance(alone, Tensor) or not alone.requires_grad or alone.ndim != plain.left.ndim:
+        return
+    examples, sizes = plain.examples, plain.left.shape
+    for dim in sorted(range(alone.ndim), key=lambda dim: (dim != rows.dim, dim)):
+        others = all(sizes[place] == alone.shape[place] for place in range(alone.ndim) if place != dim)
+        if not others:
+            continue
+        if rows.labels is not None:
+            at = replace(rows, dim=dim) if sizes[dim] == rows.labels.shape[0] else None
+        else:
+            major = rows.size // (rows.minor * examples)
+            fits = sizes[dim] == alone.shape[dim] * examples and alone.shape[dim] % major == 0
+            at = Rows(dim=dim, minor=alone.shape[dim] // major, size=sizes[dim]) if fits else None
+        if at is not None:
+            found = replace(plain, left_rows=at)
+            if found._agrees(0, alone):  # noqa: SLF001 - likewise
+                yield found
+
+
+@contextlib.contextmanager
+def _as(autocast: tuple[str, torch.dtype] | None) -> Iterator[None]:
+    """Compute in the precision of the forward pass, which a backward pass has left."""
+    if autocast is None:
+        yield
+        return
+    kind, dtype = autocast
+    with torch.autocast(kind, dtype=dtype, cache_enabled=False):
+        yield

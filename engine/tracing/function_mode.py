@@ -1,0 +1,379 @@
+"""Interception: parameters that no treated module covers, seen through the operations they enter.
+
+Module hooks see modules; a parameter that a model uses by itself is seen by a mode that is shown
+every torch operation. A tensor made from such a parameter alone is *derived*: it is followed until
+it meets the data. There it is one of these:
+
+- a matrix in a product with the data: the place it shows of its parameter is a linear layer, and so is
+  that of each parameter which it is linear in, see ``derivations``;
+- a tensor that is broadcast over the examples: each example gets its own copy, whose gradient is
+  that example's gradient;
+- something else in an operation whose examples never meet: the operation is run again for each of
+  them alone, see ``contributions``;
+- something else: its parameters are declared, and the operation is named.
+
+What the model gets is what the plain operation gives it, strides included. Where following one fails,
+the plain operation is run and the parameters are declared: no error of ours becomes the model's.
+
+The mode costs a few microseconds an operation, so it is entered only for a model that has such
+parameters.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.memory.out_of_memory import is_unexplained
+from engine.model.tensor_storage import apart, storage_of
+from engine.tracing.batch_provenance import Rows, batch_first
+from engine.tracing.custom_functions import shown
+from engine.tracing.example_contributions import contribution, takes_shapes_alone
+from engine.tracing.matrix_products import Multiplying
+from engine.tracing.operator_rewrites import REWRITES, expansion_of
+from engine.tracing.parameter_uses import Sink
+from engine.tracing.pullback import Arrived, Derived, Pullback, outliving
+from engine.tracing.recurrent_rewrites import RECURRENT
+from engine.tracing.tensor_layouts import REARRANGED, arranged, layout_of
+from engine.tracing.tensor_marks import alike_along
+from engine.tracing.torch_functions import (
+    JOINS,
+    POINTWISE,
+    VIEW_PROPERTIES,
+    Operation,
+    hides,
+    operation_name,
+    tensors_of,
+    visible,
+    with_tensors,
+)
+
+
+class Interception(Multiplying):
+    """Shows ``sink`` what ``parameters`` do while inside.
+
+    Args:
+        parameters: Those to watch, by qualified name.
+        sink: Who is told.
+        proving: Run every operation without a rule for each example at once, to see whether that is possible;
+            else this is seen on the way back.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], sink: Sink, *, proving: bool = False) -> None:
+        super().__init__(parameters, sink)
+        self._proving = proving
+        self._pullback = Pullback(self._parameters)
+
+    def begin(self, inputs: Sequence[Tensor], examples: int, *, graphed: bool = True) -> None:
+        """Prepare for one forward pass on ``inputs``, whose examples lead, with gradients or without."""
+        self._marks.begin(examples)
+        self._graphed = graphed
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            self._pullback.begin()
+        for name, leaf in self._pullback.leaves.items():
+            self._marks.put(leaf, frozenset({name}))
+        for tensor in inputs:
+            self.enters(tensor)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch a model, its custom functions included, while inside."""
+        with shown(lambda tensors: any(map(self.is_derived, tensors))), self:
+            yield
+
+    def enters(self, tensor: Tensor) -> None:
+        """Take ``tensor`` for data, whose examples lead."""
+        self._marks.put(tensor, rows=batch_first(tensor, self._marks.examples))
+
+    def arrived(self) -> list[Tensor]:
+        """What the backward pass has brought so far, in whatever form."""
+        return [each.gradient for each in self._pullback.arrived]
+
+    def forget(self) -> None:
+        """Drop what the backward pass has brought."""
+        self._pullback.arrived.clear()
+
+    def returned(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Close one backward pass: (name, first example, gradients (n, numbers)) of what it reached."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            if self._pullback.escaped:
+                self._sink.strange(frozenset(self._pullback.escaped), "")
+            for each in self._pullback.close(self._marks.examples):
+                if isinstance(each, Arrived):
+                    operation = "" if each.contribution is None else each.contribution.operation.name
+                    self._sink.strange(each.names, operation)
+                else:
+                    yield each
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        operation = Operation(func, operation_name(func), args, kwargs or {})
+        if operation.name == "backward":
+            # what a checkpoint runs again within is to be seen too
+            return self._opened(operation)
+        sources = frozenset().union(*(self._marks.sources(tensor) for tensor in operation.tensors))
+        if sources:
+            return self._derive(operation, sources)
+        left = operation.run()
+        self._marks.follow(operation, left)
+        return left
+
+    # ---- operations on derived tensors
+
+    def _derive(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        if operation.func.__name__ in ("__get__", "__set__"):
+            return self._property(operation, sources)
+        try:
+            return self._understood(operation, sources)
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return self._strange(operation, sources)
+
+    def _understood(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        if hides(operation.func):
+            return self._opened(operation)
+        if not any(self._marks.is_data(tensor) for tensor in operation.tensors):
+            return self._alone(operation, sources)
+        rewrite = REWRITES.get(operation.name) or RECURRENT.get(operation.name)
+        if rewrite is not None and not operation.writes:
+            args, kwargs = with_tensors((tuple(operation.args), dict(operation.kwargs)), self._marks.expanded)
+            left = rewrite(self, *args, **kwargs)
+            if left is not NotImplemented:
+                return self._as_torch(operation, left)
+        lifted = self._lifted(operation)
+        if lifted is None:
+            return self._contributed(operation, sources)
+        left = operation.run(lambda tensor: lifted.get(id(tensor), tensor))
+        for tensor in lifted.values():
+            operation.tensors.append(tensor)
+        self._marks.follow(operation, left)
+        return left
+
+    def _as_torch(self, operation: Operation, left: Any) -> Any:  # noqa: ANN401
+        """What a rewrite returned, in the memory layout of the operation itself: the model may view it."""
+        if operation.name not in REARRANGED:
+            return left
+        layout = layout_of(operation.run)
+        with self:
+            return arranged(left, layout)
+
+    def _property(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        if getattr(operation.func, "__self__", None) is None or operation.func.__name__ == "__set__":
+            return operation.run()
+        if operation.func.__self__.__name__ not in VIEW_PROPERTIES:  # type: ignore[attr-defined]
+            return operation.run()
+        return self._alone(operation, sources)
+
+    def _opened(self, operation: Operation) -> Any:  # noqa: ANN401
+        """Run a function that would keep the operations within to itself."""
+        with self:
+            return visible(operation.func)(*operation.args, **operation.kwargs)
+
+    def _alone(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        """An operation without data: what comes out is derived too, unless it stands for all examples already."""
+        if operation.writes:
+            return self._written(operation, sources)
+        left = operation.run(self._parameter_leaf)
+        results = [result for result in tensors_of((left,)) if result.is_floating_point()]
+        if operation.name in ("detach", "data") or not results:
+            return left
+        expansions = self._expansions(operation, results)
+        storages = {storage_of(tensor) for tensor in operation.tensors}
+        if not expansions and (
+            any(storage_of(result) not in storages for result in results)
+            or any(self._repeats(tensor) for tensor in operation.tensors)
+        ):
+            over = {
+                id(tensor): self._spread(tensor) for tensor in operation.tensors if self._stands_for_examples(tensor)
+            }
+            if over:
+                with self:
+                    return operation.run(lambda tensor: over.get(id(tensor), tensor))
+        for place, result in enumerate(results):
+            made = None if expansions else self._derivation(operation, result, self._leaf, place)
+            self._marks.put(result, sources, made=made)
+        for result, expansion in zip(results, expansions, strict=False):
+            self._marks.put(result, sources, expansion=expansion)
+            self._marks.put(expansion, sources)
+        return left
+
+    def _expansions(self, operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
+        """Of each result of a repetition, or of a view of one, the expansion that is the same; or none of them."""
+        if operation.name == "repeat":
+            expansion = expansion_of(self._leaf(operation.args[0]), *operation.args[1:], **operation.kwargs)
+            return [] if expansion is None else [expansion]
+        repeated = {storage_of(self._leaf(tensor)) for tensor in operation.tensors if self._repeats(tensor)}
+        try:
+            views = list(tensors_of((operation.run(self._leaf),))) if repeated else []
+        except RuntimeError:
+            # a repetition has views that its expansion has not
+            return []
+        shapes = [view.shape for view in views] == [result.shape for result in results]
+        return views if shapes and all(storage_of(view) in repeated for view in views) else []
+
+    def _written(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        """Numbers of derived tensors, written to a derived tensor or to a constant: autograd follows that."""
+        into, base = operation.tensors[0], operation.tensors[0]._base  # noqa: SLF001 - what a view is of
+        known = frozenset[str]() if base is None else self._marks.sources(base)
+        if operation.kwargs.get("out") is not None or self._marks.parameter(into) or (known and known != sources):
+            # what else looks at the same numbers would not be known to be made of these parameters
+            return self._strange(operation, sources)
+        if base is not None:
+            self._marks.put(base, sources)
+        left = operation.run(self._parameter_leaf)
+        self._marks.put(into, sources)
+        return left
+
+    def _repeats(self, tensor: Tensor) -> bool:
+        return self._marks.expanded(tensor) is not tensor
+
+    def _contributed(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        """An operation that is nothing else, where its examples never meet."""
+        if operation.writes:
+            return self._strange(operation, sources)
+        rows = {id(tensor): self._marks.rows(tensor) for tensor in operation.tensors if self._marks.is_data(tensor)}
+        left = operation.run(lambda tensor: tensor.detach() if self._marks.sources(tensor) else tensor)
+        stands = apart(left) if isinstance(left, Tensor) else left
+        known = {key: each for key, each in rows.items() if each is not None}
+        found = None
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            again, derived = outliving(operation, self._marks, self._leaf)
+            if len(known) == len(rows):
+                pairs = zip(operation.tensors, again.tensors, strict=True)
+                held = {id(plain): known[id(own)] for own, plain in pairs if id(own) in known}
+                found = contribution(again, [each.tensor for each in derived], held, stands, self._marks.examples)
+                found = None if found is None or (self._proving and not found.holds()) else found
+            if found is None:
+                if not takes_shapes_alone(again, [each.tensor for each in derived]):
+                    self._sink.strange(sources, operation.name)
+                self._marks.follow(operation, left)
+                return left
+        wanted = self._sink.contributed(sources, found.numbers)
+        if not wanted or not torch.is_grad_enabled():
+            return self.with_rows(left, found.left_rows)
+        if not left.requires_grad:
+            left = left.detach().requires_grad_()
+            # a copy, since the next operation may work in place and a leaf forbids that
+            stands = left.clone()
+
+        def arrived(gradient: Tensor) -> None:
+            self._pullback.arrived.append(Arrived(derived=tuple(derived), gradient=gradient, contribution=found))
+
+        left.register_hook(arrived)
+        return self.with_rows(stands, found.left_rows)
+
+    def _strange(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
+        self._sink.strange(sources, operation.name)
+        left = operation.run(lambda tensor: tensor.detach() if self._marks.sources(tensor) else tensor)
+        self._marks.follow(operation, left)
+        return left
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        """What stands for a derived tensor in operations of our own."""
+        return self._marks.expanded(self._parameter_leaf(tensor))
+
+    def _parameter_leaf(self, tensor: Tensor) -> Tensor:
+        name = self._marks.parameter(tensor)
+        return tensor if name is None else self._pullback.leaves[name]
+
+    # ---- broadcast over examples
+    def _lifted(self, operation: Operation) -> dict[int, Tensor] | None:
+        """A copy for each example of every derived tensor among the arguments; None where that is not possible."""
+        data = [tensor for tensor in operation.tensors if self._marks.is_data(tensor)]
+        if operation.writes and not (operation.tensors[0] is data[0] and operation.name in POINTWISE):
+            return None
+        broadcasts = operation.name in POINTWISE or operation.name == "scaled_dot_product_attention"
+        dimensions = max(tensor.ndim for tensor in operation.tensors)
+        rows = self._rows_at(data, dimensions)
+        if rows is None:
+            return None
+        joins = operation.name in JOINS
+        if joins and operation.joined_along % dimensions == rows.dim:
+            return None
+        lifted: dict[int, Tensor] = {}
+        for tensor in operation.tensors:
+            if not self._marks.sources(tensor):
+                continue
+            here = dimensions if broadcasts else tensor.ndim
+            single = self._single(tensor, here, rows, alone=broadcasts or (joins and rows.size == 1))
+            if single is None:
+                return None
+            lifted[id(tensor)] = self._copies(single, rows)
+        return lifted
+
+    def _rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
+        """Where the examples of a result with that many dimensions are, broadcast from the last."""
+        for tensor in data:
+            rows = self._marks.rows(tensor)
+            if rows is not None:
+                dim = rows.dim + dimensions - tensor.ndim
+                return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels)
+        return None
+
+    def _single(self, derived: Tensor, dimensions: int, rows: Rows, *, alone: bool) -> Tensor | None:
+        """``derived`` with one index along the dimension of the examples; None where it has several that differ.
+
+        What is ``alone`` there may stand for all examples.
+        """
+        single = self._leaf(derived)
+        with self:
+            single = single[(None,) * (dimensions - single.ndim)] if single.ndim < dimensions else single
+            if rows.dim >= single.ndim:
+                return None
+            if single.shape[rows.dim] == 1:
+                return single if alone else None
+            return single.narrow(rows.dim, 0, 1) if single.stride(rows.dim) == 0 else None
+
+    def _stands_for_examples(self, tensor: Tensor) -> bool:
+        names, examples = self._marks.sources(tensor), self._marks.examples
+        # one example alone is along every dimension, and along none: what several have shown decides
+        if not names or (examples > 1 and alike_along(self._leaf(tensor), examples) is None):
+            return False
+        return self._sink.expanded(names, examples=examples)
+
+    def _spread(self, tensor: Tensor) -> Tensor:
+        """Data out of a derived tensor that stands for all examples already."""
+        if self._marks.examples == 1:
+            with self:
+                single = self._leaf(tensor).unsqueeze(0)
+            copies = self._copies(single, Rows(dim=0, minor=1, size=1)).squeeze(0)
+            self._marks.put(copies, rows=batch_first(copies, 1))
+        else:
+            dim = alike_along(self._leaf(tensor), self._marks.examples)
+            if dim is None:
+                raise ValueError("no dimension of this tensor is the examples'")
+            with self:
+                single = self._leaf(tensor).narrow(dim, 0, 1)
+            copies = self._copies(single, Rows(dim=dim, minor=1, size=self._marks.examples))
+        with self:
+            return copies.contiguous() if self._repeats(tensor) else copies
+
+    def _copies(self, single: Tensor, rows: Rows) -> Tensor:
+        """``single`` repeated along the examples' dimension, each copy with its own gradient."""
+        names = self._marks.sources(single)
+        wanted = self._sink.broadcast(names)
+        count = rows.size if rows.labels is None else rows.labels.shape[0]
+        shape = [count if dim == rows.dim else -1 for dim in range(single.ndim)]
+        copies = single.detach().expand(shape)
+        if wanted and torch.is_grad_enabled():
+            copies.requires_grad_()
+            examples = self._marks.examples
+
+            def arrived(leaf: Tensor) -> None:
+                if leaf.grad is not None:
+                    gradient, leaf.grad = leaf.grad, None
+                    summed = rows.per_example(gradient, examples).unsqueeze(rows.dim + 1)
+                    own = (Derived(tensor=single, names=names),)
+                    self._pullback.arrived.append(Arrived(derived=own, gradient=summed))
+
+            copies.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self._marks.put(copies, rows=rows)
+        return copies

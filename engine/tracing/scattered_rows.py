@@ -1,0 +1,90 @@
+"""Scattered rows: whose the rows of a result are, into which the rows of another tensor were put by an index.
+
+Messages along a graph's edges are summed at the nodes where the edges end, words at their bags, nodes at their graphs.
+A row of the result is that of example n where everything put into it is of example n. A row that nothing is put into
+(a node without neighbours) says nothing itself; it is known where the result has the layout that its source was picked
+from, or the examples' own order, and every row that is written agrees with that layout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.tracing.batch_provenance import Rows
+
+SCATTERS = frozenset({"scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_reduce"})
+"""Operations that put the rows of a source where an index says: ``(into, dim, index, source, …)``."""
+
+
+def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tensor, Tensor] | None:
+    """Return dimension, index and source of one of ``SCATTERS``; None where a number is put everywhere."""
+    given = dict(zip(("dim", "index", "source"), args[1:], strict=False)) | dict(kwargs)
+    source = given.get("source", given.get("src"))
+    if not isinstance(given.get("dim"), int) or not isinstance(source, Tensor):
+        return None
+    return given["dim"], given["index"], source
+
+
+def scattered(source: Rows, into: Rows | None, index: Tensor, dim: int, left: Tensor, examples: int) -> Rows | None:
+    """Return the rows of a result that ``index`` put the rows of a source into; None where examples meet.
+
+    Args:
+        source: Where the examples of the source are, along ``dim``.
+        into: The same of what the source is put into; None where that is a constant.
+        index: Places in the result, shape (K,) or that of the source.
+        dim: The dimension along which rows are put.
+        left: The result.
+        examples: N.
+    """
+    places = index.movedim(dim, 0).flatten(1) if index.ndim > 1 else index[:, None]
+    known = _owners(source, examples, index.device)[: places.shape[0], None]
+    for rows in (into,) if into is not None else _layouts(source, left, dim, examples):
+        owners = _owners(rows, examples, index.device)
+        if owners.shape[0] == left.shape[dim] and bool((owners[places] == known).all()):
+            return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels, origin=rows.origin)
+    return None if into is not None else _received(places, known, left.shape[dim], dim, examples)
+
+
+def _owners(rows: Rows, examples: int, device: torch.device) -> Tensor:
+    """(K,) the example of each index along the dimension of the examples."""
+    own = rows.owners(examples)
+    return own if own is not None else torch.arange(rows.size, device=device) // rows.minor % examples
+
+
+def _layouts(source: Rows, left: Tensor, dim: int, examples: int) -> Iterator[Rows]:
+    """Those that a result may have: of what the source was picked from, nearest first, or example by example."""
+    layout: Rows | None = source.origin
+    while layout is not None:
+        yield layout
+        layout = layout.origin
+    yield source
+    size = left.shape[dim]
+    if size and size % examples == 0:
+        yield Rows(dim=dim, minor=size // examples, size=size)
+
+
+def _received(places: Tensor, known: Tensor, size: int, dim: int, examples: int) -> Rows | None:
+    """The rows of a result of no known layout, each of which receives something, of one example alone."""
+    least, most = (
+        torch.full((size,), fill, device=places.device).scatter_reduce_(
+            0, places.flatten(), known.expand_as(places).flatten(), reduction
+        )
+        for fill, reduction in ((examples, "amin"), (-1, "amax"))
+    )
+    if not torch.equal(least, most):
+        return None
+    return Rows(dim=dim, minor=1, size=examples, labels=least)
+
+
+def joined(parts: Sequence[Rows], examples: int, device: torch.device) -> Rows:
+    """Return the rows of tensors that are put one behind the other along the dimension of their examples."""
+    owners = torch.cat([_owners(part, examples, device) for part in parts])
+    count = owners.shape[0]
+    for minor in (1, count // examples):
+        if minor and count % (minor * examples) == 0:
+            layout = Rows(dim=parts[0].dim, minor=minor, size=count)
+            if torch.equal(_owners(layout, examples, device), owners):
+                return layout
+    return Rows(dim=parts[0].dim, minor=1, size=examples, labels=owners)

@@ -1,0 +1,198 @@
+"""Marks: what interception knows of each tensor in the current forward pass, kept on the tensor itself.
+
+A tensor is *derived* where it was made of watched parameters alone, and *data* where anything that
+entered the model is in it; of data, a mark says where its examples are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from engine.memory.out_of_memory import is_unexplained
+from engine.row_layout.layer_calls import version
+from engine.tracing.batch_provenance import Rows, batch_first, followed
+from engine.tracing.derived_weights import Derivation
+from engine.tracing.scattered_rows import SCATTERS, joined, scattered, source_of
+from engine.tracing.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
+
+_MARK = "kronoscope"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is known of one tensor."""
+
+    epoch: object
+    sources: frozenset[str] | None = None
+    """The parameters that it was made of alone; None for data."""
+    rows: Rows | None = None
+    """Of data, where its examples are, if that is known."""
+    expansion: Tensor | None = None
+    """Of a repetition: the same numbers as an expansion, by whose strides its copies are known to be alike."""
+    version: int = 0
+    """Writes to the tensor until the expansion was made, or the derivation."""
+    made: Derivation | None = None
+    """How it is linear in other derived tensors, if that is known."""
+
+
+class Marks:
+    """The marks of one forward pass; those of earlier passes do not count."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._epoch = object()
+        self.examples = 0
+        """N of the pass."""
+
+    def begin(self, examples: int) -> None:
+        """Forget all marks, for a forward pass of that many examples."""
+        self.examples, self._epoch = examples, object()
+
+    def of(self, tensor: Tensor) -> Mark | None:
+        """Return the tensor's mark, if it has one of this pass."""
+        mark = vars(tensor).get(_MARK)
+        return mark if isinstance(mark, Mark) and mark.epoch is self._epoch else None
+
+    def put(
+        self,
+        tensor: Tensor,
+        sources: frozenset[str] | None = None,
+        rows: Rows | None = None,
+        expansion: Tensor | None = None,
+        made: Derivation | None = None,
+    ) -> None:
+        """Mark ``tensor`` in the place of what was known of it."""
+        written = 0 if expansion is None and made is None else version(tensor)
+        vars(tensor)[_MARK] = Mark(self._epoch, sources, rows, expansion, written, made)
+
+    def made(self, tensor: Tensor) -> Derivation | None:
+        """Return how a derived tensor was made, unless it or its parts were written to since."""
+        mark = self.of(tensor)
+        if mark is None or mark.made is None or mark.version != version(tensor) or not mark.made.holds:
+            return None
+        return mark.made
+
+    def expanded(self, tensor: Tensor) -> Tensor:
+        """Return the expansion of a repetition that has not been written to since; any other tensor itself."""
+        mark = self.of(tensor)
+        if mark is None or mark.expansion is None or mark.version != version(tensor):
+            return tensor
+        return mark.expansion
+
+    def parameter(self, tensor: Tensor) -> str | None:
+        """Return the name of the watched parameter that ``tensor`` is."""
+        return self._names.get(id(tensor))
+
+    def sources(self, tensor: Tensor) -> frozenset[str]:
+        """Return the parameters that ``tensor`` was made of alone; none for data and constants."""
+        name = self.parameter(tensor)
+        if name is not None:
+            return frozenset({name})
+        mark = self.of(tensor)
+        return frozenset() if mark is None or mark.sources is None else mark.sources
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what entered the model."""
+        if self.sources(tensor):
+            return False
+        return tensor.requires_grad or self.of(tensor) is not None
+
+    def rows(self, tensor: Tensor) -> Rows | None:
+        """Return where the examples of data are; what came out of an operation that no mode sees leads with them."""
+        mark = self.of(tensor)
+        return batch_first(tensor, self.examples) if mark is None else mark.rows
+
+    def follow(self, operation: Operation, left: object) -> None:
+        """Mark the results of an operation on data."""
+        data = [tensor for tensor in operation.tensors if self.of(tensor) is not None]
+        if not data or (operation.name in ("to", "type_as") and operation.args[0] is not data[0]):
+            # a constant that takes only its type from the data stays one
+            return
+        for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
+            rows = self._combined(operation, result)
+            for tensor in data:
+                before = self.rows(tensor)
+                if before is not None and rows is None:
+                    rows = self._followed(operation, tensor, before, result)
+            if operation.name not in CONSTANTS or (rows is not None and rows.labels is None):
+                self.put(result, rows=rows)
+
+    def _combined(self, operation: Operation, left: Tensor) -> Rows | None:
+        """Return the rows of what the rows of several tensors were put into; None where there is no rule for it."""
+        try:
+            if operation.name in SCATTERS:
+                return self._scattered(operation, left)
+            return self._joined(operation, left) if operation.name in JOINS - {"stack"} else None
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return None
+
+    def _joined(self, operation: Operation, left: Tensor) -> Rows | None:
+        parts = [self.rows(tensor) for tensor in operation.args[0] if self.of(tensor) is not None]
+        dim = operation.joined_along % left.ndim
+        rows = [part for part in parts if part is not None and part.dim == dim]
+        return joined(rows, self.examples, left.device) if len(rows) == len(operation.args[0]) else None
+
+    def _scattered(self, operation: Operation, left: Tensor) -> Rows | None:
+        """Return the rows of what other rows were put into, along the dimension of their examples."""
+        parts, into = source_of(operation.args, operation.kwargs), operation.args[0]
+        rows = None if parts is None else self.rows(parts[2])
+        if parts is None or rows is None or self.of(parts[2]) is None or parts[0] % left.ndim != rows.dim:
+            return None
+        held = self.of(into)
+        if held is not None and (held.rows is None or held.rows.dim != rows.dim):
+            # what is there already has an order that is not known
+            return None
+        return scattered(rows, None if held is None else held.rows, parts[1], rows.dim, left, self.examples)
+
+    def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
+        try:
+            return followed(operation.name, entered, rows, operation.args, operation.kwargs, left, self.examples)
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return None
+
+
+class Marking(TorchFunctionMode):
+    """A mode that keeps marks, and tells them to those who rewrite its operations."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._marks = Marks(parameters)
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what entered the model."""
+        return self._marks.is_data(tensor)
+
+    def is_derived(self, tensor: object) -> bool:
+        """Whether a tensor was made of the watched parameters alone."""
+        return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
+
+    def leads(self, tensor: Tensor) -> bool:
+        """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
+        return self._marks.examples > 1 and getattr(self._marks.rows(tensor), "dim", 0) == 0
+
+    def rows_of(self, tensor: Tensor) -> Rows | None:
+        """Where the examples of data are, if that is known."""
+        return self._marks.rows(tensor)
+
+    def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
+        """Where the examples of a result are that ``index`` put the rows of ``source`` into; None where they meet."""
+        rows = self._marks.rows(source)
+        return None if rows is None else scattered(rows, None, index, rows.dim, left, self._marks.examples)
+
+    def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
+        """``tensor``, its examples known to be where ``rows`` say."""
+        self._marks.put(tensor, rows=rows)
+        return tensor
+
+
+def alike_along(tensor: Tensor, examples: int) -> int | None:
+    """Return the one dimension along which ``tensor`` holds ``examples`` copies; None where none or several do."""
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    alike = [dim for dim, (size, stride) in sizes if stride == 0 and size == examples > 1]
+    return alike[0] if len(alike) == 1 else None

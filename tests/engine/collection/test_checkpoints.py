@@ -1,0 +1,405 @@
+"""A collection that is stopped anywhere and gone on with from its checkpoint ends with the same bits."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from catalog.woodbury import Woodbury
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.analyses.factors import collect_factors
+from engine.collect import collected
+from engine.collection import checkpoints
+from engine.collection.checkpoints import MANIFEST, counts
+from engine.collection.collection_state import bit_sum
+from engine.errors import NonFiniteLoss, StopRequested
+from engine.factors.kronecker_factors import digest
+from engine.memory.plan import Chosen
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts, workspace
+
+BATCHES = 6
+
+
+class Small(nn.Module):
+    """Every form of statistics, a layer that is never reached, random numbers and a buffer that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.unused = nn.Linear(8, 3)
+        self.words = nn.Linear(8, 20)
+        self.words.weight = self.table.weight
+        self.head = nn.Linear(20, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.forwards = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.forwards += 1
+        if torch.is_grad_enabled():
+            # so that the dry run leaves it alone; without the generators' state and the buffer a resumed run differs
+            self.count += 1
+        x = self.norm(self.table(ids))
+        x = self.q(x) * self.k(x) + torch.rand(8) + self.count
+        return self.head(torch.tanh(self.words(torch.tanh(x)))).mean(1)
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randint(0, 20, (4, 5), generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(BATCHES)]
+
+
+def space(
+    scratch: MemoryArtifacts, *, stop_at: int | None = None, chunks: Any = None, policy: Any = "auto", **options: Any
+) -> Workspace:
+    torch.manual_seed(0)
+    # a check would be one forward pass more in a batch that only some attempts come to
+    options = {"self_check": "first", **options}
+    made = workspace(Small(), chunks or data(), "classification", batch_size=4, **options)
+    made.kinds, made.examples, made.scratch, made.checkpoint_seconds = ("factors",), 4 * BATCHES, scratch, 1e-9
+    made.woodbury = Woodbury(policy=policy)
+    asked = 0
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == stop_at:
+            raise StopRequested
+
+    made.checkpoint = stop
+    return made
+
+
+def rows(made: Workspace) -> list[tuple[Any, ...]]:
+    return [
+        (row.layer, row.reason, row.record.digest_A, row.record.digest_G, row.record.positions, row.record.terms,
+         row.record.passes, row.record.update_index, row.record.exact_trace, row.record.trace_standard_error)
+        for row in collect_factors(None, made)
+    ]  # fmt: skip
+
+
+def said(made: Workspace) -> list[str]:
+    lines: list[str] = []
+    # that the model draws is said in every attempt
+    made.log = lambda level, message: lines.append(message) if level != "debug" and "draws" not in message else None
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint after every batch, whatever the last one took, in more than one file."""
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_FILE_BYTES", 600)
+
+
+def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
+    made = space(scratch, stop_at=stop_at, **more)
+    with pytest.raises(StopRequested):
+        collected(made)
+
+
+@pytest.mark.parametrize("stop_at", range(2, BATCHES + 1))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fisher": "mc", "samples": 2},
+        {"fisher": "empirical", "ema_decay": 0.9, "update_freq": 2},
+        {"fisher": "type2", "sharing": "reduce"},
+        {"fisher": "forward_only", "dtype": "float64"},
+        {"fisher": "mc", "policy": "all", "ema_decay": 0.9},
+    ],
+)
+def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: int) -> None:
+    undisturbed = space(MemoryArtifacts(), **options)
+    undisturbed.checkpoint_seconds = 0
+    truth = rows(undisturbed)
+    forwards = undisturbed.model.forwards  # type: ignore[union-attr]
+    scratch = MemoryArtifacts()
+    stopped(scratch, stop_at, **options)
+    again = space(scratch, **options)
+    lines = said(again)
+    assert rows(again) == truth
+    assert f"collection resumed at batch {stop_at - 1} of {BATCHES}" in lines
+    dry_runs = forwards - -(-BATCHES // options.get("update_freq", 1))
+    update_freq = options.get("update_freq", 1)
+    left = sum(number % update_freq == 0 for number in range(stop_at - 1, BATCHES))
+    assert again.model.forwards == dry_runs + left  # type: ignore[union-attr]
+    assert float(again.model.count) == 0  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("stop_at", [3, 5])
+def test_a_resumed_collection_has_proved_as_much(stop_at: int) -> None:
+    undisturbed = space(MemoryArtifacts(), self_check="growing")
+    undisturbed.checkpoint_seconds = 0
+    truth = collected(undisturbed)
+    scratch = MemoryArtifacts()
+    stopped(scratch, stop_at, self_check="growing")
+    again = space(scratch, self_check="growing")
+    found = collected(again)
+    for one, other in zip(found.layers, truth.layers, strict=True):
+        assert (one.gradient_identity, one.examples_checked) == (other.gradient_identity, other.examples_checked)
+        assert digest(found.load(one.ordinal).A) == digest(truth.load(other.ordinal).A)
+
+
+@pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))
+def test_finished_passes_are_not_made_again(stop_at: int) -> None:
+    parts = (("table", "norm"), ("q", "k", "unused"), ("head",))
+    undisturbed = space(MemoryArtifacts())
+    undisturbed.chosen = Chosen(parts=parts)
+    truth = rows(undisturbed)
+    assert truth[0][6] == 3
+    forwards = undisturbed.model.forwards  # type: ignore[union-attr]
+    scratch = MemoryArtifacts()
+    made = space(scratch, stop_at=stop_at)
+    made.chosen = Chosen(parts=parts)
+    with pytest.raises(StopRequested):
+        rows(made)
+    again = space(scratch)
+    again.chosen = Chosen(parts=parts)
+    lines = said(again)
+    assert rows(again) == truth
+    assert again.model.forwards == forwards - min(stop_at - 1, 3 * BATCHES)  # type: ignore[union-attr]
+    assert bool(lines) == (stop_at > 1)
+
+
+def test_killed_while_the_eigenvalues_are_corrected() -> None:
+    def corrections(made: Workspace) -> list[Tensor]:
+        whole = collected(made)
+        assert whole.load_corrected is not None
+        return [whole.load_corrected(layer.ordinal).eigenvalues for layer in whole.layers]
+
+    undisturbed = space(MemoryArtifacts(), ekfac=True)
+    truth = corrections(undisturbed)
+    scratch = MemoryArtifacts()
+    # in the second batch of the second pass
+    stopped(scratch, BATCHES + 2, ekfac=True)
+    again = space(scratch, ekfac=True)
+    lines = said(again)
+    found = corrections(again)
+    assert all(torch.equal(one, other) for one, other in zip(found, truth, strict=True))
+    assert f"collection resumed at batch {BATCHES} of {BATCHES}" in lines
+    assert collected(again).passes == collected(undisturbed).passes
+
+
+def test_a_third_attempt_goes_on_from_the_second() -> None:
+    truth = rows(space(MemoryArtifacts()))
+    scratch = MemoryArtifacts()
+    stopped(scratch, 3)
+    # passing over the two batches asks twice
+    stopped(scratch, 2 + 3)
+    again = space(scratch)
+    lines = said(again)
+    assert rows(again) == truth
+    assert f"collection resumed at batch 4 of {BATCHES}" in lines
+
+
+def test_only_the_last_checkpoint_stands() -> None:
+    scratch = MemoryArtifacts()
+    stopped(scratch, 5)
+    assert set(scratch.tensors) == set(scratch.tables[MANIFEST]["body"]["files"])
+    assert len(scratch.tensors) > 1
+
+
+def flipped(scratch: MemoryArtifacts) -> None:
+    file = max(scratch.tensors)
+    tensor = next(iter(scratch.tensors[file].values()))
+    tensor.view(torch.uint8).view(-1)[0] ^= 1
+
+
+def counted(scratch: MemoryArtifacts) -> None:
+    scratch.tables[MANIFEST]["body"]["cursor"]["terms"] += 1
+
+
+def missing(scratch: MemoryArtifacts) -> None:
+    del scratch.tensors[max(scratch.tensors)]
+
+
+@pytest.mark.parametrize("damage", [flipped, counted, missing])
+def test_a_damaged_checkpoint_is_discarded(damage: Callable[[MemoryArtifacts], None]) -> None:
+    truth = rows(space(MemoryArtifacts()))
+    scratch = MemoryArtifacts()
+    stopped(scratch, 4)
+    damage(scratch)
+    again = space(scratch)
+    lines = said(again)
+    assert rows(again) == truth
+    assert "discarded" in lines[0]
+    assert not any("resumed" in line for line in lines)
+
+
+def test_damaged_factors_that_waited_are_collected_again() -> None:
+    parts = (("table", "norm", "q", "k"), ("unused", "head"))
+    undisturbed = space(MemoryArtifacts())
+    undisturbed.chosen = Chosen(parts=parts)
+    truth = rows(undisturbed)
+    scratch = MemoryArtifacts()
+    made = space(scratch, stop_at=BATCHES + 3)
+    made.chosen = Chosen(parts=parts)
+    with pytest.raises(StopRequested):
+        collected(made)
+    scratch.tensors["0.G.safetensors"]["G"][0] += 1
+    again = space(scratch)
+    again.chosen = Chosen(parts=parts)
+    lines = said(again)
+    assert rows(again) == truth
+    assert "layer `table`" in lines[0]
+
+
+def others() -> Iterator[tuple[str, Callable[[Workspace], None]]]:
+    def weights(made: Workspace) -> None:
+        with torch.no_grad():
+            made.model.head.weight[0, 0] += 1  # type: ignore[union-attr, index, operator]
+
+    def document(made: Workspace) -> None:
+        made.conditions = {"document": "another"}
+
+    def plan(made: Workspace) -> None:
+        made.chosen = Chosen(parts=(("table", "norm", "q", "k"), ("unused", "head")))
+
+    def values(made: Workspace) -> None:
+        chunks = data()
+        chunks[1][0][0, 0] = (chunks[1][0][0, 0] + 1) % 20
+        made.batches = lambda: iter(chunks)
+
+    def order(made: Workspace) -> None:
+        chunks = data()
+        made.batches = lambda: iter([chunks[1], chunks[0], *chunks[2:]])
+
+    def fewer(made: Workspace) -> None:
+        made.batches = lambda: iter(data()[:2])
+
+    yield "model", weights
+    yield "document", document
+    yield "plan", plan
+    yield "data", values
+    yield "data", order
+    yield "data", fewer
+
+
+@pytest.mark.parametrize(("named", "change"), list(others()))
+def test_a_checkpoint_of_something_else_is_discarded(named: str, change: Callable[[Workspace], None]) -> None:
+    fresh = space(MemoryArtifacts())
+    change(fresh)
+    truth = rows(fresh)
+    scratch = MemoryArtifacts()
+    stopped(scratch, 4)
+    again = space(scratch)
+    change(again)
+    lines = said(again)
+    assert rows(again) == truth
+    assert "discarded" in lines[0]
+    assert named in lines[0]
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = rows(space(MemoryArtifacts()))
+    made = space(MemoryArtifacts())
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(made.scratch, "save_tensors", refuse)
+    lines = said(made)
+    assert rows(made) == truth
+    assert "No space left" in lines[0]
+
+
+def test_layers_that_stop_sharing_in_a_resumed_run() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) + self.k(x if x[0, 0] < 100 else x.clone())
+
+    chunks = [(torch.randn(4, 4), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
+    chunks[3][0][0, 0] = 1000
+
+    def made(scratch: MemoryArtifacts, stop_at: int | None = None) -> Workspace:
+        given = space(scratch, stop_at=stop_at, chunks=chunks)
+        torch.manual_seed(3)
+        given.model = Sometimes()
+        return given
+
+    truth = rows(made(MemoryArtifacts()))
+    assert truth[0][6] == 2
+    scratch = MemoryArtifacts()
+    with pytest.raises(StopRequested):
+        collected(made(scratch, 3))
+    assert rows(made(scratch)) == truth
+    # and once more, in the pass that was begun anew
+    scratch = MemoryArtifacts()
+    with pytest.raises(StopRequested):
+        collected(made(scratch, 7))
+    assert rows(made(scratch)) == truth
+
+
+def test_a_fault_after_resuming_names_the_same_examples() -> None:
+    chunks = [(torch.randn(4, 4), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
+    chunks[3][0][0, 0] = torch.nan
+
+    def fault(scratch: MemoryArtifacts, stop_at: int | None = None) -> str:
+        made = space(scratch, stop_at=stop_at, chunks=chunks, update_freq=3)
+        made.model = nn.Linear(4, 3)
+        torch.nn.init.ones_(made.model.weight)
+        torch.nn.init.ones_(made.model.bias)
+        with pytest.raises((NonFiniteLoss, StopRequested)) as raised:
+            collected(made)
+        return str(raised.value)
+
+    truth = fault(MemoryArtifacts())
+    assert "examples 12 to" in truth
+    scratch = MemoryArtifacts()
+    assert fault(scratch, 3) == ""
+    assert fault(scratch) == truth
+
+
+def test_no_checkpoint_sooner_than_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_SHARE", 20)
+    made = space(MemoryArtifacts())
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    kept = checkpoints.Checkpoints(workspace=made, model=nn.Linear(1, 1), conditions={}, clock=clock)
+    made.checkpoint_seconds = 60
+    now = 59
+    assert not kept.due()
+    now = 60
+    assert kept.due()
+    kept._saved_at, kept._took = 60, 10
+    now = 259
+    assert not kept.due()
+    now = 260
+    assert kept.due()
+    made.checkpoint_seconds = 0
+    assert not kept.due()
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_an_error() -> None:
+    statistics = LayerStatistics(layer=None, sharing="expand")  # type: ignore[arg-type]
+    assert counts(statistics)["terms"] == 0
+    statistics.flaw = ["a list"]  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="`flaw`"):
+        counts(statistics)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float64, torch.cfloat])
+def test_every_type_of_tensor_has_a_checksum(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 2).to(dtype)
+    before = bit_sum(tensor)
+    assert before != 0
+    tensor[1, 1] = 0
+    assert bit_sum(tensor) != before
+    # what lies elsewhere in memory, or not in order
+    moved = torch.cat([torch.zeros(1, 2, dtype=dtype), tensor])[1:]
+    assert bit_sum(moved) == bit_sum(tensor)
+    assert bit_sum(moved.T.contiguous().T) == bit_sum(tensor)
+    assert bit_sum(tensor[:0]) == 0
+    assert bit_sum(torch.ones((), dtype=dtype)) != 0

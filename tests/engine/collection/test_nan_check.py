@@ -1,0 +1,167 @@
+"""A number that is not finite is noticed at its batch, and its origin is named."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.collection.nan_check import Witness
+from engine.errors import NonFiniteFactor, NonFiniteLoss
+from engine.factors.factor_set import Collected
+from tests.oracles import collect
+
+
+class Net(nn.Module):
+    """Three layers, of which the middle one meets a logarithm of what may be negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.act = nn.Identity()
+        self.double()
+
+    def inner(self, h: Tensor) -> Tensor:
+        return torch.tanh(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.middle(self.inner(self.first(x)))))
+
+
+def data(examples: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(examples, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 3, (examples,), generator=generator)
+
+
+def measured(model: nn.Module, x: Tensor, y: Tensor, **options: object) -> Collected:
+    return collect(model, [(x, y)], "classification", batch_size=8, **options)
+
+
+def test_nan_between_two_modules_names_batch_examples_and_module() -> None:
+    class Root(Net):
+        def inner(self, h: Tensor) -> Tensor:
+            return torch.sqrt(h + 50)
+
+    x, y = data()
+    x[21] = 1000.0  # the only example with features below −50
+    with pytest.raises(NonFiniteLoss) as caught:
+        measured(Root(), x, y)
+    said = str(caught.value)
+    assert caught.value.layer == "middle"
+    assert "batch 2 (examples 20 to 21)" in said
+    bad = int((Net().first(x[21:22]) < -50).sum())
+    # one row with a NaN spoils its six outputs
+    assert f"`middle` (Linear), 6 of 12, and {bad} such numbers entered it, made between modules" in said
+
+
+def test_a_module_that_makes_them_is_named_with_their_count() -> None:
+    class Root(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return torch.where(h.abs() > 50, torch.full_like(h, float("nan")), h)
+
+    model = Net()
+    model.act = Root()  # type: ignore[assignment]
+    x, y = data()
+    x[12] = 1000.0
+    model.inner = lambda h: h  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLoss, match=r"`act` \(Root\), \d of 12, and what entered it is finite") as caught:
+        measured(model, x, y)
+    assert "batch 1 (examples 12 to 13)" in str(caught.value)
+    assert caught.value.layer == "act"
+
+
+def test_the_very_first_example_is_no_exception() -> None:
+    """A dry run looks at it before any batch, and finds it first."""
+    model = Net()
+    model.last.weight.data[0] = 1e300
+    x, y = data()
+    x[0] = 1e200
+    model.inner = lambda h: h  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLoss, match=r"batch 0 \(examples 0 to 1\); .* `last` \(Linear\), 1 of 6"):
+        measured(model, x, y)
+
+
+def test_nan_in_the_data_is_the_datas() -> None:
+    x, y = data()
+    x[33, 1] = float("nan")
+    with pytest.raises(
+        NonFiniteLoss, match=r"the data's inputs hold 1 NaN or infinite number in batch 4 \(examples 32 to 33"
+    ):
+        measured(Net(), x, y)
+
+
+def test_squares_that_overflow_are_noticed_at_their_batch_not_at_the_end() -> None:
+    x, y = data()
+    batches_seen = []
+
+    class Loud(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            batches_seen.append(x.shape[0])
+            loud = 1e25 * (x[:, :1].abs() > 100)
+            return super().forward(x) + self.extra(loud * x.sign()) * 1e-30
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(4, 3)
+
+    x[17, 0] = 1000.0
+    with pytest.raises(NonFiniteFactor) as caught:
+        measured(Loud().float(), x.float(), y, fisher="mc", dtype="float32")
+    said = str(caught.value)
+    assert caught.value.layer == "extra"
+    assert (
+        "`extra`: 4 of the 5 moments on the diagonal of A are NaN or infinite after batch 2 (examples 16 to 23)" in said
+    )
+    assert "float32" in said
+    # dry runs are of fewer examples; then batches 0, 1 and 2: the other two were not waited for
+    assert batches_seen.count(8) == 3
+
+
+def test_a_gradient_that_is_not_finite_names_the_layer_next_to_it() -> None:
+    class Root(Net):
+        def inner(self, h: Tensor) -> Tensor:
+            # the root's gradient at zero is infinite, and zero times that is NaN, though its value is zero
+            return torch.tanh(h) + (h * 0).sqrt()
+
+    x, y = data()
+    with pytest.raises(NonFiniteFactor, match=r"layer `first`: \d of the 6 moments on the diagonal of G .* batch 0"):
+        measured(Root(), x, y)
+
+
+def test_looking_at_finite_sums_moves_no_number_to_the_host_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look a batch, whatever the number of layers: a device need not be waited for at each."""
+    looks = []
+    original = Tensor.__bool__
+
+    def counted(self: Tensor) -> bool:
+        looks.append(1)
+        return original(self)
+
+    counts = []
+    require = Witness.require_finite
+
+    def watched(self: Witness, statistics: object) -> None:
+        before = len(looks)
+        require(self, statistics)  # type: ignore[arg-type]
+        counts.append(len(looks) - before)
+
+    monkeypatch.setattr(Tensor, "__bool__", counted)
+    monkeypatch.setattr(Witness, "require_finite", watched)
+    x, y = data()
+    measured(Net(), x, y)
+    assert counts == [1] * 5
+
+
+def test_minus_infinity_in_a_mask_is_no_fault() -> None:
+    class Masked(Net):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x * torch.softmax(mask, -1)) * (x[:, :1] * 1e300)
+
+    x, y = data()
+    x[9, 0] = 1e300
+    mask = torch.zeros_like(x)
+    mask[:, 1] = -torch.inf
+    with pytest.raises(
+        NonFiniteLoss, match=r"first module to put out such numbers is the model itself \(Masked\), 3 of 6"
+    ):
+        collect(Masked(), [((x, mask), y)], "classification", batch_size=8)

@@ -1,0 +1,134 @@
+"""Sums on the host: the same statistics, by way of two small staging buffers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from catalog.memory import Memory
+from engine.collect import collected
+from engine.linalg.gram import add_gram_, add_grams_
+from engine.memory import host_accumulation
+from engine.memory.device_speed import measured_pace
+from engine.memory.host_accumulation import Staging, staging_numbers
+from engine.memory.plan import Chosen
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts, relative_error, workspace
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("numbers", [7, 20, 49, 10_000])
+def test_panels_of_any_size_make_the_same_triangle(numbers: int) -> None:
+    rows = torch.randn(30, 7, dtype=torch.float64)
+    total, truth = torch.ones(7, 7, dtype=torch.float64), torch.ones(7, 7, dtype=torch.float64) + rows.T @ rows
+    staging = Staging(numbers, torch.float64, CPU)
+    add_gram_(total, rows, staging)
+    staging.settle()
+    assert relative_error(total.triu(), truth.triu()) < 1e-14
+
+
+@pytest.mark.parametrize(("groups", "size"), [(5, 3), (40, 1), (2, 400)])
+def test_groups(groups: int, size: int) -> None:
+    rows = torch.randn(11, groups * size, dtype=torch.float64)
+    truth = torch.einsum("pgi,pgj->gij", *[rows.view(11, groups, size)] * 2)
+    staging = Staging(max(size * size // 3, groups), torch.float64, CPU)
+    total = add_grams_(torch.zeros(groups, size, size, dtype=torch.float64), rows, staging)
+    staging.settle()
+    assert relative_error(total.triu(), truth.triu()) < 1e-14
+
+
+def test_additions_arrive_in_order_and_only_once() -> None:
+    staging = Staging(2, torch.float64, CPU)
+    total, added = torch.zeros(2, dtype=torch.float64), []
+    for number in range(5):
+        staging.add_(total, lambda made, number=number: made.fill_(10.0**number))
+        added.append(float(total[0]))
+    # two are always on their way
+    assert added == [0, 0, 1, 11, 111]
+    for _ in range(2):
+        staging.settle()
+        assert total.tolist() == [11111, 11111]
+
+
+def test_a_buffer_is_no_larger_than_the_largest_factor_or_a_panel() -> None:
+    assert staging_numbers([(1, 10), (1, 3)]) == 100
+    assert staging_numbers([(6, 4), (50, 1)]) == 6 * 16
+    assert staging_numbers([(1, 2**15)]) == 2**24
+    # one row must fit
+    assert staging_numbers([(2**25, 1)]) == 2**25
+    assert staging_numbers([]) == 1
+
+
+class Every(nn.Module):
+    """A table, grouped and depthwise convolutions, a norm, a head tied to the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.grouped, self.depthwise = nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 1, groups=8)
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.table(ids)).transpose(1, 2)
+        x = torch.tanh(self.depthwise(self.grouped(x))).transpose(1, 2)
+        return self.head(torch.tanh(self.q(x)) * self.k(x))
+
+
+def space(wish: str, **options: Any) -> Workspace:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 11, (10, 6))
+    made = workspace(Every(), [(ids, ids)], "causal_lm", **options)
+    made.memory_options = Memory(offload=wish, micro_batch=3)  # type: ignore[arg-type]
+    return made
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical", "forward_only"])
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}, {"sharing": "reduce"}, {"nested": True}])
+def test_sums_on_the_host_are_the_same(fisher: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # small panels, so that there are several
+    monkeypatch.setattr(host_accumulation, "_PANEL", 24)
+    off, on = space("off", fisher=fisher, **options), space("on", fisher=fisher, **options)
+    plans: list[Any] = []
+    on.planned = plans.append
+    truth, found = collected(off), collected(on)
+    assert plans[0]["offload"]
+    assert [term["name"] for term in plans[0]["terms"]].count("staging") == 2
+    assert [layer.name for layer in found.layers] == [layer.name for layer in truth.layers]
+    for layer in truth.layers:
+        left, right = found.load(layer.ordinal), truth.load(layer.ordinal)
+        assert relative_error(left.A, right.A) < 1e-13
+        assert relative_error(left.G, right.G) < 1e-13
+    for left_size, right_size in zip(found.nested, truth.nested, strict=True):
+        assert relative_error(left_size.load(0).A, right_size.load(0).A) < 1e-13
+
+
+def test_passes_and_their_replay() -> None:
+    whole, cut = space("on"), space("on")
+    names = [layer.name.partition("[")[0] for layer in collected(whole).layers]
+    plans: list[Any] = []
+    again = space("on")
+    again.planned = plans.append
+    collected(again)
+    cut.chosen = offload_chosen(plans[0], sorted(set(names), key=names.index))
+    cut.memory_options, cut.scratch = Memory(offload="off"), MemoryArtifacts()
+    found = collected(cut)
+    assert found.passes == 2
+    for layer in found.layers:
+        left, right = found.load(layer.ordinal), collected(whole).load(layer.ordinal)
+        assert torch.equal(left.A, right.A)
+        assert torch.equal(left.G, right.G)
+
+
+def offload_chosen(plan: dict[str, Any], names: list[str]) -> Any:
+    return Chosen.read({**plan, "parts": [names[:2], names[2:]]})
+
+
+def test_pace_is_measured() -> None:
+    pace = measured_pace(CPU)
+    assert 1e8 < pace.operations_per_second < 1e15
+    assert 1e6 < pace.bytes_per_second < 1e13

@@ -1,0 +1,190 @@
+"""What decides bits is held while measuring, restored afterwards, and said where it cannot be repeated."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.analyses.factors import collect_factors
+from engine.collect import collected
+from engine.collection import checkpoints
+from engine.errors import StopRequested
+from engine.model.determinism import Numerics, pinned
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts, workspace
+
+CUBLAS = (
+    "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+    "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS"
+)
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Numerics.here(torch.device("cpu"))
+
+
+class Careless(nn.Module):
+    """Takes an operation without a deterministic form in its first batch only, and warns of something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x[:, 0] == 7).any()):
+            x = x.put(torch.tensor([0]), torch.tensor([7.0]).to(x.dtype))
+        warnings.warn("the model's own affair", DeprecationWarning, stacklevel=1)
+        assert torch.are_deterministic_algorithms_enabled()
+        return self.head(x)
+
+
+def space(model: nn.Module, *, first: float = 0.0) -> tuple[Workspace, list[tuple[str, str]]]:
+    chunks = [(torch.randn(4, 4), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
+    chunks[0][0][1, 0] = first
+    # what it puts into a batch, an example alone has not
+    made = workspace(model, chunks, "classification", batch_size=4, self_check="off")
+    made.kinds = ("factors",)
+    lines: list[tuple[str, str]] = []
+    made.log = lambda level, message: lines.append((level, message))
+    return made, lines
+
+
+def settings() -> tuple[Any, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark,
+        [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")],
+        list(warnings.filters),
+        warnings.showwarning,
+    )
+
+
+def test_an_operation_without_a_deterministic_form_is_named() -> None:
+    before = settings()
+    made, lines = space(Careless(), first=7.0)
+    with pytest.warns(DeprecationWarning, match="own affair") as others:
+        rows = list(collect_factors(None, made))
+    assert all("deterministic" not in str(each.message) for each in others)
+    assert [row.record.nondeterministic for row in rows] == [("put_",)]
+    said = [message for level, message in lines if level == "warning"]
+    assert len(said) == 1
+    assert "put" in said[0]
+    assert settings()[:5] == before[:5]
+
+
+def test_without_one_there_is_none() -> None:
+    made, lines = space(Careless())
+    with pytest.warns(DeprecationWarning, match="own affair"):
+        rows = list(collect_factors(None, made))
+    assert [row.record.nondeterministic for row in rows] == [()]
+    assert lines == []
+
+
+def test_a_callers_filters_hide_no_alert_and_are_restored() -> None:
+    made, _ = space(Careless(), first=7.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        filters = list(warnings.filters)
+        rows = list(collect_factors(None, made))
+        assert warnings.filters == filters
+    assert rows[0].record.nondeterministic == ("put_",)
+
+
+def test_alerts_before_a_checkpoint_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
+    scratch, stopped = MemoryArtifacts(), 0
+
+    def attempt(stop_at: int | None) -> Workspace:
+        nonlocal stopped
+        stopped = 0
+        torch.manual_seed(0)
+        made, _ = space(Careless(), first=7.0)
+        made.scratch, made.checkpoint_seconds = scratch, 1e-9
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped += 1
+            if stopped == stop_at:
+                raise StopRequested
+
+        made.checkpoint = stop
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(StopRequested):
+            collected(attempt(3))
+        again = attempt(None)
+        # not heard again: neither the dry run's example nor the batches left bring it
+        assert collected(again).nondeterministic == ("put_",)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("scatter_add_cuda_kernel does not have a deterministic implementation, but you", "scatter_add_cuda_kernel"),
+        ("Memory Efficient attention defaults to a non-deterministic algorithm.", "memory-efficient attention"),
+        (CUBLAS, "cuBLAS without CUBLAS_WORKSPACE_CONFIG"),
+        ("an unrelated warning", None),
+    ],
+)  # fmt: skip
+def test_the_words_of_other_machines_are_understood(message: str, named: str | None) -> None:
+    heard: set[str] = set()
+    with warnings.catch_warnings(record=True) as others:
+        warnings.simplefilter("always")
+        with pinned(HERE, heard):
+            warnings.warn(message, UserWarning, stacklevel=1)
+    assert heard == ({named} if named else set())
+    assert len(others) == (named is None)
+
+
+def test_what_cannot_be_repeated_is_said() -> None:
+    earlier = {"device": "cuda", "threads": HERE.threads, "version": "1.0", "attention": ["torch's own choice"]}
+    model = nn.Linear(4, 3)
+    made, lines = space(model)
+    made.numerics = earlier
+    (row,) = collect_factors(None, made)
+    assert len(row.observed.not_replayed) == 2
+    assert row.observed.not_replayed[0] == "device: cuda then, cpu now"
+    assert any("other numerics" in message and "1.0 then" in message for level, message in lines if level == "warning")
+    made, lines = space(model)
+    plans: list[Any] = []
+    made.planned = plans.append
+    (row,) = collect_factors(None, made)
+    assert (row.observed.not_replayed, lines) == ((), [])
+    again, lines = space(model)
+    again.numerics = plans[0]["numerics"]
+    (row,) = collect_factors(None, again)
+    assert (row.observed.not_replayed, lines) == ((), [])
+
+
+def test_kernels_of_attention_are_chosen_on_a_device_alone() -> None:
+    before = settings()
+    on_device = Numerics(
+        device="cuda", instructions="sm_90", threads=1, version="2", attention=("math", "flash"),
+    )  # fmt: skip
+    with pinned(on_device, set()):
+        assert settings()[4] == [True, True, False, False]
+    with pinned(HERE, set()):
+        assert settings()[4] == before[4]
+    assert settings()[:5] == before[:5]
+
+
+def test_holding_them_loads_no_compiler() -> None:
+    """It would take 70 MB of the host and a second, of every job."""
+    program = (
+        "import sys\n"
+        "from engine.model.determinism import Numerics, pinned\n"
+        "import torch\n"
+        "with pinned(Numerics.here(torch.device('cpu')), set()):\n"
+        "    assert torch.are_deterministic_algorithms_enabled()\n"
+        "assert not torch.are_deterministic_algorithms_enabled()\n"
+        "print([name for name in sys.modules if name.startswith('torch._inductor')])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,110 @@
+"""The peak of a pass there and back, as the plan foresees it from two or three examples, against the profiler's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.collect import collected
+from engine.estimate import plan_job
+from engine.memory.plan import Plan
+from engine.model.activation_memory import Saved
+from engine.model.pass_peak import StorageEvents, peak_lines
+from engine.workspace import Workspace
+from tests.memory_profile import peak_bytes
+from tests.oracles import workspace
+
+LEAST, MOST = 0.85, 1.2
+MIB = 2**20
+
+
+class Last(nn.Module):
+    """A recurrent layer, or a cell step by step, that is read at its end."""
+
+    def __init__(self, recurrent: nn.Module, width: int) -> None:
+        super().__init__()
+        self.recurrent, self.head = recurrent, nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.recurrent, nn.RNNBase):
+            return self.head(self.recurrent(x)[0][:, -1])
+        state: Any = None
+        for step in x.unbind(1):
+            state = self.recurrent(step, state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: Last(nn.LSTM(32, 160, batch_first=True), 160),
+    "GRU": lambda: Last(nn.GRU(32, 192, batch_first=True), 192),
+    "LSTM cell": lambda: Last(nn.LSTMCell(32, 160), 160),
+}
+
+
+def sequences(model: nn.Module) -> Workspace:
+    torch.manual_seed(0)
+    chunk = torch.randn(256, 20, 32), torch.randint(0, 5, (256,))
+    made = workspace(model, [chunk], "classification", fisher="mc", dtype="float32", batch_size=256)
+    made.examples = 256
+    return made
+
+
+def foreseen(plan: Plan | None) -> int:
+    """Bytes of the collection, without what the process held before and what libraries may load."""
+    assert plan is not None
+    terms = tuple(term for term in plan.terms if term.source != "measured" and term.name != "libraries")
+    return Plan(terms=terms, chosen=plan.chosen).stage_bytes("host", "collection")
+
+
+def require_foreseen(made: Workspace) -> None:
+    peak = peak_bytes(lambda: collected(made))
+    assert peak > 20 * MIB
+    assert LEAST <= foreseen(made.plan) / peak <= MOST
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_what_the_steps_of_recurrent_layers_hold_is_planned(name: str) -> None:
+    require_foreseen(sequences(RECURRENT[name]()))
+
+
+def test_shapes_alone_foresee_the_same_steps() -> None:
+    made = sequences(RECURRENT["LSTM"]())
+    alone = plan_job(sequences(RECURRENT["LSTM"]()))
+    collected(made)
+    assert foreseen(alone) == pytest.approx(foreseen(made.plan), rel=0.02)
+
+
+@pytest.mark.parametrize("options", [{"fisher": "mc", "samples": 3}, {"fisher": "type2"}])
+def test_a_graph_that_other_directions_need_is_planned_whole(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 16), nn.GELU(), nn.Linear(16, 3))
+    chunk = torch.randn(2048, 16), torch.randint(0, 3, (2048,))
+    made = workspace(model, [chunk], "classification", dtype="float32", batch_size=2048, **options)
+    made.examples = 2048
+    require_foreseen(made)
+
+
+def test_the_highest_line_at_any_number_of_examples() -> None:
+    # bytes after each event with 2 and with 3 examples: 100, 10 + 5 n, 20 n, and 12 n
+    lines = peak_lines((2, 3), ([100, 20, 40, 24], [100, 25, 60, 36]))
+    saved = Saved(fixed_bytes=0, example_bytes=0, others=lines)
+    for examples in (1, 4, 5, 6, 100):
+        assert saved.of(examples) == max(100, 10 + 5 * examples, 20 * examples)
+    # where their events differ, the maxima alone can be compared
+    assert peak_lines((2, 3), ([10, 40], [60])) == ((0, 20),)
+    assert peak_lines((1,), ([10, 40],)) == ((0, 40),)
+
+
+def test_storages_are_followed_until_they_are_let_go_of() -> None:
+    events = StorageEvents()
+    whole = torch.zeros(8)
+    with events.noted():
+        made = whole + 1
+        view = made[:4]
+        del made
+        other = view.double()
+        del view
+        del other
+    assert events.held == [32, 64, 32, 0]

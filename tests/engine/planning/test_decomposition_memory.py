@@ -1,0 +1,103 @@
+"""Decompositions as a plan foresees them, against what is done and against arithmetic by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from catalog.woodbury import Woodbury
+from engine import estimate
+from engine.measurement.layer_measurement import Measured, measured_layers
+from engine.memory.budget import MemoryBudget
+from engine.memory.guard import Guard
+from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts, workspace
+
+MIB = 2**20
+
+
+def job(device: str = "cpu", *, widths: tuple[int, int, int] = (200, 100, 4), **options: Any) -> Workspace:
+    """Two layers and five examples of four classes."""
+    torch.manual_seed(0)
+    first, second, third = widths
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(first, second, bias=False), nn.Tanh(), nn.Linear(second, third, bias=False))
+    chunk = torch.randn(5, first), torch.arange(5) % third
+    given: dict[str, Any] = {"fisher": "empirical", "batch_size": 5} | options
+    made = workspace(model, [chunk], "classification", **given)
+    made.examples, made.scratch, made.decomposition = 5, MemoryArtifacts(), "values"
+    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=2**40)
+    made.guard = Guard(budget=made.memory, device=torch.device("cpu"), log=made.log)
+    made.woodbury = Woodbury(policy="dense")
+    return made
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_few_rows_are_decomposed_by_their_gram_matrix_in_a_planned_job(counted: bool) -> None:
+    made = job()
+    if not counted:
+        # then a plan cannot know how few they are
+        made.examples = None
+    layers: list[Measured] = list(measured_layers(made))
+    assert made.plan is not None
+    for layer in layers:
+        assert layer.record.rungs_A == ("host_gram",)
+        factors = made.shared["collected"].load(layer.facts.ordinal)
+        assert layer.spectrum_A is not None
+        torch.testing.assert_close(layer.spectrum_A, torch.linalg.eigvalsh(factors.A), rtol=1e-9, atol=1e-12)
+        if counted:
+            assert made.plan.chosen.rung(layer.facts.name, "A") == "host_gram"
+            # the copy, and five columns
+            (term,) = [each for each in made.plan.terms if each.layer == layer.facts.name]
+            assert term.size_bytes == 8 * (layer.facts.in_dim**2 + 5 * layer.facts.in_dim)
+
+
+def planned(made: Workspace, monkeypatch: pytest.MonkeyPatch, host_bytes: int = 2**40) -> Plan:
+    monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+    return estimate.plan_job(made)
+
+
+def test_seconds_are_those_of_the_rungs_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the operations of each algorithm: 9 n³ by divide and conquer, 12 n³ by MRRR, 5 n³ for values alone."""
+    usual = 1e10
+    sides = (600, 500, 500, 4)
+    cases: tuple[tuple[Any, int, float], ...] = (
+        ("vectors", 2**40, 9 * sum(n**3 for n in sides)),
+        ("vectors", LIBRARY_BYTES + 11 * MIB, 12 * 600**3 + 9 * (2 * 500**3 + 4**3)),
+        ("values", 2**40, 5 * sum(n**3 for n in sides)),
+        ("none", 2**40, 0),
+    )
+    for need, budget, operations in cases:
+        made = job("meta", widths=(600, 500, 4), dtype="float32")
+        made.decomposition = need
+        plan = planned(made, monkeypatch, budget)
+        assert plan.fits(made.memory)
+        assert plan.seconds["decomposition"] == pytest.approx(operations / usual, abs=0.03)
+
+
+def test_gradient_rows_come_back_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where factors are laid aside, what is read back of a G kept as five rows is five rows, and no n²."""
+    made = job("meta", widths=(16, 4000, 4), dtype="float32")
+    made.woodbury, made.decomposition = Woodbury(policy="all"), "none"
+    made.chosen = Chosen(parts=(("0",), ("2",)))
+    plan = planned(made, monkeypatch)
+    rows = 5 * 4000 * 4
+    back = {term.layer: term.size_bytes for term in plan.terms if term.name == "read back"}
+    assert back["0"] == pytest.approx(16 * 16 * 4 + rows, rel=0.3)
+    assert back["2"] == pytest.approx(4000 * 4000 * 4, rel=0.01)
+
+
+def test_bases_that_stay_in_memory_leave_less_to_the_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a place to lay them aside, the rung is one that fits beside the bases."""
+    made = job("meta", widths=(600, 500, 4), dtype="float32")
+    made.decomposition, made.scratch = "vectors", None
+    whole = planned(made, monkeypatch)
+    made = job("meta", widths=(600, 500, 4), dtype="float32")
+    made.decomposition, made.scratch = "vectors", None
+    plan = planned(made, monkeypatch, whole.peak_bytes("host") - MIB)
+    assert whole.chosen.rung("0", "A") == "host_float64"
+    assert plan.chosen.rung("0", "A") == "host_syevr"
+    assert plan.fits(made.memory)

@@ -1,0 +1,190 @@
+"""Which plan is taken: against brute force, over sweeps of the budget, and for two ways that differ in one thing."""
+
+import time
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from catalog.memory import Memory
+from engine import estimate
+from engine.memory.budget import MemoryBudget
+from engine.memory.device_speed import measured_pace, usual_pace
+from engine.memory.guard import Guard
+from engine.memory.plan import LIBRARY_BYTES, Plan, Term
+from engine.memory.smallest_budget import smallest_budget
+from engine.planning.plan_search import fastest, halved, total_seconds
+from engine.workspace import Workspace
+from tests.oracles import MemoryArtifacts, workspace
+
+MIB = 2**20
+
+
+def way(size_bytes: int, seconds: float) -> Plan:
+    term = Term(name="t", formula="f", size_bytes=size_bytes, place="host", source="exact", stage="collection")
+    return Plan(terms=(term,), seconds={"collection": seconds})
+
+
+def budget(host_bytes: int) -> MemoryBudget:
+    return MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=8), st.integers(0, 60))
+def test_the_fastest_that_fits_is_taken(ways: list[tuple[int, int]], allowed: int) -> None:
+    plans = [way(size * MIB, seconds) for size, seconds in ways]
+    found = fastest(plans, budget(allowed * MIB))
+    fitting = [seconds for size, seconds in ways if size <= allowed]
+    if fitting:
+        assert total_seconds(found) == min(fitting)
+        assert found.peak_bytes("host") <= allowed * MIB
+    else:
+        assert found.peak_bytes("host") == min(size for size, _ in ways) * MIB
+        assert found.why.startswith("nothing fits")
+    least = smallest_budget(lambda given: fastest(plans, given), budget(allowed * MIB), "host")
+    assert least is not None
+    assert least.size_bytes == max(1, min(size for size, _ in ways)) * MIB
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=9))
+def test_halves_are_as_equal_as_one_cut_makes_them(sizes: list[int]) -> None:
+    groups = {(f"l{place}",): size for place, size in enumerate(sizes)}
+    left, right = halved(groups)
+    assert [*left, *right] == [name for (name,) in groups]
+    assert min(len(left), len(right)) > 0
+    larger = max(sum(groups[(name,)] for name in side) for side in (left, right))
+    assert larger == min(max(sum(sizes[:cut]), sum(sizes[cut:])) for cut in range(1, len(sizes)))
+
+
+def deep(**options: Any) -> Workspace:
+    """Seven layers of very different widths, on the meta device."""
+    widths = (8, 300, 40, 700, 16, 500, 90, 3)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    chunk = torch.zeros(64, 8), torch.zeros(64, dtype=torch.int64)
+    made = workspace(model, [chunk], "classification", **({"batch_size": 64, "dtype": "float32"} | options))
+    made.examples, made.scratch = 64, MemoryArtifacts()
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"ekfac": True}, {"nested": True, "ekfac": True}])
+@pytest.mark.parametrize("decomposition", ["values", "vectors"])
+def test_a_larger_budget_is_never_slower_and_never_refused(
+    options: dict[str, Any], decomposition: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    taken: list[float] = []
+    for mebibytes in range(96, 144, 3):
+        made = deep(**options)
+        made.decomposition, made.memory = decomposition, budget(mebibytes * MIB)
+        plan = estimate.plan_job(made)
+        if plan.fits(made.memory):
+            taken.append(total_seconds(plan))
+        else:
+            assert not taken, "a smaller budget sufficed"
+    assert len(taken) > 5
+    assert taken == sorted(taken, reverse=True)
+
+
+def test_no_slices_and_passes_that_fit_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of slices is asked for by itself, and the plan that is free to choose takes the best of them."""
+    monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    for mebibytes, size in product((104, 116), (1, 4, 16, 64)):
+        free, bound = deep(), deep()
+        bound.memory_options = Memory(micro_batch=size)
+        free.memory = bound.memory = budget(mebibytes * MIB)
+        asked = estimate.plan_job(bound)
+        if asked.fits(bound.memory):
+            assert total_seconds(estimate.plan_job(free)) <= total_seconds(asked)
+
+
+def test_a_rung_that_does_not_fit_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    roomy, tight = deep(), deep()
+    roomy.decomposition = tight.decomposition = "vectors"
+    whole = estimate.plan_job(roomy)
+    # the largest factor is A of the layer that 700 outputs and a one enter
+    assert whole.chosen.rung("3", "A") == "host_float64"
+    largest = [term.size_bytes for term in whole.terms if term.stage == "decomposition" and term.layer == "3"]
+    assert largest == [pytest.approx(3 * 8 * 701**2, rel=0.01)]
+    # 11.3 MiB beside factors that are read back and Gram matrices are too much even where all the others are laid aside
+    tight.memory = budget(LIBRARY_BYTES + 12 * MIB)
+    lower = estimate.plan_job(tight)
+    assert lower.fits(tight.memory)
+    assert lower.chosen.rung("3", "A") not in (None, "host_float64")
+    # in between, another pass over these few data is sooner than another algorithm
+    between = deep()
+    between.decomposition, between.memory = "vectors", budget(whole.stage_bytes("host", "decomposition") - MIB)
+    aside = estimate.plan_job(between)
+    assert len(whole.chosen.parts) == 1 < len(aside.chosen.parts)
+    assert aside.chosen.rungs == whole.chosen.rungs
+    again = deep()
+    again.decomposition, again.chosen = "vectors", lower.chosen
+    assert estimate.plan_job(again).chosen == lower.chosen
+
+
+def test_what_is_usual_is_near_what_is_measured() -> None:
+    """Orders of magnitude: a plan's proportions hang on them."""
+    measured, usual = measured_pace(torch.device("cpu")), usual_pace(torch.device("cpu"))
+    for name in ("operations_per_second", "held_bytes_per_second", "eigen_operations_per_second"):
+        assert getattr(usual, name) / 100 < getattr(measured, name) < getattr(usual, name) * 100
+
+
+def long_job(pace: Any = None, **options: Any) -> Workspace:
+    """A job of which minutes are foreseen, at whatever pace."""
+    made = deep(**options)
+    made.examples = 10**9
+    made.pace = pace
+    return made
+
+
+def test_the_pace_is_measured_for_a_long_job_with_room_alone() -> None:
+    slow = replace(usual_pace(torch.device("cpu")), operations_per_second=1e9)
+    asked: list[int] = []
+
+    def measure() -> Any:
+        asked.append(1)
+        return slow
+
+    made = long_job()
+    made.measure_pace = measure
+    plan = estimate.plan_job(made)
+    assert (plan.pace, len(asked)) == ("measured", 1)
+    assert total_seconds(plan) > total_seconds(estimate.plan_job(long_job()))
+    assert estimate.plan_job(long_job()).as_json()["pace"] == "usual"
+
+    short, tight, again = deep(), long_job(), long_job()
+    tight.guard = Guard(budget=budget(1), device=torch.device("cpu"), log=lambda *_: None)
+    again.chosen = plan.chosen
+    for other in (short, tight, again):
+        other.measure_pace = measure
+        assert estimate.plan_job(other).pace == "usual"
+    assert len(asked) == 1
+
+
+def test_what_was_chosen_is_done_again_at_another_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers follow the choice, so no attempt's measurement may change it."""
+    monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    usual = usual_pace(torch.device("cpu"))
+    # whether slices or further passes are faster is a matter of products against memory
+    paces = [replace(usual, operations_per_second=rate, held_bytes_per_second=1e19 / rate) for rate in (1e7, 1e13)]
+
+    def chosen(pace: Any, earlier: Any = None) -> Any:
+        made = long_job(pace, batch_size=512)
+        made.memory, made.chosen = budget(108 * MIB), earlier
+        return estimate.plan_job(made).chosen
+
+    first = [chosen(pace) for pace in paces]
+    assert first[0] != first[1]
+    for choice in first:
+        assert [chosen(pace, choice) for pace in paces] == [choice, choice]
+
+
+def test_measuring_ends_in_time() -> None:
+    begun = time.process_time()
+    measured_pace(torch.device("cpu"), seconds=0.0)
+    assert time.process_time() - begun < 5
