@@ -21,7 +21,7 @@ from catalog.inputs import Task
 from catalog.woodbury import Woodbury
 from engine.collect import collected
 from engine.factors.softmax_fisher import SoftmaxFisher
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 CLASSES, TERMS, WIDTH = 50_257, 1024, 32
 DAMPING = 1e-8
@@ -61,13 +61,11 @@ def side_of() -> SoftmaxFisher:
     ids = torch.randint(0, CLASSES, (TERMS // 64, 65), generator=torch.Generator().manual_seed(1))
     whole = collected(
         Workspace(
-            model=Decoder(),
-            batches=lambda: iter([(ids, ids)]),
-            task=Task(type="causal_lm"),
-            artifacts=Nowhere(),  # type: ignore[arg-type] # nothing is written
-            collection=Collection(fisher="mc", batch_size=2),
-            woodbury=Woodbury(dtype="fp16"),
-            examples=ids.shape[0],
+            inputs=ModelInputs(
+                model=Decoder(), batches=lambda: iter([(ids, ids)]), task=Task(type="causal_lm"), examples=ids.shape[0]
+            ),
+            options=JobOptions(collection=Collection(fisher="mc", batch_size=2), woodbury=Woodbury(dtype="fp16")),
+            ports=Ports(artifacts=Nowhere()),
         )
     )
     (facts,) = [layer for layer in whole.layers if layer.name == "lm_head"]

@@ -23,7 +23,7 @@ from catalog.inputs import Task
 from engine.estimate import estimate
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import readable_bytes
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from worker.execution.artifact_files import ArtifactFiles
 
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
@@ -71,15 +71,15 @@ def planned(config: Mapping[str, int], asked: Asked) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         files = ArtifactFiles(Path(folder), None)
         workspace = Workspace(
-            model=model,
-            batches=lambda: iter([({"input_ids": ids}, ids)]),
-            task=Task(type="causal_lm"),
-            artifacts=files,
-            scratch=files,
-            collection=Collection(batch_size=asked.batch_size),
-            kinds=("capacity",),
-            memory=asked.budget,
-            examples=asked.examples,
+            inputs=ModelInputs(
+                model=model,
+                batches=lambda: iter([({"input_ids": ids}, ids)]),
+                task=Task(type="causal_lm"),
+                examples=asked.examples,
+            ),
+            options=JobOptions(collection=Collection(batch_size=asked.batch_size), kinds=("capacity",)),
+            machine=Machine(budget=asked.budget),
+            ports=Ports(artifacts=files, scratch=files),
         )
         plan = estimate(workspace)
     return plan | {"planning_seconds": time.perf_counter() - begun}

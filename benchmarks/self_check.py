@@ -25,7 +25,7 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collect import collected
 from engine.gradient_identity.self_check import SelfCheck
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 CASES = ("mlp", "resnet18", "minilm")
 BATCHES = 8
@@ -84,14 +84,16 @@ def measured(name: str) -> dict[str, Any]:
     problem, (inputs, targets) = built(name)
     times = Times()
     space = Workspace(
-        model=problem.model,
-        batches=lambda: iter([(inputs, targets)] * BATCHES),
-        task=Task(type=problem.task),
-        artifacts=NoArtifacts(),
-        collection=Collection(fisher=problem.fisher, batch_size=problem.examples),
-        examples=BATCHES * problem.examples,
+        inputs=ModelInputs(
+            model=problem.model,
+            batches=lambda: iter([(inputs, targets)] * BATCHES),
+            task=Task(type=problem.task),
+            examples=BATCHES * problem.examples,
+        ),
+        options=JobOptions(collection=Collection(fisher=problem.fisher, batch_size=problem.examples)),
+        ports=Ports(artifacts=NoArtifacts()),
     )
-    space.report = times.batch_done
+    space.ports.report = times.batch_done
     with times.timed():
         whole = collected(space)
     batch = statistics.median(times.batches)

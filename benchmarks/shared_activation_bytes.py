@@ -15,7 +15,7 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collect import collected
 from engine.factors.factor_set import write_factors
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 
 class Counting:
@@ -46,11 +46,9 @@ def main() -> None:
     counting = Counting()
     whole = collected(
         Workspace(
-            model=decoder(),
-            batches=lambda: iter([chunk]),
-            task=Task(type="causal_lm"),
-            artifacts=counting,  # type: ignore[arg-type] # only writing is used
-            collection=Collection(batch_size=4),
+            inputs=ModelInputs(model=decoder(), batches=lambda: iter([chunk]), task=Task(type="causal_lm")),
+            options=JobOptions(collection=Collection(batch_size=4)),
+            ports=Ports(artifacts=counting),
         )
     )
     dense = 0

@@ -31,7 +31,7 @@ from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from worker.execution.resolve import resolve
 
 KINDS = ("factors", "capacity", "reconstruction")
@@ -54,21 +54,29 @@ def space(width: int, budget_bytes: int, folder: Path, plans: list[Any]) -> Work
     budget = MemoryBudget(device_bytes=0, host_bytes=budget_bytes)
     params = {kind: None if ANALYSES[kind].params is None else ANALYSES[kind].params() for kind in KINDS}  # type: ignore[misc]
     return Workspace(
-        model=GPT2LMHeadModel(config).eval(),
-        batches=lambda: iter([(ids, ids)]),
-        task=Task(type="causal_lm"),
-        artifacts=Folder(folder),
-        scratch=Folder(folder),
-        collection=Collection(batch_size=BATCH),
-        examples=ids.shape[0],
-        memory=budget,
-        guard=Guard(budget=budget, device=torch.device("cpu"), log=lambda _, text: print(text, file=sys.stderr)),
-        curve=MemoryCurve(stages=StagePeaks(apart=True)),
-        kinds=KINDS,
-        params=params,
-        decomposition=most_decomposed(params[kind] or ANALYSES[kind] for kind in KINDS),
-        planned=plans.append,
-        report=lambda stage, done, total, unit: print(stage, done, total, unit, file=sys.stderr, flush=True),
+        inputs=ModelInputs(
+            model=GPT2LMHeadModel(config).eval(),
+            batches=lambda: iter([(ids, ids)]),
+            task=Task(type="causal_lm"),
+            examples=ids.shape[0],
+        ),
+        options=JobOptions(
+            collection=Collection(batch_size=BATCH),
+            kinds=KINDS,
+            params=params,
+            decomposition=most_decomposed(params[kind] or ANALYSES[kind] for kind in KINDS),
+        ),
+        machine=Machine(
+            budget=budget,
+            guard=Guard(budget=budget, device=torch.device("cpu"), log=lambda _, text: print(text, file=sys.stderr)),
+            curve=MemoryCurve(stages=StagePeaks(apart=True)),
+        ),
+        ports=Ports(
+            artifacts=Folder(folder),
+            scratch=Folder(folder),
+            announce_plan=plans.append,
+            report=lambda stage, done, total, unit: print(stage, done, total, unit, file=sys.stderr, flush=True),
+        ),
     )
 
 
@@ -83,7 +91,7 @@ def run(width: int, budget_bytes: int) -> dict[str, Any]:
         rows = {}
         summaries = {}
         for kind in KINDS:
-            generator = resolve(ANALYSES[kind].function)(made.params[kind], made)
+            generator = resolve(ANALYSES[kind].function)(made.options.params[kind], made)
             while True:
                 try:
                     row = next(generator)
@@ -99,8 +107,8 @@ def run(width: int, budget_bytes: int) -> dict[str, Any]:
             "budget_bytes": budget_bytes,
             "planned": _told(plans[-1]),
             "seconds": seconds,
-            "peak_bytes": made.curve.stages.peak_bytes(made.device),
-            "stages": made.curve.stages.as_json(),
+            "peak_bytes": made.machine.curve.stages.peak_bytes(made.machine.device),
+            "stages": made.machine.curve.stages.as_json(),
             "status": rows["capacity", HEAD].status,
             "branch": rows["capacity", HEAD].record.branch,
             "why": rows["capacity", HEAD].record.why,

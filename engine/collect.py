@@ -49,58 +49,65 @@ from engine.tracing.functional_layers import places_of
 from engine.workspace import Workspace
 
 
+class CollectedFactors:
+    """The factors of one job, once they are collected or read."""
+
+    def __init__(self) -> None:
+        self.factors: Collected | None = None
+
+
 def collected(workspace: Workspace) -> Collected:
     """The job's factors: collected at the first call, read where they are stored, kept for the next analysis.
 
     Raises:
         EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
     """
-    known = workspace.shared.get("collected")
-    if isinstance(known, Collected):
-        return known
-    if workspace.stored is not None:
-        fresh = read_collected(workspace.stored)
+    results = workspace.results.of(CollectedFactors)
+    if results.factors is not None:
+        return results.factors
+    if workspace.inputs.stored is not None:
+        fresh = read_collected(workspace.inputs.stored)
     else:
         # before its tensors are converted
         weigh_model(workspace)
         fresh = _cached(workspace) or _collect(workspace)
-    workspace.shared["collected"] = fresh
+    results.factors = fresh
     return fresh
 
 
 def _cached(workspace: Workspace) -> Collected | None:
     """The same collection, if it was made before."""
-    found = None if workspace.cache is None else workspace.cache.find()
+    found = None if workspace.ports.cache is None else workspace.ports.cache.find()
     if found is None:
         return None
     whole = reused(*found)
-    workspace.guard.hold()
+    workspace.machine.guard.hold()
     return whole
 
 
 def _collect(workspace: Workspace) -> Collected:
-    if workspace.model is None or workspace.task is None or workspace.batches is None:
+    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
         raise ValueError("a workspace without stored factors needs a model, batches and a task")
-    dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
-    numerics = Numerics.here(workspace.device, workspace.numerics)
-    not_replayed = numerics.not_replayed(workspace.numerics)
+    dtype = torch.float64 if workspace.options.collection.dtype == "float64" else torch.float32
+    numerics = Numerics.here(workspace.machine.device, workspace.resume.numerics)
+    not_replayed = numerics.not_replayed(workspace.resume.numerics)
     if not_replayed:
-        workspace.log(
+        workspace.ports.log(
             "warning",
             f"computed with other numerics than the first attempt, so bits may differ: {'; '.join(not_replayed)}",
         )
     job = PassJob(
         workspace=workspace,
-        model=workspace.model,
-        task=workspace.task,
-        collection=workspace.collection,
+        model=workspace.inputs.model,
+        task=workspace.inputs.task,
+        collection=workspace.options.collection,
         dtype=dtype,
         numerics=numerics,
         heard=set(),
-        precision=usable(workspace.collection.amp, workspace.device),
+        precision=usable(workspace.options.collection.amp, workspace.machine.device),
     )
     if job.precision.fallback is not None:
-        workspace.log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
+        workspace.ports.log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
     _require_finite(job.model)
     found = surveyed(job.model, job.collection)
     trainable = trainable_numbers(job.model)
@@ -110,7 +117,7 @@ def _collect(workspace: Workspace) -> Collected:
         job, found, shared, mixed, plan = _settled(job, found, trainable, verification)
         # what the dry runs held would stay with the process, beside what the passes hold
         give_back_host_memory()
-        workspace.guard.hold(plan)
+        workspace.machine.guard.hold(plan)
         sizes = sizes_of(workspace, job.collection)
         job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
         with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
@@ -119,11 +126,11 @@ def _collect(workspace: Workspace) -> Collected:
             job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch)
             corrections = {}
             if job.collection.ekfac:
-                with workspace.operation("correction", "correction"):
+                with workspace.machine.operation("correction", "correction"):
                     corrections = corrected(job, gathered, plan.chosen.corrections)
         rounding = sorted(gathered.nondeterministic - {DRAWN})
         if rounding:
-            workspace.log(
+            workspace.ports.log(
                 "warning",
                 f"another run may round otherwise: there is no deterministic form of {', '.join(rounding)}",
             )
@@ -135,11 +142,11 @@ def _settled(
 ) -> tuple[PassJob, Survey, dict[str, str], frozenset[str], Plan]:
     """Find layers that pass their first check, with a plan that fits: the job, the survey, who shares A, who mixes."""
     workspace, dtype = job.workspace, job.dtype
-    with workspace.operation("dry run"):
+    with workspace.machine.operation("dry run"):
         job, seen, mixed = dry_run(job, survey)
         probe = (*without_other_uses(job, survey, seen), mixed)
     while True:
-        with workspace.operation("dry run"):
+        with workspace.machine.operation("dry run"):
             found, seen, mixed = looked_into(job, *probe, verification.forced)
         # a part of a parameter that is not covered is no unforeseen use of its other parts
         job = dataclasses.replace(job, places=places_of(found))
@@ -154,8 +161,10 @@ def _settled(
         seen, plan, less = narrowed(job, found, seen, plan, foretell)
         job = dataclasses.replace(job, representations=seen.representations)
         _announce_anew(workspace, job.numerics, plan)
-        if not plan.fits(workspace.memory):
-            plan.require(workspace.memory, smallest_budgets(workspace, dtype, found.treated, seen, shared, less))
+        if not plan.fits(workspace.machine.budget):
+            plan.require(
+                workspace.machine.budget, smallest_budgets(workspace, dtype, found.treated, seen, shared, less)
+            )
         with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
             changed = verification.changes(job, found, mixed)
         if not changed:
@@ -166,10 +175,10 @@ def _settled(
 
 def _announce_anew(workspace: Workspace, numerics: Numerics, plan: Plan) -> None:
     """Let everyone who looks at the plan look at ``plan``."""
-    workspace.curve.stages.plan = plan
-    workspace.guard.announce = partial(announce, workspace, numerics)
+    workspace.machine.curve.stages.plan = plan
+    workspace.machine.guard.announce = partial(announce, workspace, numerics)
     announce(workspace, numerics, plan, ())
-    workspace.plan = plan
+    workspace.results.plan = plan
 
 
 def _require_finite(model: nn.Module) -> None:
@@ -232,7 +241,7 @@ def _finished(
     names = [found.layer.parts[group] for found, group in parts]
     ordinals = {name: ordinal for ordinal, name in enumerate(names)}
     facts = []
-    sums = torch.device("cpu") if job.offload else job.workspace.device
+    sums = torch.device("cpu") if job.offload else job.workspace.machine.device
     for ordinal, (found, group) in enumerate(parts):
         leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
         shared_with = None if leader is None else ordinals[leader.layer.name]
@@ -254,7 +263,7 @@ def _finished(
         updates=gathered.updates,
         passes=gathered.passes,
         collection=dataclasses.replace(job.collection),
-        woodbury=job.workspace.woodbury,
+        woodbury=job.workspace.options.woodbury,
         device="cpu",
         storage_policy="resident" if len(plan.chosen.parts) == 1 else "laid aside",
         micro_batch=plan.chosen.micro_batch,
@@ -263,7 +272,7 @@ def _finished(
         loss_scale=gathered.loss_scale if job.precision.amp == "fp16" else None,
         planned_peak_bytes=plan.largest_peak_bytes,
         nondeterministic=tuple(sorted(gathered.nondeterministic)),
-        not_replayed=job.numerics.not_replayed(job.workspace.numerics),
+        not_replayed=job.numerics.not_replayed(job.workspace.resume.numerics),
         load=lambda ordinal: factors[ordinal](),
         load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
         nested=by_ordinal(job.sizes, gathered, tuple(facts)),

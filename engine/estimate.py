@@ -52,13 +52,13 @@ def estimate(workspace: Workspace) -> dict[str, Any]:
     """
     plan, given, less = _looked_at(workspace)
     smallest = smallest_budgets(*given, less)
-    budget = workspace.memory
+    budget = workspace.machine.budget
     return plan.as_json() | {
         "fits": plan.fits(budget),
         "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},
         "smallest_budget": {f"{place}_bytes": least and least.size_bytes for place, least in smallest.items()},
         "smallest_budget_keeps": {place: (least and least.keeping) or None for place, least in smallest.items()},
-        "assumed": [*ASSUMED, *([] if workspace.collection.amp == "off" else [WIDE])],
+        "assumed": [*ASSUMED, *([] if workspace.options.collection.amp == "off" else [WIDE])],
     }
 
 
@@ -77,35 +77,39 @@ def _looked_at(
     workspace: Workspace,
 ) -> tuple[Plan, tuple[Workspace, torch.dtype, tuple[TreatedLayer, ...], DryRun, dict[str, str]], Narrower | None]:
     """The plan, what its forecast is made from, and what less of the head's G the job may keep."""
-    if workspace.model is None or workspace.task is None or workspace.batches is None:
+    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
         raise ValueError("a plan needs a model, batches and a task")
     # a job has begun its libraries' threads by the time it plans
     warm_up()
     held = resident_bytes()
-    dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
+    dtype = torch.float64 if workspace.options.collection.dtype == "float64" else torch.float32
     meta = torch.device("meta")
-    first = next(iter(workspace.batches()))
+    first = next(iter(workspace.inputs.batches()))
     chunk = mapped(tuple(first), lambda tensor: _shape_of(tensor, meta))
 
     def batches() -> Iterator[tuple[Any, ...]]:
         yield chunk
 
     weigh_model(workspace)
-    model = _bare(workspace.model, meta)
+    model = _bare(workspace.inputs.model, meta)
     job = PassJob(
-        workspace=dataclasses.replace(workspace, device=meta, batches=batches, model=model),
+        workspace=dataclasses.replace(
+            workspace,
+            inputs=dataclasses.replace(workspace.inputs, batches=batches, model=model),
+            machine=dataclasses.replace(workspace.machine, device=meta),
+        ),
         model=model,
-        task=workspace.task,
-        collection=workspace.collection,
+        task=workspace.inputs.task,
+        collection=workspace.options.collection,
         dtype=dtype,
-        numerics=Numerics.here(workspace.device, workspace.numerics),
+        numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
         heard=set(),
-        precision=usable(workspace.collection.amp, workspace.device),
+        precision=usable(workspace.options.collection.amp, workspace.machine.device),
     )
-    with shapes_alone(workspace.device):
+    with shapes_alone(workspace.machine.device):
         # the caller's flags say what is trainable; inside what follows, nothing is
         found = surveyed(job.model, job.collection)
-    with shapes_alone(workspace.device), untouched(job.model, dtype), pinned(job.numerics, job.heard):
+    with shapes_alone(workspace.machine.device), untouched(job.model, dtype), pinned(job.numerics, job.heard):
         job, seen, mixed = dry_run(job, found)
         found, seen, mixed = looked_into(job, found, seen, mixed)
         seen = represented(job, found, with_activations(job, found, seen, mixed))

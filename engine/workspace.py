@@ -1,15 +1,24 @@
-"""The workspace: everything an analysis may touch outside its own arithmetic.
+"""The workspace of one job: everything that an analysis may use outside its own arithmetic.
 
 An analysis is ``(params, workspace) -> Generator[LayerResult, None, Summary]``. It yields each
-layer's row as soon as that layer is complete, reports progress, and calls ``checkpoint()``
-between units of work so that it can be stopped. Whoever builds the workspace decides where
-artifacts and reports go: the worker's child sends frames, a notebook keeps them in memory.
+layer's row as soon as that layer is complete, reports progress, and calls
+``workspace.ports.raise_if_cancelled()`` between units of work.
+
+    inputs     the model, its data and the task, or factors stored earlier
+    options    what the job document asks for
+    machine    the device, its memory budget and its speed
+    ports      where files, reports and log lines go
+    resume     what an earlier attempt decided and completed
+    results    what one analysis leaves for the next
+
+The caller decides what stands behind the ports: the worker's child process sends frames to its
+parent, ``kronoscope.local`` keeps everything in memory. A function takes the part that it uses.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +33,8 @@ from engine.memory.device_speed import Pace
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import Chosen, Plan, Stage
+
+T = TypeVar("T")
 
 
 class Artifacts(Protocol):
@@ -73,73 +84,67 @@ def _ignore(*_: object) -> None:
     """Report to nobody."""
 
 
-@dataclass(kw_only=True)
-class Workspace:
-    """One job's model, data, options and ports."""
+@dataclass(kw_only=True, slots=True)
+class ModelInputs:
+    """The model under measurement with its data and task, or factors that were stored earlier."""
 
-    model: nn.Module | None
+    model: nn.Module | None = None
     """None where stored factors are analysed."""
-    batches: Callable[[], Iterator[tuple[Any, ...]]] | None
+    batches: Callable[[], Iterator[tuple[Any, ...]]] | None = None
     """Called anew for each pass; yields ``(inputs, targets)`` or ``(inputs, targets, index)``."""
-    task: Task | None
-    artifacts: Artifacts
+    task: Task | None = None
+    examples: int | None = None
+    """The number of examples in the data, where it is known; progress and plans use it."""
+    stored: Artifacts | None = None
+    """Factors collected earlier, in place of model, batches and task."""
+
+
+@dataclass(kw_only=True, slots=True)
+class JobOptions:
+    """What the job document asks for."""
+
     collection: Collection = field(default_factory=Collection)
     stabilisation: Stabilisation = field(default_factory=Stabilisation)
     woodbury: Woodbury = field(default_factory=Woodbury)
-    memory: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    guard: Guard = field(default_factory=Guard.unlimited)
-    """Keeps what is allocated within the budget, and takes a lower rung where it would not."""
-    decomposition: Decomposed = "values"
-    """The most that any analysis of this job asks of each factor."""
-    keep: tuple[str, ...] = ("spectra",)
+    memory: Memory = field(default_factory=Memory)
+    """How to stay within the memory budget."""
     kinds: tuple[str, ...] = ()
-    """All analyses of this job; `factors` among them keeps the factors."""
+    """All analyses of this job; `factors` among them stores the factors."""
+    keep: tuple[str, ...] = ("spectra",)
+    """What is stored besides the rows."""
+    decomposition: Decomposed = "values"
+    """The most that any analysis of this job needs of each factor: eigenvalues, or eigenvectors too."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Each analysis's options record, by kind, where it has one."""
-    stored: Artifacts | None = None
-    """Factors collected earlier, in place of model, batches and task."""
-    cache: FactorCache | None = None
-    """Where the same collection may have been made before, and is left for the next job."""
-    scratch: Artifacts | None = None
-    """Where collected factors wait that do not fit into memory together, and where checkpoints stand;
-    without it, factors must fit and nothing is resumed."""
-    checkpoint_seconds: float = 0.0
-    """Between two checkpoints of a collection under way; 0 makes none, and resumes none."""
-    conditions: Mapping[str, Any] = field(default_factory=dict)
-    """What must be equal, besides the engine's own, for an earlier attempt's checkpoint to be gone on with."""
-    pace: Pace | None = None
-    """What the device does in a second, where it was measured; None takes what is usual."""
-    measure_pace: Callable[[], Pace | None] = _ignore
-    """Measures it, for a job that is long enough; None where that cannot be done."""
-    memory_options: Memory = field(default_factory=Memory)
-    """How to keep within the budget."""
-    chosen: Chosen | None = None
-    """What an earlier attempt's plan chose, to be done again: another choice is another plan."""
-    plan: Plan | None = None
-    """What this attempt decided, once it has: the rung that each decomposition begins with, and where."""
-    numerics: Mapping[str, Any] | None = None
-    """What the job's first attempt computed with, as its plan has it; None in a first attempt."""
-    examples: int | None = None
-    """Examples in the data, where known: only for progress."""
-    completed: frozenset[tuple[str, int]] = frozenset()
-    """Rows ``(kind, ordinal)`` of an earlier attempt, not computed again."""
-    report: Callable[[str, int, int | None, str], None] = _ignore
-    """``report(stage, done, total, unit)``."""
-    checkpoint: Callable[[], None] = _ignore
-    """Raises ``StopRequested`` when the job should stop."""
-    log: Callable[[str, str], None] = _ignore
-    """``log(level, message)``."""
-    planned: Callable[[Mapping[str, Any]], None] = _ignore
-    """Receives the memory plan before anything large is allocated."""
+    """The options record of each analysis that has one, by kind."""
+
+    def of(self, kind: str) -> Any:  # noqa: ANN401 - each analysis has its own
+        """Return the options record of the analysis ``kind``; None where the job has none."""
+        return self.params.get(kind)
+
+
+@dataclass(kw_only=True, slots=True)
+class Machine:
+    """The device of the job, with the memory that it may use there and on the host."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+    guard: Guard = field(default_factory=Guard.unlimited)
+    """Checks each large allocation against the budget, and takes a cheaper way where it would not fit."""
+    speed: Pace | None = None
+    """Operations and bytes per second of the device, where they were measured; None takes typical values."""
+    measure_speed: Callable[[], Pace | None] = _ignore
+    """Measures the speed, for a job that is long enough; returns None where that is not possible."""
     curve: MemoryCurve = field(default_factory=MemoryCurve)
-    """What was held when."""
-    shared: dict[str, Any] = field(default_factory=dict)
-    """What one analysis of a job leaves for the next: the collection, the spectra."""
+    """How many bytes were held at which time."""
 
     @contextlib.contextmanager
     def operation(self, name: str, stage: Stage | None = None) -> Iterator[None]:
-        """Sample the memory curve before and after; of a plan's ``stage``, also what is taken meanwhile."""
+        """Sample the memory curve before and after an operation.
+
+        Args:
+            name: Name of the operation in the curve.
+            stage: Stage of the plan whose peak is measured meanwhile, if any.
+        """
         self.curve.sample(name, "before", self.device)
         try:
             with contextlib.nullcontext() if stage is None else self.curve.stages.within(stage, self.device):
@@ -147,11 +152,79 @@ class Workspace:
         finally:
             self.curve.sample(name, "after", self.device)
 
-    def options(self, kind: str) -> Any:  # noqa: ANN401 - each analysis has its own
-        """One analysis's options record; None where nobody has given any."""
-        return self.params.get(kind)
+
+@dataclass(kw_only=True, slots=True)
+class Ports:
+    """Connections to the outside: files, reports, the log, cancellation."""
+
+    artifacts: Artifacts
+    """Where results are stored."""
+    scratch: Artifacts | None = None
+    """Where factors are spilled that do not fit into memory together, and where checkpoints are saved;
+    without it, factors must fit and nothing is resumed."""
+    cache: FactorCache | None = None
+    """Where factors of the same collection may be found, and are kept for the next job."""
+    report: Callable[[str, int, int | None, str], None] = _ignore
+    """``report(stage, done, total, unit)``."""
+    log: Callable[[str, str], None] = _ignore
+    """``log(level, message)``."""
+    raise_if_cancelled: Callable[[], None] = _ignore
+    """Raises ``StopRequested`` when the job should stop."""
+    announce_plan: Callable[[Mapping[str, Any]], None] = _ignore
+    """Receives the memory plan before anything large is allocated."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Resume:
+    """What an earlier attempt at this job decided and completed, and how this attempt saves its own state."""
+
+    chosen: Chosen | None = None
+    """What the earlier attempt's plan chose; it is done again, since another choice is another plan."""
+    numerics: Mapping[str, Any] | None = None
+    """The numerics of the first attempt, from its plan; None in a first attempt."""
+    completed: frozenset[tuple[str, int]] = frozenset()
+    """Rows ``(kind, ordinal)`` of an earlier attempt, not computed again."""
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    """What must be equal, besides the engine's own conditions, for a checkpoint to be continued."""
+    checkpoint_seconds: float = 0.0
+    """Seconds between two checkpoints of a collection; 0 saves none and resumes none."""
+
+
+class JobResults:
+    """What one analysis of a job leaves for the next: one record of each type, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        """The plan of this attempt, once it is made."""
+        self._records: dict[type, Any] = {}
+
+    def of(self, record: type[T]) -> T:
+        """Return the job's record of a type.
+
+        Args:
+            record: A class that can be made without arguments; it belongs to the module that asks.
+
+        Returns:
+            The same instance at every call within one job.
+        """
+        if record not in self._records:
+            self._records[record] = record()
+        found: T = self._records[record]
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class Workspace:
+    """One job, in parts."""
+
+    inputs: ModelInputs
+    ports: Ports
+    options: JobOptions = field(default_factory=JobOptions)
+    machine: Machine = field(default_factory=Machine)
+    resume: Resume = field(default_factory=Resume)
+    results: JobResults = field(default_factory=JobResults)
 
     @property
-    def checkpointed(self) -> bool:
-        """Whether checkpoints are made: there is a place for them, and an interval."""
-        return self.scratch is not None and self.checkpoint_seconds > 0
+    def saves_checkpoints(self) -> bool:
+        """Whether checkpoints are saved: there is a place for them, and an interval."""
+        return self.ports.scratch is not None and self.resume.checkpoint_seconds > 0

@@ -29,7 +29,7 @@ from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
 from engine.model.batches import counted
 from engine.operators.preconditioning import precondition
-from engine.workspace import Artifacts, Workspace
+from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.local_artifacts import Folder, Held
 
 _LARGEST_DENSE_BYTES = 2**31
@@ -299,37 +299,40 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     plan: dict[str, Any] = {}
     budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(memory, device)
     workspace = Workspace(
-        model=model,
-        batches=lambda: iter(kept() if callable(kept) else kept),
-        task=task if isinstance(task, Task) else Task(type=task),  # type: ignore[arg-type] # checked by whoever reads it
-        artifacts=_artifacts(),
-        collection=collection or Collection(),
-        stabilisation=stabilisation or Stabilisation(),
-        woodbury=woodbury or Woodbury(),
-        memory=budget,
-        guard=Guard(budget=budget, device=device, log=lambda _, __: None),
-        memory_options=memory or Memory(),
-        device=device,
-        kinds=tuple(kinds),
-        keep=("factors",),
-        examples=counted(kept) if isinstance(kept, (list, tuple)) else None,
-        planned=plan.update,
+        inputs=ModelInputs(
+            model=model,
+            batches=lambda: iter(kept() if callable(kept) else kept),
+            task=task if isinstance(task, Task) else Task(type=task),  # type: ignore[arg-type] # validated by the reader
+            examples=counted(kept) if isinstance(kept, (list, tuple)) else None,
+        ),
+        options=JobOptions(
+            collection=collection or Collection(),
+            stabilisation=stabilisation or Stabilisation(),
+            woodbury=woodbury or Woodbury(),
+            memory=memory or Memory(),
+            kinds=tuple(kinds),
+            keep=("factors",),
+        ),
+        machine=Machine(
+            budget=budget, guard=Guard(budget=budget, device=device, log=lambda _, __: None), device=device
+        ),
+        ports=Ports(artifacts=_artifacts(), announce_plan=plan.update),
     )
     if report is not None:
-        workspace.report = report
+        workspace.ports.report = report
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}
     options = {kind: _options(kind, params) for kind in kinds}
-    workspace.decomposition = most_decomposed(own or ANALYSES[kind] for kind, own in options.items())
-    workspace.params = options
+    workspace.options.decomposition = most_decomposed(own or ANALYSES[kind] for kind, own in options.items())
+    workspace.options.params = options
     for kind in kinds:
         function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
         summary[kind] = _pulled(rows, function(options[kind], workspace))
     return Measurement(
         layers=tuple(sorted(rows, key=lambda row: (list(kinds).index(row.kind), row.ordinal))),
         summary=summary,
-        factors=LayersFactors(read_collected(workspace.artifacts)),
-        index=workspace.artifacts.load_json(INDEX),
+        factors=LayersFactors(read_collected(workspace.ports.artifacts)),
+        index=workspace.ports.artifacts.load_json(INDEX),
         plan=plan,
     )
 

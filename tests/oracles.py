@@ -13,7 +13,7 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collect import collected
 from engine.factors.factor_set import Collected
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 
 class MemoryArtifacts:
@@ -53,11 +53,9 @@ def workspace(
         return iter(chunks)
 
     return Workspace(
-        model=model,
-        batches=batches,
-        task=Task(type=task, loss=loss),  # type: ignore[arg-type]
-        artifacts=MemoryArtifacts(),
-        collection=Collection(**{"fisher": "type2", "dtype": "float64", "batch_size": 4} | options),
+        inputs=ModelInputs(model=model, batches=batches, task=Task(type=task, loss=loss)),
+        options=JobOptions(collection=Collection(**{"fisher": "type2", "dtype": "float64", "batch_size": 4} | options)),
+        ports=Ports(artifacts=MemoryArtifacts()),
     )
 
 

@@ -20,7 +20,7 @@ from catalog.woodbury import Woodbury
 from engine.collect import collected
 from engine.errors import EngineError
 from engine.factors.factor_set import Collected, LayerFacts
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 TOLERANCE = 1e-8
 """Relative error up to which a number counts as right."""
@@ -109,12 +109,13 @@ def _collected(case: Case, **options: Any) -> Collected:  # noqa: ANN401 - the c
     model = copy.deepcopy(case.model) if case.random else case.model
     return collected(
         Workspace(
-            model=model,
-            batches=lambda: iter([(case.inputs, case.targets)]),
-            task=Task(type=case.task, loss=case.loss),  # type: ignore[arg-type]
-            artifacts=NoArtifacts(),
-            collection=Collection(**(chosen | options)),  # type: ignore[arg-type]
-            woodbury=Woodbury(policy="dense"),
+            inputs=ModelInputs(
+                model=model,
+                batches=lambda: iter([(case.inputs, case.targets)]),
+                task=Task(type=case.task, loss=case.loss),
+            ),
+            options=JobOptions(collection=Collection(**(chosen | options)), woodbury=Woodbury(policy="dense")),
+            ports=Ports(artifacts=NoArtifacts()),
         )
     )
 

@@ -37,7 +37,7 @@ from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_b
 from engine.memory.guard import Descended, Guard, Rung
 from engine.memory.limits import warm_up
 from engine.memory.plan import Chosen, Plan
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, JobResults, ModelInputs, Ports, Workspace
 
 STAGES = ("collection", "decomposition")
 
@@ -108,15 +108,13 @@ def workspace(case: Case, folder: Path) -> Workspace:
     model = case.make().eval()
     data = case.data()
     return Workspace(
-        model=model,
-        batches=lambda: iter(data),
-        task=Task(type=case.task),  # type: ignore[arg-type] # one of the document's
-        artifacts=Folder(folder),
-        scratch=Folder(folder),
-        collection=Collection(fisher="mc", batch_size=case.batch_size),
-        kinds=("capacity",),
-        keep=("spectra",),
-        examples=case.batch_size,
+        inputs=ModelInputs(
+            model=model, batches=lambda: iter(data), task=Task(type=case.task), examples=case.batch_size
+        ),
+        options=JobOptions(
+            collection=Collection(fisher="mc", batch_size=case.batch_size), kinds=("capacity",), keep=("spectra",)
+        ),
+        ports=Ports(artifacts=Folder(folder), scratch=Folder(folder)),
     )
 
 
@@ -172,7 +170,7 @@ def profiled_stages(profiler: profile) -> dict[str, int]:
 
 def planned(made: Workspace) -> Plan:
     """The job's plan."""
-    plan = plan_job(dataclasses.replace(made, shared={}))
+    plan = plan_job(dataclasses.replace(made, results=JobResults()))
     gc.collect()
     give_back_host_memory()
     return plan
@@ -199,14 +197,14 @@ def budgets(made: Workspace, whole: Plan, held: int, taken: int) -> dict[str, An
     """
 
     def at(above: int) -> Plan:
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=held + above)
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=held + above)
         return planned(made)
 
     most = whole.peak_bytes("host") - held
     least, fits = most // 8, most
     while fits - least > most // 64:
         middle = (least + fits) // 2
-        if at(middle).fits(made.memory):
+        if at(middle).fits(made.machine.budget):
             fits = middle
         else:
             least = middle
@@ -216,8 +214,8 @@ def budgets(made: Workspace, whole: Plan, held: int, taken: int) -> dict[str, An
     sweep = []
     for above in (fits - most // 32, *(fits + share * (most - fits) // 6 for share in range(7)), most + most // 32):
         plan = at(above)
-        slices = plan.chosen.micro_batch or made.collection.batch_size
-        sweep.append((above, plan.fits(made.memory), len(plan.chosen.parts), slices))
+        slices = plan.chosen.micro_batch or made.options.collection.batch_size
+        sweep.append((above, plan.fits(made.machine.budget), len(plan.chosen.parts), slices))
     return {"above": chosen, "whole": most, "taken": taken, "sweep": sweep, **decided(whole)}
 
 
@@ -226,13 +224,13 @@ def candidate(made: Workspace, plan: Plan, passes: int, micro_batch: int) -> Cho
     names = [name for part in plan.chosen.parts for name in part]
     cut = -(-len(names) // passes)
     parts = tuple(tuple(names[start : start + cut]) for start in range(0, len(names), cut))
-    return Chosen(parts=parts, micro_batch=min(micro_batch, made.collection.batch_size))
+    return Chosen(parts=parts, micro_batch=min(micro_batch, made.options.collection.batch_size))
 
 
 def run(made: Workspace, *, profiled: bool) -> dict[str, Any]:
     """Do the job, and say what each stage took."""
     peaks = Peaks(resident_bytes())
-    made.operation = _staged(peaks)  # type: ignore[method-assign]
+    made.machine.operation = _staged(peaks)  # type: ignore[method-assign]
     activities = [ProfilerActivity.CPU]
     begun, worked = time.perf_counter(), time.process_time()
     try:
@@ -243,12 +241,12 @@ def run(made: Workspace, *, profiled: bool) -> dict[str, Any]:
     seconds, worked = time.perf_counter() - begun, time.process_time() - worked
     found = [row for row in rows if row.metrics is not None]
     return {
-        **({} if made.plan is None else decided(made.plan)),
+        **({} if made.results.plan is None else decided(made.results.plan)),
         "seconds": seconds,
         "processor_seconds": worked,
         "measured": peaks.stages,
         "stage_seconds": peaks.seconds,
-        "planning_errors": len(made.guard.planning_errors),
+        "planning_errors": len(made.machine.guard.planning_errors),
         "rungs": sorted({rung for row in found for rung in (*(row.record.rungs_A or ()), *(row.record.rungs_G or ()))}),
         "trace": sum(row.metrics.trace for row in found),
         **({} if profiler is None else {"profiled": profiled_stages(profiler)}),
@@ -276,23 +274,23 @@ def main() -> None:
     give_back_host_memory()
     held = resident_bytes()
     if options.above is not None:
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=held + int(options.above))
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=held + int(options.above))
     plan = planned(made)
     if options.budgets is not None:
         print(json.dumps(budgets(made, plan, held, options.budgets)))
         return
-    made.guard = Guard(budget=made.memory, device=made.device, log=lambda _, __: None)
+    made.machine.guard = Guard(budget=made.machine.budget, device=made.machine.device, log=lambda _, __: None)
     if options.candidate is not None:
-        made.chosen = candidate(made, plan, *options.candidate)
+        made.resume.chosen = candidate(made, plan, *options.candidate)
     if options.profile is not None:
         # The profiler's own records are resident, too, and would be taken for the job's: the way that was chosen
         # without it is gone again, with nothing refused. Whether it was the same is told by the rungs.
-        made.chosen = Chosen.read(json.loads(options.profile.read_text()))
-        made.memory = MemoryBudget.unlimited()
-        made.guard = Unhurried(budget=made.memory, device=made.device, log=lambda _, __: None)
+        made.resume.chosen = Chosen.read(json.loads(options.profile.read_text()))
+        made.machine.budget = MemoryBudget.unlimited()
+        made.machine.guard = Unhurried(budget=made.machine.budget, device=made.machine.device, log=lambda _, __: None)
     if options.unguarded:
         unguarded()
-        made.memory = MemoryBudget.unlimited()
+        made.machine.budget = MemoryBudget.unlimited()
     if options.limit:
         limit = status_bytes("VmData") + int(options.above)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))

@@ -35,10 +35,10 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     identity: dict[int, str] = {}
     decompositions = 0
     for done, layer in enumerate(measured_layers(workspace), start=1):
-        with workspace.operation(f"capacity of layer {layer.facts.ordinal}", "capacity"):
-            sides = sides_of(layer, whole, params, workspace.device)
+        with workspace.machine.operation(f"capacity of layer {layer.facts.ordinal}", "capacity"):
+            sides = sides_of(layer, whole, params, workspace.machine.device)
             metrics = layer_metrics(layer, sides, params)
-            over = followed(layer, whole, sides, metrics, params, workspace.device)
+            over = followed(layer, whole, sides, metrics, params, workspace.machine.device)
         if over is not None:
             over_sizes[layer.facts.ordinal] = over
             metrics = dataclasses.replace(metrics, convergence=over.convergence)
@@ -50,11 +50,11 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
             beside = exact.of_layer(layer.facts.ordinal, layer.trace_A * layer.trace_G, kept.spectral_norm)
             metrics = dataclasses.replace(metrics, cross_check=beside)
         found[layer.facts.ordinal] = kept, metrics
-        if ("capacity", layer.facts.ordinal) not in workspace.completed:
+        if ("capacity", layer.facts.ordinal) not in workspace.resume.completed:
             yield covered_result("capacity", layer, metrics)
-        workspace.report("capacity", done, total, "layers")
+        workspace.ports.report("capacity", done, total, "layers")
     yield from declared_results("capacity", workspace)
-    workspace.checkpoint()
+    workspace.ports.raise_if_cancelled()
     # in the model's order, whatever the order of measuring: sums round the same
     rows = [found[facts.ordinal][1] for facts in whole.layers]
     dimension = sum(row.dimension for row in rows)
@@ -74,10 +74,10 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         effective_dimension_share=effective / dimension if dimension and effective is not None else None,
         effective_rank=_sum("effective_rank", rows, curved) if "effective_rank" in wanted else None,
         logdet_damped=_sum("logdet_damped", rows, curved) if "logdet_damped" in wanted else None,
-        damping=workspace.stabilisation.damping,
-        damping_mode=workspace.stabilisation.damping_mode,
-        damping_split=workspace.stabilisation.damping_split,
-        kappa_max=workspace.stabilisation.kappa_max,
+        damping=workspace.options.stabilisation.damping,
+        damping_mode=workspace.options.stabilisation.damping_mode,
+        damping_split=workspace.options.stabilisation.damping_split,
+        kappa_max=workspace.options.stabilisation.kappa_max,
         fisher=whole.collection.fisher,
         sharing=whole.collection.sharing,
         update_freq=whole.collection.update_freq,
@@ -87,7 +87,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         token_importance=token_importance(params.token_importance, workspace, whole),
         cross_check=None if exact is None else exact.of_model(row.cross_check for row in rows),
     )
-    return finite_summary(summary, workspace.log)
+    return finite_summary(summary, workspace.ports.log)
 
 
 def _sum(metric: str, rows: Sequence[CapacityMetrics], curved: Sequence[bool]) -> float | None:

@@ -26,9 +26,9 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
     layers = []
     for done, layer in enumerate(measured_layers(workspace), start=1):
         layers.append(layer)
-        if ("factors", layer.facts.ordinal) not in workspace.completed:
+        if ("factors", layer.facts.ordinal) not in workspace.resume.completed:
             yield covered_result("factors", layer, _metrics(layer, whole))
-        workspace.report("factors", done, total, "layers")
+        workspace.ports.report("factors", done, total, "layers")
     yield from declared_results("factors", workspace)
     summary = FactorsSummary(
         coverage=coverage(whole),
@@ -47,7 +47,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
         factor_bytes=sum(layer.record.factor_bytes or 0 for layer in layers),
         dense_factor_bytes=sum(_dense_bytes(layer) for layer in layers),
     )
-    return finite_summary(summary, workspace.log)
+    return finite_summary(summary, workspace.ports.log)
 
 
 def _metrics(layer: Measured, whole: Collected) -> FactorsMetrics:

@@ -68,7 +68,7 @@ def reconstruct(
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
-    kappa_max = workspace.stabilisation.kappa_max
+    kappa_max = workspace.options.stabilisation.kappa_max
     if kappa_max is None:
         raise NoConditionNumber(
             "`stabilisation.kappa_max` is null, so there is nothing to clip at; give a number above 1, such as 1e6",
@@ -76,21 +76,21 @@ def reconstruct(
         )
     run = _Run(params=params, workspace=workspace, whole=collected(workspace), kappa_max=kappa_max)
     for done, layer in enumerate(_holders_first(workspace, run.whole), start=1):
-        workspace.checkpoint()
+        workspace.ports.raise_if_cancelled()
         facts, begun = layer.facts, time.perf_counter()
         known = _recalled(run, layer)
         if known is None:
-            with workspace.operation(f"reconstruction of layer {facts.ordinal}", "reconstruction"):
+            with workspace.machine.operation(f"reconstruction of layer {facts.ordinal}", "reconstruction"):
                 known = _stabilised(run, layer)
             _remember(run, layer, known)
         run.rows[facts.ordinal] = known
-        if (KIND, facts.ordinal) not in workspace.completed:
+        if (KIND, facts.ordinal) not in workspace.resume.completed:
             row = replace(covered_result(KIND, layer, known), observed=_observed(workspace, layer, begun))
             yield row if facts.module != GIVEN_MATRIX else replace(row, record=record_without_collection(row.record))
-        workspace.report(KIND, done, len(run.whole.layers), "layers")
+        workspace.ports.report(KIND, done, len(run.whole.layers), "layers")
     _write_indices(run)
     yield from declared_results(KIND, workspace)
-    return finite_summary(_summary(run), workspace.log)
+    return finite_summary(_summary(run), workspace.ports.log)
 
 
 def _holders_first(workspace: Workspace, whole: Collected) -> Iterator[Measured]:
@@ -129,7 +129,7 @@ def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
         _write(run, layer, factors, {"A": made_a, "G": made_g}, artifact)
     for side in (side_a, side_g):
         if side is not None and side.floor_reached is not None and side.floor_reached < 0.5 * (side.floor or 0):
-            workspace.log(
+            workspace.ports.log(
                 "warning",
                 f"layer `{facts.name}`: the smallest eigenvalue came out as {side.floor_reached:.3g} for a floor of "
                 f"{side.floor:.3g}: the factors' precision can not hold κ_max = {run.kappa_max:.3g}; take `collection."
@@ -186,7 +186,7 @@ def _of_given(run: _Run, factor: Tensor, values: Tensor, vectors: Tensor, name: 
         )
     rounding = factor.shape[0] * torch.finfo(factor.dtype).eps * float(values[-1])
     if float(values[0]) < -rounding:
-        run.workspace.log(
+        run.workspace.ports.log(
             "warning",
             f"`{name}` is indefinite: the smallest eigenvalue is {float(values[0]):.3g}, and what lies below zero "
             f"by more than rounding numbers {int((values < -rounding).sum())}; it is raised to the floor like the rest",
@@ -209,7 +209,7 @@ def _write(
     run: _Run, layer: Measured, factors: Factors, made: Mapping[Literal["A", "G"], Made | None], name: str
 ) -> None:
     """One layer's file: packed triangles as a collection writes them, wherever both sides are matrices."""
-    facts, artifacts = layer.facts, run.workspace.artifacts
+    facts, artifacts = layer.facts, run.workspace.ports.artifacts
     contents: dict[str, Any] = {side: each.content for side, each in made.items() if each is not None}
     matrices: dict[str, Any] = {side: each for side, each in contents.items() if isinstance(each, Tensor)}
     gradient: Tensor | Structured = factors.G
@@ -263,7 +263,7 @@ def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> No
     tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, StabilisedSide) else {layer.facts.name: matrix}
     run.entries[layer.facts.ordinal] = index_entry(layer.facts, made, name.removeprefix(f"{FOLDER}/"))
     metadata = {"format": FORMAT, "kappa_max": repr(run.kappa_max), "floor": repr(made.side.floor)}
-    run.workspace.artifacts.save_tensors(name, tensors, metadata)
+    run.workspace.ports.artifacts.save_tensors(name, tensors, metadata)
 
 
 def _write_indices(run: _Run) -> None:
@@ -271,7 +271,7 @@ def _write_indices(run: _Run) -> None:
 
     Where every side is a matrix, they are factors as a collection leaves them, for whoever reads those.
     """
-    artifacts, layers = run.workspace.artifacts, run.whole.layers
+    artifacts, layers = run.workspace.ports.artifacts, run.whole.layers
     if not run.params.keep_matrices or any(facts.ordinal not in run.kept | run.entries for facts in layers):
         return
     if len(run.kept) == len(layers):
@@ -295,13 +295,13 @@ def _remembered(layer: Measured) -> str:
 def _remember(run: _Run, layer: Measured, metrics: ReconstructionMetrics) -> None:
     """Lay aside what the summary and the indices need of a row, for an attempt that begins after it."""
     workspace, ordinal = run.workspace, layer.facts.ordinal
-    if workspace.scratch is None or not workspace.checkpointed:
+    if workspace.ports.scratch is None or not workspace.saves_checkpoints:
         return
     kept = run.kept.get(ordinal)
-    workspace.scratch.save_json(
+    workspace.ports.scratch.save_json(
         _remembered(layer),
         {
-            "conditions": dict(workspace.conditions),
+            "conditions": dict(workspace.resume.conditions),
             "metrics": asdict(metrics),
             "kept": None if kept is None else asdict(kept),
             "entry": run.entries.get(ordinal),
@@ -312,11 +312,11 @@ def _remember(run: _Run, layer: Measured, metrics: ReconstructionMetrics) -> Non
 def _recalled(run: _Run, layer: Measured) -> ReconstructionMetrics | None:
     """A row that an earlier attempt has delivered, where it left what is needed of it."""
     workspace, ordinal = run.workspace, layer.facts.ordinal
-    if workspace.scratch is None or (KIND, ordinal) not in workspace.completed:
+    if workspace.ports.scratch is None or (KIND, ordinal) not in workspace.resume.completed:
         return None
     try:
-        table = workspace.scratch.load_json(_remembered(layer))
-        if table["conditions"] != dict(workspace.conditions):
+        table = workspace.ports.scratch.load_json(_remembered(layer))
+        if table["conditions"] != dict(workspace.resume.conditions):
             return None
         metrics = dict(table["metrics"])
         sides = {
@@ -341,14 +341,14 @@ def _rungs(side: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _observed(workspace: Workspace, layer: Measured, begun: float) -> Observed:
-    allocated, reserved = device_bytes(workspace.device)
+    allocated, reserved = device_bytes(workspace.machine.device)
     return replace(
         layer.observed,
         seconds=time.perf_counter() - begun,
         allocated_after_bytes=allocated,
         reserved_after_bytes=reserved,
         host_after_bytes=resident_bytes(),
-        measured_peak_bytes=workspace.curve.stages.peak_bytes(workspace.device),
+        measured_peak_bytes=workspace.machine.curve.stages.peak_bytes(workspace.machine.device),
     )
 
 

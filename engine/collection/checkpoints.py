@@ -92,18 +92,18 @@ class Checkpoints:
     def __post_init__(self) -> None:
         """Begin the first interval."""
         self._saved_at = self.clock()
-        if self.workspace.checkpointed:
+        if self.workspace.saves_checkpoints:
             self._buffers = {name: bit_sum(buffer) for name, buffer in self.model.named_buffers()}
 
     @property
     def _scratch(self) -> Artifacts:
-        if self.workspace.scratch is None:
+        if self.workspace.ports.scratch is None:
             raise ValueError("checkpoints need a scratch place")
-        return self.workspace.scratch
+        return self.workspace.ports.scratch
 
     def find(self) -> Resumed | None:
         """The checkpoint of an earlier attempt, if there is one that belongs and reads as written."""
-        if not self.workspace.checkpointed:
+        if not self.workspace.saves_checkpoints:
             return None
         try:
             return self._read()
@@ -184,7 +184,7 @@ class Checkpoints:
         surroundings: list[tuple[str, str, Tensor]] = []
         for kind, name, entry, tensor in self._read_tensors(found):
             if kind == "sums":
-                _put(statistics[name], entry, tensor, self.workspace.device)
+                _put(statistics[name], entry, tensor, self.workspace.machine.device)
             else:
                 surroundings.append((kind, name, tensor))
         self._pass_over(found.cursor, stream)
@@ -192,7 +192,7 @@ class Checkpoints:
             if kind == "buffer":
                 self.model.get_buffer(name).data.copy_(tensor)
             elif name == "cuda":
-                torch.cuda.set_rng_state(tensor, self.workspace.device)
+                torch.cuda.set_rng_state(tensor, self.workspace.machine.device)
             else:
                 torch.set_rng_state(tensor)
         return found.cursor
@@ -213,24 +213,24 @@ class Checkpoints:
         """Take from the data what the checkpoint holds already, without the model."""
         cursor = Cursor(number=saved.number)
         for batch in itertools.islice(stream, saved.batches):
-            self.workspace.checkpoint()
+            self.workspace.ports.raise_if_cancelled()
             cursor.take(batch, checked=True)
         if (cursor.batches, cursor.data) != (saved.batches, saved.data):
             raise CheckpointForeign("the data are others than before")
 
     def discard(self, why: str) -> None:
         """Say that what was found is not used, and begin anew."""
-        self.workspace.log("warning", f"the checkpoint of an earlier attempt is discarded: {why}")
+        self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt is discarded: {why}")
         self._saved_at = self.clock()
 
     def due(self) -> bool:
         """Whether it is time to save."""
-        pause = max(self.workspace.checkpoint_seconds, _SHARE * self._took)
-        return self.workspace.checkpointed and self.clock() - self._saved_at >= pause
+        pause = max(self.workspace.resume.checkpoint_seconds, _SHARE * self._took)
+        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= pause
 
     def worth(self) -> bool:
         """Whether a checkpoint now costs little against the time since the last, whatever the interval."""
-        return self.workspace.checkpointed and self.clock() - self._saved_at >= _SHARE * self._took
+        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= _SHARE * self._took
 
     def save(self, cursor: Cursor, running: Sequence[LayerStatistics], gathered: Gathered) -> None:
         """Write everything, the manifest last; a disk that refuses leaves the one before.
@@ -241,7 +241,7 @@ class Checkpoints:
         begun = self.clock()
         serial = self._serial + 1
         try:
-            self.workspace.curve.sample("checkpoint", "before", self.workspace.device)
+            self.workspace.machine.curve.sample("checkpoint", "before", self.workspace.machine.device)
             files = self._write_tensors(serial, running)
             body = {
                 "format": FORMAT,
@@ -261,13 +261,17 @@ class Checkpoints:
             }
             self._scratch.save_json(MANIFEST, {"body": body, "sha256": _sha256(body)})
         except OSError as error:
-            self.workspace.log("warning", f"no checkpoint could be written ({error.strerror}); the one before stands")
+            self.workspace.ports.log(
+                "warning", f"no checkpoint could be written ({error.strerror}); the one before stands"
+            )
         else:
             for name in set(self._files) - set(files):
                 self._scratch.remove(name)
             self._serial, self._files = serial, tuple(files)
-            self.workspace.log("debug", f"checkpoint {serial} after batch {cursor.batches} of pass {cursor.number + 1}")
-        self.workspace.curve.sample("checkpoint", "after", self.workspace.device)
+            self.workspace.ports.log(
+                "debug", f"checkpoint {serial} after batch {cursor.batches} of pass {cursor.number + 1}"
+            )
+        self.workspace.machine.curve.sample("checkpoint", "after", self.workspace.machine.device)
         self._saved_at = self.clock()
         self._took = self._saved_at - begun
 
@@ -284,8 +288,8 @@ class Checkpoints:
         if running:
             # between two passes there is none: each begins with its own
             yield "generator", "cpu", "", torch.get_rng_state()
-            if self.workspace.device.type == "cuda":
-                yield "generator", "cuda", "", torch.cuda.get_rng_state(self.workspace.device)
+            if self.workspace.machine.device.type == "cuda":
+                yield "generator", "cuda", "", torch.cuda.get_rng_state(self.workspace.machine.device)
         for name, buffer in self.model.named_buffers():
             if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):
                 yield "buffer", name, "", buffer.detach()

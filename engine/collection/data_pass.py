@@ -84,7 +84,7 @@ class PassJob:
 
     def stream(self) -> Iterator[Batch]:
         """The data, anew, in batches where the caller has them."""
-        chunks = self.workspace.batches() if self.workspace.batches is not None else iter(())
+        chunks = self.workspace.inputs.batches() if self.workspace.inputs.batches is not None else iter(())
         return batched(chunks, self.collection.batch_size)
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
@@ -93,7 +93,7 @@ class PassJob:
 
     def moved(self, batch: Batch) -> Batch:
         """A copy on the device, in the precision of the passes."""
-        return batch.to(self.workspace.device, self.dtype)
+        return batch.to(self.workspace.machine.device, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,15 @@ class Progress:
     def report(self, done: int, total: int | None) -> None:
         """Say that ``done`` of ``total`` batches of this pass are done."""
         before = 0 if total is None else self.number * total
-        self.workspace.report("collection", before + done, None if total is None else self.parts * total, "batches")
+        self.workspace.ports.report(
+            "collection", before + done, None if total is None else self.parts * total, "batches"
+        )
 
     def resume(self, done: int, total: int | None) -> None:
         """Say that an earlier attempt's checkpoint is gone on with."""
         before, whole = (0, "") if total is None else (self.number * total, f" of {self.parts * total}")
         within = f" (pass {self.number + 1} of {self.parts})" if self.parts > 1 else ""
-        self.workspace.log("info", f"collection resumed at batch {before + done}{whole}{within}")
+        self.workspace.ports.log("info", f"collection resumed at batch {before + done}{whole}{within}")
         self.report(done, total)
 
 
@@ -142,8 +144,8 @@ def run_pass(
         overwritten=gathered.overwritten,
         head=_head(job, treated),
     )
-    batch_count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
-    checked = workspace.checkpointed
+    batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
+    checked = workspace.saves_checkpoints
     cursor, stream = Cursor(number=progress.number), job.stream()
     # a model that draws numbers in evaluation mode draws the same ones in every run
     torch.manual_seed(collection.seed)
@@ -156,7 +158,7 @@ def run_pass(
     with witnessed(job.model, job.task) as witness, collector.attached(), torch.enable_grad():
         witness.read = cursor.read
         for arrived in stream:
-            workspace.checkpoint()
+            workspace.ports.raise_if_cancelled()
             batch = job.moved(arrived)
             witness.look_at(batch, cursor.batches)
             if cursor.batches % collection.update_freq == 0:
@@ -175,7 +177,7 @@ def run_pass(
             if job.sizes is not None and eighths is not None:
                 keep_size(job.sizes, eighths, cursor.examples, all_statistics, gathered, collection, job.dtype)
             progress.report(cursor.batches, batch_count)
-            workspace.curve.sample(f"pass {progress.number + 1}", "within", workspace.device)
+            workspace.machine.curve.sample(f"pass {progress.number + 1}", "within", workspace.machine.device)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, gathered)
     if collection.ekfac and checkpoints.worth():
@@ -200,7 +202,7 @@ def _check(job: PassJob, batch: Batch, number: int, collector: Collector) -> Non
     for name in failed:
         sums[name].flaw = FAILED_CHECK
         why = self_check.layers[name].why
-        job.workspace.log("warning", f"layer `{name}`: in batch {number + 1} {why}; it is not covered")
+        job.workspace.ports.log("warning", f"layer `{name}`: in batch {number + 1} {why}; it is not covered")
 
 
 def _require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStatistics, ...]) -> None:
@@ -225,9 +227,9 @@ def _allocated(
     staging = row_staging = None
     if job.offload:
         sides = [side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)]
-        staging = Staging(staging_numbers(sides), job.dtype, job.workspace.device)
-    elif job.workspace.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
-        row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.device)
+        staging = Staging(staging_numbers(sides), job.dtype, job.workspace.machine.device)
+    elif job.workspace.machine.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
+        row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.machine.device)
     unordered = job.orders.unordered_among(treated)
     for layer in treated:
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
@@ -248,7 +250,7 @@ def _allocated(
         statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
         if layer.name in unordered and needs_order and statistics.flaw is None:
             statistics.flaw = "batch_not_first"
-        statistics.allocate(job.dtype, job.workspace.device)
+        statistics.allocate(job.dtype, job.workspace.machine.device)
         if job.collection.batch_variance:
             _gather_variance_(statistics, job.collection.fisher)
         by_name[layer.name] = statistics
@@ -312,7 +314,7 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
     """Let examples that go through the model together enter the statistics; returns their loss terms."""
     collector.begin(batch.size, batch.mask, tensors(batch.inputs))
     with torch.set_grad_enabled(collector.gradients):
-        with job.precision.autocast(job.workspace.device):
+        with job.precision.autocast(job.workspace.machine.device):
             prediction = predict(job.model, batch, job.task)
         # probabilities, and what is drawn from them, in the precision of the sums
         prediction = replace(prediction, outputs=prediction.outputs.to(job.dtype))

@@ -70,7 +70,7 @@ def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) 
         are laid aside, which they are where there are several passes and a scratch place.
     """
     job = job.without_masks(gathered.unmasked)
-    scratch = job.workspace.scratch if len(parts) > 1 else None
+    scratch = job.workspace.ports.scratch if len(parts) > 1 else None
     loads: dict[str, Load] = {}
     holders: dict[str, str] = {}
     needed = [[name for name in part if _covered(job, gathered, name)] for part in parts]
@@ -131,7 +131,7 @@ def _prepared(
         basis_A=bases.get(leader) if layer.form == "kronecker" else None,
         basis_G=torch.stack([_basis(job, each.dense_G, each.layer) for each in factors]),
     )
-    made.allocate(job.dtype, job.workspace.device)
+    made.allocate(job.dtype, job.workspace.machine.device)
     return made
 
 
@@ -141,8 +141,10 @@ def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
 
 def _vectors(job: PassJob, factor: Tensor, layer: str) -> Tensor:
     """Q (n, n) of a dense factor, on the device."""
-    device = job.workspace.device
-    found = decompose(factor.to(device), layer, need="vectors", guard=job.workspace.guard, what="the basis of EK-FAC")
+    device = job.workspace.machine.device
+    found = decompose(
+        factor.to(device), layer, need="vectors", guard=job.workspace.machine.guard, what="the basis of EK-FAC"
+    )
     if found.vectors is None:
         raise ValueError(f"layer `{layer}`: a diagonal factor has no basis of its own")
     return found.vectors.to(device)
@@ -160,7 +162,7 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
         _run(replace(job, micro_batch=size), sums, done, total)
 
     sizes: list[int | None] = [job.micro_batch]
-    whole = min(job.collection.batch_size, job.workspace.examples or job.collection.batch_size)
+    whole = min(job.collection.batch_size, job.workspace.inputs.examples or job.collection.batch_size)
     while (last := sizes[-1] or whole) > 1:
         sizes.append(-(-last // 2))
     rungs = [
@@ -173,7 +175,7 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
         )
         for size in sizes
     ]
-    job.workspace.guard.descend(rungs, what="the correction", layer=None, stage="correction")
+    job.workspace.machine.guard.descend(rungs, what="the correction", layer=None, stage="correction")
 
 
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
@@ -189,13 +191,13 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
         overwritten=job.overwritten,
         scale=scale,
     )
-    count = None if workspace.examples is None else -(-workspace.examples // collection.batch_size)
+    count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
     updates = 0
     # the numbers that the passes before this one drew
     torch.manual_seed(collection.seed)
     with collector.attached(), torch.enable_grad():
         for number, batch in enumerate(job.batches()):
-            workspace.checkpoint()
+            workspace.ports.raise_if_cancelled()
             if number % collection.update_freq == 0:
                 if collection.ema_decay is not None and updates:
                     for each in sums:
@@ -203,7 +205,9 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
                 update(job, batch, collector)
                 updates += 1
             before = 0 if count is None else done * count
-            workspace.report("correction", before + number + 1, None if count is None else total * count, "batches")
+            workspace.ports.report(
+                "correction", before + number + 1, None if count is None else total * count, "batches"
+            )
 
 
 def _of_parts(sums: CorrectionStatistics, basis_A: Tensor | None) -> list[Corrected]:
@@ -227,7 +231,7 @@ def _block(job: PassJob, gathered: Gathered, found: LayerStatistics) -> list[Cor
 
 
 def _of_block(job: PassJob, factors: Factors) -> Corrected:
-    block = factors.widened_G.to(job.workspace.device, torch.float64)
+    block = factors.widened_G.to(job.workspace.machine.device, torch.float64)
     basis = None if block.ndim == 1 else _vectors(job, block, factors.layer)
     values = block if basis is None else (basis * (block @ basis)).sum(0)
     return Corrected(

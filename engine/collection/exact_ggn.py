@@ -105,9 +105,9 @@ class GaussNewton:
         Memory:
             One vector each; the graph of one micro-batch twice over, and the gradients of the blocks' parameters.
         """
-        totals = [torch.zeros_like(vector, device=self.job.workspace.device) for vector in vectors]
-        placed = [vector.to(self.job.workspace.device) for vector in vectors]
-        flaws = torch.zeros(len(blocks), dtype=self.job.dtype, device=self.job.workspace.device)
+        totals = [torch.zeros_like(vector, device=self.job.workspace.machine.device) for vector in vectors]
+        placed = [vector.to(self.job.workspace.machine.device) for vector in vectors]
+        flaws = torch.zeros(len(blocks), dtype=self.job.dtype, device=self.job.workspace.machine.device)
 
         def enter(prediction: Prediction, index: Tensor, parameters: dict[str, Tensor], weight: float) -> None:
             tangent = _signs(prediction.outputs, index, self.job.collection.seed, _TANGENT)
@@ -131,7 +131,7 @@ class GaussNewton:
         Memory:
             ``2 · len(numbers)`` vectors of each block.
         """
-        device = self.job.workspace.device
+        device = self.job.workspace.machine.device
         totals = [[torch.zeros(block.size, dtype=self.job.dtype, device=device) for block in blocks] for _ in numbers]
 
         def enter(prediction: Prediction, index: Tensor, parameters: dict[str, Tensor], weight: float) -> None:
@@ -165,7 +165,7 @@ class GaussNewton:
         torch.manual_seed(collection.seed)
         try:
             for place, arrived in enumerate(job.stream()):
-                job.workspace.checkpoint()
+                job.workspace.ports.raise_if_cancelled()
                 if place % collection.update_freq == 0:
                     past = 1.0 if collection.ema_decay is None else collection.ema_decay
                     weight = past ** (self.updates - 1 - update)
@@ -223,10 +223,10 @@ class GaussNewton:
                     pointer="/capacity/cross_check",
                 ) from error
         # outside of the except block, whose traceback holds the graph
-        free_memory(self.job.workspace.device)
+        free_memory(self.job.workspace.machine.device)
         torch.set_rng_state(state)
         self._micro_batch = -(-batch.size // 2)
-        self.job.workspace.log(
+        self.job.workspace.ports.log(
             "warning", f"the cross-check ran out of memory; it goes on with {self._micro_batch} examples at a time"
         )
         return self._entered(batch, parameters, weight, enter)

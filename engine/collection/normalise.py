@@ -51,14 +51,14 @@ def keep(
     parts = (part for known in gathered.statistics.values() for part in known.layer.parts)
     places = {part: place for place, part in enumerate(parts)}
     for found in statistics:
-        if flaw(found, workspace.collection) is not None:
+        if flaw(found, workspace.options.collection) is not None:
             continue
         leader = found.leader.layer.name if found.leader is not None else ""
-        for factors in finished(found, workspace.collection, dtype, shared):
+        for factors in finished(found, workspace.options.collection, dtype, shared):
             part = factors.layer
-            if aside and workspace.scratch is not None:
-                waiting = lay_aside(workspace.scratch, factors, str(places[part]), gathered.waiting.get(leader))
-                gathered.waiting[part], gathered.factors[part] = waiting, partial(waiting.load, workspace.scratch)
+            if aside and workspace.ports.scratch is not None:
+                waiting = lay_aside(workspace.ports.scratch, factors, str(places[part]), gathered.waiting.get(leader))
+                gathered.waiting[part], gathered.factors[part] = waiting, partial(waiting.load, workspace.ports.scratch)
             else:
                 gathered.factors[part] = partial(_same, factors)
         if found.layer.name not in leaders:

@@ -32,7 +32,7 @@ def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors
     """Tell the job's plan, with what it was wrong about so far."""
     if plan is not None:
         missed = {"planning_errors": [asdict(error) for error in errors]} if errors else {}
-        workspace.planned(plan.as_json() | {"numerics": asdict(numerics)} | missed)
+        workspace.ports.announce_plan(plan.as_json() | {"numerics": asdict(numerics)} | missed)
 
 
 def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozenset[str], plan: Plan) -> Gathered:
@@ -41,7 +41,7 @@ def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozen
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
-    conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
+    conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
 
     def fresh() -> Gathered:
@@ -69,7 +69,7 @@ def _gather(
     number, again = 0 if found is None else found.cursor.number, False
     gathered.chosen = plan.chosen
     if found is not None and number == len(plan.chosen.parts):
-        job.workspace.log("info", "collection resumed after its last batch: every factor waits already")
+        job.workspace.ports.log("info", "collection resumed after its last batch: every factor waits already")
     while number < len(gathered.chosen.parts):
         before = gathered.settled()
         missed = _attempted(job, surveyed, gathered, mixed, number, checkpoints, found)
@@ -79,7 +79,7 @@ def _gather(
             continue
         # outside of the except block, whose traceback held the sums
         gathered.restore(before)
-        free_memory(job.workspace.device)
+        free_memory(job.workspace.machine.device)
         again = not again
         if again:
             found = checkpoints.under_way(number, gathered)
@@ -88,7 +88,7 @@ def _gather(
         gathered.chosen = _lower(job, gathered, number, missed)
         plan = replace(plan, chosen=gathered.chosen)
         job = replace(job, micro_batch=gathered.chosen.micro_batch)
-        checkpoints.conditions = _conditions(job, surveyed, plan) if job.workspace.checkpointed else {}
+        checkpoints.conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}
     return gathered
 
 
@@ -102,7 +102,7 @@ def _attempted(
     found: Resumed | None,
 ) -> PlanningError | None:
     """Make one pass, and its factors; where memory runs out, tell of it and leave nothing of the pass referred to."""
-    guard = job.workspace.guard
+    guard = job.workspace.machine.guard
     free = guard.free_bytes("device"), guard.free_bytes("host")
     try:
         _pass(job, surveyed, gathered, mixed, number, checkpoints, found)
@@ -134,13 +134,13 @@ def _lower(job: PassJob, gathered: Gathered, number: int, missed: PlanningError)
         OutOfMemory: If there is none; the message says what was requested, held and free.
     """
     workspace = job.workspace
-    whole = min(job.collection.batch_size, workspace.examples or job.collection.batch_size)
-    aside = workspace.scratch is not None
+    whole = min(job.collection.batch_size, workspace.inputs.examples or job.collection.batch_size)
+    aside = workspace.ports.scratch is not None
     chosen = lower(gathered.chosen, number, whole, gathered.shared, aside=aside)
     if chosen is None:
-        raise workspace.guard.exhausted(missed, "take a smaller model, or measure it where more memory is free")
-    workspace.log("warning", f"the collection goes on with {described(chosen)} in place of {missed.rung}")
-    workspace.guard.replan(chosen)
+        raise workspace.machine.guard.exhausted(missed, "take a smaller model, or measure it where more memory is free")
+    workspace.ports.log("warning", f"the collection goes on with {described(chosen)} in place of {missed.rung}")
+    workspace.machine.guard.replan(chosen)
     return chosen
 
 
@@ -167,23 +167,23 @@ def _pass(
         gathered.passes += found is None or not found.running
         here, found = found, None
         try:
-            with job.workspace.operation(f"pass {number + 1}", "collection"):
+            with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
                 statistics = run_pass(job, layers, gathered, mixed, progress, checkpoints, here)
             break
         except SharingBroken as broken:
             # rare: a model that feeds its layers differently from batch to batch
             gathered.shared = {name: leader for name, leader in gathered.shared.items() if name not in broken.followers}
         except MaskBroken as broken:
-            job.workspace.log("info", f"padding takes part in {broken}: all of its positions count")
+            job.workspace.ports.log("info", f"padding takes part in {broken}: all of its positions count")
             gathered.unmasked |= broken.calls
         except InputOverwritten as written:
             gathered.overwritten |= set(written.layers)
     for each in statistics:
         each.end_pass_()
     gathered.statistics |= {each.layer.name: each for each in statistics}
-    with job.workspace.operation(f"factors of pass {number + 1}", "collection"):
+    with job.workspace.machine.operation(f"factors of pass {number + 1}", "collection"):
         keep(job.workspace, job.dtype, gathered, statistics, aside=several)
-    if several and job.workspace.checkpointed:
+    if several and job.workspace.saves_checkpoints:
         # what waits on the disk is never collected again
         after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
         after.loss_scale = gathered.loss_scale
@@ -194,10 +194,10 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
     """What a checkpoint's bits depend on, each entry under the name that a refusal calls it by."""
     layers = [[layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim] for layer in surveyed.treated]
     return {
-        **job.workspace.conditions,
+        **job.workspace.resume.conditions,
         **{_CALLED.get(name, name): value for name, value in asdict(job.numerics).items()},
         "collection": asdict(job.collection),
-        "woodbury": asdict(job.workspace.woodbury),
+        "woodbury": asdict(job.workspace.options.woodbury),
         "task": asdict(job.task),
         "plan": asdict(plan.chosen),
         "model": fingerprint(job.model),
@@ -231,7 +231,7 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
             layer=treated[name], sharing="", leader=leader, representation=job.representations.get(name, DENSE)
         )
         set_counts(gathered.statistics[name], stored)
-    scratch = job.workspace.scratch
+    scratch = job.workspace.ports.scratch
     if scratch is not None:
         gathered.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
     return gathered

@@ -85,18 +85,18 @@ def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
     """The sizes asked for; None where none are."""
     if not collection.nested:
         return None
-    total = workspace.examples
+    total = workspace.inputs.examples
     if total is None:
-        stream = workspace.batches() if workspace.batches is not None else iter(())
+        stream = workspace.inputs.batches() if workspace.inputs.batches is not None else iter(())
         total = sum(batch.size for batch in batched(stream, collection.batch_size))
     if 8 * collection.batch_size > total:
-        workspace.log(
+        workspace.ports.log(
             "warning",
             f"`collection.nested`: sizes below the {total} examples are reached at the end of a batch, and batches of "
             f"{collection.batch_size} are larger than an eighth, so some coincide or are the whole; lower "
             f"`collection.batch_size` to {max(total // 8, 1)} or less",
         )
-    return Sizes(total, HostShelf() if workspace.scratch is None else workspace.scratch)
+    return Sizes(total, HostShelf() if workspace.ports.scratch is None else workspace.ports.scratch)
 
 
 def keep_size(

@@ -26,7 +26,7 @@ def check_work(workspace: Workspace, batches: int) -> CheckWork:
     The first check runs four examples together twice, and each of them alone twice, once with the
     gradients of the weights; a later one runs two together and one alone, twice.
     """
-    collection = workspace.collection
+    collection = workspace.options.collection
     if collection.self_check == "off":
         return CheckWork(examples=0.0, passes=0)
     first = min(FIRST_EXAMPLES, collection.batch_size)

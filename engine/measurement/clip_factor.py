@@ -53,11 +53,11 @@ def rebuilt(
         raise ValueError(f"layer `{layer}`: a matrix is stabilised by its eigenvectors, and none were made")
     size, largest = factor.shape[0], float(values[-1])
     clipped = int((values < max(largest, 0.0) / kappa_max).sum())
-    chosen = workspace.chosen if workspace.plan is None else workspace.plan.chosen
+    chosen = workspace.resume.chosen if workspace.results.plan is None else workspace.results.plan.chosen
     planned = None if chosen is None else chosen.placement.get(layer)
     rungs = []
     for place in PLACEMENTS:
-        on_device, on_host = placement_bytes(size, clipped, factor.dtype, place, workspace.device)
+        on_device, on_host = placement_bytes(size, clipped, factor.dtype, place, workspace.machine.device)
         rungs.append(
             Rung(
                 name=place,
@@ -68,7 +68,7 @@ def rebuilt(
                 run=partial(_attempt, workspace, factor, values, vectors, kappa_max, place),
             )
         )
-    found = workspace.guard.descend(
+    found = workspace.machine.guard.descend(
         rungs,
         what="the stabilised factor",
         layer=layer,
@@ -153,7 +153,7 @@ def _attempt(
 ) -> tuple[Tensor, Clipped]:
     # a copy: an attempt that runs out of memory halfway leaves the factor to the next one as it was
     matrix = factor.clone()
-    done = stabilise_(matrix, values, vectors, kappa_max, placement=placement, device=workspace.device)
+    done = stabilise_(matrix, values, vectors, kappa_max, placement=placement, device=workspace.machine.device)
     return matrix, done
 
 

@@ -72,8 +72,8 @@ def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, sid
     own = factor.digest() if isinstance(factor, Structured) else digest(factor)
     found = decomposed(workspace, factor, there, layer=facts.name, side=side, digest=own, rank_bound=rank_bound)
     counted = None
-    if found is None and workspace.decomposition != "none" and isinstance(there, Structured):
-        counted = there.counted(workspace.stabilisation.kappa_max)
+    if found is None and workspace.options.decomposition != "none" and isinstance(there, Structured):
+        counted = there.counted(workspace.options.stabilisation.kappa_max)
     return Side(
         digest=own,
         trace=trace(factor, scale),
@@ -96,7 +96,7 @@ def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: 
         table[name] = None if known is None else known.tolist()
     if side_g.counted is not None:
         table |= {"G_lower": side_g.counted.lower.tolist(), "G_upper": side_g.counted.upper.tolist()}
-    workspace.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
+    workspace.ports.artifacts.save_json(f"spectra/{facts.ordinal}.json", table)
 
 
 def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def decomposed(
     Memory:
         As ``eigenbasis.rungs`` says, and the basis once more as it is laid aside.
     """
-    need = workspace.decomposition
+    need = workspace.options.decomposition
     if need == "none":
         return None
     planned = _planned_rung(workspace, layer, side)
@@ -150,14 +150,14 @@ def decomposed(
     if known is not None and (known.vectors is not None or need == "values"):
         return replace(known, vectors=None)
     if isinstance(there, Structured):
-        found = decompose_structured(there, layer, need=need, guard=workspace.guard)
+        found = decompose_structured(there, layer, need=need, guard=workspace.machine.guard)
     else:
         found = decompose(
             there,
             layer,
             need=need,
             rank_bound=rank_bound,
-            guard=workspace.guard,
+            guard=workspace.machine.guard,
             begin=planned,
             what=f"the eigendecomposition of {side}",
         )
@@ -192,28 +192,28 @@ def _name(digest: str, rank_bound: int | None) -> str:
 
 
 def _planned_rung(workspace: Workspace, layer: str, side: Literal["A", "G"]) -> str | None:
-    chosen = workspace.chosen if workspace.plan is None else workspace.plan.chosen
+    chosen = workspace.resume.chosen if workspace.results.plan is None else workspace.results.plan.chosen
     return None if chosen is None else chosen.rung(layer, side)
 
 
 def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.dtype) -> None:
     vectors = None if found.vectors is None else found.vectors.to("cpu", kept_dtype(dtype))
     kept = replace(found, vectors=vectors, refused=())
-    if workspace.scratch is None:
+    if workspace.ports.scratch is None:
         if vectors is not None:
             _held(workspace)[name] = kept
         return
-    if vectors is None and (not workspace.checkpointed or kept.values.numel() < _WORTH_KEEPING):
+    if vectors is None and (not workspace.saves_checkpoints or kept.values.numel() < _WORTH_KEEPING):
         return
     if vectors is not None:
         # LAPACK's columns are rows of the transpose, which are written without a copy
-        workspace.scratch.save_tensors(f"{name}.vectors.safetensors", {"rows": vectors.mT}, {})
-    workspace.scratch.save_tensors(f"{name}.values.safetensors", {"values": kept.values}, {})
+        workspace.ports.scratch.save_tensors(f"{name}.vectors.safetensors", {"rows": vectors.mT}, {})
+    workspace.ports.scratch.save_tensors(f"{name}.values.safetensors", {"values": kept.values}, {})
     # last, so that its presence says that all is there
-    workspace.scratch.save_json(
+    workspace.ports.scratch.save_json(
         f"{name}.json",
         {
-            "conditions": dict(workspace.conditions),
+            "conditions": dict(workspace.resume.conditions),
             "vectors": vectors is not None,
             "rungs": list(kept.rungs),
             "residual": kept.residual,
@@ -225,18 +225,18 @@ def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.d
 def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | None:
     """What stands under that name; its vectors are an empty matrix where they are there and not asked for."""
     held = _held(workspace).get(name)
-    if held is not None or workspace.scratch is None:
+    if held is not None or workspace.ports.scratch is None:
         return held
     try:
-        table: Mapping[str, Any] = workspace.scratch.load_json(f"{name}.json")
+        table: Mapping[str, Any] = workspace.ports.scratch.load_json(f"{name}.json")
         # another version of the program may have computed otherwise
-        if table["conditions"] != dict(workspace.conditions):
+        if table["conditions"] != dict(workspace.resume.conditions):
             return None
         basis = None
         if table["vectors"]:
             wanted = f"{name}.vectors.safetensors"
-            basis = workspace.scratch.load_tensors(wanted)["rows"].mT if vectors else torch.empty(0, 0)
-        values = workspace.scratch.load_tensors(f"{name}.values.safetensors")["values"]
+            basis = workspace.ports.scratch.load_tensors(wanted)["rows"].mT if vectors else torch.empty(0, 0)
+        values = workspace.ports.scratch.load_tensors(f"{name}.values.safetensors")["values"]
     except FileNotFoundError:
         return None
     return Decomposition(
@@ -248,6 +248,9 @@ def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | 
     )
 
 
+class _HeldBases(dict[str, Decomposition]):
+    """Eigenbases of one job that stay in memory, by file name."""
+
+
 def _held(workspace: Workspace) -> dict[str, Decomposition]:
-    held: dict[str, Decomposition] = workspace.shared.setdefault("bases", {})
-    return held
+    return workspace.results.of(_HeldBases)

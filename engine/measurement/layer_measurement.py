@@ -73,30 +73,40 @@ class Measured:
         return "covered" if self.trace_A > 0 and self.trace_G > 0 else "zero_curvature"
 
 
+class _MeasuredLayers(dict[int, Measured]):
+    """Layers of one job that were measured, by ordinal."""
+
+
+class _SharedSides(dict[int, Side]):
+    """Measured sides A that several layers share, by the ordinal of the first."""
+
+
 def measured_layers(workspace: Workspace) -> Iterator[Measured]:
     """Every covered layer, the largest first; the second analysis of a job gets the first one's."""
-    known: dict[int, Measured] = workspace.shared.setdefault("measured", {})
+    known = workspace.results.of(_MeasuredLayers)
     factors = collected(workspace)
-    keep_factors = workspace.stored is None and ("factors" in workspace.keep or "factors" in workspace.kinds)
+    keep_factors = workspace.inputs.stored is None and (
+        "factors" in workspace.options.keep or "factors" in workspace.options.kinds
+    )
     cache = _cache(workspace, factors)
     order = sorted(factors.layers, key=_by_size)
     arriving = streamed(
         [facts for facts in order if facts.ordinal not in known],
         factors.load,
-        device=workspace.device,
-        guard=workspace.guard,
-        need="vectors" if workspace.decomposition == "vectors" else "values",
+        device=workspace.machine.device,
+        guard=workspace.machine.guard,
+        need="vectors" if workspace.options.decomposition == "vectors" else "values",
         resident=factors.storage_policy == "resident" and factors.reused_from is None,
     )
     with contextlib.closing(arriving):
         for facts in order:
             if facts.ordinal not in known:
-                with workspace.operation(f"layer {facts.ordinal}", "decomposition"):
+                with workspace.machine.operation(f"layer {facts.ordinal}", "decomposition"):
                     known[facts.ordinal] = _measure(workspace, factors, facts, arriving, keep_factors=keep_factors)
                 if len(known) == len(order):
                     kept = {place: _kept(one) for place, one in known.items()}
                     if keep_factors:
-                        write_index(workspace.artifacts, factors, kept)
+                        write_index(workspace.ports.artifacts, factors, kept)
                     if cache is not None:
                         write_run(cache.shelf(), factors)
                         write_index(cache.shelf(), factors, kept)
@@ -109,8 +119,12 @@ def _cache(workspace: Workspace, whole: Collected) -> FactorCache | None:
 
     A head of which only the diagonal fitted is nothing to share: a job with more memory keeps all of it.
     """
-    sketched = workspace.plan is not None and bool(workspace.plan.chosen.sketched)
-    return None if workspace.stored is not None or whole.reused_from is not None or sketched else workspace.cache
+    sketched = workspace.results.plan is not None and bool(workspace.results.plan.chosen.sketched)
+    return (
+        None
+        if workspace.inputs.stored is not None or whole.reused_from is not None or sketched
+        else workspace.ports.cache
+    )
 
 
 def _by_size(facts: LayerFacts) -> tuple[int, int]:
@@ -123,42 +137,44 @@ def _by_size(facts: LayerFacts) -> tuple[int, int]:
 def _measure(
     workspace: Workspace, whole: Collected, facts: LayerFacts, arriving: Iterator[Arrived], *, keep_factors: bool
 ) -> Measured:
-    workspace.checkpoint()
-    begun, before = time.perf_counter(), _bytes(workspace.device)
+    workspace.ports.raise_if_cancelled()
+    begun, before = time.perf_counter(), _bytes(workspace.machine.device)
     # those between were measured by another analysis meanwhile
     arrived = next(each for each in arriving if each.factors.layer == facts.name)
     factors = arrived.factors
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
     if keep_factors:
-        write_factors(workspace.artifacts, facts, factors, corrected=corrected)
+        write_factors(workspace.ports.artifacts, facts, factors, corrected=corrected)
     cache = _cache(workspace, whole)
     if cache is not None:
         write_factors(cache.shelf(), facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)
     side_g = measured_side(workspace, facts, arrived, "G")
-    shared_a: dict[int, Side] = workspace.shared.setdefault("shared_A", {})
+    shared_a = workspace.results.of(_SharedSides)
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     if leader not in shared_a:
         shared_a[leader] = measured_side(workspace, facts, arrived, "A")
     side_a = shared_a[leader]
     spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
-    if "spectra" in workspace.keep:
+    if "spectra" in workspace.options.keep:
         keep_spectra(workspace, facts, side_a, side_g)
     damped = damping(
         side_a.trace / facts.in_dim if spectrum_a is None else float(spectrum_a.mean()),
         side_g.trace / facts.out_dim if spectrum_g is None else float(spectrum_g.mean()),
-        workspace.stabilisation,
+        workspace.options.stabilisation,
         block=facts.form in ("block", "diagonal_block"),
     )
-    for warning in identity_warnings(facts.name, damped, workspace.stabilisation, side_a.largest, side_g.largest):
-        workspace.log("warning", warning)
-    clipped_a = clipping(spectrum_a, workspace.stabilisation.kappa_max)
-    kappa_max = workspace.stabilisation.kappa_max
+    for warning in identity_warnings(
+        facts.name, damped, workspace.options.stabilisation, side_a.largest, side_g.largest
+    ):
+        workspace.ports.log("warning", warning)
+    clipped_a = clipping(spectrum_a, workspace.options.stabilisation.kappa_max)
+    kappa_max = workspace.options.stabilisation.kappa_max
     counted = side_g.counted
     clipped_g = clipping(spectrum_g, kappa_max) if counted is None else counted_clipping(counted, kappa_max)
     taken = factorised(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
-    after = _bytes(workspace.device)
+    after = _bytes(workspace.machine.device)
     complete = MeasuredSize(
         examples=whole.examples,
         spectrum_A=spectrum_a,
@@ -189,12 +205,12 @@ def _measure(
             branch=branch(facts),
             why=facts.why,
             policy=whole.woodbury.policy,
-            damping_split=workspace.stabilisation.damping_split,
+            damping_split=workspace.options.stabilisation.damping_split,
             lambda_A=damped.A,
             lambda_G=damped.G,
             lambda_A_relative=damped.relative_A,
             lambda_G_relative=damped.relative_G,
-            kappa_max=workspace.stabilisation.kappa_max,
+            kappa_max=workspace.options.stabilisation.kappa_max,
             kappa_A=clipped_a.kappa,
             kappa_G=clipped_g.kappa,
             kappa_A_clipped=clipped_a.kappa_clipped,
@@ -313,7 +329,7 @@ def _observed(
         not_replayed=whole.not_replayed,
         refused_rungs=refused,
         factors_from=whole.reused_from,
-        measured_peak_bytes=workspace.curve.stages.peak_bytes(workspace.device),
+        measured_peak_bytes=workspace.machine.curve.stages.peak_bytes(workspace.machine.device),
     )
 
 
@@ -344,7 +360,7 @@ def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
     whole = collected(workspace)
     for place, layer in enumerate(whole.declared):
         ordinal = len(whole.layers) + place
-        if (kind, ordinal) not in workspace.completed:
+        if (kind, ordinal) not in workspace.resume.completed:
             yield _declared_result(kind, ordinal, layer, whole, workspace)
 
 
@@ -359,7 +375,7 @@ def _declared_result(
         "world_size": 1,
         "planned_peak_bytes": whole.planned_peak_bytes,
     }
-    now = _bytes(workspace.device)
+    now = _bytes(workspace.machine.device)
     return LayerResult(
         kind=kind,
         ordinal=ordinal,

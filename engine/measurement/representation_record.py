@@ -64,9 +64,9 @@ def factorised(workspace: Workspace, factors: Factors, damping_g: float | None) 
     Memory:
         2 T² numbers in float64.
     """
-    if workspace.decomposition == "none" or not isinstance(factors.G, LowRank) or damping_g is None:
+    if workspace.options.decomposition == "none" or not isinstance(factors.G, LowRank) or damping_g is None:
         return None
-    return factors.G.to(workspace.device).factorised(damping_g, workspace.woodbury.eps)
+    return factors.G.to(workspace.machine.device).factorised(damping_g, workspace.options.woodbury.eps)
 
 
 def with_factorisation(rungs: tuple[str, ...] | None, taken: Factorised | None) -> tuple[str, ...] | None:

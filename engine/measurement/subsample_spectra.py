@@ -32,6 +32,10 @@ class MeasuredSize:
     """None where only the diagonal of G is kept."""
 
 
+class _SharedSpectra(dict[tuple[int, int], Tensor | None]):
+    """Spectra of A that several layers share, by the ordinal of the first and the size."""
+
+
 def smaller_sizes(
     workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_factors: bool
 ) -> tuple[MeasuredSize, ...]:
@@ -40,14 +44,14 @@ def smaller_sizes(
     Memory:
         One layer's factors at one size, and their eigenvalues.
     """
-    shared_a: dict[tuple[int, int], Tensor | None] = workspace.shared.setdefault("nested_A", {})
+    shared_a = workspace.results.of(_SharedSpectra)
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     found = []
     for size in whole.nested:
-        workspace.checkpoint()
+        workspace.ports.raise_if_cancelled()
         factors = size.load(facts.ordinal)
         if keep_factors:
-            write_factors(workspace.artifacts, facts, factors, nested_file(size.eighths, facts.ordinal))
+            write_factors(workspace.ports.artifacts, facts, factors, nested_file(size.eighths, facts.ordinal))
         bound_a, bound_g = size.rank_bounds[facts.ordinal]
         if (size.eighths, leader) not in shared_a:
             shared_a[size.eighths, leader] = _spectrum(workspace, factors.A, facts.name, bound_a, factors.scale_A)
@@ -69,14 +73,14 @@ def _spectrum(
     workspace: Workspace, factor: Tensor | Structured, layer: str, rank_bound: int | None, scale: float
 ) -> Tensor | None:
     """Values alone: of smaller sizes nobody asks for a basis."""
-    if workspace.decomposition == "none":
+    if workspace.options.decomposition == "none":
         return None
     if isinstance(factor, Structured):
-        known = factor.to(workspace.device).spectrum(layer, workspace.guard)
+        known = factor.to(workspace.machine.device).spectrum(layer, workspace.machine.guard)
         return None if known is None else known[0] * scale
     if factor.ndim == 2 and factor.shape[0] > LARGEST:
         return None
-    found = decompose(factor.to(workspace.device), layer, rank_bound=rank_bound, guard=workspace.guard)
+    found = decompose(factor.to(workspace.machine.device), layer, rank_bound=rank_bound, guard=workspace.machine.guard)
     return found.values.mul_(scale)
 
 

@@ -68,12 +68,12 @@ def with_later_stages(
     budget: MemoryBudget,
 ) -> Plan:
     """``plan`` with the stages of the analyses of ``workspace`` that follow on the collection and decompositions."""
-    if "capacity" in workspace.kinds:
+    if "capacity" in workspace.options.kinds:
         plan = _with_capacity(plan, workspace, dtype, treated, seen)
-        params = workspace.options("capacity") or CapacityParams()
+        params = workspace.options.of("capacity") or CapacityParams()
         if params.cross_check is not None:
             plan = _with_cross_check(plan, workspace, dtype, treated, params, budget)
-    if "reconstruction" in workspace.kinds:
+    if "reconstruction" in workspace.options.kinds:
         plan = _with_reconstruction(plan, workspace, dtype, treated, seen, shared, budget)
     return with_disk(plan, workspace, kept_as(workspace, dtype), treated, seen, shared)
 
@@ -87,9 +87,9 @@ def _with_capacity(
     terms.append(_term("spectra", "2 · Σ (in + out) · 8", spectra, "host", "capacity"))
     terms.append(_term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", "capacity", source="estimated"))
     several = len(plan.chosen.parts) > 1
-    place: Where = "device" if workspace.device.type == "cuda" else "host"
+    place: Where = "device" if workspace.machine.device.type == "cuda" else "host"
     for layer in treated:
-        terms += _read_back(layer, seen, kept, "capacity", copies=int(several), device=workspace.device)
+        terms += _read_back(layer, seen, kept, "capacity", copies=int(several), device=workspace.machine.device)
         each = seen.kept(layer)
         if each.kind == "softmax_head":
             size = capacitance_bytes(each.rows, layer.out_dim)
@@ -108,7 +108,7 @@ def _with_cross_check(
     params: CapacityParams,
     budget: MemoryBudget,
 ) -> Plan:
-    cuda = workspace.device.type == "cuda"
+    cuda = workspace.machine.device.type == "cuda"
     place: Where = "device" if cuda else "host"
     terms = _carried(plan, "cross_check")
     held = replace(plan, terms=(*plan.terms, *terms))
@@ -161,7 +161,7 @@ def _with_reconstruction(
     shared: dict[str, str],
     budget: MemoryBudget,
 ) -> Plan:
-    params = workspace.options("reconstruction") or ReconstructionParams()
+    params = workspace.options.of("reconstruction") or ReconstructionParams()
     kept = kept_as(workspace, dtype)
     terms = _carried(plan, "reconstruction")
     held = replace(plan, terms=(*plan.terms, *terms))
@@ -170,7 +170,9 @@ def _with_reconstruction(
     placement = dict(plan.chosen.placement)
     for layer in treated:
         # what streaming holds, and what is read again
-        own = _read_back(layer, seen, kept, "reconstruction", copies=2 if several else 0, device=workspace.device)
+        own = _read_back(
+            layer, seen, kept, "reconstruction", copies=2 if several else 0, device=workspace.machine.device
+        )
         read = {place: sum(term.size_bytes for term in own if term.place == place) for place in ("device", "host")}
         sides = rebuilt_sides(layer, seen, params.sides, follows=layer.name in shared)
         named = plan.chosen.placement.get(layer.parts[0])
@@ -178,7 +180,12 @@ def _with_reconstruction(
         ladder = tuple(place for place in ladder if place == named) or ladder
         rebuilt = params.route == "rebuild"
         found = [
-            (place, layer_phase(sides, kept, place, workspace.device, rebuilt=rebuilt, written=params.keep_matrices))
+            (
+                place,
+                layer_phase(
+                    sides, kept, place, workspace.machine.device, rebuilt=rebuilt, written=params.keep_matrices
+                ),
+            )
             for place in (ladder if rebuilt else ladder[:1])
         ]
         fitting = [

@@ -38,13 +38,13 @@ def with_later_seconds(
 ) -> Plan:
     """``plan`` with the seconds of the analyses' own stages."""
     seconds = dict(plan.seconds)
-    if "capacity" in workspace.kinds:
+    if "capacity" in workspace.options.kinds:
         seconds["capacity"] = _OF_A_LAYER * (1 + sum(layer.groups for layer in treated))
         seconds["capacity"] += sum(_without_spectrum(layer, seen, work) for layer in treated)
-        params = workspace.options("capacity") or CapacityParams()
+        params = workspace.options.of("capacity") or CapacityParams()
         if params.cross_check is not None:
             seconds["cross_check"] = _cross_check(work, params, sum(layer.groups for layer in treated))
-    if "reconstruction" in workspace.kinds:
+    if "reconstruction" in workspace.options.kinds:
         seconds["reconstruction"] = _reconstruction(plan, workspace, dtype, treated, seen, shared, work)
     return replace(plan, seconds=seconds)
 
@@ -80,9 +80,9 @@ def _reconstruction(
     shared: dict[str, str],
     work: Work,
 ) -> float:
-    params = workspace.options("reconstruction") or ReconstructionParams()
+    params = workspace.options.of("reconstruction") or ReconstructionParams()
     kept = kept_as(workspace, dtype)
-    host = usual_pace(torch.device("cpu")) if workspace.device.type == "cuda" else work.pace
+    host = usual_pace(torch.device("cpu")) if workspace.machine.device.type == "cuda" else work.pace
     total = 0.0
     for layer in treated:
         place = plan.chosen.placement.get(layer.parts[0])
@@ -96,7 +96,7 @@ def _reconstruction(
             if params.route == "rebuild":
                 # two thirds of n columns at most, on one triangle; in float64 a product takes twice as long
                 each += 2 / 3 * n**3 * (2 if place == "host" else 1) / pace.operations_per_second
-                if workspace.device.type == "cuda" and place != "host":
+                if workspace.machine.device.type == "cuda" and place != "host":
                     each += (3 if place == "device" else 8) * n * n * kept.itemsize / pace.bytes_per_second
                 if n <= EXACT_ROWS:
                     each += 3 * n**3 / host.eigen_operations_per_second + 4 * n**3 / host.operations_per_second

@@ -40,15 +40,15 @@ def plan_of(
     chosen: Chosen,
 ) -> Plan:
     """What the collection and the decompositions hold with ``chosen``, beside ``held_bytes`` of the process."""
-    place: Literal["device", "host"] = "device" if workspace.device.type == "cuda" else "host"
+    place: Literal["device", "host"] = "device" if workspace.machine.device.type == "cuda" else "host"
     sides = [side for layer in treated for side in seen.sides(layer, follows=layer.name in shared)]
     largest = max((side for side, dense in sides if dense), default=0)
-    examples = chosen.micro_batch or workspace.collection.batch_size
+    examples = chosen.micro_batch or workspace.options.collection.batch_size
     scale = examples / seen.examples
     several = len(chosen.parts) > 1
     part, most = _heaviest(treated, seen, groups, chosen, examples)
     # the last passes hold no input of the first ones' layers; bases are rotated with all of a pass's
-    mine = part if several and not workspace.collection.ekfac else None
+    mine = part if several and not workspace.options.collection.ekfac else None
     saved = _within(seen.recomputed if chosen.activation_checkpointing else seen.saved, mine)
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * seen.outputs * item)
@@ -76,7 +76,7 @@ def plan_of(
         # when it is made, the pass is over, and with it the activations
         packed = max(0, largest * largest * item // 2 - (0 if saved is None else saved.of(examples)))
         sizes.append(("packed factor", "n² / 2, beyond the activations", packed, "exact", "collection"))
-    if workspace.collection.nested:
+    if workspace.options.collection.nested:
         # a follower's copy comes with a copy of the A that it shares
         own = max(
             each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
@@ -85,7 +85,7 @@ def plan_of(
         copied = own * item + largest * largest * item // 2
         sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
         sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
-    if workspace.collection.batch_variance:
+    if workspace.options.collection.batch_variance:
         # the sums set aside are among the accumulators
         sizes.append(("batch variance", "3 · 2¹⁸ · 8, parts of a sum", 3 * NUMBERS_AT_ONCE * 8, "exact", "collection"))
     if saved is not None:
@@ -108,7 +108,7 @@ def plan_of(
     sums: Literal["device", "host"] = "host" if chosen.offload else place
     accumulators = Term(
         name="accumulators",
-        formula="Σ in² + Σ out², or T · out" + (", sums twice" if workspace.collection.batch_variance else ""),
+        formula="Σ in² + Σ out², or T · out" + (", sums twice" if workspace.options.collection.batch_variance else ""),
         size_bytes=most,
         place=sums,
         source="exact",
@@ -118,7 +118,7 @@ def plan_of(
         Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
         for name, formula, size, source, stage in sizes
     ]
-    if workspace.collection.nested and workspace.scratch is None:
+    if workspace.options.collection.nested and workspace.ports.scratch is None:
         triangles = item * sum(
             each.groups * (side * (side + 1) // 2 if dense else side)
             for each in treated
@@ -236,7 +236,7 @@ def _on_the_way_back(
     # a linear layer takes nothing but what is held where its gradients arrive
     scratched = [call for call in seen.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
     patches = item * max((_scratch(call, seen.examples, examples, workspace) for call in scratched), default=0)
-    if workspace.collection.exact_trace:
+    if workspace.options.collection.exact_trace:
         patches = max(patches, item * _joined(seen, examples))
     if saved is None or met is None or normalised is None:
         widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
@@ -329,8 +329,8 @@ def _scratch(call: Call, seen: int, examples: int, workspace: Workspace) -> int:
         return max(gradient // layer.fan_out * layer.fan_in, gradient)
     if not layer.batch_first(entered, seen):
         return 0  # it will be declared
-    scratch = max(layer.geometry((examples, *entered.shape[1:])).scratch(workspace.device), gradient)
-    if not workspace.collection.exact_trace:
+    scratch = max(layer.geometry((examples, *entered.shape[1:])).scratch(workspace.machine.device), gradient)
+    if not workspace.options.collection.exact_trace:
         return scratch
     # the exact trace writes the windows of a few examples
     positions = output.numel() // (layer.groups * layer.fan_out * seen)

@@ -68,7 +68,7 @@ def work_of(
     varied_bytes: int = 0,
 ) -> Work:
     """The work of one job."""
-    collection = workspace.collection
+    collection = workspace.options.collection
     outputs = max(1, seen.outputs // seen.examples)
     directions = {"mc": collection.samples, "empirical": 1, "forward_only": 0}.get(collection.fisher, outputs)
     kronecker = [call for call in seen.calls if call.layer.form == "kronecker"]
@@ -82,9 +82,9 @@ def work_of(
     ) / seen.examples  # fmt: skip
     batch = batch_size(workspace)
     return Work(
-        pace=usual_pace(workspace.device) if workspace.pace is None else workspace.pace,
-        measured=workspace.pace is not None,
-        examples=-(-(workspace.examples or batch * _USUAL_BATCHES) // collection.update_freq),
+        pace=usual_pace(workspace.machine.device) if workspace.machine.speed is None else workspace.machine.speed,
+        measured=workspace.machine.speed is not None,
+        examples=-(-(workspace.inputs.examples or batch * _USUAL_BATCHES) // collection.update_freq),
         batch=batch,
         passing=passing * max(1, (1 + directions) / 2),
         adding=adding,
@@ -98,7 +98,7 @@ def work_of(
         varied_bytes=varied_bytes,
         calls=len(seen.calls),
         directions=directions,
-        checks=check_work(workspace, -(-(workspace.examples or batch * _USUAL_BATCHES) // batch)),
+        checks=check_work(workspace, -(-(workspace.inputs.examples or batch * _USUAL_BATCHES) // batch)),
     )
 
 
@@ -149,12 +149,16 @@ def calibrated(workspace: Workspace, plan: Plan) -> bool:
     Not where the budget leaves little, nor where an earlier attempt has chosen already: numbers follow
     the choice, and a choice that is made is done again whatever the pace.
     """
-    if workspace.pace is not None or workspace.chosen is not None or not plan.fits(workspace.memory):
+    if (
+        workspace.machine.speed is not None
+        or workspace.resume.chosen is not None
+        or not plan.fits(workspace.machine.budget)
+    ):
         return False
     room = _ROOM * MEASURING_BYTES
     # a shorter job does not wait for the machine to be measured
-    if total_seconds(plan) < WORTH_SECONDS or not workspace.guard.fits(device_bytes=room, host_bytes=room):
+    if total_seconds(plan) < WORTH_SECONDS or not workspace.machine.guard.fits(device_bytes=room, host_bytes=room):
         return False
-    workspace.pace = workspace.measure_pace()
+    workspace.machine.speed = workspace.machine.measure_speed()
     give_back_host_memory()
-    return workspace.pace is not None
+    return workspace.machine.speed is not None

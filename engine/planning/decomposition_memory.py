@@ -50,11 +50,11 @@ def with_decompositions(
     pace: Pace,
 ) -> Plan:
     """``plan`` with the terms and seconds of every layer's decompositions, and the rungs that they begin with."""
-    kept, need = kept_as(workspace, dtype), workspace.decomposition
+    kept, need = kept_as(workspace, dtype), workspace.options.decomposition
     several = len(plan.chosen.parts) > 1
-    cuda = workspace.device.type == "cuda"
+    cuda = workspace.machine.device.type == "cuda"
     on_host = usual_pace(torch.device("cpu")) if cuda else pace
-    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.examples)
+    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.examples)
     sides_of = {layer.name: _sides(layer, seen, follows=layer.name in shared) for layer in treated}
     terms: list[Term] = []
     if need == "vectors":
@@ -65,7 +65,9 @@ def with_decompositions(
             if side.own and side.kind == "dense"
         )
         if bases:
-            terms.append(_term("bases", "Σ n² as kept", bases, "host" if workspace.scratch is None else "disk", None))
+            terms.append(
+                _term("bases", "Σ n² as kept", bases, "host" if workspace.ports.scratch is None else "disk", None)
+            )
     # without terms of its own the stage holds what is held throughout
     beside = replace(plan, terms=(*plan.terms, *terms))
     held = {place: beside.stage_bytes(place, "decomposition") for place in ("device", "host")}
@@ -87,8 +89,8 @@ def with_decompositions(
                     taken[side] = rows
             if side.kind != "dense" or not side.own or need == "none":
                 continue
-            bound = foreseen.rank_bound(layer, workspace.collection, side.name)
-            ladder = rungs(side.size, need=need, device=workspace.device, dtype=kept, rank_bound=bound)
+            bound = foreseen.rank_bound(layer, workspace.options.collection, side.name)
+            ladder = rungs(side.size, need=need, device=workspace.machine.device, dtype=kept, rank_bound=bound)
             fitting = [
                 rung
                 for rung in ladder
@@ -129,7 +131,7 @@ def beyond_solvers(treated: Sequence[TreatedLayer], seen: DryRun) -> str:
 
 def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
     """Precision of the factors, of sums in ``dtype``."""
-    storage = workspace.collection.storage_dtype
+    storage = workspace.options.collection.storage_dtype
     kept: torch.dtype = dtype if storage is None else getattr(torch, storage)
     return kept
 

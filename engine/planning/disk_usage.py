@@ -29,24 +29,24 @@ def with_disk(
     terms = []
     if len(plan.chosen.parts) > 1:
         terms += _from(plan, "collection", "laid aside", "Σ triangles, as kept", packed)
-    if workspace.checkpointed:
+    if workspace.saves_checkpoints:
         sums = next((term.size_bytes for term in plan.terms if term.name == "accumulators"), 0)
         formula = "2 · the sums under way: the last one stands until the next is whole"
         terms.append(_term("checkpoints", formula, 2 * sums, "collection", source="estimated"))
-    if plan.chosen.corrections and workspace.scratch is not None and len(plan.chosen.corrections) > 1:
+    if plan.chosen.corrections and workspace.ports.scratch is not None and len(plan.chosen.corrections) > 1:
         size = sum(correction_bytes(layer, kept.itemsize, follows=layer.name in shared) for layer in treated)
         terms += _from(plan, "correction", "corrections", "Σ in² + out² + in · out", size)
-    if workspace.scratch is not None:
+    if workspace.ports.scratch is not None:
         bases = sum(term.size_bytes for term in plan.terms if term.name == "bases" and term.place == "disk")
         terms += _from(plan, "reconstruction", "bases", "Σ n² as kept", bases)
-    if "factors" in workspace.keep or "factors" in workspace.kinds:
+    if "factors" in workspace.options.keep or "factors" in workspace.options.kinds:
         terms += _from(plan, "decomposition", "kept factors", "Σ triangles, as kept", packed)
-    if "spectra" in workspace.keep and workspace.decomposition != "none":
+    if "spectra" in workspace.options.keep and workspace.options.decomposition != "none":
         numbers = sum(layer.groups * (layer.in_dim + layer.out_dim) for layer in treated)
         formula = f"Σ (in + out) · {_JSON_NUMBER}"
         terms += _from(plan, "decomposition", "kept spectra", formula, _JSON_NUMBER * numbers, source="estimated")
-    params = workspace.options("reconstruction") or ReconstructionParams()
-    if "reconstruction" in workspace.kinds and params.keep_matrices:
+    params = workspace.options.of("reconstruction") or ReconstructionParams()
+    if "reconstruction" in workspace.options.kinds and params.keep_matrices:
         # an eigenbasis is a square where a matrix is a triangle
         size, formula = packed, "Σ triangles, as kept"
         if params.route == "eigenbasis":

@@ -51,9 +51,9 @@ def pass_events(
     )
     events = StorageEvents()
     torch.manual_seed(job.collection.seed)
-    with drained(job.workspace.device), collector.attached(), torch.enable_grad(), events.noted():
+    with drained(job.workspace.machine.device), collector.attached(), torch.enable_grad(), events.noted():
         collector.begin(batch.size, batch.mask, tensors(batch.inputs))
-        with job.precision.autocast(job.workspace.device):
+        with job.precision.autocast(job.workspace.machine.device):
             prediction = predict(job.model, batch, job.task)
         collector.returning = True
         outputs = prediction.outputs.to(job.dtype)

@@ -171,7 +171,7 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun, mixed: frozense
         seen_by = Interception(stepped, Uses(examples=examples)) if stepped else None
         if seen_by is not None:
             seen_by.begin(tensors(part.inputs), examples)
-        with job.precision.autocast(job.workspace.device), seen_by or contextlib.nullcontext():
+        with job.precision.autocast(job.workspace.machine.device), seen_by or contextlib.nullcontext():
             return predict(job.model, part, job.task).outputs
 
     sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
@@ -211,11 +211,11 @@ def _with_passes(
 def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
     """The dry run, with how each layer is to keep its G."""
     workspace = job.workspace
-    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.examples)
-    basis = workspace.decomposition == "vectors"
+    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.examples)
+    basis = workspace.options.decomposition == "vectors"
     chosen = {
         layer.name: dataclasses.replace(
-            choose(layer, workspace.woodbury, job.collection, foreseen, job.dtype), basis=basis
+            choose(layer, workspace.options.woodbury, job.collection, foreseen, job.dtype), basis=basis
         )
         for layer in survey.treated
     }

@@ -47,8 +47,8 @@ class Verification:
     @classmethod
     def of(cls, job: PassJob) -> "Verification":
         """A new one of ``job``."""
-        guard, size = job.workspace.guard, widened_bytes(job.model)
-        on_device = job.workspace.device.type == "cuda"
+        guard, size = job.workspace.machine.guard, widened_bytes(job.model)
+        on_device = job.workspace.machine.device.type == "cuda"
 
         def has_room() -> bool:
             return guard.fits(device_bytes=size) if on_device else guard.fits(host_bytes=size)
@@ -92,7 +92,7 @@ class Verification:
         job.heard.intersection_update(heard)
         if found and self.self_check.drawing and DRAWN not in job.heard:
             job.heard.add(DRAWN)
-            job.workspace.log(
+            job.workspace.ports.log(
                 "warning",
                 f"the model draws random numbers in evaluation mode: {len(self.self_check.drawing)} layers are "
                 "verified within one forward pass alone, and their numbers are those of one draw for each batch",
@@ -121,7 +121,9 @@ class Verification:
         holds = self.self_check.allows_cutting(layers, next(job.stream()))
         job.heard.intersection_update(heard)
         if not holds:
-            job.workspace.log("warning", "padding decides no output, but has a gradient: it goes through the model")
+            job.workspace.ports.log(
+                "warning", "padding decides no output, but has a gradient: it goes through the model"
+            )
         return holds
 
     def _checked(
@@ -131,17 +133,17 @@ class Verification:
         count = FIRST_EXAMPLES
         while True:
             try:
-                with job.workspace.operation("self-check", "collection"):
+                with job.workspace.machine.operation("self-check", "collection"):
                     return self.self_check.check_first(layers, batch, others, count)
             except Exception as error:
                 if not ran_out_of_memory(error) or count <= 1:
                     raise
             # outside of the except block, whose traceback held the rows
-            free_memory(job.workspace.device)
+            free_memory(job.workspace.machine.device)
             count //= 2
 
     def _say(self, job: PassJob, layer: TreatedLayer, check: LayerCheck, consequence: str) -> None:
-        job.workspace.log("warning", f"layer `{layer.name}`: {check.why}; {consequence}")
+        job.workspace.ports.log("warning", f"layer `{layer.name}`: {check.why}; {consequence}")
 
 
 def subject_of(job: PassJob) -> Subject:
@@ -151,7 +153,7 @@ def subject_of(job: PassJob) -> Subject:
         task=job.task,
         collection=job.collection,
         dtype=job.dtype,
-        device=job.workspace.device,
+        device=job.workspace.machine.device,
         precision=job.precision,
         tables=job.tables,
         orders=job.orders,

@@ -42,15 +42,15 @@ def head_choice(job: PassJob, survey: Survey, seen: DryRun) -> dict[str, Represe
         f"probabilities of {terms} loss terms over {layer.out_dim} classes"
     )
     kept = Representation(kind="softmax_head", why=why, rows=terms, of_terms=True)
-    return {layer.name: of_rows(kept, layer, job.workspace.woodbury, job.collection, job.dtype)}
+    return {layer.name: of_rows(kept, layer, job.workspace.options.woodbury, job.collection, job.dtype)}
 
 
 def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
     """Loss terms up to which ``layer`` keeps its probabilities; 0 where it never does."""
-    options, collection, size = job.workspace.woodbury, job.collection, layer.out_dim
+    options, collection, size = job.workspace.options.woodbury, job.collection, layer.out_dim
     if not options.softmax_head or options.policy == "dense" or collection.fisher not in ("mc", "type2"):
         return 0
-    if options.policy == "auto" and job.workspace.examples is None:
+    if options.policy == "auto" and job.workspace.inputs.examples is None:
         # as for gradient rows: where nobody says how many examples there are, nothing is foreseen
         return 0
     if collection.ekfac or (options.policy == "hybrid" and size < options.hybrid_from):
@@ -62,9 +62,9 @@ def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
 
 def _terms(job: PassJob, each: int, most: int) -> int:
     """Loss terms of the data, of which an example has ``each`` where it does not say; or so many that it is enough."""
-    if job.workspace.device.type == "meta":
+    if job.workspace.machine.device.type == "meta":
         # shapes alone: every target counts
-        examples = job.workspace.examples
+        examples = job.workspace.inputs.examples
         return most if examples is None else each * -(-examples // job.collection.update_freq)
     total = 0
     for place, batch in enumerate(job.stream()):
@@ -86,14 +86,14 @@ def narrowed(
         BeyondSolvers: If EK-FAC needs eigenvectors that there is no way to compute.
     """
     _require_bases(job, survey)
-    earlier, less = job.workspace.chosen, _narrower(job, survey, seen, plan)
+    earlier, less = job.workspace.resume.chosen, _narrower(job, survey, seen, plan)
     if less is None:
         return seen, plan, less
     beyond = _beyond_solvers(job, seen, less.layer)
-    if earlier is None and plan.fits(job.workspace.memory) and not beyond:
+    if earlier is None and plan.fits(job.workspace.machine.budget) and not beyond:
         return seen, plan, less
     found = planned(less.seen)
-    if earlier is None and not beyond and not found.fits(job.workspace.memory):
+    if earlier is None and not beyond and not found.fits(job.workspace.machine.budget):
         # the head is not what is too large
         return seen, plan, less
     chosen = replace(found.chosen, sketched=(less.layer,))
@@ -121,12 +121,12 @@ def _narrower(job: PassJob, survey: Survey, seen: DryRun, plan: Plan) -> Narrowe
     What an earlier attempt chose is done again: there is no other way then.
     """
     layer = next((layer for layer in survey.treated if seen.head is not None and seen.head in layer.roles), None)
-    earlier = job.workspace.chosen
+    earlier = job.workspace.resume.chosen
     if (
         layer is None
         or (earlier is not None and layer.name not in earlier.sketched)
         # of head and table in one the nearest product is sought, by a norm that a diagonal alone does not tell
-        or (layer is not seen.head and not job.workspace.woodbury.approximate)
+        or (layer is not seen.head and not job.workspace.options.woodbury.approximate)
         or job.collection.fisher == "forward_only"
         or job.collection.ekfac
     ):
@@ -144,17 +144,19 @@ def _beyond_solvers(job: PassJob, seen: DryRun, head: str) -> bool:
     """Whether the head's G would be dense, larger than any solver takes, and may be sketched instead."""
     kept = seen.representations.get(head)
     dense = seen.head is not None and (kept is None or kept.kind == "dense")
-    return dense and seen.head is not None and seen.head.out_dim > LARGEST and job.workspace.woodbury.approximate
+    return (
+        dense and seen.head is not None and seen.head.out_dim > LARGEST and job.workspace.options.woodbury.approximate
+    )
 
 
 def _diagonal(job: PassJob, layer: TreatedLayer, seen: DryRun, plan: Plan) -> Representation:
-    options, size = job.workspace.woodbury, layer.out_dim
+    options, size = job.workspace.options.woodbury, layer.out_dim
     terms = options.softmax_head and job.collection.fisher in ("mc", "type2")
     rank = min(options.sketch_rank, size) if options.approximate else 0
     how = f"a sketch of rank {rank} with its error's bound" if rank else "no more, as `woodbury.approximate` is off"
     why = (
         f"a dense G of {size} rows is beyond what eigensolvers can count ({LARGEST}), and its rows are as many"
-        if plan.fits(job.workspace.memory) and _beyond_solvers(job, seen, layer.name)
+        if plan.fits(job.workspace.machine.budget) and _beyond_solvers(job, seen, layer.name)
         else f"neither G, {size}² numbers, nor its rows fit (with them the plan needs "
         f"{readable_bytes(plan.largest_peak_bytes)})"
     )

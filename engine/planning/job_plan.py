@@ -55,14 +55,14 @@ def smallest_budgets(
         return lambda budget: replace(ways, budget=budget).chosen()
 
     def least(place: Budgeted) -> Enough | None:
-        whole = smallest_budget(planning(seen), workspace.memory, place)
+        whole = smallest_budget(planning(seen), workspace.machine.budget, place)
         if less is None or less.seen is seen:
             return whole
-        narrow = smallest_budget(planning(less.seen), workspace.memory, place, below=whole)
+        narrow = smallest_budget(planning(less.seen), workspace.machine.budget, place, below=whole)
         return whole if narrow is None else replace(narrow, keeping=less.kept)
 
     # measured terms are the same whatever the budget
-    plan = planning(seen)(workspace.memory)
+    plan = planning(seen)(workspace.machine.budget)
     found = {place: least(place) for place in BUDGETED}
     return {place: each and named_budget(each, plan, place) for place, each in found.items()}
 
@@ -92,12 +92,12 @@ class _Ways:
     ) -> "_Ways":
         item = torch.empty((), dtype=dtype).element_size()
         sums, twice = (
-            sum(group_bytes(treated, shared, item, seen, workspace.device, varied).values())
-            for varied in (None, workspace.collection)
+            sum(group_bytes(treated, shared, item, seen, workspace.machine.device, varied).values())
+            for varied in (None, workspace.options.collection)
         )
         return cls(
             workspace=workspace,
-            budget=workspace.memory,
+            budget=workspace.machine.budget,
             dtype=dtype,
             item=item,
             treated=treated,
@@ -110,8 +110,8 @@ class _Ways:
     @cached_property
     def groups(self) -> dict[tuple[str, ...], int]:
         """Layers of one A stay together; bytes of their sums."""
-        collection = self.workspace.collection
-        return group_bytes(self.treated, self.shared, self.item, self.seen, self.workspace.device, collection)
+        collection = self.workspace.options.collection
+        return group_bytes(self.treated, self.shared, self.item, self.seen, self.workspace.machine.device, collection)
 
     @cached_property
     def bases(self) -> dict[tuple[str, ...], int]:
@@ -129,21 +129,21 @@ class _Ways:
 
     def chosen(self) -> Plan:
         """The one to take."""
-        replayed = self.workspace.chosen
+        replayed = self.workspace.resume.chosen
         if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
             return replace(next(self._complete(replayed)), why="an earlier attempt of this job chose so")
         plan = fastest(list(self._candidates()), self.budget)
-        beyond = beyond_solvers(self.treated, self.seen) if self.workspace.decomposition != "none" else ""
+        beyond = beyond_solvers(self.treated, self.seen) if self.workspace.options.decomposition != "none" else ""
         return replace(plan, why=f"{plan.why}; {beyond}") if beyond else plan
 
     def _candidates(self) -> Iterator[Plan]:
-        options = self.workspace.memory_options
+        options = self.workspace.options.memory
         offered = self.seen.recomputed is not None
         if options.activation_checkpointing == "on" and not offered:
-            self.workspace.log("warning", "`memory.activation_checkpointing` is not used: the model offers none")
+            self.workspace.ports.log("warning", "`memory.activation_checkpointing` is not used: the model offers none")
         recompute = {"on": (offered,), "off": (False,), "auto": (False, True) if offered else (False,)}
         # on a CPU the sums are on the host anyway
-        open_choice = self.workspace.device.type == "cuda"
+        open_choice = self.workspace.machine.device.type == "cuda"
         offload = {"on": (True,), "off": (False,), "auto": (False, True) if open_choice else (False,)}
         for again in recompute[options.activation_checkpointing]:
             for aside in offload[options.offload]:
@@ -155,9 +155,9 @@ class _Ways:
     def _cuts(self, fixed: Chosen) -> Iterator[tuple[tuple[str, ...], ...]]:
         """Layers of each pass: all of them; where factors can be laid aside, as many as fit."""
         yield (self.names,)
-        if self.workspace.scratch is None:
+        if self.workspace.ports.scratch is None:
             return
-        on_device = self.workspace.device.type == "cuda" and not fixed.offload
+        on_device = self.workspace.machine.device.type == "cuda" and not fixed.offload
         place: Budgeted = "device" if on_device else "host"
         allowed = self.budget.device_bytes if on_device else self.budget.host_bytes
         empty = self._plan(replace(fixed, parts=((), ())))
@@ -177,19 +177,19 @@ class _Ways:
         """With the passes that re-estimate eigenvalues, and the seconds of everything."""
         given = self.workspace, self.dtype, self.treated, self.seen, self.shared
         plan = self._plan(chosen)
-        for whole in self._with_corrections(plan) if self.workspace.collection.ekfac else (plan,):
+        for whole in self._with_corrections(plan) if self.workspace.options.collection.ekfac else (plan,):
             whole = with_decompositions(whole, *given, self.budget, self.work.pace)  # noqa: PLW2901 - built up
             whole = with_later_stages(whole, *given, self.budget)  # noqa: PLW2901
             yield with_later_seconds(with_seconds(whole, self.work), *given, self.work)
 
     def _with_corrections(self, plan: Plan) -> Iterator[Plan]:
-        place: Budgeted = "device" if self.workspace.device.type == "cuda" else "host"
-        given = None if self.workspace.chosen is None else self.workspace.chosen.corrections
+        place: Budgeted = "device" if self.workspace.machine.device.type == "cuda" else "host"
+        given = None if self.workspace.resume.chosen is None else self.workspace.resume.chosen.corrections
         if given and {name for part in given for name in part} == set(self.names):
             yield corrected_plan(plan, self.bases, self.treated, place, given)
             return
         yield corrected_plan(plan, self.bases, self.treated, place, (self.names,))
-        if self.workspace.scratch is None:
+        if self.workspace.ports.scratch is None:
             return
         empty = corrected_plan(plan, self.bases, self.treated, place, ((), ()))
         allowed = self.budget.device_bytes if place == "device" else self.budget.host_bytes

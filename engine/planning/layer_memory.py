@@ -142,18 +142,18 @@ def kept_terms(
 ) -> list[Term]:
     """Gradient rows that stand on the host, and factors that are not laid aside."""
     terms: list[Term] = []
-    apart = sum(_row_bytes(layer, seen) for layer in treated if _elsewhere(layer, seen, workspace.device))
+    apart = sum(_row_bytes(layer, seen) for layer in treated if _elsewhere(layer, seen, workspace.machine.device))
     if apart:
         terms.append(Term(name="gradient rows", formula="Σ T · out", size_bytes=apart, place="host", source="exact"))
     if several:
         return terms
-    item = 8 if workspace.collection.dtype == "float64" else 4
-    width = _stored_size(workspace.collection.storage_dtype, item)
+    item = 8 if workspace.options.collection.dtype == "float64" else 4
+    width = _stored_size(workspace.options.collection.storage_dtype, item)
     # rows that stand on the host stay where they are
     stored = sum(_row_bytes(layer, seen) for layer in treated) - apart
     stored += sum(_summed_bytes(layer, seen, width, follows=layer.name in shared) for layer in treated)
     # on the host they take the place of the sums, a layer at a time
-    when: Stage = "decomposition" if offload or workspace.device.type != "cuda" else "throughout"
+    when: Stage = "decomposition" if offload or workspace.machine.device.type != "cuda" else "throughout"
     terms.append(
         Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", stage=when)
     )

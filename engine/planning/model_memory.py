@@ -12,7 +12,12 @@ from torch import nn
 from engine.memory.plan import Term
 from engine.workspace import Workspace
 
-_KNOWN = "model_bytes"
+
+class ModelWeight:
+    """The answer of ``weigh_model`` for one job, once it is known."""
+
+    def __init__(self) -> None:
+        self.found: tuple[int, int, bool] | None = None
 
 
 def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
@@ -21,20 +26,20 @@ def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
     The first answer stands: while the model is measured its tensors are the converted ones.
     """
     # a search weighs a thousand plans of one model
-    if _KNOWN not in workspace.shared and workspace.model is not None:
-        dtype = torch.float64 if workspace.collection.dtype == "float64" else torch.float32
-        every = (*workspace.model.parameters(), *workspace.model.buffers())
+    weight = workspace.results.of(ModelWeight)
+    if weight.found is None and workspace.inputs.model is not None:
+        dtype = torch.float64 if workspace.options.collection.dtype == "float64" else torch.float32
+        every = (*workspace.inputs.model.parameters(), *workspace.inputs.model.buffers())
         tensors = [tensor for tensor in every if not nn.parameter.is_lazy(tensor)]
         own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         others = [tensor.numel() for tensor in tensors if tensor.is_floating_point() and tensor.dtype != dtype]
-        workspace.shared[_KNOWN] = own, sum(others) * dtype.itemsize, any(tensor.is_meta for tensor in tensors)
-    found: tuple[int, int, bool] = workspace.shared.get(_KNOWN, (0, 0, False))
-    return found
+        weight.found = own, sum(others) * dtype.itemsize, any(tensor.is_meta for tensor in tensors)
+    return weight.found or (0, 0, False)
 
 
 def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
     """Return the model's own numbers and their copies, where what the process holds does not count them."""
-    if workspace.model is None:
+    if workspace.inputs.model is None:
         return []
     size, converted, absent = weigh_model(workspace)
     found = []

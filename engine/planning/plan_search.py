@@ -62,13 +62,15 @@ def _lacking(plan: Plan, budget: MemoryBudget) -> tuple[int, int]:
 
 def batch_size(workspace: Workspace) -> int:
     """Examples of a whole batch."""
-    return min(workspace.collection.batch_size, workspace.examples or workspace.collection.batch_size)
+    return min(
+        workspace.options.collection.batch_size, workspace.inputs.examples or workspace.options.collection.batch_size
+    )
 
 
 def slice_sizes(workspace: Workspace) -> list[int]:
     """Examples at once, from the whole batch to one; each stands for a number of equal slices."""
     batch = batch_size(workspace)
-    asked = workspace.memory_options.micro_batch
+    asked = workspace.options.memory.micro_batch
     if asked is not None:
         return [min(asked, batch)]
     numbers = [*range(1, _EVERY_NUMBER), *(_EVERY_NUMBER << power for power in range(batch.bit_length())), batch]

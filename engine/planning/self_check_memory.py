@@ -35,7 +35,7 @@ def check_bytes(
         passing: What a slice of a batch holds on its way there and back, in bytes.
         sums: What the sums hold, in bytes.
     """
-    collection = workspace.collection
+    collection = workspace.options.collection
     if collection.self_check == "off":
         return 0
     first = min(FIRST_EXAMPLES, collection.batch_size)

@@ -81,13 +81,13 @@ def test_shapes_alone_give_the_plan_that_the_job_makes(name: str) -> None:
         raise Planned
 
     real = workspace(make(), [(inputs, targets)], task, **options)
-    real.planned, real.examples = stop, 6
+    real.ports.announce_plan, real.inputs.examples = stop, 6
     with pytest.raises(Planned):
         collected(real)
     with torch.device("meta"):
         model = make()
     meta = workspace(model, [(inputs, targets)], task, **options)
-    meta.examples = 6
+    meta.inputs.examples = 6
     planned = plan_job(meta).as_json()
     assert sizes(planned) == sizes(plans[0])
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -127,8 +127,8 @@ def within(host_bytes: int, *, scratch: bool = True) -> Any:
     with torch.device("meta"):
         model = make()
     made = workspace(model, [(inputs, targets)], task, ekfac=True)
-    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
-    made.scratch = MemoryArtifacts() if scratch else None
+    made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+    made.ports.scratch = MemoryArtifacts() if scratch else None
     return estimate(made)
 
 
@@ -149,7 +149,7 @@ def test_a_job_that_is_refused_names_the_smallest_budget_that_takes_it() -> None
     def job(host_bytes: int) -> Any:
         make, inputs, targets, task, _ = MODELS["mlp"]
         made = workspace(make(), [(inputs, targets)], task)
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
         return made
 
     with pytest.raises(BudgetExceeded, match="the smallest that would do") as refused:

@@ -35,9 +35,9 @@ def on(device: str, **options: object) -> Workspace:
     x = torch.randn(50, 1, 8, 8, generator=generator)
     y = torch.randint(0, 10, (50,), generator=generator)
     space = workspace(net(), [(x, y)], "classification", **({"batch_size": 16} | options))
-    space.device = torch.device(device)
-    assert space.model is not None
-    space.model = space.model.to(device)
+    space.machine.device = torch.device(device)
+    assert space.inputs.model is not None
+    space.inputs.model = space.inputs.model.to(device)
     return space
 
 
@@ -75,7 +75,7 @@ def test_traces_of_masked_tokens_equal_those_of_the_cpu() -> None:
         ids = torch.randint(0, 9, (6, 5))
         targets = torch.where(torch.rand(6, 5) < 0.3, -100, ids)
         space = workspace(model, [(ids, targets)], "masked_lm", fisher="mc")
-        space.device = torch.device(device)
+        space.machine.device = torch.device(device)
         traces.append([layer.exact_trace for layer in collected(space).layers])
     assert traces[1] == pytest.approx(traces[0], rel=1e-11)
 
@@ -85,7 +85,7 @@ def test_embedding_and_tokens_on_the_device() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 9)).cuda()
     ids = torch.randint(0, 9, (6, 5))
     space = workspace(model, [(ids, ids)], "causal_lm", fisher="mc")
-    space.device = torch.device("cuda")
+    space.machine.device = torch.device("cuda")
     whole = collected(space)
     counts = torch.bincount(ids[ids != 0], minlength=9).double()
     assert relative_error(whole.load(0).A.cpu(), counts / counts.sum()) < 1e-12
@@ -95,7 +95,7 @@ def test_same_digests_twice_in_float32() -> None:
     runs = []
     for _ in range(2):
         space = on("cuda", fisher="mc", dtype="float32")
-        space.kinds = ("factors",)
+        space.options.kinds = ("factors",)
         runs.append([(row.record.digest_A, row.record.digest_G) for row in collect_factors(None, space)])
     assert runs[0] == runs[1]
 
@@ -115,10 +115,10 @@ def test_device_budget_is_measured() -> None:
 
 def test_model_stays_on_its_device() -> None:
     space = on("cuda", fisher="mc", dtype="float64")
-    assert space.model is not None
+    assert space.inputs.model is not None
     collected(space)
-    assert {parameter.device.type for parameter in space.model.parameters()} == {"cuda"}
-    assert {parameter.dtype for parameter in space.model.parameters()} == {torch.float32}
+    assert {parameter.device.type for parameter in space.inputs.model.parameters()} == {"cuda"}
+    assert {parameter.dtype for parameter in space.inputs.model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("fisher", ["mc", "type2", "empirical"])
@@ -136,8 +136,8 @@ def test_nested_sizes_are_runs_over_the_first_examples() -> None:
     whole = collected(on("cuda", fisher="mc", nested=True, dtype="float32", batch_size=5))
     assert [size.examples for size in whole.nested] == [10, 15, 25]
     alone = on("cuda", fisher="mc", dtype="float32", batch_size=5)
-    chunk = next(iter(alone.batches())) if alone.batches is not None else ()
-    alone.batches = lambda: iter([tuple(part[:25] for part in chunk)])
+    chunk = next(iter(alone.inputs.batches())) if alone.inputs.batches is not None else ()
+    alone.inputs.batches = lambda: iter([tuple(part[:25] for part in chunk)])
     first = collected(alone)
     for layer in first.layers:
         one, other = whole.nested[2].load(layer.ordinal), first.load(layer.ordinal)
@@ -150,7 +150,7 @@ def test_a_number_that_is_not_finite_is_noticed_at_its_batch() -> None:
     x[31] = 1e25  # a tanh bears it, its square does not
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).cuda()
     space = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32", batch_size=5)
-    space.device = torch.device("cuda")
+    space.machine.device = torch.device("cuda")
     with pytest.raises(NonFiniteFactor, match=r"`0`: .* after batch 6 \(examples 30 to 34\)"):
         collected(space)
 
@@ -172,7 +172,7 @@ def test_a_tied_head_and_a_shared_table_of_positions_equal_those_of_the_cpu() ->
     runs = []
     for device in ("cpu", "cuda"):
         space = workspace(Language().to(device), [(ids, ids)], "causal_lm", fisher="mc", min_coverage=1.0)
-        space.device = torch.device(device)
+        space.machine.device = torch.device(device)
         runs.append(collected(space))
     here, there = runs
     assert [layer.why for layer in there.layers] == [layer.why for layer in here.layers]
@@ -184,7 +184,7 @@ def test_a_tied_head_and_a_shared_table_of_positions_equal_those_of_the_cpu() ->
 @pytest.mark.parametrize("fisher", ["mc", "type2"])
 def test_offloaded_sums_equal_resident_ones(fisher: str) -> None:
     whole, moved = on("cuda", fisher=fisher), on("cuda", fisher=fisher)
-    moved.memory_options = Memory(offload="on", micro_batch=5)
+    moved.options.memory = Memory(offload="on", micro_batch=5)
     here, there = collected(whole), collected(moved)
     for layer in here.layers:
         left, right = here.load(layer.ordinal), there.load(layer.ordinal)
@@ -207,12 +207,12 @@ def test_sums_leave_a_device_that_is_too_small_for_them() -> None:
     model = nn.Sequential(*[nn.Linear(1500, 1500) for _ in range(8)]).cuda()
     x = torch.randn(8, 1500)
     space = workspace(model, [(x, x)], "regression", fisher="mc", dtype="float32", batch_size=8)
-    space.device = torch.device("cuda")
+    space.machine.device = torch.device("cuda")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     # eight layers' sums take 144 MB; the eigenvalues of one take 54 MB in float64
-    space.memory = MemoryBudget(device_bytes=weights + 100 * 2**20, host_bytes=2**40)
+    space.machine.budget = MemoryBudget(device_bytes=weights + 100 * 2**20, host_bytes=2**40)
     plans = []
-    space.planned = plans.append
+    space.ports.announce_plan = plans.append
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     whole = collected(space)

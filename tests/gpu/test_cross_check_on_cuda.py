@@ -32,7 +32,7 @@ def check(device: str) -> list[CrossCheck]:
     torch.manual_seed(0)
     model, ids, y = Attending(), torch.randint(0, 9, (12, 5)), torch.randint(0, 3, (12,))
     space = workspace(model.to(device), [(ids, y)], "classification", fisher="mc")
-    space.device = torch.device(device)
+    space.machine.device = torch.device(device)
     rows = measure_capacity(CapacityParams(cross_check="ggn", cross_check_probes=4), space)
     metrics = [row.metrics for row in rows]
     return [each.cross_check for each in metrics if isinstance(each, CapacityMetrics) and each.cross_check]

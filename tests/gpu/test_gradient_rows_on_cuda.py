@@ -28,10 +28,10 @@ def on(device: str, woodbury: Woodbury, memory: Memory | None = None, **options:
     chunk = torch.randn(50, 16, generator=generator), torch.randint(0, 10, (50,), generator=generator)
     net = nn.Sequential(nn.Linear(16, 300), nn.LayerNorm(300), nn.Tanh(), nn.Linear(300, 10))
     space = workspace(net, [chunk], "classification", **({"batch_size": 16, "fisher": "mc"} | options))
-    space.device, space.woodbury, space.examples = torch.device(device), woodbury, 50
-    space.memory_options = memory or Memory()
-    assert space.model is not None
-    space.model = space.model.to(device)
+    space.machine.device, space.options.woodbury, space.inputs.examples = torch.device(device), woodbury, 50
+    space.options.memory = memory or Memory()
+    assert space.inputs.model is not None
+    space.inputs.model = space.inputs.model.to(device)
     return space
 
 

@@ -90,7 +90,7 @@ def test_a_collection_whose_batches_do_not_fit_goes_on_with_slices() -> None:
         workspace(model, data, "classification", fisher="mc", dtype="float32", batch_size=16384) for _ in range(2)
     )
     for each in (made, whole):
-        each.device, each.memory_options = CUDA, Memory()
+        each.machine.device, each.options.memory = CUDA, Memory()
     wanted = collected(whole)
     # the plan knows of no limit: what it misses is found out
     made.guard = Guard(budget=MemoryBudget.unlimited(), device=CUDA, log=lambda _, __: None)

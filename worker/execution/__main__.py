@@ -36,7 +36,7 @@ from engine.layers.coverage_check import surveyed
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
-from engine.workspace import Artifacts, Workspace
+from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from worker.execution.artifact_files import ArtifactFiles, find_factors
 from worker.execution.assignment import Assignment, read_assignment
 from worker.execution.computing_environment import computing_device, computing_environment
@@ -165,43 +165,49 @@ def _compute(
     artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
     calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
     workspace = Workspace(
-        model=None,
-        batches=None,
-        task=document.task,
-        collection=document.collection,
-        stabilisation=document.stabilisation,
-        woodbury=document.woodbury,
-        memory=memory,
-        curve=MemoryCurve(stages=StagePeaks(apart=True)),
-        # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
-        guard=Guard(
-            budget=memory,
-            device=place.guarded,
-            log=pipe.log,
-            by_kernel=document.memory.host != "auto" and device.type != "cuda",
+        inputs=ModelInputs(model=None, batches=None, task=document.task),
+        options=JobOptions(
+            collection=document.collection,
+            stabilisation=document.stabilisation,
+            woodbury=document.woodbury,
+            keep=document.keep,
+            kinds=document.kinds,
+            decomposition=most_decomposed(_options(kind, document) or ANALYSES[kind] for kind in document.kinds),
+            params={kind: _options(kind, document) for kind in document.kinds},
+            memory=document.memory,
         ),
-        device=device,
-        keep=document.keep,
-        kinds=document.kinds,
-        decomposition=most_decomposed(_options(kind, document) or ANALYSES[kind] for kind in document.kinds),
-        params={kind: _options(kind, document) for kind in document.kinds},
-        artifacts=artifacts,
-        scratch=scratch,
-        checkpoint_seconds=assignment.checkpoint_seconds,
-        conditions={
-            "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
-            "version of Kronoscope": importlib.metadata.version("kronoscope"),
-        },
-        pace=calibration.read() if place.here else None,
-        measure_pace=calibration.measure if place.here else lambda: None,
-        memory_options=document.memory,
-        chosen=assignment.chosen,
-        numerics=assignment.numerics,
-        completed=assignment.completed,
-        report=pipe.report,
-        checkpoint=checkpoint.checkpoint,
-        log=pipe.log,
-        planned=pipe.planned,
+        machine=Machine(
+            budget=memory,
+            curve=MemoryCurve(stages=StagePeaks(apart=True)),
+            # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
+            guard=Guard(
+                budget=memory,
+                device=place.guarded,
+                log=pipe.log,
+                by_kernel=document.memory.host != "auto" and device.type != "cuda",
+            ),
+            device=device,
+            speed=calibration.read() if place.here else None,
+            measure_speed=calibration.measure if place.here else lambda: None,
+        ),
+        ports=Ports(
+            artifacts=artifacts,
+            scratch=scratch,
+            report=pipe.report,
+            raise_if_cancelled=checkpoint.checkpoint,
+            log=pipe.log,
+            announce_plan=pipe.planned,
+        ),
+        resume=Resume(
+            checkpoint_seconds=assignment.checkpoint_seconds,
+            conditions={
+                "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
+                "version of Kronoscope": importlib.metadata.version("kronoscope"),
+            },
+            chosen=assignment.chosen,
+            numerics=assignment.numerics,
+            completed=assignment.completed,
+        ),
     )
     surroundings = Surroundings(
         store=assignment.store,
@@ -215,59 +221,64 @@ def _compute(
         shapes_only=assignment.estimate,
     )
     if document.factors is not None:
-        workspace.stored = _stored(document, assignment, surroundings)
-        workspace.guard.hold()
+        workspace.inputs.stored = _stored(document, assignment, surroundings)
+        workspace.machine.guard.hold()
     else:
-        with workspace.operation("model"):
+        with workspace.machine.operation("model"):
             loaded = _load_model(document, surroundings)
         # what the modules alone show of the coverage, before data is read and a device is touched
         if not assignment.estimate:
             surveyed(loaded.model, document.collection)
-        with workspace.operation("data"):
+        with workspace.machine.operation("data"):
             data = _load_data(document, loaded, surroundings)
-        workspace.batches, workspace.examples = data.batches, data.examples
+        workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
         if assignment.estimate:
-            workspace.model = loaded.model
+            workspace.inputs.model = loaded.model
             plan = resolve(ESTIMATE)(workspace)
             pipe.planned({**plan, "device": device.type, "unmeasured": list(place.unmeasured)})
             return
-        with workspace.operation("model to device"):
-            workspace.model = loaded.model.to(device)
+        with workspace.machine.operation("model to device"):
+            workspace.inputs.model = loaded.model.to(device)
         _use_cache(assignment, document, workspace)
         pipe.log("info", f"model: {loaded.provenance}")
     with contextlib.ExitStack() as ending:
-        if workspace.cache is not None:
-            ending.callback(workspace.cache.close)
+        if workspace.ports.cache is not None:
+            ending.callback(workspace.ports.cache.close)
         for kind in document.kinds:
             checkpoint.checkpoint()
-            with workspace.operation(kind):
+            with workspace.machine.operation(kind):
                 _analyse(kind, document, workspace, pipe)
-    for line in workspace.curve.stages.exceeded():
+    for line in workspace.machine.curve.stages.exceeded():
         pipe.log("warning", line)
-    artifacts.save_json("memory_curve.json", workspace.curve.as_json(device))
+    artifacts.save_json("memory_curve.json", workspace.machine.curve.as_json(device))
 
 
 def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace) -> None:
     """Give the workspace a cache, if there is one and the collection can be told from every other."""
-    if assignment.cache is None or document.cache == "off" or workspace.model is None or workspace.batches is None:
+    if (
+        assignment.cache is None
+        or document.cache == "off"
+        or workspace.inputs.model is None
+        or workspace.inputs.batches is None
+    ):
         return
-    why = uncacheable(document, workspace.model)
+    why = uncacheable(document, workspace.inputs.model)
     if why is not None:
-        workspace.log("debug", f"factors are not cached: {why}")
+        workspace.ports.log("debug", f"factors are not cached: {why}")
         return
-    workspace.report("data", 0, None, "sources")
-    data = data_digest(workspace.batches, document.collection.seed, workspace.checkpoint)
-    witness = Witness(workspace.batches)
-    workspace.batches = witness
-    workspace.cache = FactorCache(
+    workspace.ports.report("data", 0, None, "sources")
+    data = data_digest(workspace.inputs.batches, document.collection.seed, workspace.ports.raise_if_cancelled)
+    witness = Witness(workspace.inputs.batches)
+    workspace.inputs.batches = witness
+    workspace.ports.cache = FactorCache(
         assignment.cache,
         limit_bytes=assignment.cache_bytes,
-        key=factor_key(document, workspace.model, data, workspace.device),
+        key=factor_key(document, workspace.inputs.model, data, workspace.machine.device),
         job=assignment.job,
         own=assignment.scratch / "cached",
         refresh=document.cache == "refresh",
         unchanged=lambda: bool(witness.digests) and set(witness.digests) == {data},
-        log=workspace.log,
+        log=workspace.ports.log,
     )
 
 

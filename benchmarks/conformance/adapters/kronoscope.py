@@ -10,7 +10,7 @@ from benchmarks.conformance.problem import Factors, Problem, Stream
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collect import collected
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 PACKAGE = "kronoscope"
 _BESIDES = {"exact_trace": False}
@@ -41,11 +41,13 @@ def collect(problem: Problem, stream: Stream, **options: object) -> Factors:
     chosen |= {name: value for name, value in {**_BESIDES, **options}.items() if name in known}
     whole = collected(
         Workspace(
-            model=problem.model,
-            batches=lambda: _keyed(problem, stream),
-            task=Task(type=problem.task, ignore_index=problem.ignore_index),
-            artifacts=None,  # type: ignore[arg-type] # nothing is written
-            collection=Collection(**chosen),  # type: ignore[arg-type]
+            inputs=ModelInputs(
+                model=problem.model,
+                batches=lambda: _keyed(problem, stream),
+                task=Task(type=problem.task, ignore_index=problem.ignore_index),
+            ),
+            options=JobOptions(collection=Collection(**chosen)),
+            ports=Ports(artifacts=None),
         )
     )
     loaded = {facts.name: whole.load(facts.ordinal) for facts in whole.layers}

@@ -87,18 +87,18 @@ def cross_checked(params: CapacityParams, workspace: Workspace, whole: Collected
     """
     if params.cross_check is None:
         return None
-    if workspace.model is None or workspace.task is None or workspace.batches is None:
+    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
         raise UsageError(
             "stored factors hold no model, and `capacity.cross_check` needs it: give `model`, `data` and `task`",
             pointer="/capacity/cross_check",
         )
     job = PassJob(
         workspace=workspace,
-        model=workspace.model,
-        task=workspace.task,
+        model=workspace.inputs.model,
+        task=workspace.inputs.task,
         collection=whole.collection,
         dtype=torch.float64 if whole.collection.dtype == "float64" else torch.float32,
-        numerics=Numerics.here(workspace.device, workspace.numerics),
+        numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
         heard=set(),
         micro_batch=whole.micro_batch,
     )
@@ -112,7 +112,7 @@ def _blocks(job: PassJob, whole: Collected) -> dict[int, Block]:
     for layer in whole.layers:
         block = block_of(job.model, layer.name, layer.parameters, layer.parameter_count)
         if block is None:
-            job.workspace.log(
+            job.workspace.ports.log(
                 "warning",
                 f"layer `{layer.name}` is not cross-checked: no run of whole rows of {', '.join(layer.parameters)}",
             )
@@ -139,15 +139,15 @@ class _Check:
             return CrossChecked(samples={}, searches={}, whole=None)
         at_once = self._probes_at_once()
         passes = -(-self.params.cross_check_probes // at_once) + self.params.cross_check_iterations
-        if workspace.examples is not None:
-            self._total = passes * -(-workspace.examples // self.job.collection.batch_size)
-        with workspace.operation("cross-check", _STAGE), self._matrix.prepared():
+        if workspace.inputs.examples is not None:
+            self._total = passes * -(-workspace.inputs.examples // self.job.collection.batch_size)
+        with workspace.machine.operation("cross-check", _STAGE), self._matrix.prepared():
             samples, starts = self._probed(at_once)
             searches: dict[int, Searched] = {}
             if self.params.cross_check_iterations:
                 searches = self._searched(starts)
         if self._total is not None:
-            workspace.report(_STAGE, self._total, self._total, "batches")
+            workspace.ports.report(_STAGE, self._total, self._total, "batches")
         return CrossChecked(
             samples=dict(zip(ordinals, samples, strict=True)),
             searches={ordinal: searches[ordinal] for ordinal in ordinals if searches},
@@ -156,7 +156,7 @@ class _Check:
 
     def _report(self) -> None:
         self._done += 1
-        self.job.workspace.report(_STAGE, self._done, self._total, "batches")
+        self.job.workspace.ports.report(_STAGE, self._done, self._total, "batches")
 
     @property
     def _vector_bytes(self) -> int:
@@ -164,8 +164,8 @@ class _Check:
         return sum(block.size for block in self.blocks.values()) * self.job.dtype.itemsize
 
     def _probes_at_once(self) -> int:
-        guard = self.job.workspace.guard
-        free = guard.free_bytes("device" if self.job.workspace.device.type == "cuda" else "host")
+        guard = self.job.workspace.machine.guard
+        free = guard.free_bytes("device" if self.job.workspace.machine.device.type == "cuda" else "host")
         return probes_at_once(self.params.cross_check_probes, self._vector_bytes, free)
 
     def _probed(self, at_once: int) -> tuple[list[list[float]], list[Tensor]]:
@@ -184,7 +184,7 @@ class _Check:
     def _searched(self, starts: list[Tensor]) -> dict[int, Searched]:
         """Lanczos of every block in step, and of the model under the key -1: one pass advances all of them."""
         iterations = self.params.cross_check_iterations
-        guard, device = self.job.workspace.guard, self.job.workspace.device
+        guard, device = self.job.workspace.machine.guard, self.job.workspace.machine.device
         places = [("device", device)] if device.type == "cuda" else []
         places.append(("host", torch.device("cpu")))
         rungs = []

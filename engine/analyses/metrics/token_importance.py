@@ -27,12 +27,12 @@ def require_head(name: str | None, workspace: Workspace) -> None:
     Raises:
         NoSuchLayer: The message says what there is.
     """
-    if name is None or workspace.model is None:
+    if name is None or workspace.inputs.model is None:
         return
-    if workspace.collection.fisher == "forward_only":
+    if workspace.options.collection.fisher == "forward_only":
         raise NoSuchLayer("needs gradients, and `forward_only` takes none; take another `collection.fisher`",
                           pointer=POINTER)  # fmt: skip
-    modules = [module for module, _ in workspace.model.named_modules() if module]
+    modules = [module for module, _ in workspace.inputs.model.named_modules() if module]
     if name not in modules:
         shown = ", ".join(modules[-5:])
         raise NoSuchLayer(f"is `{name}`, which the model does not have; its last modules are {shown}", pointer=POINTER)
@@ -56,7 +56,7 @@ def token_importance(name: str | None, workspace: Workspace, whole: Collected) -
         return TokenImportance(**{**blank, "layer": name, "why": why})  # type: ignore[arg-type]
     diagonal = gradient_diagonal(factors)
     artifact = f"token_importance/{facts.ordinal}.safetensors"
-    workspace.artifacts.save_tensors(artifact, {"importance": diagonal}, {"layer": facts.name})
+    workspace.ports.artifacts.save_tensors(artifact, {"importance": diagonal}, {"layer": facts.name})
     ordered = torch.sort(diagonal, descending=True, stable=True)
     carried = ordered.values.cumsum(0)
     trace = float(carried[-1])

@@ -49,8 +49,8 @@ def space(examples: int = EXAMPLES, *, policy: Any = "dense", **options: Any) ->
     classes = torch.randint(0, 3, (EXAMPLES,), generator=generator)
     settings = {"batch_size": BATCH, "batch_variance": True, "self_check": "first"} | options
     made = workspace(Net(), [(ids[:examples], classes[:examples])], "classification", **settings)
-    made.examples = examples
-    made.woodbury = Woodbury(policy=policy)
+    made.inputs.examples = examples
+    made.options.woodbury = Woodbury(policy=policy)
     return made
 
 
@@ -146,8 +146,8 @@ def plain(sizes: list[int], **options: Any) -> Workspace:
     torch.manual_seed(0)
     settings = {"fisher": "empirical", "batch_size": BATCH, "batch_variance": True} | options
     made = workspace(Plain().double(), batches_of(sizes), "classification", **settings)
-    made.examples = sum(sizes)
-    made.woodbury = Woodbury(policy="dense")
+    made.inputs.examples = sum(sizes)
+    made.options.woodbury = Woodbury(policy="dense")
     return made
 
 
@@ -178,7 +178,7 @@ def hooked(model: nn.Module, chunks: list[tuple[Tensor, Tensor]]) -> list[list[t
 @pytest.mark.parametrize("decay", [None, 0.7])
 def test_plain_hooks_give_the_same(sizes: list[int], decay: float | None) -> None:
     made = plain(sizes, ema_decay=decay)
-    batches = hooked(made.model, batches_of(sizes))  # type: ignore[arg-type]
+    batches = hooked(made.inputs.model, batches_of(sizes))  # type: ignore[arg-type]
     whole = collected(made)
     for place, layer in enumerate(whole.layers):
         own = [[batch[place][side] for batch in batches] for side in (0, 1)]
@@ -268,7 +268,7 @@ def test_a_batch_without_a_call_has_no_factor_of_inputs_and_a_zero_one_of_gradie
     torch.manual_seed(0)
     model = Sometimes().double()
     made = workspace(model, chunks, "classification", fisher="empirical", batch_variance=True, self_check="off")
-    made.woodbury = Woodbury(policy="dense")
+    made.options.woodbury = Woodbury(policy="dense")
     met = hooked(model, [chunk for chunk in chunks if float(chunk[0][0, 0]) > 0])
     called = [sides[1] for sides in met]
     (layer,) = [each for each in collected(made).layers if each.name == "late"]
@@ -296,7 +296,7 @@ def test_factors_are_those_without_it_but_for_rounding() -> None:
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_slices_of_a_batch_are_one_batch(micro_batch: int) -> None:
     sliced = space()
-    sliced.memory_options = Memory(micro_batch=micro_batch)
+    sliced.options.memory = Memory(micro_batch=micro_batch)
     for one, other in zip(collected(sliced).layers, collected(space()).layers, strict=True):
         assert [each for each in figures(one) if each is not None] == pytest.approx(
             [each for each in figures(other) if each is not None], rel=1e-10
@@ -333,7 +333,7 @@ def test_a_batch_that_is_halved_for_want_of_memory_counts_once(monkeypatch: pyte
     assert (halved.micro_batch, attempts) == (2, 3)
     monkeypatch.undo()
     sliced = space()
-    sliced.memory_options = Memory(micro_batch=2)
+    sliced.options.memory = Memory(micro_batch=2)
     assert [figures(layer) for layer in halved.layers] == [figures(layer) for layer in collected(sliced).layers]
 
 
@@ -347,8 +347,8 @@ def test_a_resumed_collection_has_the_same_bits(
 
     def made(scratch: MemoryArtifacts, stop: Callable[[], None] = lambda: None) -> Workspace:
         found = space(**options)
-        found.scratch, found.checkpoint_seconds, found.checkpoint = scratch, 1e-9, stop
-        found.chosen = None if parts is None else Chosen(parts=parts)
+        found.ports.scratch, found.resume.checkpoint_seconds, found.ports.raise_if_cancelled = scratch, 1e-9, stop
+        found.resume.chosen = None if parts is None else Chosen(parts=parts)
         return found
 
     asked = 0
@@ -367,7 +367,7 @@ def test_a_resumed_collection_has_the_same_bits(
         collected(made(scratch, stop))
     lines: list[str] = []
     again = made(scratch)
-    again.log = lambda _, line: lines.append(line)
+    again.ports.log = lambda _, line: lines.append(line)
     whole = collected(again)
     assert any(line.startswith("collection resumed") for line in lines)
     assert whole.layers == truth.layers
@@ -383,16 +383,16 @@ def test_a_checkpoint_of_an_earlier_format_is_refused(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(checkpoints, "FORMAT", name)
             made = space()
-            made.scratch, made.checkpoint_seconds = scratch, 1e-9
+            made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e-9
             if number:
-                made.log = lambda _, line: lines.append(line)
+                made.ports.log = lambda _, line: lines.append(line)
             collected(made)
     assert "the checkpoint of an earlier attempt is discarded: it is of another format" in lines
 
 
 def test_sums_on_the_host_have_the_same_variance() -> None:
     away = space()
-    away.chosen = Chosen(parts=(("table", "norm", "q", "k", "conv", "head"),), offload=True)
+    away.resume.chosen = Chosen(parts=(("table", "norm", "q", "k", "conv", "head"),), offload=True)
     for one, other in zip(collected(away).layers, collected(space()).layers, strict=True):
         assert [each or 0.0 for each in figures(one)] == pytest.approx([each or 0.0 for each in figures(other)])
 
@@ -416,7 +416,7 @@ def test_the_plan_counts_what_is_set_aside(fisher: str, monkeypatch: pytest.Monk
     plans: list[Any] = []
     for asked in (True, False):
         made = space(fisher=fisher, batch_variance=asked)
-        made.planned = plans.append
+        made.ports.announce_plan = plans.append
         collected(made)
     counted = [next(term["size_bytes"] for term in plan["terms"] if term["name"] == "accumulators") for plan in plans]
     assert [held[0], held[-1]] == counted

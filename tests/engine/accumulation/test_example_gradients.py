@@ -18,6 +18,7 @@ from engine.factors.factor_set import Collected
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import Use
 from engine.layers.linear import LinearLayer
+from engine.workspace import JobResults
 from tests.memory_profile import peak_bytes
 from tests.oracles import collect, curvature_traces, gradient_squares, workspace
 
@@ -311,7 +312,7 @@ def test_it_changes_no_factor_and_can_be_left_out() -> None:
     rows = {}
     for wanted in (True, False):
         space = workspace(model, [(x, y)], "classification", fisher="mc", exact_trace=wanted)
-        space.kinds = ("factors",)
+        space.options.kinds = ("factors",)
         rows[wanted] = list(collect_factors(None, space))
     for on, off in zip(rows[True], rows[False], strict=True):
         assert (on.record.digest_A, on.record.digest_G) == (off.record.digest_A, off.record.digest_G)
@@ -326,14 +327,18 @@ def test_forward_only_and_stored_factors() -> None:
     whole = collect(model, [(x, y)], "classification", fisher="forward_only")
     assert {layer.exact_trace for layer in whole.layers} == {None}
     space = workspace(model, [(x, y)], "classification")
-    space.kinds = ("factors",)
+    space.options.kinds = ("factors",)
     made = [row.record.exact_trace for row in collect_factors(None, space)]
-    again = dataclasses.replace(space, model=None, batches=None, task=None, stored=space.artifacts, shared={})
+    again = dataclasses.replace(
+        space,
+        inputs=dataclasses.replace(space.inputs, model=None, batches=None, task=None, stored=space.ports.artifacts),
+        results=JobResults(),
+    )
     assert [row.record.exact_trace for row in collect_factors(None, again)] == made
     # an index of before there were exact traces is read without
-    for entry in space.artifacts.load_json("factors/factors.index.json")["layers"]:
+    for entry in space.ports.artifacts.load_json("factors/factors.index.json")["layers"]:
         del entry["exact_trace"], entry["trace_standard_error"]
-    again.shared = {}
+    again.results = JobResults()
     assert {row.record.exact_trace for row in collect_factors(None, again)} == {None}
 
 

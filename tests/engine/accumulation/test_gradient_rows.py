@@ -54,8 +54,8 @@ def data(count: int = 12) -> list[tuple[Tensor, ...]]:
 
 def collect(woodbury: Woodbury, count: int = 12, *, memory: dict[str, Any] | None = None, **options: Any) -> Collected:
     space = workspace(model(), data(count), "classification", **{"fisher": "mc"} | options)
-    space.woodbury, space.examples = woodbury, count
-    space.memory_options = Memory(**memory or {})
+    space.options.woodbury, space.inputs.examples = woodbury, count
+    space.options.memory = Memory(**memory or {})
     return collected(space)
 
 
@@ -138,9 +138,9 @@ def test_spectra_and_records_agree_both_ways(dtype: str, tolerance: float) -> No
     rows = {}
     for policy in ("auto", "dense"):
         space = workspace(model(), data(6), "classification", fisher="mc", dtype=dtype)
-        space.woodbury, space.examples, space.kinds = Woodbury(policy=policy), 6, ("capacity",)  # type: ignore[arg-type]
+        space.options.woodbury, space.inputs.examples, space.options.kinds = Woodbury(policy=policy), 6, ("capacity",)  # type: ignore[arg-type]
         rows[policy] = {row.layer: row for row in measure_capacity(CapacityParams(), space)}
-        spectra = [space.artifacts.load_json(f"spectra/{place}.json")["G"] for place in range(len(rows[policy]))]
+        spectra = [space.ports.artifacts.load_json(f"spectra/{place}.json")["G"] for place in range(len(rows[policy]))]
         rows[policy]["spectra"] = spectra  # type: ignore[assignment]
     for own, other in zip(rows["auto"].pop("spectra"), rows["dense"].pop("spectra"), strict=True):
         assert max(abs(x - y) for x, y in zip(own, other, strict=True)) <= tolerance * max(other)
@@ -163,7 +163,7 @@ def test_a_wide_output_never_takes_more_than_its_rows_and_a_square_of_them() -> 
     space = workspace(net, [chunk], "classification", fisher="mc", dtype="float32", exact_trace=False)
     # an A of 20,000 rows is another's business
     net[2].weight.requires_grad_(False)
-    space.examples, space.kinds = 64, ("capacity",)
+    space.inputs.examples, space.options.kinds = 64, ("capacity",)
 
     found = []
     peak = peak_bytes(lambda: found.extend(measure_capacity(CapacityParams(), space)))
@@ -195,14 +195,19 @@ def test_what_needs_a_matrix_stays_one_and_says_so(options: dict[str, Any], reas
 
 def test_rows_read_back_from_what_waits_between_passes() -> None:
     space = workspace(model(), data(), "classification", fisher="mc")
-    space.woodbury, space.examples, space.scratch = ALL, 12, MemoryArtifacts()
+    space.options.woodbury, space.inputs.examples, space.ports.scratch = ALL, 12, MemoryArtifacts()
     single = collected(space)
     plan: dict[str, Any] = {}
     again = workspace(model(), data(), "classification", fisher="mc")
-    again.woodbury, again.examples, again.scratch, again.planned = ALL, 12, MemoryArtifacts(), plan.update
+    again.options.woodbury, again.inputs.examples, again.ports.scratch, again.ports.announce_plan = (
+        ALL,
+        12,
+        MemoryArtifacts(),
+        plan.update,
+    )
     names = tuple(layer.name.partition("[")[0] for layer in single.layers)
     first, second = tuple(dict.fromkeys(names))[:2], tuple(dict.fromkeys(names))[2:]
-    again.chosen = Chosen(parts=(first, second))
+    again.resume.chosen = Chosen(parts=(first, second))
     several = collected(again)
     assert several.passes == 2
     assert several.storage_policy == "laid aside"
@@ -249,7 +254,7 @@ def test_gradients_beyond_the_rows_range_are_refused_where_they_are_kept(dtype: 
         net[2].weight *= 1e45
     chunk = (torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,)))
     space = workspace(net, [chunk], "classification", fisher="empirical")
-    space.woodbury, space.examples = Woodbury(policy="all", dtype=dtype), 8  # type: ignore[arg-type]
+    space.options.woodbury, space.inputs.examples = Woodbury(policy="all", dtype=dtype), 8  # type: ignore[arg-type]
     if dtype in ("fp32", "bf16"):
         with pytest.raises(
             NonFiniteFactor, match=r"layer `0`: gradients reach .*e\+4\d, .* take `woodbury.dtype: fp16`"
@@ -272,7 +277,7 @@ def test_a_non_finite_gradient_is_refused_by_layer() -> None:
 
     torch.manual_seed(0)
     space = workspace(Steep().to(torch.float64), [(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))], "classification")
-    space.woodbury, space.examples = ALL, 4
+    space.options.woodbury, space.inputs.examples = ALL, 4
     # no slope, or no number at all, of each of the 64
     with pytest.raises(EngineError, match=r"layer `first`: 64 of the 64 moments on the diagonal of G .* batch 0"):
         collected(space)

@@ -80,8 +80,8 @@ def texts() -> list[tuple[Any, ...]]:
 def space(model: nn.Module, chunks: list[tuple[Any, ...]], policy: str = "all", **options: Any) -> Workspace:
     task = "causal_lm" if isinstance(model, GPT2LMHeadModel) else "classification"
     made = workspace(model, chunks, task, **options)
-    made.woodbury = Woodbury(policy=policy)  # type: ignore[arg-type]
-    made.examples = sum(len(chunk[1]) for chunk in chunks)
+    made.options.woodbury = Woodbury(policy=policy)  # type: ignore[arg-type]
+    made.inputs.examples = sum(len(chunk[1]) for chunk in chunks)
     return made
 
 
@@ -146,7 +146,7 @@ def test_class_weights_and_smoothing_weigh_the_terms(smoothing: float) -> None:
     sides = []
     for policy, fisher in (("dense", "type2"), ("all", "mc")):
         made = space(Net(), drawn(), policy, fisher=fisher)
-        made.task = task
+        made.inputs.task = task
         sides.append(collected(made))
     assert relative_error(head(sides[1]).to_dense(torch.float64), dense(sides[0])) < EXACT
     assert trace(sides[1]) == pytest.approx(trace(sides[0]), rel=EXACT)
@@ -169,7 +169,7 @@ def test_a_language_model(*, tied: bool) -> None:
 
 def test_the_record_says_what_is_kept() -> None:
     made = space(Net(), drawn(), fisher="mc", dtype="float32")
-    made.woodbury = Woodbury(policy="all", dtype="fp16")
+    made.options.woodbury = Woodbury(policy="all", dtype="fp16")
     (record,) = [row.record for row in collect_factors(None, made) if row.layer == "head"]
     assert (record.branch, record.gradient_rows, record.gradient_rows_dtype) == ("softmax_head", 16, "float16")
     assert record.why.startswith("its outputs are the logits of a cross-entropy: G is the exact Fisher of the softmax")
@@ -213,23 +213,23 @@ def test_what_is_no_softmax_fisher_is_left_alone(options: dict[str, Any]) -> Non
 
 def test_options_decide() -> None:
     made = space(Net(), drawn())
-    made.woodbury = Woodbury(policy="all", softmax_head=False)
+    made.options.woodbury = Woodbury(policy="all", softmax_head=False)
     assert collected(made).layers[1].representation_G == "woodbury"
     # 16 terms are 0.4 of 40 classes, and 17 are more than 0.414
     assert collected(space(Net(), drawn(16, None), "auto")).layers[1].representation_G == "softmax_head"
     assert collected(space(Net(), drawn(17, None), "auto")).layers[1].representation_G == "dense"
     made = space(Net(), drawn())
-    made.woodbury = Woodbury(policy="hybrid", hybrid_from=CLASSES + 1)
+    made.options.woodbury = Woodbury(policy="hybrid", hybrid_from=CLASSES + 1)
     assert collected(made).layers[1].representation_G == "dense"
 
 
 def test_slices_and_passes_change_nothing_but_rounding() -> None:
     whole = collected(space(Net(), drawn(), fisher="mc"))
     sliced = space(Net(), drawn(), fisher="mc")
-    sliced.memory_options = replace(sliced.memory_options, micro_batch=1)
+    sliced.options.memory = replace(sliced.options.memory, micro_batch=1)
     assert relative_error(head(collected(sliced)).rows, head(whole).rows) < 1e-14
     apart = space(Net(), drawn(), fisher="mc")
-    apart.chosen, apart.scratch = Chosen(parts=(("first",), ("head",))), MemoryArtifacts()
+    apart.resume.chosen, apart.ports.scratch = Chosen(parts=(("first",), ("head",))), MemoryArtifacts()
     found = collected(apart)
     assert found.passes == 2
     assert head(found).digest() == head(whole).digest()
@@ -254,14 +254,14 @@ def test_a_stopped_collection_ends_with_the_same_bits(
 
     def made(scratch: MemoryArtifacts, stop: int = 0) -> Workspace:
         own = space(language_model(tied=tied), texts(), fisher="mc", batch_size=1, ema_decay=0.9)
-        own.scratch, own.checkpoint_seconds = scratch, 1e-9
+        own.ports.scratch, own.resume.checkpoint_seconds = scratch, 1e-9
         asked = iter(range(1, 100))
 
         def check() -> None:
             if next(asked) == stop:
                 raise StopRequested
 
-        own.checkpoint = check
+        own.ports.raise_if_cancelled = check
         return own
 
     def digests(own: Workspace) -> list[tuple[str, str | None, str | None]]:
@@ -273,7 +273,7 @@ def test_a_stopped_collection_ends_with_the_same_bits(
         collected(made(scratch, stop_at))
     again = made(scratch)
     lines: list[str] = []
-    again.log = lambda _, message: lines.append(message)
+    again.ports.log = lambda _, message: lines.append(message)
     assert digests(again) == truth
     assert any(line.startswith("collection resumed at batch") for line in lines)
 
@@ -291,8 +291,8 @@ def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher:
     truth = collected(space(language_model(tied=True), texts(), "dense", fisher=fisher))
     made = space(language_model(tied=True), texts(), "dense", fisher=fisher)
     names = tuple(layer.name for layer in truth.layers)
-    made.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
-    made.woodbury = Woodbury(approximate=True, sketch_rank=64)
+    made.resume.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
+    made.options.woodbury = Woodbury(approximate=True, sketch_rank=64)
     found = collected(made)
     (facts,) = [layer for layer in found.layers if layer.name == "transformer.wte"]
     side, exact = found.load(facts.ordinal).G, dense(truth, "transformer.wte")
@@ -306,7 +306,7 @@ def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher:
     assert relative_error(found.load(facts.ordinal).A, truth.load(facts.ordinal).A) < 1e-5
     # exact for itself: what is lost is lost of the sketch
     again = space(language_model(tied=True), texts(), "dense", fisher=fisher)
-    again.chosen, again.woodbury = made.chosen, Woodbury(approximate=True, sketch_rank=6)
+    again.resume.chosen, again.options.woodbury = made.resume.chosen, Woodbury(approximate=True, sketch_rank=6)
     narrow = collected(again).load(facts.ordinal)
     assert isinstance(narrow.G, DiagonalSketch)
     product = float(narrow.A.diagonal().sum()) * narrow.G.trace()
@@ -320,7 +320,7 @@ def test_a_tied_head_is_never_sketched_where_that_is_not_allowed() -> None:
     made = space(language_model(tied=True), texts(), "dense")
     names = tuple(layer.name for layer in collected(made).layers)
     again = space(language_model(tied=True), texts(), "dense")
-    again.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
-    again.woodbury = replace(again.woodbury, approximate=False)
+    again.resume.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
+    again.options.woodbury = replace(again.options.woodbury, approximate=False)
     found = collected(again)
     assert {layer.representation_G for layer in found.layers} == {"dense"}

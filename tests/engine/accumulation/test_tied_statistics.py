@@ -265,7 +265,7 @@ def test_passes_and_the_plan_hold_the_table_once(monkeypatch: pytest.MonkeyPatch
         ids = torch.randint(0, 300, (8, 5), generator=torch.Generator().manual_seed(3))
         space = workspace(model, [(ids, ids)], "causal_lm", fisher="mc")
         plans: list[Any] = []
-        space.planned = plans.append
+        space.ports.announce_plan = plans.append
         return space, plans
 
     space, plans = made()
@@ -275,8 +275,8 @@ def test_passes_and_the_plan_hold_the_table_once(monkeypatch: pytest.MonkeyPatch
     own = 300**2 + 9**2 + 300 + 8**2 + 300
     assert accumulators["size_bytes"] == 8 * (own + 3 * 2 * 8**2)
     space, plans = made()
-    space.scratch = MemoryArtifacts()
-    space.chosen = Chosen(parts=(("1", "2"), ("0",), ("3",)))
+    space.ports.scratch = MemoryArtifacts()
+    space.resume.chosen = Chosen(parts=(("1", "2"), ("0",), ("3",)))
     several = collected(space)
     assert several.passes == 3
     assert several.layers == whole.layers
@@ -382,7 +382,7 @@ def test_a_smaller_sample_size_is_the_run_over_its_examples() -> None:
 
     def run(examples: int, **options: Any) -> Collected:
         space = workspace(Language(True), [(ids[:examples], ids[:examples])], "causal_lm", batch_size=2, **options)
-        space.examples = examples
+        space.inputs.examples = examples
         return collected(space)
 
     whole = run(16, nested=True)

@@ -243,8 +243,8 @@ def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monk
 
     def head(**options: Any) -> tuple[CapacityMetrics, ModelCapacity]:
         made = workspace(copy.deepcopy(model).double(), [(data[0].double(), data[1])], "classification")
-        made.examples = rows
-        made.woodbury = Woodbury(**options)
+        made.inputs.examples = rows
+        made.options.woodbury = Woodbury(**options)
         found, summary = measured(made, params)
         return found["2"].metrics, summary.model
 
@@ -302,9 +302,9 @@ def test_damping_below_what_a_large_head_answers_takes_the_rest_from_its_counted
 
     def run(**options: Any) -> tuple[dict[str, LayerResult], CapacitySummary]:
         made = workspace(copy.deepcopy(model), chunks, "classification")
-        made.examples = 60
-        made.stabilisation = Stabilisation(damping=damping_g, damping_G=damping_g, damping_mode="absolute")
-        made.woodbury = Woodbury(**options)
+        made.inputs.examples = 60
+        made.options.stabilisation = Stabilisation(damping=damping_g, damping_G=damping_g, damping_mode="absolute")
+        made.options.woodbury = Woodbury(**options)
         return measured(made, PARAMS)
 
     (own, summary), (dense, truth) = run(), run(softmax_head=False, policy="dense")
@@ -342,7 +342,7 @@ def space(**options: Any) -> Workspace:
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(0, 9, (32, 5), generator=generator), torch.randint(0, 3, (32,), generator=generator)
     made = workspace(Net(), [data], "classification", **options)
-    made.examples = 32
+    made.inputs.examples = 32
     return made
 
 
@@ -424,7 +424,7 @@ def no_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_factors_give_decomposes_nothing(names: tuple[str, ...], no_eigenvalues: None) -> None:
     params = CapacityParams(metrics=names)
     made = space(nested=True)
-    made.decomposition = params.decomposition
+    made.options.decomposition = params.decomposition
     rows, summary = measured(made, params)
     assert summary.eigendecompositions == 0
     for row in rows.values():
@@ -438,7 +438,7 @@ def test_what_the_factors_give_decomposes_nothing(names: tuple[str, ...], no_eig
 def test_cheap_metrics_are_the_same_numbers_with_and_without_eigenvalues() -> None:
     with_values, _ = measured(space())
     made = space()
-    made.decomposition = "none"
+    made.options.decomposition = "none"
     without, _ = measured(made, CapacityParams(metrics=WITHOUT_DECOMPOSITION))
     for name, row in with_values.items():
         for metric in WITHOUT_DECOMPOSITION:
@@ -478,7 +478,7 @@ def test_options_are_refused_by_name() -> None:
 def test_a_resumed_job_gives_the_same_summary_and_only_the_missing_rows() -> None:
     rows, summary = measured(space())
     resumed = space()
-    resumed.completed = frozenset({("capacity", 0), ("capacity", 2)})
+    resumed.resume.completed = frozenset({("capacity", 0), ("capacity", 2)})
     rest, again = measured(resumed)
     assert again == summary
     assert {row.ordinal for row in rows.values()} - {row.ordinal for row in rest.values()} == {0, 2}

@@ -22,7 +22,7 @@ from engine.factors.factor_set import read_collected
 from engine.factors.kronecker_factors import digest
 from engine.linalg.linear_operator import Structured
 from engine.measurement import clip_factor
-from engine.workspace import Workspace
+from engine.workspace import JobResults, Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
 
@@ -47,14 +47,14 @@ def given(**options: Any) -> Workspace:
     ids = torch.randint(0, 9, (12, 4), generator=torch.Generator().manual_seed(1))
     chunks = [(ids[place : place + 4], torch.arange(4) % 3) for place in (0, 4, 8)]
     space = workspace(Net(), chunks, "classification", **options)
-    space.decomposition = most_decomposed([ReconstructionParams()])
+    space.options.decomposition = most_decomposed([ReconstructionParams()])
     return space
 
 
 def run(
     space: Workspace, kappa_max: float | None = 100.0, **options: Any
 ) -> tuple[dict[str, LayerResult], ReconstructionSummary]:
-    space.stabilisation = Stabilisation(kappa_max=kappa_max)
+    space.options.stabilisation = Stabilisation(kappa_max=kappa_max)
     rows = {}
     analysis = reconstruct(ReconstructionParams(**options), space)
     while True:
@@ -75,7 +75,7 @@ def clipped(factor: Tensor, kappa_max: float) -> Tensor:
 def stored(space: Workspace) -> Any:
     """The stabilised factors, read as a later job reads those of an earlier one."""
     artifacts = MemoryArtifacts()
-    kept: Any = space.artifacts
+    kept: Any = space.ports.artifacts
     for table in (kept.tensors, kept.tables):
         for name, content in table.items():
             if name.startswith(f"{FOLDER}/"):
@@ -130,7 +130,7 @@ def test_the_collected_factors_stay_as_they_were() -> None:
 def test_two_runs_give_equal_digests_and_one_decomposition_serves_two_analyses() -> None:
     first, _ = run(given())
     space = given()
-    space.stabilisation = Stabilisation(kappa_max=100.0)
+    space.options.stabilisation = Stabilisation(kappa_max=100.0)
     other = {row.layer: row for row in measure_capacity(CapacityParams(), space)}
     second, _ = run(space)
     for layer, row in first.items():
@@ -142,7 +142,7 @@ def test_two_runs_give_equal_digests_and_one_decomposition_serves_two_analyses()
 def test_an_inverse_through_the_eigenbasis_is_the_dense_one() -> None:
     space = given()
     rows, summary = run(space, route="eigenbasis")
-    kept: Any = space.artifacts
+    kept: Any = space.ports.artifacts
     assert summary.route == "eigenbasis"
     assert kept.tables[INDEX]["kappa_max"] == 100.0
     generator = torch.Generator().manual_seed(3)
@@ -180,7 +180,7 @@ def test_only_one_side() -> None:
 def test_nothing_is_kept_where_nothing_is_wanted() -> None:
     space = given()
     rows, _ = run(space, keep_matrices=False)
-    kept: Any = space.artifacts
+    kept: Any = space.ports.artifacts
     assert not any(name.startswith(FOLDER) for name in (*kept.tensors, *kept.tables))
     assert rows["head"].metrics.artifact is None
     assert len(rows["head"].metrics.G.digest) == 64
@@ -204,7 +204,7 @@ def test_sixteen_bits_come_back_as_sixteen_bits_with_their_scale(dtype: str) -> 
 def test_a_condition_that_the_precision_can_not_hold_is_said() -> None:
     space = given(storage_dtype="bfloat16")
     said: list[str] = []
-    space.log = lambda level, message: said.append(f"{level}: {message}")
+    space.ports.log = lambda level, message: said.append(f"{level}: {message}")
     rows, summary = run(space, kappa_max=1e12)
     assert any("warning: layer" in line and "route: eigenbasis" in line for line in said)
     assert summary.floor_kept is not None
@@ -241,12 +241,12 @@ def test_a_place_that_runs_out_of_memory_leaves_the_factor_to_the_next(monkeypat
 def test_rows_of_an_earlier_attempt_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = MemoryArtifacts()
     first = given()
-    first.scratch, first.checkpoint_seconds = scratch, 1.0
+    first.ports.scratch, first.resume.checkpoint_seconds = scratch, 1.0
     rows, summary = run(first)
     second = given()
-    second.scratch, second.checkpoint_seconds = scratch, 1.0
+    second.ports.scratch, second.resume.checkpoint_seconds = scratch, 1.0
     done = {row.ordinal for row in rows.values() if row.layer in ("left", "table")}
-    second.completed = frozenset(("reconstruction", ordinal) for ordinal in done)
+    second.resume.completed = frozenset(("reconstruction", ordinal) for ordinal in done)
     made: list[str] = []
     real = clip_factor.rebuilt
     monkeypatch.setattr(
@@ -258,13 +258,15 @@ def test_rows_of_an_earlier_attempt_are_not_made_again(monkeypatch: pytest.Monke
     assert set(made) == {"norm", "right", "head"}
     assert whole == summary
     assert all(again[layer].metrics == rows[layer].metrics for layer in again)
-    kept: Any = second.artifacts
-    assert kept.tables[f"{FOLDER}/factors.index.json"] == first.artifacts.load_json(f"{FOLDER}/factors.index.json")
+    kept: Any = second.ports.artifacts
+    assert kept.tables[f"{FOLDER}/factors.index.json"] == first.ports.artifacts.load_json(
+        f"{FOLDER}/factors.index.json"
+    )
 
 
 def test_a_layer_without_curvature_stays_without() -> None:
     space = given()
-    model: Any = space.model
+    model: Any = space.inputs.model
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
     rows, summary = run(space)
@@ -278,11 +280,16 @@ def test_the_same_of_stored_factors() -> None:
     """As a job with `factors: {job: …}` has them: stabilised once more, nothing is left to clip."""
     space = given()
     run(space)
-    kept: Any = space.artifacts
+    kept: Any = space.ports.artifacts
     later = MemoryArtifacts()
     later.tensors = {name.replace(FOLDER, "factors"): each for name, each in kept.tensors.items()}
     later.tables = {name.replace(FOLDER, "factors"): each for name, each in kept.tables.items()}
-    second = replace(space, model=None, batches=None, task=None, artifacts=MemoryArtifacts(), stored=later, shared={})
+    second = replace(
+        space,
+        inputs=replace(space.inputs, model=None, batches=None, task=None, stored=later),
+        ports=replace(space.ports, artifacts=MemoryArtifacts()),
+        results=JobResults(),
+    )
     _, summary = run(second, kappa_max=100.1)
     assert summary.clipped == 0
     assert summary.mass_share == 0
@@ -291,9 +298,9 @@ def test_the_same_of_stored_factors() -> None:
 def test_a_side_that_is_never_made_dense_is_kept_as_its_eigenbasis() -> None:
     dense = given(batch_size=2)
     space = given(batch_size=2)
-    space.woodbury = Woodbury(policy="all", dtype="fp32")
+    space.options.woodbury = Woodbury(policy="all", dtype="fp32")
     rows, summary = run(space)
-    kept: Any = space.artifacts
+    kept: Any = space.ports.artifacts
     structured = 0
     for facts in collected(space).layers:
         side = collected(space).load(facts.ordinal).G

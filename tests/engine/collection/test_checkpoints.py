@@ -60,8 +60,13 @@ def space(
     # a check would be one forward pass more in a batch that only some attempts come to
     options = {"self_check": "first", **options}
     made = workspace(Small(), chunks or data(), "classification", batch_size=4, **options)
-    made.kinds, made.examples, made.scratch, made.checkpoint_seconds = ("factors",), 4 * BATCHES, scratch, 1e-9
-    made.woodbury = Woodbury(policy=policy)
+    made.options.kinds, made.inputs.examples, made.ports.scratch, made.resume.checkpoint_seconds = (
+        ("factors",),
+        4 * BATCHES,
+        scratch,
+        1e-9,
+    )
+    made.options.woodbury = Woodbury(policy=policy)
     asked = 0
 
     def stop() -> None:
@@ -70,7 +75,7 @@ def space(
         if asked == stop_at:
             raise StopRequested
 
-    made.checkpoint = stop
+    made.ports.raise_if_cancelled = stop
     return made
 
 
@@ -85,7 +90,9 @@ def rows(made: Workspace) -> list[tuple[Any, ...]]:
 def said(made: Workspace) -> list[str]:
     lines: list[str] = []
     # that the model draws is said in every attempt
-    made.log = lambda level, message: lines.append(message) if level != "debug" and "draws" not in message else None
+    made.ports.log = lambda level, message: (
+        lines.append(message) if level != "debug" and "draws" not in message else None
+    )
     return lines
 
 
@@ -115,9 +122,9 @@ def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
 )
 def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: int) -> None:
     undisturbed = space(MemoryArtifacts(), **options)
-    undisturbed.checkpoint_seconds = 0
+    undisturbed.resume.checkpoint_seconds = 0
     truth = rows(undisturbed)
-    forwards = undisturbed.model.forwards  # type: ignore[union-attr]
+    forwards = undisturbed.inputs.model.forwards  # type: ignore[union-attr]
     scratch = MemoryArtifacts()
     stopped(scratch, stop_at, **options)
     again = space(scratch, **options)
@@ -127,14 +134,14 @@ def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: 
     dry_runs = forwards - -(-BATCHES // options.get("update_freq", 1))
     update_freq = options.get("update_freq", 1)
     left = sum(number % update_freq == 0 for number in range(stop_at - 1, BATCHES))
-    assert again.model.forwards == dry_runs + left  # type: ignore[union-attr]
-    assert float(again.model.count) == 0  # type: ignore[union-attr, arg-type]
+    assert again.inputs.model.forwards == dry_runs + left  # type: ignore[union-attr]
+    assert float(again.inputs.model.count) == 0  # type: ignore[union-attr, arg-type]
 
 
 @pytest.mark.parametrize("stop_at", [3, 5])
 def test_a_resumed_collection_has_proved_as_much(stop_at: int) -> None:
     undisturbed = space(MemoryArtifacts(), self_check="growing")
-    undisturbed.checkpoint_seconds = 0
+    undisturbed.resume.checkpoint_seconds = 0
     truth = collected(undisturbed)
     scratch = MemoryArtifacts()
     stopped(scratch, stop_at, self_check="growing")
@@ -149,20 +156,20 @@ def test_a_resumed_collection_has_proved_as_much(stop_at: int) -> None:
 def test_finished_passes_are_not_made_again(stop_at: int) -> None:
     parts = (("table", "norm"), ("q", "k", "unused"), ("head",))
     undisturbed = space(MemoryArtifacts())
-    undisturbed.chosen = Chosen(parts=parts)
+    undisturbed.resume.chosen = Chosen(parts=parts)
     truth = rows(undisturbed)
     assert truth[0][6] == 3
-    forwards = undisturbed.model.forwards  # type: ignore[union-attr]
+    forwards = undisturbed.inputs.model.forwards  # type: ignore[union-attr]
     scratch = MemoryArtifacts()
     made = space(scratch, stop_at=stop_at)
-    made.chosen = Chosen(parts=parts)
+    made.resume.chosen = Chosen(parts=parts)
     with pytest.raises(StopRequested):
         rows(made)
     again = space(scratch)
-    again.chosen = Chosen(parts=parts)
+    again.resume.chosen = Chosen(parts=parts)
     lines = said(again)
     assert rows(again) == truth
-    assert again.model.forwards == forwards - min(stop_at - 1, 3 * BATCHES)  # type: ignore[union-attr]
+    assert again.inputs.model.forwards == forwards - min(stop_at - 1, 3 * BATCHES)  # type: ignore[union-attr]
     assert bool(lines) == (stop_at > 1)
 
 
@@ -234,16 +241,16 @@ def test_a_damaged_checkpoint_is_discarded(damage: Callable[[MemoryArtifacts], N
 def test_damaged_factors_that_waited_are_collected_again() -> None:
     parts = (("table", "norm", "q", "k"), ("unused", "head"))
     undisturbed = space(MemoryArtifacts())
-    undisturbed.chosen = Chosen(parts=parts)
+    undisturbed.resume.chosen = Chosen(parts=parts)
     truth = rows(undisturbed)
     scratch = MemoryArtifacts()
     made = space(scratch, stop_at=BATCHES + 3)
-    made.chosen = Chosen(parts=parts)
+    made.resume.chosen = Chosen(parts=parts)
     with pytest.raises(StopRequested):
         collected(made)
     scratch.tensors["0.G.safetensors"]["G"][0] += 1
     again = space(scratch)
-    again.chosen = Chosen(parts=parts)
+    again.resume.chosen = Chosen(parts=parts)
     lines = said(again)
     assert rows(again) == truth
     assert "layer `table`" in lines[0]
@@ -252,25 +259,25 @@ def test_damaged_factors_that_waited_are_collected_again() -> None:
 def others() -> Iterator[tuple[str, Callable[[Workspace], None]]]:
     def weights(made: Workspace) -> None:
         with torch.no_grad():
-            made.model.head.weight[0, 0] += 1  # type: ignore[union-attr, index, operator]
+            made.inputs.model.head.weight[0, 0] += 1  # type: ignore[union-attr, index, operator]
 
     def document(made: Workspace) -> None:
-        made.conditions = {"document": "another"}
+        made.resume.conditions = {"document": "another"}
 
     def plan(made: Workspace) -> None:
-        made.chosen = Chosen(parts=(("table", "norm", "q", "k"), ("unused", "head")))
+        made.resume.chosen = Chosen(parts=(("table", "norm", "q", "k"), ("unused", "head")))
 
     def values(made: Workspace) -> None:
         chunks = data()
         chunks[1][0][0, 0] = (chunks[1][0][0, 0] + 1) % 20
-        made.batches = lambda: iter(chunks)
+        made.inputs.batches = lambda: iter(chunks)
 
     def order(made: Workspace) -> None:
         chunks = data()
-        made.batches = lambda: iter([chunks[1], chunks[0], *chunks[2:]])
+        made.inputs.batches = lambda: iter([chunks[1], chunks[0], *chunks[2:]])
 
     def fewer(made: Workspace) -> None:
-        made.batches = lambda: iter(data()[:2])
+        made.inputs.batches = lambda: iter(data()[:2])
 
     yield "model", weights
     yield "document", document
@@ -302,7 +309,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_job(monkeypatch: pytest.Mo
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(made.scratch, "save_tensors", refuse)
+    monkeypatch.setattr(made.ports.scratch, "save_tensors", refuse)
     lines = said(made)
     assert rows(made) == truth
     assert "No space left" in lines[0]
@@ -323,7 +330,7 @@ def test_layers_that_stop_sharing_in_a_resumed_run() -> None:
     def made(scratch: MemoryArtifacts, stop_at: int | None = None) -> Workspace:
         given = space(scratch, stop_at=stop_at, chunks=chunks)
         torch.manual_seed(3)
-        given.model = Sometimes()
+        given.inputs.model = Sometimes()
         return given
 
     truth = rows(made(MemoryArtifacts()))
@@ -345,9 +352,9 @@ def test_a_fault_after_resuming_names_the_same_examples() -> None:
 
     def fault(scratch: MemoryArtifacts, stop_at: int | None = None) -> str:
         made = space(scratch, stop_at=stop_at, chunks=chunks, update_freq=3)
-        made.model = nn.Linear(4, 3)
-        torch.nn.init.ones_(made.model.weight)
-        torch.nn.init.ones_(made.model.bias)
+        made.inputs.model = nn.Linear(4, 3)
+        torch.nn.init.ones_(made.inputs.model.weight)
+        torch.nn.init.ones_(made.inputs.model.bias)
         with pytest.raises((NonFiniteLoss, StopRequested)) as raised:
             collected(made)
         return str(raised.value)
@@ -368,7 +375,7 @@ def test_no_checkpoint_sooner_than_it_is_worth(monkeypatch: pytest.MonkeyPatch) 
         return now
 
     kept = checkpoints.Checkpoints(workspace=made, model=nn.Linear(1, 1), conditions={}, clock=clock)
-    made.checkpoint_seconds = 60
+    made.resume.checkpoint_seconds = 60
     now = 59
     assert not kept.due()
     now = 60
@@ -378,7 +385,7 @@ def test_no_checkpoint_sooner_than_it_is_worth(monkeypatch: pytest.MonkeyPatch) 
     assert not kept.due()
     now = 260
     assert kept.due()
-    made.checkpoint_seconds = 0
+    made.resume.checkpoint_seconds = 0
     assert not kept.due()
 
 

@@ -71,12 +71,12 @@ def space(host_bytes: int | None, dtype: str = "float32") -> Workspace:
     generator = torch.Generator().manual_seed(1)
     ids, y = torch.randint(0, 50, (20, 6), generator=generator), torch.randint(0, 3, (20,), generator=generator)
     made = workspace(Wide(), [(ids, y)], "classification", fisher="mc", dtype=dtype)
-    made.kinds = ("factors",)
+    made.options.kinds = ("factors",)
     if host_bytes is not None:
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
-        made.scratch = MemoryArtifacts()
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+        made.ports.scratch = MemoryArtifacts()
         # another number of slices would change the order of the additions, hence the digests
-        made.memory_options = Memory(micro_batch=4)
+        made.options.memory = Memory(micro_batch=4)
     return made
 
 
@@ -90,8 +90,10 @@ def digests(made: Workspace) -> list[tuple[object, ...]]:
 def passes_within(extra_bytes: int) -> tuple[list[tuple[object, ...]], int, list[tuple[int, int]]]:
     made = space(LIBRARY_BYTES + extra_bytes)
     reported: list[tuple[int, int]] = []
-    made.report = lambda stage, done, total, _: reported.append((done, total or 0)) if stage == "collection" else None
-    made.examples = 20
+    made.ports.report = lambda stage, done, total, _: (
+        reported.append((done, total or 0)) if stage == "collection" else None
+    )
+    made.inputs.examples = 20
     return digests(made), collected(made).passes, reported
 
 
@@ -100,7 +102,7 @@ def test_passes_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_plan, "resident_bytes", lambda: 0)
     whole = space(None)
     # how many there are decides how G is kept
-    whole.examples = 20
+    whole.inputs.examples = 20
     truth = digests(whole)
     assert collected(whole).passes == 1
     assert {row[1] for row in truth} == {None, "no_gradient"}
@@ -118,7 +120,7 @@ def test_passes_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_scratch_place_it_is_refused() -> None:
     made = space(resident_bytes() + 2**20)
-    made.scratch = None
+    made.ports.scratch = None
     with pytest.raises(BudgetExceeded, match="accumulators"):
         collected(made)
 
@@ -135,12 +137,12 @@ def planned(budget: int) -> dict[str, Any]:
         raise Planned
 
     made = space(budget)
-    made.examples, made.planned, made.memory_options = 20, stop, Memory()
+    made.inputs.examples, made.ports.announce_plan, made.options.memory = 20, stop, Memory()
     # a check needs two examples beside the sums, however small a slice is
-    made.collection = replace(made.collection, batch_size=20, self_check="off")
+    made.options.collection = replace(made.options.collection, batch_size=20, self_check="off")
     # long texts, so that every example weighs
     ids = torch.randint(0, 50, (20, 60))
-    made.batches = lambda: iter([(ids, torch.zeros(20, dtype=torch.int64))])
+    made.inputs.batches = lambda: iter([(ids, torch.zeros(20, dtype=torch.int64))])
     with pytest.raises(Planned):
         collected(made)
     return dict(plans[0])
@@ -170,11 +172,13 @@ def test_less_memory_is_never_faster_and_never_enough_again(monkeypatch: pytest.
 def test_passes_of_an_earlier_plan_are_made_again() -> None:
     made = space(2**40)
     deep = tuple(f"deep.{place}" for place in range(40))
-    made.chosen = Chosen(parts=(("table", "norm"), ("q", "k", "unused", "grouped"), (*deep, "head")), micro_batch=4)
+    made.resume.chosen = Chosen(
+        parts=(("table", "norm"), ("q", "k", "unused", "grouped"), (*deep, "head")), micro_batch=4
+    )
     assert digests(made) == digests(space(None))
     assert collected(made).passes == 3
     made = space(2**40)
-    made.chosen = Chosen(parts=(("another",), ("model",)))
+    made.resume.chosen = Chosen(parts=(("another",), ("model",)))
     assert collected(made).passes == 1
 
 
@@ -189,7 +193,7 @@ from engine.planning.plan_search import partition
 from engine.collect import collected
 from engine.memory.budget import MemoryBudget, peak_bytes
 from engine.memory.plan import LIBRARY_BYTES
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from worker.execution.artifact_files import ArtifactFiles
 
 class Branches(nn.Module):
@@ -204,9 +208,10 @@ model = Branches()
 x, y = torch.randn(8, 2000), torch.randn(8, 2)
 budget = int(sys.argv[1])
 whole = collected(Workspace(
-    model=model, batches=lambda: iter([(x, y)]), task=Task(type="regression"), artifacts=None,
-    collection=Collection(batch_size=8), examples=8, memory=MemoryBudget(device_bytes=2**62, host_bytes=budget),
-    scratch=ArtifactFiles(Path(sys.argv[2]), lambda *_: None),
+    inputs=ModelInputs(model=model, batches=lambda: iter([(x, y)]), task=Task(type="regression"), examples=8),
+    options=JobOptions(collection=Collection(batch_size=8)),
+    machine=Machine(budget=MemoryBudget(device_bytes=2**62, host_bytes=budget)),
+    ports=Ports(artifacts=None, scratch=ArtifactFiles(Path(sys.argv[2]), lambda *_: None)),
 ))
 factor_bytes = sum(4 * (layer.in_dim ** 2 + layer.out_dim ** 2) for layer in whole.layers)
 print(json.dumps({

@@ -20,7 +20,7 @@ from engine.factors.factor_set import Collected
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import LIBRARY_BYTES, Chosen
 from engine.planning import job_plan
-from engine.workspace import Workspace
+from engine.workspace import JobResults, Workspace
 from kronoscope.local import load_factors
 from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relative_error, row_vector, workspace
 from worker.execution.artifact_files import ArtifactFiles
@@ -137,16 +137,16 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("name", ["first", "head"])
 def test_eigenvalues_are_the_moments_of_each_examples_rotated_gradient(name: str) -> None:
     space = images(fisher="empirical")
-    assert space.model is not None
-    assert space.batches is not None
-    ((x, y),) = space.batches()
+    assert space.inputs.model is not None
+    assert space.inputs.batches is not None
+    ((x, y),) = space.inputs.batches()
     whole = collected(space)
     (layer,) = [layer for layer in whole.layers if layer.name == name]
     assert whole.load_corrected is not None
     found = whole.load_corrected(layer.ordinal)
     assert found.eigenvectors_A is not None
     assert found.eigenvectors_G is not None
-    rotated = found.eigenvectors_G.T @ gradients(space.model, x, y, name) @ found.eigenvectors_A
+    rotated = found.eigenvectors_G.T @ gradients(space.inputs.model, x, y, name) @ found.eigenvectors_A
     assert relative_error(found.eigenvalues, rotated.square().mean(0)) < 1e-10
     factors = whole.load(layer.ordinal)
     for basis, factor in ((found.eigenvectors_A, factors.A), (found.eigenvectors_G, factors.G)):
@@ -174,7 +174,7 @@ def test_it_is_nearer_to_the_curvature_than_kfac() -> None:
 
 
 def rows(space: Workspace) -> list[tuple[Any, ...]]:
-    space.kinds = ("factors",)
+    space.options.kinds = ("factors",)
     return [
         (row.layer, row.record.digest_A, row.record.digest_G, row.record.digest_ekfac, row.record.digest_eigenvectors_A,
          row.record.digest_eigenvectors_G, row.record.ekfac_trace)
@@ -193,10 +193,10 @@ def test_twice_the_same_and_factors_as_without() -> None:
 def test_several_passes_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = rows(language())
     made = language()
-    made.scratch = MemoryArtifacts()
+    made.ports.scratch = MemoryArtifacts()
     monkeypatch.setattr(job_plan, "resident_bytes", lambda: 0)
     names = {layer.name for layer in collected(language()).layers} | {"unused"}
-    made.chosen = Chosen(
+    made.resume.chosen = Chosen(
         parts=(tuple(sorted(names)),), corrections=(("table", "norm"), tuple(sorted(names - {"table", "norm"})))
     )
     assert rows(made) == truth
@@ -217,8 +217,8 @@ def test_bases_that_do_not_fit_together_go_in_several_passes(monkeypatch: pytest
     for extra in range(20 * 2**18, 4 * 2**18, -(2**18)):
         made = wide()
         plan: dict[str, Any] = {}
-        made.planned, made.scratch = plan.update, MemoryArtifacts()
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=LIBRARY_BYTES + extra)
+        made.ports.announce_plan, made.ports.scratch = plan.update, MemoryArtifacts()
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=LIBRARY_BYTES + extra)
         # no budget is refused above one that suffices
         assert rows(made) == truth
         assert plan["host_peak_bytes"] <= LIBRARY_BYTES + extra
@@ -243,7 +243,7 @@ def test_bare_parameters_need_no_basis() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(3, 300_000, dtype=torch.float64), torch.randint(0, 3, (3,))
     space = workspace(Marked(), [(x, y)], "classification", fisher="mc", ekfac=True)
-    space.memory = MemoryBudget(device_bytes=2**62, host_bytes=job_plan.resident_bytes() + 2**30)
+    space.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=job_plan.resident_bytes() + 2**30)
     whole = collected(space)
     assert [layer.form for layer in whole.layers] == ["diagonal_block", "kronecker"]
     law(whole)
@@ -251,7 +251,7 @@ def test_bare_parameters_need_no_basis() -> None:
 
 def test_kept_with_the_factors_and_read_again(tmp_path: Path) -> None:
     space = language()
-    space.artifacts = ArtifactFiles(tmp_path, lambda *_: None)
+    space.ports.artifacts = ArtifactFiles(tmp_path, lambda *_: None)
     truth = rows(space)
     whole = collected(space)
     assert whole.load_corrected is not None
@@ -268,10 +268,14 @@ def test_kept_with_the_factors_and_read_again(tmp_path: Path) -> None:
     by_name = {entry["name"]: entry for entry in index["layers"]}
     # one input, one basis, one file
     assert by_name["k"]["eigenvectors_A"] == by_name["q"]["eigenvectors_A"]
-    again = dataclasses.replace(space, model=None, batches=None, task=None, stored=space.artifacts, shared={})
+    again = dataclasses.replace(
+        space,
+        inputs=dataclasses.replace(space.inputs, model=None, batches=None, task=None, stored=space.ports.artifacts),
+        results=JobResults(),
+    )
     assert rows(again) == truth
     plain = language(ekfac=False)
-    plain.artifacts = ArtifactFiles(tmp_path / "plain", lambda *_: None)
+    plain.ports.artifacts = ArtifactFiles(tmp_path / "plain", lambda *_: None)
     rows(plain)
     with pytest.raises(BrokenFactors, match="without EK-FAC"):
         _ = load_factors(tmp_path / "plain")["q"].corrected_eigenvalues

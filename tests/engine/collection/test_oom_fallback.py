@@ -61,7 +61,7 @@ def space(micro_batch: int | None = None, batch_size: int = 4) -> Workspace:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
     made = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32", batch_size=batch_size)
-    made.memory_options = Memory(micro_batch=micro_batch)
+    made.options.memory = Memory(micro_batch=micro_batch)
     return made
 
 
@@ -99,18 +99,18 @@ def test_a_failure_at_any_operation_costs_a_second_attempt_and_nothing_else(monk
         found, alive, _ = disturbed(monkeypatch, made, lambda attempt, at=at: at if attempt == 0 else None)
         assert facts(found) == facts(wanted), f"operation {at}"
         assert alive == [0], f"operation {at}"
-        assert [error.rung for error in made.guard.planning_errors] == ["slices of 4, 1 pass"]
+        assert [error.rung for error in made.machine.guard.planning_errors] == ["slices of 4, 1 pass"]
 
 
 def test_the_ladder_goes_down_in_order_and_ends_as_the_last_rung_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[dict[str, Any]] = []
     made = space()
-    made.planned = lambda plan: announced.append(dict(plan))
+    made.ports.announce_plan = lambda plan: announced.append(dict(plan))
     found, alive, _ = disturbed(monkeypatch, made, lambda attempt: 60 if attempt < 4 else None)
     assert facts(found) == facts(collected(space(micro_batch=1)))
     assert found.micro_batch == 1
     assert alive == [0] * 4
-    tried = [error.rung for error in made.guard.planning_errors]
+    tried = [error.rung for error in made.machine.guard.planning_errors]
     assert tried == [f"{slices}, 1 pass" for slices in ("slices of 4",) * 2 + ("slices of 2",) * 2]
     # what the job's row holds in the end, and a later attempt does again
     assert Chosen.read(announced[-1]).micro_batch == 1
@@ -120,7 +120,7 @@ def test_the_ladder_goes_down_in_order_and_ends_as_the_last_rung_would_have(monk
 
 def test_where_no_slice_is_small_enough_the_layers_go_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = space()
-    made.scratch = MemoryArtifacts()
+    made.ports.scratch = MemoryArtifacts()
     found, _, attempts = disturbed(monkeypatch, made, lambda attempt: 40 if attempt < 6 else None)
     alone = collected(space(micro_batch=1))
     assert facts(found)[-1] == facts(alone)[-1]
@@ -130,8 +130,8 @@ def test_where_no_slice_is_small_enough_the_layers_go_in_passes(monkeypatch: pyt
 def test_a_pass_that_fails_late_keeps_the_passes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made, undisturbed = space(), space()
     for each in (made, undisturbed):
-        each.scratch = MemoryArtifacts()
-        each.chosen = Chosen(parts=(("0",), ("2",)), micro_batch=2)
+        each.ports.scratch = MemoryArtifacts()
+        each.resume.chosen = Chosen(parts=(("0",), ("2",)), micro_batch=2)
     found, _, attempts = disturbed(monkeypatch, made, lambda attempt: 50 if attempt == 1 else None)
     assert facts(found) == facts(collected(undisturbed))
     assert len(attempts) == 3
@@ -139,10 +139,10 @@ def test_a_pass_that_fails_late_keeps_the_passes_before_it(monkeypatch: pytest.M
 
 def test_a_second_attempt_goes_on_from_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     made, undisturbed = space(batch_size=1), space(batch_size=1)
-    made.scratch, made.checkpoint_seconds = MemoryArtifacts(), 1e-9
+    made.ports.scratch, made.resume.checkpoint_seconds = MemoryArtifacts(), 1e-9
     monkeypatch.setattr("engine.collection.checkpoints._SHARE", 0)
     lines: list[str] = []
-    made.log = lambda _, line: lines.append(line)
+    made.ports.log = lambda _, line: lines.append(line)
     wanted, _, (whole,) = disturbed(monkeypatch, undisturbed, lambda _: None)
     found, _, (_, rest) = disturbed(monkeypatch, made, lambda attempt: int(whole.seen * 0.8) if attempt == 0 else None)
     assert facts(found) == facts(wanted)
@@ -152,15 +152,15 @@ def test_a_second_attempt_goes_on_from_the_checkpoint(monkeypatch: pytest.Monkey
 
 def test_the_end_of_the_ladder_says_what_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
     made = space()
-    before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}  # type: ignore[union-attr]
+    before = {name: tensor.clone() for name, tensor in made.inputs.model.state_dict().items()}  # type: ignore[union-attr]
     with pytest.raises(OutOfMemory, match="the collection ran out of memory") as ended:
         disturbed(monkeypatch, made, lambda _: 30)
     assert SAID in ended.value.message
     assert "are resident" in ended.value.message
     assert "the plan counts" in ended.value.message
-    assert len(made.guard.planning_errors) == 6
-    assert all(torch.equal(before[name], tensor) for name, tensor in made.model.state_dict().items())  # type: ignore[union-attr]
-    assert all(parameter.grad is None for parameter in made.model.parameters())  # type: ignore[union-attr]
+    assert len(made.machine.guard.planning_errors) == 6
+    assert all(torch.equal(before[name], tensor) for name, tensor in made.inputs.model.state_dict().items())  # type: ignore[union-attr]
+    assert all(parameter.grad is None for parameter in made.inputs.model.parameters())  # type: ignore[union-attr]
 
 
 def test_a_correction_that_runs_out_begins_its_pass_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +179,10 @@ def test_a_correction_that_runs_out_begins_its_pass_anew(monkeypatch: pytest.Mon
 
     made, undisturbed = space(), space()
     for each in (made, undisturbed):
-        each.collection = replace(each.collection, ekfac=True)
+        each.options.collection = replace(each.options.collection, ekfac=True)
     monkeypatch.setattr(ekfac_passes, "_run", failing)
     found = corrections(made)
-    assert [error.rung for error in made.guard.planning_errors] == ["slices of 4"]
+    assert [error.rung for error in made.machine.guard.planning_errors] == ["slices of 4"]
     monkeypatch.setattr(ekfac_passes, "_run", lambda job, *rest: real(replace(job, micro_batch=2), *rest))
     assert found == corrections(undisturbed)
     assert attempts == 3

@@ -56,10 +56,10 @@ def space(examples: int = 64, *, scratch: bool = True, policy: Any = "dense", **
     torch.manual_seed(0)
     settings = {"fisher": "mc", "dtype": "float32", "batch_size": 4} | options
     made = workspace(Mixed(), [data(examples)], "classification", **settings)
-    made.scratch = MemoryArtifacts() if scratch else None
-    made.examples = examples
+    made.ports.scratch = MemoryArtifacts() if scratch else None
+    made.inputs.examples = examples
     # `auto` would choose by the number of examples, which is what differs here
-    made.woodbury = Woodbury(policy=policy)
+    made.options.woodbury = Woodbury(policy=policy)
     return made
 
 
@@ -104,14 +104,14 @@ def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scra
         assert digest(plain.load(layer.ordinal).G) == digest(whole.load(layer.ordinal).G)
     for size, examples in enumerate((8, 16, 32)):
         alone = run(examples, **options)
-        assert whole.nested[size].examples == alone.examples
+        assert whole.nested[size].examples == alone.inputs.examples
         same(whole, size, alone)
 
 
 @pytest.mark.parametrize("parts", [(("table", "norm"), ("q", "k"), ("conv", "late", "head")), (NAMES[:4], NAMES[4:])])
 def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) -> None:
     made = space(nested=True)
-    made.chosen = Chosen(parts=parts)
+    made.resume.chosen = Chosen(parts=parts)
     cut = collected(made)
     assert cut.passes == len(parts)
     for size, examples in enumerate((8, 16, 32)):
@@ -123,8 +123,8 @@ def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) 
 def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] | None) -> None:
     def begun(scratch: MemoryArtifacts, stop_at: int | None) -> Workspace:
         made = space(nested=True)
-        made.scratch, made.checkpoint_seconds = scratch, 1e-9
-        made.chosen = None if parts is None else Chosen(parts=parts)
+        made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e-9
+        made.resume.chosen = None if parts is None else Chosen(parts=parts)
         asked = 0
 
         def stop() -> None:
@@ -133,7 +133,7 @@ def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] |
             if asked == stop_at:
                 raise StopRequested
 
-        made.checkpoint = stop
+        made.ports.raise_if_cancelled = stop
         return made
 
     scratch = MemoryArtifacts()
@@ -176,7 +176,7 @@ def test_a_size_is_reached_at_the_end_of_its_batch() -> None:
 def test_batches_too_large_for_the_sizes_are_said() -> None:
     said: list[str] = []
     made = space(64, nested=True, batch_size=64)
-    made.log = lambda level, message: said.append(f"{level}: {message}")
+    made.ports.log = lambda level, message: said.append(f"{level}: {message}")
     whole = collected(made)
     assert whole.nested == ()
     assert any("warning" in line and "lower `collection.batch_size` to 8 or less" in line for line in said)
@@ -186,7 +186,7 @@ def test_batches_too_large_for_the_sizes_are_said() -> None:
 
 def test_data_of_unknown_length_is_counted_first() -> None:
     made = space(nested=True)
-    made.examples = None
+    made.inputs.examples = None
     assert [size.examples for size in collected(made).nested] == [8, 16, 32]
 
 
@@ -217,9 +217,9 @@ def test_rows_show_every_size_up_to_the_whole(storage_dtype: str | None) -> None
 
 def test_kept_factors_have_a_file_for_each_size() -> None:
     made = space(nested=True)
-    made.kinds = ("factors",)
+    made.options.kinds = ("factors",)
     rows = list(collect_factors(None, made))
-    artifacts = made.artifacts
+    artifacts = made.ports.artifacts
     assert isinstance(artifacts, MemoryArtifacts)
     found = {name for name in artifacts.tensors if name.startswith("nested/")}
     assert found == {f"nested/{eighths}/{row.ordinal}.safetensors" for eighths in (1, 2, 4) for row in rows}
@@ -238,7 +238,7 @@ def test_the_plan_counts_what_the_sizes_hold(monkeypatch: pytest.MonkeyPatch) ->
     def planned(**options: Any) -> dict[str, Any]:
         plans: list[Any] = []
         made = space(**options)
-        made.planned = plans.append
+        made.ports.announce_plan = plans.append
         collected(made)
         return dict(plans[0]) | {term["name"]: term["size_bytes"] for term in plans[0]["terms"]}
 
@@ -250,11 +250,11 @@ def test_the_plan_counts_what_the_sizes_hold(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < aside["nested copy"] == held["nested copy"] < held["nested sizes"]
     assert plain["host_peak_bytes"] < aside["host_peak_bytes"] < held["host_peak_bytes"]
     made = space(scratch=False)
-    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
+    made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
     collected(made)
     made = space(nested=True, scratch=False)
     # smaller slices of a batch would make room
-    made.memory_options = Memory(micro_batch=4)
-    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
+    made.options.memory = Memory(micro_batch=4)
+    made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
     with pytest.raises(BudgetExceeded):
         collected(made)

@@ -72,10 +72,10 @@ def test_a_wide_head_is_reconstructed_as_an_operator_and_reads_back(monkeypatch:
 
     def run() -> tuple[Any, Any, Any]:
         made = workspace(model, [data], "classification")
-        made.examples, made.decomposition, made.kinds = 24, "vectors", ("reconstruction",)
-        made.artifacts = MemoryArtifacts()
+        made.inputs.examples, made.options.decomposition, made.options.kinds = 24, "vectors", ("reconstruction",)
+        made.ports.artifacts = MemoryArtifacts()
         rows = {row.layer: row.metrics for row in reconstruct(ReconstructionParams(), made)}
-        return made, rows, made.artifacts
+        return made, rows, made.ports.artifacts
 
     made, truth, _ = run()
     dense = collected(made).load(1).G.to_dense(torch.float64)

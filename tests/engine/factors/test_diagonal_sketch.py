@@ -208,9 +208,9 @@ def space(*, approximate: bool, fisher: str = "mc", chosen: Chosen | None = None
     generator = torch.Generator().manual_seed(1)
     chunks = [(torch.randn(400, 5, generator=generator), torch.randint(0, classes, (400,), generator=generator))]
     made = workspace(Net(classes), chunks, "classification", fisher=fisher, dtype="float32", batch_size=40)
-    made.examples, made.kinds = 400, ("capacity",)
-    made.woodbury = Woodbury(approximate=approximate, sketch_rank=20)
-    made.chosen = chosen
+    made.inputs.examples, made.options.kinds = 400, ("capacity",)
+    made.options.woodbury = Woodbury(approximate=approximate, sketch_rank=20)
+    made.resume.chosen = chosen
     return made
 
 
@@ -234,13 +234,13 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
 ) -> None:
     whole = space(approximate=False, fisher=fisher)
     # the probabilities of all terms give the mean over labels, which their sketch is near
-    whole.woodbury = Woodbury(policy="all" if fisher == "mc" else "dense")
+    whole.options.woodbury = Woodbury(policy="all" if fisher == "mc" else "dense")
     dense = collected(whole).load(1).widened_G
     made = space(approximate=approximate, fisher=fisher, chosen=FORCED if approximate else None)
     if not approximate:
-        made.memory = tight(monkeypatch)
+        made.machine.budget = tight(monkeypatch)
     plans: list[Any] = []
-    made.planned = plans.append
+    made.ports.announce_plan = plans.append
     rows = {row.layer: row for row in measure_capacity(CapacityParams(), made)}
     record, metrics = rows["head"].record, rows["head"].metrics
     assert record.branch == "diagonal_sketch"
@@ -273,8 +273,8 @@ def test_what_is_of_a_sketch_is_labelled_layer_and_model(metrics: tuple[str, ...
     params = CapacityParams(metrics=metrics)
     made = space(approximate=approximate, chosen=FORCED if approximate else None)
     if not approximate:
-        made.woodbury = Woodbury(policy="all")
-    made.decomposition = params.decomposition
+        made.options.woodbury = Woodbury(policy="all")
+    made.options.decomposition = params.decomposition
     rows, summary = finished(measure_capacity(params, made))
     assert {name: row.metrics.approximate for name, row in rows.items()} == {"head": approximate, "first": False}
     assert summary.model.approximate == (("head",) if approximate else ())
@@ -314,9 +314,9 @@ def test_a_diagonal_for_want_of_memory_is_not_shared_with_other_jobs(
     monkeypatch: pytest.MonkeyPatch, *, fits: bool
 ) -> None:
     made, cache = space(approximate=False), Shelf()
-    made.cache = cache
+    made.ports.cache = cache
     if not fits:
-        made.memory = tight(monkeypatch)
+        made.machine.budget = tight(monkeypatch)
     rows = {row.layer: row for row in measure_capacity(CapacityParams(), made)}
     assert (rows["head"].record.branch == "diagonal_sketch") == (not fits)
     assert cache.kept == fits
@@ -325,8 +325,8 @@ def test_a_diagonal_for_want_of_memory_is_not_shared_with_other_jobs(
 
 def test_stored_sketches_read_back() -> None:
     made = space(approximate=True, chosen=FORCED)
-    made.keep, artifacts = ("factors",), MemoryArtifacts()
-    made.artifacts = artifacts
+    made.options.keep, artifacts = ("factors",), MemoryArtifacts()
+    made.ports.artifacts = artifacts
     assert [row.layer for row in measure_capacity(CapacityParams(), made)] == ["head", "first"]
     stored = read_collected(artifacts).load(1).G
     assert stored.digest() == collected(made).load(1).G.digest()
@@ -344,7 +344,7 @@ def test_a_refusal_names_the_budget_for_the_least_that_the_job_may_keep(
 
     def job(host_bytes: int, classes: int = 2000) -> Workspace:
         made = space(approximate=approximate, classes=classes)
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
         return made
 
     with pytest.raises(BudgetExceeded) as refused:
@@ -383,7 +383,7 @@ def test_a_head_beyond_the_eigensolvers_is_never_a_dense_matrix_whatever_the_mem
         monkeypatch.setattr(module, "LARGEST", 600)
     made = space(approximate=approximate)
     plans: list[Any] = []
-    made.planned = plans.append
+    made.ports.announce_plan = plans.append
     rows, summary = drained(measure_capacity(CapacityParams(), made))
     metrics, record = next((row.metrics, row.record) for row in rows if row.layer == "head")
     # 400 terms of 700 classes: more than rows are kept for, and fewer than a dense G would have rows
@@ -402,10 +402,10 @@ def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monk
     for module in (head_representation, decomposition_memory, decompose_layer):
         monkeypatch.setattr(module, "LARGEST", 600)
     made = space(approximate=False)
-    made.kinds, made.decomposition = ("capacity", "reconstruction"), "vectors"
-    made.woodbury = Woodbury(policy="dense", approximate=False)
+    made.options.kinds, made.options.decomposition = ("capacity", "reconstruction"), "vectors"
+    made.options.woodbury = Woodbury(policy="dense", approximate=False)
     plans: list[Any] = []
-    made.planned = plans.append
+    made.ports.announce_plan = plans.append
     rows, summary = drained(measure_capacity(CapacityParams(), made))
     (metrics,) = [row.metrics for row in rows if row.layer == "head"]
     assert "so the eigenvalues of G of `head` (700 rows) stay unknown" in plans[0]["why"]
@@ -425,9 +425,9 @@ def test_the_plan_counts_what_a_sketch_takes_and_not_a_dense_matrix(monkeypatch:
         for module in (head_representation, decomposition_memory, decompose_layer):
             monkeypatch.setattr(module, "LARGEST", largest)
         made = space(approximate=True)
-        made.woodbury = Woodbury(sketch_rank=2)
+        made.options.woodbury = Woodbury(sketch_rank=2)
         plans: list[Any] = []
-        made.planned = plans.append
+        made.ports.announce_plan = plans.append
         collected(made)
         seconds[bool(plans[0]["sketched"])] = plans[0]["stages"]["collection"]["seconds"]
     assert seconds[True] < seconds[False]
@@ -438,9 +438,9 @@ def test_what_needs_eigenvectors_beyond_the_solvers_is_refused_before_anything_i
 ) -> None:
     monkeypatch.setattr(head_representation, "LARGEST", 600)
     made = space(approximate=True)
-    made.collection = dataclasses.replace(made.collection, ekfac=True)
+    made.options.collection = dataclasses.replace(made.options.collection, ekfac=True)
     plans: list[Any] = []
-    made.planned = plans.append
+    made.ports.announce_plan = plans.append
     with pytest.raises(BeyondSolvers, match="layer `head` has one of 700"):
         collected(made)
     assert plans == []
@@ -450,8 +450,8 @@ def test_smaller_sample_sizes_of_a_dense_factor_beyond_the_solvers_end_no_job(mo
     for module in (head_representation, decomposition_memory, decompose_layer, subsample_spectra):
         monkeypatch.setattr(module, "LARGEST", 600)
     made = space(approximate=False)
-    made.woodbury = Woodbury(policy="dense", approximate=False)
-    made.collection = dataclasses.replace(made.collection, nested=True)
+    made.options.woodbury = Woodbury(policy="dense", approximate=False)
+    made.options.collection = dataclasses.replace(made.options.collection, nested=True)
     rows, _ = drained(measure_capacity(CapacityParams(), made))
     (metrics,) = [row.metrics for row in rows if row.layer == "head"]
     assert len(metrics.nested) == 4

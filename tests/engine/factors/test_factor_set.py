@@ -74,9 +74,9 @@ def test_every_factor_of_large_layers_is_on_the_host_as_asked(
 
 def test_rows_say_what_is_stored_and_spectra_are_of_that() -> None:
     made = space(storage_dtype="float16")
-    made.kinds = ("factors",)
+    made.options.kinds = ("factors",)
     rows = [row for row in collect_factors(None, made) if row.status == "covered"]
-    whole, again = collected(made), read_collected(made.artifacts)
+    whole, again = collected(made), read_collected(made.ports.artifacts)
     for row in rows:
         layer = whole.layers[row.ordinal]
         record, factors, read = row.record, whole.load(layer.ordinal), again.load(layer.ordinal)
@@ -85,7 +85,9 @@ def test_rows_say_what_is_stored_and_spectra_are_of_that() -> None:
         assert (record.scale_A, record.scale_G) == (factors.scale_A, factors.scale_G)
         assert (digest(read.A), digest(read.G)) == (record.digest_A, record.digest_G)
         assert (read.scale_A, read.scale_G) == (factors.scale_A, factors.scale_G)
-        spectrum = torch.tensor(made.artifacts.load_json(f"spectra/{layer.ordinal}.json")["G"], dtype=torch.float64)
+        spectrum = torch.tensor(
+            made.ports.artifacts.load_json(f"spectra/{layer.ordinal}.json")["G"], dtype=torch.float64
+        )
         truth = torch.linalg.eigvalsh(factors.G.to(torch.float64) * factors.scale_G)
         # what rounding alone put beyond the rank is not curvature
         bound = layer.rank_bound_G or truth.numel()

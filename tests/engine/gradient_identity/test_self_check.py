@@ -49,7 +49,7 @@ def measured(model: nn.Module, **options: Any) -> tuple[Collected | None, list[s
     """The collection, None where nothing was left of it, and what was said."""
     lines: list[str] = []
     made = workspace(model, [data(options.pop("examples", 8))], "classification", fisher="empirical", **options)
-    made.log = lambda _, message: lines.append(message)
+    made.ports.log = lambda _, message: lines.append(message)
     try:
         return collected(made), lines
     except NothingToAnalyse:

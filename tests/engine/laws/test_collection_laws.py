@@ -1,7 +1,6 @@
 """What collection must not depend on, must not touch, and must not hide."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_same_job_twice_has_the_same_digests() -> None:
     digests = []
     for _ in range(2):
         space = workspace(small_net(), [(x.float(), y)], "classification", fisher="mc", dtype="float32")
-        space.kinds = ("factors",)
+        space.options.kinds = ("factors",)
         digests.append([(row.record.digest_A, row.record.digest_G) for row in collect_factors(None, space)])
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == 3
@@ -99,7 +98,7 @@ def test_model_is_left_as_found_even_when_stopped() -> None:
             if next(calls) == stop:  # type: ignore[call-overload]
                 raise StopRequested
 
-        space.checkpoint = checkpoint
+        space.ports.raise_if_cancelled = checkpoint
         if stop_at is None:
             collected(space)
         else:
@@ -323,7 +322,9 @@ def test_forward_only_takes_the_identity() -> None:
 def refused(**changes: object) -> None:
     x, y = data()
     space = workspace(small_net(), [(x, y)], "classification")
-    collected(dataclasses.replace(space, **changes))
+    for name, value in changes.items():
+        setattr(space.machine if name == "budget" else space.inputs, name, value)
+    collected(space)
 
 
 def test_bad_models_and_data_are_refused_by_name() -> None:
@@ -351,19 +352,19 @@ def test_bad_models_and_data_are_refused_by_name() -> None:
     with pytest.raises(NothingToAnalyse, match="no trainable parameter"):
         refused(model=nn.Flatten())
     with pytest.raises(BudgetExceeded, match=r"raise `memory\.host`"):
-        refused(memory=MemoryBudget(device_bytes=1, host_bytes=2**20))
+        refused(budget=MemoryBudget(device_bytes=1, host_bytes=2**20))
 
 
 def test_factors_read_back_as_collected() -> None:
     torch.manual_seed(0)
     x, y = data()
     space = workspace(Projections().double(), [(x, y)], "classification", fisher="mc")
-    space.kinds = ("factors",)
+    space.options.kinds = ("factors",)
     rows = list(collect_factors(None, space))
-    store = space.artifacts
+    store = space.ports.artifacts
     assert isinstance(store, MemoryArtifacts)
     again = workspace(nn.Flatten(), [], "classification")
-    again.model, again.stored, again.stabilisation = None, store, Stabilisation()
+    again.inputs.model, again.inputs.stored, again.options.stabilisation = None, store, Stabilisation()
     opened = collected(again)
     for row in rows:
         original, read = collected(space).load(row.ordinal), opened.load(row.ordinal)

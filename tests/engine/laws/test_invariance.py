@@ -66,20 +66,20 @@ def space(chunks: int = 1, order: Tensor | None = None, **options: Any) -> Works
 
 def sliced(size: int) -> Workspace:
     made = space()
-    made.memory_options = Memory(micro_batch=size)
+    made.options.memory = Memory(micro_batch=size)
     return made
 
 
 def in_passes(*parts: tuple[str, ...]) -> Workspace:
     made = space()
-    made.scratch = MemoryArtifacts()
-    made.chosen = Chosen(parts=parts, micro_batch=8)
+    made.ports.scratch = MemoryArtifacts()
+    made.resume.chosen = Chosen(parts=parts, micro_batch=8)
     return made
 
 
 def offloaded(**options: Any) -> Workspace:
     made = space(**options)
-    made.memory_options = Memory(offload="on")
+    made.options.memory = Memory(offload="on")
     return made
 
 

@@ -328,7 +328,7 @@ def test_a_decomposition_that_fails_late_loses_no_earlier_layer(broken: str, mon
         rows = [next(again) for _ in range(3)]
         monkeypatch.undo()
         later = workspace(plain(), [(x, y)], "classification", fisher="mc")
-        later.completed = frozenset(("capacity", row.ordinal) for row in rows)
+        later.resume.completed = frozenset(("capacity", row.ordinal) for row in rows)
         rest = list(measure_capacity(CapacityParams(), later))
         assert [row.layer for row in rest] == [last]
         rows.extend(rest)
@@ -354,8 +354,8 @@ def test_the_head_of_a_language_model_is_measured_within_its_memory(monkeypatch:
 
     def within(host_bytes: int, plans: list[Any]) -> Collected:
         made = workspace(model, [({"input_ids": ids}, None)], "causal_lm", fisher="mc", dtype="float32", batch_size=64)
-        made.scratch, made.planned = MemoryArtifacts(), plans.append
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+        made.ports.scratch, made.ports.announce_plan = MemoryArtifacts(), plans.append
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
         return collected(made)
 
     plans: list[Any] = []
@@ -421,7 +421,7 @@ def test_the_plan_says_the_memory_of_every_stage_beforehand() -> None:
     model.register_forward_pre_hook(lambda _, args: batches.append(1) if len(args[0]) > 3 else None)
     space = workspace(model, [classified()], "classification", fisher="mc")
     seen: list[tuple[Any, int]] = []
-    space.planned = lambda plan: seen.append((plan, len(batches)))
+    space.ports.announce_plan = lambda plan: seen.append((plan, len(batches)))
     collected(space)
     ((plan, before),) = seen
     assert before == 0 < len(batches)

@@ -72,7 +72,7 @@ class Summing(nn.Module):
 def test_what_only_running_shows_fails_as_soon_as_it_is_shown(wanted: float, planned: bool, reason: str) -> None:
     plans: list[object] = []
     space = workspace(Summing().double(), [data()], "classification", min_coverage=wanted)
-    space.planned = plans.append
+    space.ports.announce_plan = plans.append
     with pytest.raises(CoverageTooLow, match=f"20 {reason}"):
         collected(space)
     assert bool(plans) is planned

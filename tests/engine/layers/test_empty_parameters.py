@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from catalog.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
+from engine.collect import collected
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import Collected
 from tests.oracles import collect, summed_loss, workspace
@@ -60,7 +61,7 @@ def test_what_holds_no_number_is_said_and_all_else_is_covered(name: str, options
     x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
     space = workspace(model, [(x, y)], "classification", **options)
     list(measure_capacity(CapacityParams(), space))
-    whole: Any = space.shared["collected"]
+    whole: Any = collected(space)
     assert isinstance(whole, Collected)
     empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
     assert {layer.reason for layer in whole.declared} == {"no_numbers"}

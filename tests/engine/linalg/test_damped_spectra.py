@@ -128,9 +128,9 @@ def test_damping_above_every_eigenvalue_is_warned_of_whatever_is_measured(analys
     def warnings_at(damping: float) -> list[str]:
         torch.manual_seed(0)
         made = workspace(nn.Linear(4, 3), [(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))], "classification")
-        made.stabilisation = Stabilisation(damping=damping, damping_mode="absolute")
+        made.options.stabilisation = Stabilisation(damping=damping, damping_mode="absolute")
         lines: list[str] = []
-        made.log = lambda level, message: lines.append(message) if level == "warning" else None
+        made.ports.log = lambda level, message: lines.append(message) if level == "warning" else None
         list(collect_factors(None, made))
         if analysis == "both":
             list(measure_capacity(CapacityParams(), made))

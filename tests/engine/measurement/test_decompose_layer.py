@@ -86,8 +86,8 @@ def test_bases_give_the_factors_back_and_are_made_once(
     dtype: str, aside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = space(dtype=dtype)
-    made.decomposition = "vectors"
-    made.scratch = MemoryArtifacts() if aside else None
+    made.options.decomposition = "vectors"
+    made.ports.scratch = MemoryArtifacts() if aside else None
     calls = solved(monkeypatch)
     list(measure_capacity(CapacityParams(), made))
     # A of the query is the key's too
@@ -119,7 +119,7 @@ def test_bases_give_the_factors_back_and_are_made_once(
 
 def test_collecting_factors_alone_decomposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = space()
-    made.kinds, made.params, made.decomposition = (
+    made.options.kinds, made.options.params, made.options.decomposition = (
         ("factors",),
         {"factors": None},
         most_decomposed([ANALYSES["factors"]]),
@@ -128,8 +128,8 @@ def test_collecting_factors_alone_decomposes_nothing(monkeypatch: pytest.MonkeyP
     rows, summary = pulled(collect_factors(None, made))
     assert given == []
     assert summary.eigendecompositions == 0
-    assert made.plan is not None
-    assert not [term for term in made.plan.terms if term.stage == "decomposition" and term.layer is not None]
+    assert made.results.plan is not None
+    assert not [term for term in made.results.plan.terms if term.stage == "decomposition" and term.layer is not None]
     for row in rows:
         # what does not need eigenvalues is there all the same
         assert row.metrics.trace_A > 0
@@ -168,10 +168,14 @@ def entering(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_three_analyses_of_one_job_decompose_each_factor_once(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = space()
     # what comes out is looked at by a solver too, and is told from the factor that went in
-    made.stabilisation = Stabilisation(kappa_max=1.5)
+    made.options.stabilisation = Stabilisation(kappa_max=1.5)
     asked = {"factors": None, "capacity": CapacityParams(), "reconstruction": ReconstructionParams()}
-    made.kinds, made.params, made.decomposition = tuple(asked), asked, most_decomposed(asked.values())
-    made.scratch = MemoryArtifacts() if aside else None
+    made.options.kinds, made.options.params, made.options.decomposition = (
+        tuple(asked),
+        asked,
+        most_decomposed(asked.values()),
+    )
+    made.ports.scratch = MemoryArtifacts() if aside else None
     given = entering(monkeypatch)
     for kind, options in asked.items():
         assert list(resolve(ANALYSES[kind].function)(options, made))
@@ -197,7 +201,11 @@ def test_another_attempt_finds_what_was_laid_aside(monkeypatch: pytest.MonkeyPat
 
     def attempt(version: str) -> list[Any]:
         made = space()
-        made.decomposition, made.scratch, made.conditions = "vectors", scratch, {"version": version}
+        made.options.decomposition, made.ports.scratch, made.resume.conditions = (
+            "vectors",
+            scratch,
+            {"version": version},
+        )
         return [row.record for row in measure_capacity(CapacityParams(), made)]
 
     first = attempt("1")
@@ -212,18 +220,18 @@ def test_another_attempt_finds_what_was_laid_aside(monkeypatch: pytest.MonkeyPat
 def test_values_are_laid_aside_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = MemoryArtifacts()
     made = space()
-    made.scratch, made.checkpoint_seconds = scratch, 1e6
+    made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e6
     list(measured_layers(made))
     assert not any("bases" in name for name in scratch.tensors)
     monkeypatch.setattr(decompose_layer, "_WORTH_KEEPING", 6)
     again = space()
-    again.scratch, again.checkpoint_seconds = scratch, 1e6
+    again.ports.scratch, again.resume.checkpoint_seconds = scratch, 1e6
     list(measured_layers(again))
     assert any("values" in name for name in scratch.tensors)
     assert not any("vectors" in name for name in scratch.tensors)
     calls = solved(monkeypatch)
     third = space()
-    third.scratch, third.checkpoint_seconds = scratch, 1e6
+    third.ports.scratch, third.resume.checkpoint_seconds = scratch, 1e6
     rows = {layer.facts.name: layer.record for layer in measured_layers(third)}
     assert sorted(calls) == ["key", "query"]  # their G has five rows
     assert rows["last"].rungs_A is not None
@@ -232,7 +240,7 @@ def test_values_are_laid_aside_where_it_is_worth_it(monkeypatch: pytest.MonkeyPa
 def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = {row.layer: row for row in collect_factors(None, space())}
     made = space()
-    made.decomposition = "none"
+    made.options.decomposition = "none"
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("decomposed")
@@ -341,7 +349,7 @@ def test_a_job_goes_down_a_rung_where_memory_is_short_and_says_so() -> None:
         model = nn.Sequential(nn.Linear(6, 90), nn.Tanh(), nn.Linear(90, 4))
         data = torch.randn(200, 6), torch.randint(0, 4, (200,))
         made = workspace(model, [data], "classification", fisher="empirical", dtype="float32")
-        made.decomposition = "vectors"
+        made.options.decomposition = "vectors"
         return made
 
     truth = {layer.facts.name: layer for layer in measured_layers(wide())}
@@ -352,7 +360,7 @@ def test_a_job_goes_down_a_rung_where_memory_is_short_and_says_so() -> None:
         def free_bytes(self, place: Any) -> int:
             return costs["host_in_place"]
 
-    made.guard = Tight(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda *_: None)
+    made.machine.guard = Tight(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda *_: None)
     layers = {layer.facts.name: layer for layer in measured_layers(made)}
     assert layers["0"].record.rungs_G == ("host_in_place",)
     assert layers["0"].record.rungs_A == ("host_float64",)

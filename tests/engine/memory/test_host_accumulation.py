@@ -83,7 +83,7 @@ def space(wish: str, **options: Any) -> Workspace:
     torch.manual_seed(0)
     ids = torch.randint(0, 11, (10, 6))
     made = workspace(Every(), [(ids, ids)], "causal_lm", **options)
-    made.memory_options = Memory(offload=wish, micro_batch=3)  # type: ignore[arg-type]
+    made.options.memory = Memory(offload=wish, micro_batch=3)  # type: ignore[arg-type]
     return made
 
 
@@ -94,7 +94,7 @@ def test_sums_on_the_host_are_the_same(fisher: str, options: dict[str, Any], mon
     monkeypatch.setattr(host_accumulation, "_PANEL", 24)
     off, on = space("off", fisher=fisher, **options), space("on", fisher=fisher, **options)
     plans: list[Any] = []
-    on.planned = plans.append
+    on.ports.announce_plan = plans.append
     truth, found = collected(off), collected(on)
     assert plans[0]["offload"]
     assert [term["name"] for term in plans[0]["terms"]].count("staging") == 2
@@ -112,10 +112,10 @@ def test_passes_and_their_replay() -> None:
     names = [layer.name.partition("[")[0] for layer in collected(whole).layers]
     plans: list[Any] = []
     again = space("on")
-    again.planned = plans.append
+    again.ports.announce_plan = plans.append
     collected(again)
-    cut.chosen = offload_chosen(plans[0], sorted(set(names), key=names.index))
-    cut.memory_options, cut.scratch = Memory(offload="off"), MemoryArtifacts()
+    cut.resume.chosen = offload_chosen(plans[0], sorted(set(names), key=names.index))
+    cut.options.memory, cut.ports.scratch = Memory(offload="off"), MemoryArtifacts()
     found = collected(cut)
     assert found.passes == 2
     for layer in found.layers:

@@ -57,9 +57,9 @@ def test_every_operation_has_its_samples(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.manual_seed(0)
     chunks = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
     made = workspace(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), chunks, "classification", batch_size=4)
-    made.kinds, made.scratch, made.checkpoint_seconds = ("factors",), MemoryArtifacts(), 1e-9
+    made.options.kinds, made.ports.scratch, made.resume.checkpoint_seconds = ("factors",), MemoryArtifacts(), 1e-9
     list(collect_factors(None, made))
-    stored: dict[str, Any] = json.loads(json.dumps(made.curve.as_json(CPU)))
+    stored: dict[str, Any] = json.loads(json.dumps(made.machine.curve.as_json(CPU)))
     marks = [(sample["operation"], sample["moment"]) for sample in stored["samples"]]
     expected = ["dry run", "pass 1", "checkpoint", "layer 0", "layer 1"]
     for operation in expected:
@@ -84,11 +84,11 @@ def test_what_is_held_shows() -> None:
             return self.wide(x)
 
     made = workspace(Large(), [(torch.randn(4, 3000), torch.zeros(4, 2))], "regression", batch_size=4)
-    made.kinds = ("factors",)
+    made.options.kinds = ("factors",)
     # what earlier tests left behind would be given back in between
     gc.collect()
     give_back_host_memory()
     list(collect_factors(None, made))
-    by_mark = {(sample.operation, sample.moment): sample.host_bytes for sample in made.curve.samples}
+    by_mark = {(sample.operation, sample.moment): sample.host_bytes for sample in made.machine.curve.samples}
     # A alone is 36 MB
     assert by_mark["pass 1", "within"] - by_mark["pass 1", "before"] > 34e6

@@ -88,9 +88,9 @@ def test_where_the_kernel_keeps_its_peak_no_bytes_are_told(monkeypatch: pytest.M
 def test_a_collection_tells_the_stages_of_its_plan(ekfac: bool, stages: list[Any]) -> None:
     chunks = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))]
     made = workspace(torch.nn.Sequential(torch.nn.Linear(6, 3)), chunks, "classification", ekfac=ekfac)
-    made.curve = MemoryCurve(stages=StagePeaks(apart=True))
+    made.machine.curve = MemoryCurve(stages=StagePeaks(apart=True))
     list(collect_factors(None, made))
-    found = made.curve.as_json(CPU)
+    found = made.machine.curve.as_json(CPU)
     assert [row["stage"] for row in found["stages"]] == ["collection", *stages, "decomposition"]
     assert all(row["planned_seconds"] > 0 and row["planned_host_bytes"] > 0 for row in found["stages"])
     assert found["plan_error"] is not None

@@ -89,7 +89,7 @@ def space(name: str, wish: str, **options: Any) -> Workspace:
     task, targets = ("sequence_classification", ids[:, 0] % 2) if name == "bert" else ("causal_lm", ids)
     data = [({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, targets)]
     made = workspace(model, data, task, **({"fisher": "mc", "dtype": "float32", "batch_size": 6} | options))
-    made.memory_options = Memory(activation_checkpointing=wish)  # type: ignore[arg-type]
+    made.options.memory = Memory(activation_checkpointing=wish)  # type: ignore[arg-type]
     return made
 
 
@@ -103,22 +103,22 @@ def digests(whole: Collected) -> list[tuple[str, str, str]]:
 def test_activation_checkpointing_leaves_the_digests(name: str, options: dict[str, Any]) -> None:
     kept, again = space(name, "off", **options), space(name, "on", **options)
     plans: list[Mapping[str, Any]] = []
-    again.planned = plans.append
+    again.ports.announce_plan = plans.append
     runs = []
-    assert again.model is not None
-    layers = checkpointing_layers(again.model)
+    assert again.inputs.model is not None
+    layers = checkpointing_layers(again.inputs.model)
     for layer in layers.values():
         layer.register_forward_pre_hook(lambda *_: runs.append(1))
         next(layer.children()).register_forward_pre_hook(lambda *_: runs.append(0))
-    before = [vars(module).copy() for module in again.model.modules()]
+    before = [vars(module).copy() for module in again.inputs.model.modules()]
     assert digests(collected(again)) == digests(collected(kept))
     assert plans[0]["activation_checkpointing"]
     # every layer's inside ran again
     assert runs.count(0) > runs.count(1)
     assert len(layers) == 3
-    after = [vars(module) for module in again.model.modules()]
+    after = [vars(module) for module in again.inputs.model.modules()]
     assert [sorted(state) for state in after] == [sorted(state) for state in before]
-    assert all(module.training for module in again.model.modules())
+    assert all(module.training for module in again.inputs.model.modules())
 
 
 def test_auto_is_for_a_single_example_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +128,10 @@ def test_auto_is_for_a_single_example_that_does_not_fit(monkeypatch: pytest.Monk
         plans: list[Mapping[str, Any]] = []
         made = space("llama", wish, exact_trace=False, self_check="off")
         ids = torch.randint(3, 20, (6, 500))
-        made.batches, made.planned = lambda: iter([({"input_ids": ids}, ids)]), plans.append
-        made.memory = MemoryBudget(device_bytes=2**62, host_bytes=budget)
+        made.inputs.batches, made.ports.announce_plan = lambda: iter([({"input_ids": ids}, ids)]), plans.append
+        made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=budget)
         if wish != "auto":
-            made.memory_options = Memory(activation_checkpointing=wish, micro_batch=1)  # type: ignore[arg-type]
+            made.options.memory = Memory(activation_checkpointing=wish, micro_batch=1)  # type: ignore[arg-type]
         collected(made)
         return dict(plans[0])
 
@@ -151,7 +151,7 @@ def test_where_a_model_offers_none_it_is_said() -> None:
     said: list[str] = []
     x = torch.randn(6, 10)
     made = workspace(Known(), [(x, torch.zeros(6, 7))], "regression", fisher="mc")
-    made.memory_options, made.log = Memory(activation_checkpointing="on"), lambda _, message: said.append(message)
+    made.options.memory, made.ports.log = Memory(activation_checkpointing="on"), lambda _, message: said.append(message)
     collected(made)
     assert any("offers none" in message for message in said)
     with checkpointed(Known(), wanted=True):

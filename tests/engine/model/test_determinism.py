@@ -46,9 +46,9 @@ def space(model: nn.Module, *, first: float = 0.0) -> tuple[Workspace, list[tupl
     chunks[0][0][1, 0] = first
     # what it puts into a batch, an example alone has not
     made = workspace(model, chunks, "classification", batch_size=4, self_check="off")
-    made.kinds = ("factors",)
+    made.options.kinds = ("factors",)
     lines: list[tuple[str, str]] = []
-    made.log = lambda level, message: lines.append((level, message))
+    made.ports.log = lambda level, message: lines.append((level, message))
     return made, lines
 
 
@@ -104,7 +104,7 @@ def test_alerts_before_a_checkpoint_are_not_forgotten(monkeypatch: pytest.Monkey
         stopped = 0
         torch.manual_seed(0)
         made, _ = space(Careless(), first=7.0)
-        made.scratch, made.checkpoint_seconds = scratch, 1e-9
+        made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e-9
 
         def stop() -> None:
             nonlocal stopped
@@ -112,7 +112,7 @@ def test_alerts_before_a_checkpoint_are_not_forgotten(monkeypatch: pytest.Monkey
             if stopped == stop_at:
                 raise StopRequested
 
-        made.checkpoint = stop
+        made.ports.raise_if_cancelled = stop
         return made
 
     with warnings.catch_warnings():
@@ -147,18 +147,18 @@ def test_what_cannot_be_repeated_is_said() -> None:
     earlier = {"device": "cuda", "threads": HERE.threads, "version": "1.0", "attention": ["torch's own choice"]}
     model = nn.Linear(4, 3)
     made, lines = space(model)
-    made.numerics = earlier
+    made.resume.numerics = earlier
     (row,) = collect_factors(None, made)
     assert len(row.observed.not_replayed) == 2
     assert row.observed.not_replayed[0] == "device: cuda then, cpu now"
     assert any("other numerics" in message and "1.0 then" in message for level, message in lines if level == "warning")
     made, lines = space(model)
     plans: list[Any] = []
-    made.planned = plans.append
+    made.ports.announce_plan = plans.append
     (row,) = collect_factors(None, made)
     assert (row.observed.not_replayed, lines) == ((), [])
     again, lines = space(model)
-    again.numerics = plans[0]["numerics"]
+    again.resume.numerics = plans[0]["numerics"]
     (row,) = collect_factors(None, again)
     assert (row.observed.not_replayed, lines) == ((), [])
 

@@ -138,7 +138,7 @@ def test_a_plan_from_shapes_alone_casts_as_the_job_does() -> None:
     with torch.device("meta"):
         model = Casting(NOTHING[0][0])
     space = workspace(model, [(x, y)], "classification")
-    space.examples = 7
+    space.inputs.examples = 7
     assert plan_job(space).terms
 
 

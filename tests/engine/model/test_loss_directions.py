@@ -15,7 +15,7 @@ from catalog.record import FieldError
 from engine.collect import collected
 from engine.errors import EmptyData, NoLikelihood, WrongShape
 from engine.factors.factor_set import Collected
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from tests.oracles import MemoryArtifacts, relative_error
 
 EXACT = 1e-12
@@ -25,11 +25,9 @@ WEIGHTS = (0.5, 3.0, 0.0, 1.25)
 def run(model: nn.Module, x: Tensor, y: Tensor | None, task: dict[str, Any], **options: Any) -> Collected:
     chosen: dict[str, Any] = {"fisher": "type2", "dtype": "float64", "batch_size": 4} | options
     space = Workspace(
-        model=model,
-        batches=lambda: iter([(x, y)]),
-        task=Task(**task),
-        artifacts=MemoryArtifacts(),
-        collection=Collection(**chosen),
+        inputs=ModelInputs(model=model, batches=lambda: iter([(x, y)]), task=Task(**task)),
+        options=JobOptions(collection=Collection(**chosen)),
+        ports=Ports(artifacts=MemoryArtifacts()),
     )
     return collected(space)
 

@@ -45,7 +45,7 @@ def space(**options: Any) -> Workspace:
     torch.manual_seed(0)
     x, y = torch.randn(12, 6, 10), torch.randint(0, 3, (12,))
     made = workspace(Net(), [(x, y)], "classification", **({"fisher": "empirical", "dtype": "float32"} | options))
-    made.kinds = ("factors",)
+    made.options.kinds = ("factors",)
     return made
 
 
@@ -61,7 +61,7 @@ def digests(whole: Collected) -> list[tuple[str, str]]:
 def test_bfloat16_stays_within_its_error(fisher: str, sharing: str, offload: Any) -> None:
     exact = collected(space(fisher=fisher, sharing=sharing))
     narrow = space(fisher=fisher, sharing=sharing, amp="bf16")
-    narrow.memory_options = Memory(offload=offload, micro_batch=3)
+    narrow.options.memory = Memory(offload=offload, micro_batch=3)
     found = collected(narrow)
     assert (found.amp, found.amp_fallback, found.loss_scale) == ("bf16", None, None)
     errors = []
@@ -157,12 +157,12 @@ def test_what_a_device_lacks_falls_back_and_says_so(monkeypatch: pytest.MonkeyPa
     truth = digests(collected(space()))
     said: list[str] = []
     made = space(amp="fp16")
-    made.log = lambda _, message: said.append(message)
+    made.ports.log = lambda _, message: said.append(message)
     rows = [row for row in collect_factors(None, made) if row.status == "covered"]
     assert {(row.record.amp, row.record.amp_fallback) for row in rows} == {("off", "float16 is for CUDA devices")}
     assert [(row.record.digest_A, row.record.digest_G) for row in rows] == truth
     assert any("float16 is for CUDA" in message for message in said)
-    again = read_collected(made.artifacts)
+    again = read_collected(made.ports.artifacts)
     assert (again.amp, again.amp_fallback) == ("off", "float16 is for CUDA devices")
     monkeypatch.setattr(mixed_precision, "_has_bfloat16", lambda _: False)
     assert collected(space(amp="bf16")).amp_fallback == "this CPU has no bfloat16 units"

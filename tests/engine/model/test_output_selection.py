@@ -54,7 +54,7 @@ def measured(wrap: Wrap, output: str | None = None, task: str = "classification"
     x = torch.randn(8, 4, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 3, (8,), generator=generator)
     space = workspace(Wrapped(wrap), [(x, y if task == "classification" else x[:, :3])], task)
-    space.task = Task(type=task, output=output)  # type: ignore[arg-type]
+    space.inputs.task = Task(type=task, output=output)  # type: ignore[arg-type]
     return collected(space)
 
 

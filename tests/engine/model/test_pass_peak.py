@@ -47,7 +47,7 @@ def sequences(model: nn.Module) -> Workspace:
     torch.manual_seed(0)
     chunk = torch.randn(256, 20, 32), torch.randint(0, 5, (256,))
     made = workspace(model, [chunk], "classification", fisher="mc", dtype="float32", batch_size=256)
-    made.examples = 256
+    made.inputs.examples = 256
     return made
 
 
@@ -61,7 +61,7 @@ def foreseen(plan: Plan | None) -> int:
 def require_foreseen(made: Workspace) -> None:
     peak = peak_bytes(lambda: collected(made))
     assert peak > 20 * MIB
-    assert LEAST <= foreseen(made.plan) / peak <= MOST
+    assert LEAST <= foreseen(made.results.plan) / peak <= MOST
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -73,7 +73,7 @@ def test_shapes_alone_foresee_the_same_steps() -> None:
     made = sequences(RECURRENT["LSTM"]())
     alone = plan_job(sequences(RECURRENT["LSTM"]()))
     collected(made)
-    assert foreseen(alone) == pytest.approx(foreseen(made.plan), rel=0.02)
+    assert foreseen(alone) == pytest.approx(foreseen(made.results.plan), rel=0.02)
 
 
 @pytest.mark.parametrize("options", [{"fisher": "mc", "samples": 3}, {"fisher": "type2"}])
@@ -82,7 +82,7 @@ def test_a_graph_that_other_directions_need_is_planned_whole(options: dict[str, 
     model = nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 16), nn.GELU(), nn.Linear(16, 3))
     chunk = torch.randn(2048, 16), torch.randint(0, 3, (2048,))
     made = workspace(model, [chunk], "classification", dtype="float32", batch_size=2048, **options)
-    made.examples = 2048
+    made.inputs.examples = 2048
     require_foreseen(made)
 
 

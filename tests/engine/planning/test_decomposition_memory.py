@@ -8,6 +8,7 @@ from torch import nn
 
 from catalog.woodbury import Woodbury
 from engine import estimate
+from engine.collect import collected
 from engine.measurement.layer_measurement import Measured, measured_layers
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
@@ -27,10 +28,10 @@ def job(device: str = "cpu", *, widths: tuple[int, int, int] = (200, 100, 4), **
     chunk = torch.randn(5, first), torch.arange(5) % third
     given: dict[str, Any] = {"fisher": "empirical", "batch_size": 5} | options
     made = workspace(model, [chunk], "classification", **given)
-    made.examples, made.scratch, made.decomposition = 5, MemoryArtifacts(), "values"
-    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=2**40)
-    made.guard = Guard(budget=made.memory, device=torch.device("cpu"), log=made.log)
-    made.woodbury = Woodbury(policy="dense")
+    made.inputs.examples, made.ports.scratch, made.options.decomposition = 5, MemoryArtifacts(), "values"
+    made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=2**40)
+    made.machine.guard = Guard(budget=made.machine.budget, device=torch.device("cpu"), log=made.ports.log)
+    made.options.woodbury = Woodbury(policy="dense")
     return made
 
 
@@ -39,24 +40,24 @@ def test_few_rows_are_decomposed_by_their_gram_matrix_in_a_planned_job(counted: 
     made = job()
     if not counted:
         # then a plan cannot know how few they are
-        made.examples = None
+        made.inputs.examples = None
     layers: list[Measured] = list(measured_layers(made))
-    assert made.plan is not None
+    assert made.results.plan is not None
     for layer in layers:
         assert layer.record.rungs_A == ("host_gram",)
-        factors = made.shared["collected"].load(layer.facts.ordinal)
+        factors = collected(made).load(layer.facts.ordinal)
         assert layer.spectrum_A is not None
         torch.testing.assert_close(layer.spectrum_A, torch.linalg.eigvalsh(factors.A), rtol=1e-9, atol=1e-12)
         if counted:
-            assert made.plan.chosen.rung(layer.facts.name, "A") == "host_gram"
+            assert made.results.plan.chosen.rung(layer.facts.name, "A") == "host_gram"
             # the copy, and five columns
-            (term,) = [each for each in made.plan.terms if each.layer == layer.facts.name]
+            (term,) = [each for each in made.results.plan.terms if each.layer == layer.facts.name]
             assert term.size_bytes == 8 * (layer.facts.in_dim**2 + 5 * layer.facts.in_dim)
 
 
 def planned(made: Workspace, monkeypatch: pytest.MonkeyPatch, host_bytes: int = 2**40) -> Plan:
     monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
-    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
+    made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
     return estimate.plan_job(made)
 
 
@@ -72,17 +73,17 @@ def test_seconds_are_those_of_the_rungs_that_are_taken(monkeypatch: pytest.Monke
     )
     for need, budget, operations in cases:
         made = job("meta", widths=(600, 500, 4), dtype="float32")
-        made.decomposition = need
+        made.options.decomposition = need
         plan = planned(made, monkeypatch, budget)
-        assert plan.fits(made.memory)
+        assert plan.fits(made.machine.budget)
         assert plan.seconds["decomposition"] == pytest.approx(operations / usual, abs=0.03)
 
 
 def test_gradient_rows_come_back_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where factors are laid aside, what is read back of a G kept as five rows is five rows, and no n²."""
     made = job("meta", widths=(16, 4000, 4), dtype="float32")
-    made.woodbury, made.decomposition = Woodbury(policy="all"), "none"
-    made.chosen = Chosen(parts=(("0",), ("2",)))
+    made.options.woodbury, made.options.decomposition = Woodbury(policy="all"), "none"
+    made.resume.chosen = Chosen(parts=(("0",), ("2",)))
     plan = planned(made, monkeypatch)
     rows = 5 * 4000 * 4
     back = {term.layer: term.size_bytes for term in plan.terms if term.name == "read back"}
@@ -93,11 +94,11 @@ def test_gradient_rows_come_back_as_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_bases_that_stay_in_memory_leave_less_to_the_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a place to lay them aside, the rung is one that fits beside the bases."""
     made = job("meta", widths=(600, 500, 4), dtype="float32")
-    made.decomposition, made.scratch = "vectors", None
+    made.options.decomposition, made.ports.scratch = "vectors", None
     whole = planned(made, monkeypatch)
     made = job("meta", widths=(600, 500, 4), dtype="float32")
-    made.decomposition, made.scratch = "vectors", None
+    made.options.decomposition, made.ports.scratch = "vectors", None
     plan = planned(made, monkeypatch, whole.peak_bytes("host") - MIB)
     assert whole.chosen.rung("0", "A") == "host_float64"
     assert plan.chosen.rung("0", "A") == "host_syevr"
-    assert plan.fits(made.memory)
+    assert plan.fits(made.machine.budget)

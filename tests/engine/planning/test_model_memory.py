@@ -27,7 +27,7 @@ def net(kept: str, device: str = "cpu") -> nn.Module:
 def space(kept: str, dtype: str, device: str = "cpu", **options: Any) -> Workspace:
     chunk = torch.randn(6, 8), torch.randint(0, 3, (6,))
     made = workspace(net(kept, device), [chunk], "classification", dtype=dtype, fisher="mc", **options)
-    made.examples = 6
+    made.inputs.examples = 6
     return made
 
 
@@ -72,8 +72,8 @@ def test_a_graph_that_is_retained_is_planned_whole_and_its_gradients_wait(
             plan = plan_job(made)
         else:
             collected(made)
-            assert made.plan is not None
-            plan = made.plan
+            assert made.results.plan is not None
+            plan = made.results.plan
         plans[amp] = {term.name: term.size_bytes for term in plan.terms if term.stage == "collection"}
     assert "gradients that wait" not in plans["off"]
     # six examples, three products of 64, 4 and 3 numbers in 16 bits

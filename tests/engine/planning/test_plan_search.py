@@ -67,7 +67,7 @@ def deep(**options: Any) -> Workspace:
         model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
     chunk = torch.zeros(64, 8), torch.zeros(64, dtype=torch.int64)
     made = workspace(model, [chunk], "classification", **({"batch_size": 64, "dtype": "float32"} | options))
-    made.examples, made.scratch = 64, MemoryArtifacts()
+    made.inputs.examples, made.ports.scratch = 64, MemoryArtifacts()
     return made
 
 
@@ -80,9 +80,9 @@ def test_a_larger_budget_is_never_slower_and_never_refused(
     taken: list[float] = []
     for mebibytes in range(96, 144, 3):
         made = deep(**options)
-        made.decomposition, made.memory = decomposition, budget(mebibytes * MIB)
+        made.options.decomposition, made.machine.budget = decomposition, budget(mebibytes * MIB)
         plan = estimate.plan_job(made)
-        if plan.fits(made.memory):
+        if plan.fits(made.machine.budget):
             taken.append(total_seconds(plan))
         else:
             assert not taken, "a smaller budget sufficed"
@@ -95,35 +95,38 @@ def test_no_slices_and_passes_that_fit_are_faster(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
     for mebibytes, size in product((104, 116), (1, 4, 16, 64)):
         free, bound = deep(), deep()
-        bound.memory_options = Memory(micro_batch=size)
-        free.memory = bound.memory = budget(mebibytes * MIB)
+        bound.options.memory = Memory(micro_batch=size)
+        free.memory = bound.machine.budget = budget(mebibytes * MIB)
         asked = estimate.plan_job(bound)
-        if asked.fits(bound.memory):
+        if asked.fits(bound.machine.budget):
             assert total_seconds(estimate.plan_job(free)) <= total_seconds(asked)
 
 
 def test_a_rung_that_does_not_fit_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
     roomy, tight = deep(), deep()
-    roomy.decomposition = tight.decomposition = "vectors"
+    roomy.options.decomposition = tight.options.decomposition = "vectors"
     whole = estimate.plan_job(roomy)
     # the largest factor is A of the layer that 700 outputs and a one enter
     assert whole.chosen.rung("3", "A") == "host_float64"
     largest = [term.size_bytes for term in whole.terms if term.stage == "decomposition" and term.layer == "3"]
     assert largest == [pytest.approx(3 * 8 * 701**2, rel=0.01)]
     # 11.3 MiB beside factors that are read back and Gram matrices are too much even where all the others are laid aside
-    tight.memory = budget(LIBRARY_BYTES + 12 * MIB)
+    tight.machine.budget = budget(LIBRARY_BYTES + 12 * MIB)
     lower = estimate.plan_job(tight)
-    assert lower.fits(tight.memory)
+    assert lower.fits(tight.machine.budget)
     assert lower.chosen.rung("3", "A") not in (None, "host_float64")
     # in between, another pass over these few data is sooner than another algorithm
     between = deep()
-    between.decomposition, between.memory = "vectors", budget(whole.stage_bytes("host", "decomposition") - MIB)
+    between.options.decomposition, between.machine.budget = (
+        "vectors",
+        budget(whole.stage_bytes("host", "decomposition") - MIB),
+    )
     aside = estimate.plan_job(between)
     assert len(whole.chosen.parts) == 1 < len(aside.chosen.parts)
     assert aside.chosen.rungs == whole.chosen.rungs
     again = deep()
-    again.decomposition, again.chosen = "vectors", lower.chosen
+    again.options.decomposition, again.resume.chosen = "vectors", lower.chosen
     assert estimate.plan_job(again).chosen == lower.chosen
 
 
@@ -137,8 +140,8 @@ def test_what_is_usual_is_near_what_is_measured() -> None:
 def long_job(pace: Any = None, **options: Any) -> Workspace:
     """A job of which minutes are foreseen, at whatever pace."""
     made = deep(**options)
-    made.examples = 10**9
-    made.pace = pace
+    made.inputs.examples = 10**9
+    made.machine.speed = pace
     return made
 
 
@@ -151,17 +154,17 @@ def test_the_pace_is_measured_for_a_long_job_with_room_alone() -> None:
         return slow
 
     made = long_job()
-    made.measure_pace = measure
+    made.machine.measure_speed = measure
     plan = estimate.plan_job(made)
     assert (plan.pace, len(asked)) == ("measured", 1)
     assert total_seconds(plan) > total_seconds(estimate.plan_job(long_job()))
     assert estimate.plan_job(long_job()).as_json()["pace"] == "usual"
 
     short, tight, again = deep(), long_job(), long_job()
-    tight.guard = Guard(budget=budget(1), device=torch.device("cpu"), log=lambda *_: None)
-    again.chosen = plan.chosen
+    tight.machine.guard = Guard(budget=budget(1), device=torch.device("cpu"), log=lambda *_: None)
+    again.resume.chosen = plan.chosen
     for other in (short, tight, again):
-        other.measure_pace = measure
+        other.machine.measure_speed = measure
         assert estimate.plan_job(other).pace == "usual"
     assert len(asked) == 1
 
@@ -175,7 +178,7 @@ def test_what_was_chosen_is_done_again_at_another_pace(monkeypatch: pytest.Monke
 
     def chosen(pace: Any, earlier: Any = None) -> Any:
         made = long_job(pace, batch_size=512)
-        made.memory, made.chosen = budget(108 * MIB), earlier
+        made.machine.budget, made.resume.chosen = budget(108 * MIB), earlier
         return estimate.plan_job(made).chosen
 
     first = [chosen(pace) for pace in paces]

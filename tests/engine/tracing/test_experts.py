@@ -303,8 +303,8 @@ def test_several_passes_and_smaller_slices_change_nothing() -> None:
     truth = collect(mixtral(), sentences(), "causal_lm", fisher="mc", batch_size=9)
     names = list(named(truth))
     space = workspace(mixtral(), sentences(), "causal_lm", fisher="mc", batch_size=9)
-    space.chosen = Chosen(parts=(tuple(names[:11]), tuple(names[11:20]), tuple(names[20:])), micro_batch=4)
-    space.scratch = MemoryArtifacts()
+    space.resume.chosen = Chosen(parts=(tuple(names[:11]), tuple(names[11:20]), tuple(names[20:])), micro_batch=4)
+    space.ports.scratch = MemoryArtifacts()
     found = collected(space)
     assert found.passes == 3
     require_same(found, truth, {name: name for name in names})

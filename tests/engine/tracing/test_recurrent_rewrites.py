@@ -380,6 +380,6 @@ def test_the_plan_counts_what_is_saved_of_each_step() -> None:
     x, y = torch.randn(8, 40, 3, dtype=torch.float64), torch.randint(0, 3, (8, 40))
     space = workspace(model, [(x, y)], "classification", fisher="empirical", batch_size=8)
     collected(space)
-    assert space.plan is not None
-    (activations,) = [term.size_bytes for term in space.plan.terms if term.name == "activations"]
+    assert space.results.plan is not None
+    (activations,) = [term.size_bytes for term in space.results.plan.terms if term.name == "activations"]
     assert activations >= 6 * 16 * 40 * 8 * 8

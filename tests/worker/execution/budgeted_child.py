@@ -19,13 +19,13 @@ from torch import nn
 
 from catalog.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
-from engine.collect import collected
+from engine.collect import CollectedFactors, collected
 from engine.linalg.eigensolvers import Solver, solvers
 from engine.memory.budget import MemoryBudget, resident_bytes, status_bytes
 from engine.memory.guard import Descended, Guard, Rung
 from engine.memory.limits import warm_up
 from engine.memory.out_of_memory import free_memory
-from engine.workspace import Workspace
+from engine.workspace import JobResults, Workspace
 from tests.oracles import workspace
 
 CPU = torch.device("cpu")
@@ -60,16 +60,18 @@ def collected_layer(width: int) -> Workspace:
 def measured(made: Workspace, budget: MemoryBudget, *, guarded: bool = True) -> dict[str, Any]:
     """The layer's capacity, or how it failed."""
     lines: list[str] = []
-    made.memory = budget
-    made.guard = Guard(budget=budget, device=CPU, log=lambda _, line: lines.append(line))
+    made.machine.budget = budget
+    made.machine.guard = Guard(budget=budget, device=CPU, log=lambda _, line: lines.append(line))
     if not guarded:
-        made.guard.descend = first_rung  # type: ignore[assignment,method-assign]
-    made.shared = {"collected": made.shared["collected"]}
+        made.machine.guard.descend = first_rung  # type: ignore[assignment,method-assign]
+    factors = made.results.of(CollectedFactors).factors
+    made.results = JobResults()
+    made.results.of(CollectedFactors).factors = factors
     try:
         (row,) = measure_capacity(CapacityParams(), made)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent judges it
         return {"failed": type(error).__name__, "said": str(error)}
-    errors = len(made.guard.planning_errors)
+    errors = len(made.machine.guard.planning_errors)
     metrics = {name: getattr(row.metrics, name) for name in ("trace", "spectral_norm", "effective_rank")}
     return {"rungs_A": row.record.rungs_A, "metrics": metrics, "planning_errors": errors, "log": lines}
 

@@ -105,8 +105,8 @@ def _budgeted(budget_bytes: int) -> Plan:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
     made = workspace(model, [(torch.randn(64, 256), torch.randn(64, 256))], "regression", batch_size=64, fisher="mc")
-    made.scratch, made.memory_options = MemoryArtifacts(), Memory()
-    made.memory = MemoryBudget(device_bytes=2**62, host_bytes=resident_bytes() + budget_bytes)
+    made.ports.scratch, made.options.memory = MemoryArtifacts(), Memory()
+    made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=resident_bytes() + budget_bytes)
     return plan_job(made)
 
 

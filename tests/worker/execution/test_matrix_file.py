@@ -17,7 +17,7 @@ from catalog.record import plain
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import reconstruct
 from engine.errors import BrokenFactors, NonFiniteFactor
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from kronoscope.local import load_stabilised
 from tests.oracles import MemoryArtifacts
 from worker.execution.__main__ import parse_document
@@ -44,14 +44,14 @@ def saved(folder: Path, **tensors: Tensor) -> Path:
 
 def space_of(path: Path, tensor: str | None, said: list[str]) -> Workspace:
     return Workspace(
-        model=None,
-        batches=None,
-        task=None,
-        artifacts=MemoryArtifacts(),
-        stabilisation=Stabilisation(kappa_max=1e3),
-        stored=MatrixFile(path, tensor, lambda level, message: said.append(f"{level}: {message}")),
-        decomposition="vectors",
-        log=lambda level, message: said.append(f"{level}: {message}"),
+        inputs=ModelInputs(
+            model=None,
+            batches=None,
+            task=None,
+            stored=MatrixFile(path, tensor, lambda level, message: said.append(f"{level}: {message}")),
+        ),
+        options=JobOptions(stabilisation=Stabilisation(kappa_max=1e3), decomposition="vectors"),
+        ports=Ports(artifacts=MemoryArtifacts(), log=lambda level, message: said.append(f"{level}: {message}")),
     )
 
 
@@ -59,7 +59,7 @@ def stabilised(path: Path, tensor: str | None = None, **options: Any) -> tuple[A
     said: list[str] = []
     space = space_of(path, tensor, said)
     (row,) = reconstruct(ReconstructionParams(**options), space)
-    kept: Any = space.artifacts
+    kept: Any = space.ports.artifacts
     tensors = kept.tensors["stabilised/matrix.safetensors"]
     return row, tensors.get(row.layer), said
 
@@ -124,7 +124,7 @@ def test_what_it_left_is_read_back_and_inverted_through(tmp_path: Path, route: s
     given = symmetric(SPECTRUM)
     space = space_of(saved(tmp_path, **{named: given}), None, [])
     list(reconstruct(ReconstructionParams(route=route, placement=placement), space))  # type: ignore[arg-type]
-    left: Any = space.artifacts
+    left: Any = space.ports.artifacts
     for name in (*left.tensors, *left.tables):
         (tmp_path / name).parent.mkdir(exist_ok=True)
     for name, tensors in left.tensors.items():
@@ -160,7 +160,7 @@ def test_every_number_of_a_matrix_of_any_magnitude_is_finite(tmp_path: Path, mag
     assert side.kappa_reached / (1000 * (1 - coarse)) == pytest.approx(1, rel=2 * coarse)
     assert side.trace == pytest.approx(float(matrix.trace()), rel=coarse)
     assert side.relative_error is None or side.relative_error <= coarse
-    (kept,) = space.artifacts.tensors.values()  # type: ignore[attr-defined]
+    (kept,) = space.ports.artifacts.tensors.values()  # type: ignore[attr-defined]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in kept.values())
 
 

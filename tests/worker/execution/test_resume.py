@@ -55,7 +55,7 @@ def fsync(descriptor):
     real(descriptor)
 
 os.fsync = fsync
-from engine.curvature import checkpoints
+from engine.collection import checkpoints
 checkpoints._SHARE = 0
 from worker.execution.__main__ import main
 sys.exit(main(sys.argv[1:]))
@@ -63,7 +63,7 @@ sys.exit(main(sys.argv[1:]))
 
 AT_EVERY_BATCH = """
 import sys
-from engine.curvature import checkpoints
+from engine.collection import checkpoints
 checkpoints._SHARE = 0
 from worker.execution.__main__ import main
 sys.exit(main(sys.argv[1:]))

@@ -83,8 +83,13 @@ def test_the_cross_check_takes_what_the_plan_says_and_leaves_nothing() -> None:
     data = [(torch.randn(16, 900), torch.randint(0, 10, (16,)))]
     made = workspace(model, data, "classification", fisher="mc", dtype="float32", batch_size=16)
     params = CapacityParams(cross_check="ggn", cross_check_iterations=8, metrics=("trace",))
-    made.kinds, made.params, made.keep, made.examples = ("capacity",), {"capacity": params}, (), 16
-    made.decomposition = "none"
+    made.options.kinds, made.options.params, made.options.keep, made.inputs.examples = (
+        ("capacity",),
+        {"capacity": params},
+        (),
+        16,
+    )
+    made.options.decomposition = "none"
 
     @contextlib.contextmanager
     def operation(name: str, stage: str | None = None) -> Iterator[None]:
@@ -92,10 +97,10 @@ def test_the_cross_check_takes_what_the_plan_says_and_leaves_nothing() -> None:
         with torch.profiler.record_function(name):
             yield
 
-    made.operation = operation  # type: ignore[method-assign]
+    made.machine.operation = operation  # type: ignore[method-assign]
     peaks = _profiled(lambda: list(measure_capacity(params, made)))
-    assert made.plan is not None
-    plan = _bare(made.plan)
+    assert made.results.plan is not None
+    plan = _bare(made.results.plan)
     assert 0.8 <= plan.stage_bytes("host", "cross_check") / peaks["cross-check"] <= 1.1
     # the search's vectors are gone when the first layer is measured
     assert peaks["layer 0"] < 0.3 * peaks["cross-check"]
@@ -130,7 +135,9 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes are looked at here, and planned for a GPU."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(
-        estimate, "forecast", lambda made, *rest, **named: forecast(replace(made, device=gpu), *rest, **named)
+        estimate,
+        "forecast",
+        lambda made, *rest, **named: forecast(replace(made, machine=replace(made.machine, device=gpu)), *rest, **named),
     )
 
 
@@ -138,10 +145,10 @@ def _planned(device_bytes: int, chosen: Chosen | None = None, **params: Any) -> 
     model = nn.Sequential(nn.Linear(3000, 1500, bias=False), nn.ReLU(), nn.Linear(1500, 10))
     data = [(torch.randn(8, 3000), torch.zeros(8, dtype=torch.int64))]
     made = workspace(model, data, "classification", fisher="mc", dtype="float32", batch_size=8)
-    made.scratch, made.chosen = MemoryArtifacts(), chosen
-    made.kinds, made.params = ("reconstruction",), {"reconstruction": ReconstructionParams(**params)}
-    made.decomposition = "vectors"
-    made.memory = MemoryBudget(device_bytes=device_bytes, host_bytes=2**40)
+    made.ports.scratch, made.resume.chosen = MemoryArtifacts(), chosen
+    made.options.kinds, made.options.params = ("reconstruction",), {"reconstruction": ReconstructionParams(**params)}
+    made.options.decomposition = "vectors"
+    made.machine.budget = MemoryBudget(device_bytes=device_bytes, host_bytes=2**40)
     return estimate.plan_job(made)
 
 

@@ -75,11 +75,12 @@ def perceptron(loss: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def matrix(space: Workspace, whole: Collected, **options: Any) -> GaussNewton:
-    assert space.model is not None
-    assert space.task is not None
+    assert space.inputs.model is not None
+    assert space.inputs.task is not None
     job = PassJob(
-        workspace=space, model=space.model, task=space.task, collection=whole.collection, dtype=torch.float64,
-        numerics=Numerics.here(space.device, None), heard=set(), **options,
+        workspace=space, model=space.inputs.model, task=space.inputs.task, collection=whole.collection,
+        dtype=torch.float64,
+        numerics=Numerics.here(space.machine.device, None), heard=set(), **options,
     )  # fmt: skip
     return GaussNewton(job=job, updates=whole.updates, report=lambda: None)
 
@@ -212,8 +213,8 @@ def test_weights_ignored_targets_and_smoothing_weigh_as_in_the_factors() -> None
     model, x, y = perceptron("cross_entropy")
     y[4] = -100
     space = workspace(model, [(x, y)], "classification")
-    assert space.task is not None
-    space.task = replace(space.task, class_weights=(1.0, 3.0, 0.5), label_smoothing=0.1)
+    assert space.inputs.task is not None
+    space.inputs.task = replace(space.inputs.task, class_weights=(1.0, 3.0, 0.5), label_smoothing=0.1)
     rows, _ = checks(space, cross_check_probes=1, cross_check_iterations=40)
     head, whole = rows["2"], collected(space)
     # the only loss term of each example: K-FAC's A of the last layer aside, its trace is the block's own
@@ -281,7 +282,7 @@ def test_memory_that_runs_out_halves_the_slices(monkeypatch: pytest.MonkeyPatch)
     expected = checks(workspace(model, [(x, y)], "classification", batch_size=9), cross_check_probes=2)[1]
     heard: list[str] = []
     space = workspace(model, [(x, y)], "classification", batch_size=9)
-    space.log = lambda _, message: heard.append(message)
+    space.ports.log = lambda _, message: heard.append(message)
     import engine.collection.exact_ggn as module  # noqa: PLC0415 - the name is looked up there
 
     real = module._signs
@@ -326,7 +327,7 @@ def test_a_model_without_a_second_gradient_is_refused_by_name(beside: bool) -> N
 def test_stored_factors_hold_no_model() -> None:
     model, x, y = perceptron("cross_entropy")
     space = workspace(model, [(x, y)], "classification")
-    space.shared["collected"] = collected(space)
-    space.model = None
+    collected(space)
+    space.inputs.model = None
     with pytest.raises(UsageError, match="hold no model"):
         checks(space)

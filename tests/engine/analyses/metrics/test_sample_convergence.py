@@ -34,7 +34,7 @@ def measured(size: int, exponent: float, examples: int, seed: int = 0) -> tuple[
     model = nn.Linear(size, 1, bias=False).double()
     chunks = [(part, torch.zeros(len(part), 1).double()) for part in inputs.split(math.ceil(examples / 8))]
     made = workspace(model, chunks, "regression", nested=True)
-    made.examples = examples
+    made.inputs.examples = examples
     rows = measure_capacity(CapacityParams(), made)
     row = next(rows)
     try:
@@ -131,7 +131,7 @@ def two_layers(outputs: int, **options: Any) -> Workspace:
     model = nn.Sequential(nn.Linear(11, 9), nn.Tanh(), nn.Linear(9, outputs)).double()
     x, y = torch.randn(64, 11, dtype=torch.float64), torch.randint(0, outputs, (64,))
     made = workspace(model, list(zip(x.split(8), y.split(8), strict=True)), "classification", nested=True, **options)
-    made.examples = 64
+    made.inputs.examples = 64
     return made
 
 
@@ -188,7 +188,7 @@ def test_only_what_is_asked_for_is_followed() -> None:
 def test_a_head_without_eigenvalues_is_followed_by_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     params = CapacityParams(damping_grid=(1e-3,))
     wide = two_layers(200)
-    wide.woodbury = Woodbury(softmax_head=False, policy="dense")
+    wide.options.woodbury = Woodbury(softmax_head=False, policy="dense")
     dense, truth = drained(wide, params)
     monkeypatch.setattr(softmax_fisher, "DENSE_ROWS", 4)
     own, summary = drained(two_layers(200), params)

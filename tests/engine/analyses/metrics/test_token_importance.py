@@ -39,9 +39,9 @@ def space(*, tied: bool = False, fisher: Any = "mc", policy: Any = "all") -> Wor
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (TERMS, 1), generator=torch.Generator().manual_seed(1))
     made = workspace(Language(tied=tied).double(), [(ids, (3 * ids[:, 0] + 1) % VOCABULARY)], "classification")
-    made.collection = Collection(fisher=fisher, dtype="float64")
-    made.woodbury = Woodbury(policy=policy)
-    made.examples = TERMS
+    made.options.collection = Collection(fisher=fisher, dtype="float64")
+    made.options.woodbury = Woodbury(policy=policy)
+    made.inputs.examples = TERMS
     return made
 
 
@@ -57,9 +57,9 @@ def measured(made: Workspace, name: str = "lm_head") -> TokenImportance:
 
 def alone(made: Workspace) -> list[tuple[Tensor, Tensor]]:
     """Logits of each example alone, and its target."""
-    assert made.model is not None
-    assert made.batches is not None
-    return [(made.model(ids[place : place + 1])[0], targets[place]) for ids, targets in made.batches()
+    assert made.inputs.model is not None
+    assert made.inputs.batches is not None
+    return [(made.inputs.model(ids[place : place + 1])[0], targets[place]) for ids, targets in made.inputs.batches()
             for place in range(len(targets))]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_of_a_softmax_head_it_is_what_its_probabilities_give() -> None:
     found = measured(made)
     probabilities = torch.stack([logits.detach().softmax(0) for logits, _ in alone(made)])
     expected = (probabilities * (1 - probabilities)).mean(0)
-    stored = made.artifacts.load_tensors(str(found.artifact))["importance"]
+    stored = made.ports.artifacts.load_tensors(str(found.artifact))["importance"]
     torch.testing.assert_close(stored, expected, rtol=1e-12, atol=0)
     assert (found.why, found.tokens, found.trace) == (None, VOCABULARY, pytest.approx(float(expected.sum()), rel=1e-12))
     order = expected.argsort(descending=True)
@@ -86,7 +86,7 @@ def test_of_the_datas_labels_it_is_the_mean_square_of_each_examples_gradient(pol
         loss = nn.functional.cross_entropy(logits[None], target[None], reduction="sum")
         (gradient,) = torch.autograd.grad(loss, logits)
         squares.append(gradient.square())
-    stored = made.artifacts.load_tensors(str(found.artifact))["importance"]
+    stored = made.ports.artifacts.load_tensors(str(found.artifact))["importance"]
     # rows are kept in the precision of the sums, float64
     torch.testing.assert_close(stored, torch.stack(squares).mean(0), rtol=1e-10, atol=1e-14)
 
@@ -101,7 +101,7 @@ def test_of_a_head_that_holds_its_tables_weight_it_is_the_heads_own(name: str, p
         loss = nn.functional.cross_entropy(logits[None], target[None], reduction="sum")
         (gradient,) = torch.autograd.grad(loss, logits)
         squares.append(gradient.square())
-    stored = made.artifacts.load_tensors(str(found.artifact))["importance"]
+    stored = made.ports.artifacts.load_tensors(str(found.artifact))["importance"]
     torch.testing.assert_close(stored, torch.stack(squares).mean(0), rtol=1e-10, atol=1e-14)
     assert (found.layer, found.why, found.tokens) == (name, None, VOCABULARY)
 
@@ -113,17 +113,17 @@ def test_a_tied_softmax_head_gives_that_of_its_probabilities_also_where_factors_
     whole = collected(made)
     (facts,) = (layer for layer in whole.layers if layer.name == "table")
     own = whole.load(facts.ordinal)
-    write_factors(made.artifacts, facts, own)
-    tensors = made.artifacts.load_tensors(factor_file(facts.ordinal))
+    write_factors(made.ports.artifacts, facts, own)
+    tensors = made.ports.artifacts.load_tensors(factor_file(facts.ordinal))
     torch.testing.assert_close(tensors["head_diagonal"], expected, rtol=1e-12, atol=0)
-    waiting = lay_aside(made.artifacts, own, "aside", None)
-    torch.testing.assert_close(waiting.load(made.artifacts).head_diagonal, expected, rtol=1e-12, atol=0)
+    waiting = lay_aside(made.ports.artifacts, own, "aside", None)
+    torch.testing.assert_close(waiting.load(made.ports.artifacts).head_diagonal, expected, rtol=1e-12, atol=0)
 
 
 def test_where_there_is_none_it_says_why() -> None:
     made = space()
-    assert made.model is not None
-    made.model.middle.requires_grad_(False)
+    assert made.inputs.model is not None
+    made.inputs.model.middle.requires_grad_(False)
     assert "no covered layer has that name" in str(measured(made, "middle").why)
 
 
@@ -131,7 +131,7 @@ def test_a_head_that_the_model_does_not_have_is_refused_before_anything_is_colle
     for name, fisher, said in (("head", "mc", "its last modules are table, middle, lm_head"),
                                ("lm_head", "forward_only", "needs gradients")):  # fmt: skip
         made = space(fisher=fisher)
-        made.batches = lambda: pytest.fail("data was read")
+        made.inputs.batches = lambda: pytest.fail("data was read")
         with pytest.raises(NoSuchLayer, match=said) as refused:
             measured(made, name)
         assert refused.value.pointer == "/capacity/token_importance"
