@@ -123,6 +123,9 @@ def problem_response(refusal: Refusal, request_id: str) -> Response:
     Args:
         refusal: The problem.
         request_id: Id of the request, a UUID; it becomes `instance`.
+
+    Returns:
+        A response of type `application/problem+json`, which must not be stored.
     """
     document = ProblemDocument(
         type=PREFIX + refusal.kind,

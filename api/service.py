@@ -19,7 +19,7 @@ from jobs.objects.artifacts import ArtifactFolder
 
 @dataclass(kw_only=True)
 class Probe:
-    """The last answer to the readiness probe, kept for a moment: anyone may ask for it."""
+    """The last answer to the readiness probe, kept for a second, since it needs no key."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     at: float = -1e9

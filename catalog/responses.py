@@ -86,7 +86,7 @@ class JobView:
     deadline_at: Timestamp | None
     """The job fails at this moment if it has not ended."""
     placement: PlacementView | None
-    """Of a job that is read by itself and has not ended; no part of its ETag."""
+    """Only of a job that is read by itself and has not ended; not part of its ETag."""
     progress: ProgressView | None
     failure: FailureView | None
     attempt: int
@@ -99,7 +99,7 @@ class JobView:
     started_at: Timestamp | None
     finished_at: Timestamp | None
     archived_at: Timestamp | None
-    """When its rows and events left the ledger for its file `archive.jsonl.gz`; they are read from there."""
+    """The moment when its rows and events moved from the ledger to its file `archive.jsonl.gz`."""
     cancel_requested_at: Timestamp | None
     links: Mapping[str, str]
 

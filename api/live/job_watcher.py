@@ -152,11 +152,25 @@ class Subscription:
         return woken
 
     def events_after(self, position: int) -> EventBatch | None:
-        """Return the channel's events above ``position``; None where the reader has to read the table first."""
+        """Return the channel's events for this subscription's reader.
+
+        Args:
+            position: The number of the last event that the reader has.
+
+        Returns:
+            A batch, which may be empty; None where the reader has to read the table first.
+        """
         return self._channel.events_after(position)
 
     def is_newer_than(self, version: int) -> bool:
-        """Return whether the job is known to be beyond ``version``, its `event_seq`, or deleted."""
+        """Return whether the job is known to have changed.
+
+        Args:
+            version: The job's `event_seq` when it was read.
+
+        Returns:
+            True if it has a later one by now, or was deleted.
+        """
         return self._channel.deleted or (self._channel.version or 0) > version
 
     async def read(self, read: Callable[[], Job | None]) -> Job | None:

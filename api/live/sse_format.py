@@ -26,9 +26,12 @@ def encode_event(event: Event) -> bytes:
 
 
 def retry_hint(milliseconds: int) -> bytes:
-    """Return the line that tells a reader how long to wait before it connects again.
+    """Return the field `retry` of a stream.
 
     Args:
-        milliseconds: The pause.
+        milliseconds: How long the reader is to wait before it connects again.
+
+    Returns:
+        The line as it goes over the wire.
     """
     return format_sse_event(retry=milliseconds)

@@ -35,6 +35,9 @@ class StreamLimits:
         Args:
             key: Prefix of the API key; None in embedded mode.
 
+        Yields:
+            Nothing; the slot is released with the context.
+
         Raises:
             Refusal: 429 where the key has as many streams as it may, 503 where all slots are taken.
         """

@@ -1,1 +1,1 @@
-"""What every route shares: authentication, limits, errors, response models, long polls, OpenAPI."""
+"""The parts of a request that all routes share: authentication, limits, errors, bodies, long polls, OpenAPI."""

@@ -1,6 +1,6 @@
 """Admission: refusals of valid documents that this service may not, or cannot, run.
 
-The worker checks again when it runs the job; here the caller is told at once, field by field.
+The worker checks again when it runs the job; here the caller learns of all faults at once, by field.
 """
 
 import os

@@ -42,7 +42,14 @@ def open_to_all(endpoint: Endpoint) -> Endpoint:
 
 
 def is_open(endpoint: object) -> bool:
-    """Return whether ``endpoint`` needs no key."""
+    """Return whether an endpoint needs no key.
+
+    Args:
+        endpoint: The function of a route; None, and any other object, needs one.
+
+    Returns:
+        True if `open_to_all` decorates it.
+    """
     return getattr(endpoint, _OPEN, False) is True
 
 
@@ -60,7 +67,14 @@ def scraper_only(endpoint: Endpoint) -> Endpoint:
 
 
 def is_scraper_only(endpoint: object) -> bool:
-    """Return whether ``endpoint`` needs the operator's token."""
+    """Return whether an endpoint needs the operator's token.
+
+    Args:
+        endpoint: The function of a route.
+
+    Returns:
+        True if `scraper_only` decorates it.
+    """
     return getattr(endpoint, _SCRAPED, False) is True
 
 

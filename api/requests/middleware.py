@@ -36,7 +36,14 @@ _HEADERS = {
 
 
 def request_id(scope: Scope) -> str:
-    """Return the id of a request, a UUID, from its ASGI scope."""
+    """Return the id of a request.
+
+    Args:
+        scope: Its ASGI scope.
+
+    Returns:
+        A UUID; the zero UUID outside of `SecurityMiddleware`.
+    """
     return str(scope.get(_ID, uuid.UUID(int=0)))
 
 

@@ -21,17 +21,17 @@ _ERRORS = {
     400: "The request cannot be read",
     401: "An API key is missing, mistyped, revoked or expired",
     403: "The key lacks the scope",
-    404: "There is no such thing for this tenant",
+    404: "Not found, or it belongs to another tenant",
     405: "The address does not take this method",
     408: "The body did not arrive in time",
     409: "The job's state does not allow it",
     413: "The body is too large",
     415: "The body is not JSON, or is compressed",
-    416: "The range lies outside the file",
+    416: "The range is outside the file",
     422: "A field or parameter is not accepted; `errors` names each",
-    429: "This key has as many under way, or its tenant as many bytes, as it may; see Retry-After",
+    429: "This key has too many streams, or its tenant no bytes left; see Retry-After",
     500: "The service failed; its operator finds the request by `instance`",
-    503: "Not now: a part of the service is silent, or has no room; see Retry-After",
+    503: "A part of the service does not answer, or has no room; see Retry-After",
 }
 _ALWAYS = (400, 401, 403, 405, 500, 503)
 

@@ -133,7 +133,7 @@ def _part(header: str, size: int) -> tuple[int, int] | None:
     """Return first and last byte of one range; None, the whole file, for several ranges or another unit (RFC 9110).
 
     Raises:
-        Refusal: 416 if the range lies outside the file.
+        Refusal: 416 if the range is outside the file.
     """
     match = _RANGE.fullmatch(header.replace(" ", ""))
     if match is None or match[1] == match[2] == "":

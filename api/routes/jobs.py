@@ -251,7 +251,7 @@ def _matches(header: str, etag: str) -> bool:
 def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return the job with its placement.
 
-    The placement is no part of the ETag: it may change while the job does not, and long polls do not wake for it.
+    The placement is not part of the ETag: it may change while the job does not, and long polls do not wake for it.
     """
     body = _VIEW.dump_json(job_view(job, placement_of(service.engine, job)))
     named = {"etag": _etag(_json(job)), **(headers or {})}

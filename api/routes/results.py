@@ -75,6 +75,9 @@ def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
         tenant_id: The caller's tenant.
         job_id: The id from the address.
 
+    Returns:
+        The ledger's record.
+
     Raises:
         Refusal: 404 otherwise, whether the job belongs to another tenant or does not exist.
     """

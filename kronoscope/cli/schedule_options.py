@@ -24,6 +24,9 @@ def with_schedule(
         deadline: A moment as text; it replaces `within` of the document.
         within: A length of time as text; it replaces `deadline` of the document.
 
+    Returns:
+        A copy of the document; ``document`` itself where no option is given.
+
     Raises:
         DocumentUnreadable: If the block is not a mapping.
     """

@@ -35,6 +35,9 @@ def embedded_environment(
         port: The API's port on loopback.
         factory_path: Where factories are imported from, unless ``environ`` says otherwise.
         model_store: Folder of fetched and trained models.
+
+    Returns:
+        A copy of ``environ`` with the KRONOSCOPE_* settings of embedded mode.
     """
     return {
         **environ,

@@ -125,8 +125,14 @@ class Connection:
         return self.http.stream("GET", path, headers=headers, timeout=httpx.Timeout(60, connect=_CONNECT_SECONDS))
 
     def wait_options(self, seconds: float) -> dict[str, Any]:
-        """Return the options of a request that waits in the service for ``seconds``."""
-        # the service's own time to answer begins when the wait is over
+        """Return the options of a request that waits in the service.
+
+        Args:
+            seconds: How long it may wait.
+
+        Returns:
+            The parameter `wait`, and a timeout that begins when the wait is over.
+        """
         timeout = httpx.Timeout(seconds + self._timeout_seconds, connect=_CONNECT_SECONDS)
         return {"params": {"wait": str(seconds)}, "timeout": timeout}
 
@@ -162,7 +168,19 @@ class Connection:
             time.sleep(max(0.0, asked + _ASK_EVERY_SECONDS - time.monotonic()))
 
     def call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - httpx's options, JSON back
-        """Send a request as `send` does, and return the JSON of its response."""
+        """Send a request, and return the JSON of its response.
+
+        Args:
+            method: The HTTP method.
+            path: The address in the service.
+            options: Further options of httpx.
+
+        Returns:
+            The parsed value.
+
+        Raises:
+            ClientError: As `send` does, and if the response is not JSON.
+        """
         return content_of(self.send(method, path, **options))
 
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's options

@@ -36,7 +36,14 @@ class Layer:
 
 
 def build_layer(value: Mapping[str, Any]) -> Layer:
-    """Build a row from JSON, with the metrics of its analysis as their record."""
+    """Build a row of the results.
+
+    Args:
+        value: The row as JSON, of a service or of a foreground run's `results.json`.
+
+    Returns:
+        The row, with the metrics as the record of its analysis; as JSON where this client does not know the analysis.
+    """
     row, analysis = build(Layer, value), ANALYSES.get(str(value["kind"]))
     if analysis is None or row.metrics is None:
         return row
@@ -44,20 +51,43 @@ def build_layer(value: Mapping[str, Any]) -> Layer:
 
 
 def build_results(value: Mapping[str, Any]) -> ResultsView:
-    """Build results from JSON, with each analysis's summary as its record."""
+    """Build the results of a job.
+
+    Args:
+        value: The service's response as JSON.
+
+    Returns:
+        The results, with each summary as `build_summary` makes it.
+    """
     results = build(ResultsView, value)
     summary = {kind: build_summary(kind, each) for kind, each in results.summary.items()}
     return dataclasses.replace(results, summary=summary)
 
 
 def build_summary(kind: str, summary: Mapping[str, Any]) -> Any:  # noqa: ANN401 - each analysis has its own
-    """Build the summary of the analysis ``kind`` as its record; it stays as it is where the analysis is not known."""
+    """Build the summary of an analysis.
+
+    Args:
+        kind: The analysis.
+        summary: Its summary as JSON.
+
+    Returns:
+        The analysis's own record; ``summary`` itself where this client does not know the analysis.
+    """
     analysis = ANALYSES.get(kind)
     return build(analysis.summary, summary) if analysis is not None else summary
 
 
 def build(cls: type[T], value: Mapping[str, Any]) -> T:
-    """Build a record of ``cls`` from a JSON object, with nested records and tuples as its annotations say."""
+    """Build a record from a JSON object.
+
+    Args:
+        cls: The record's class; its annotations say which values become records and tuples.
+        value: The object. Unknown fields are left out; missing ones take their default, or None.
+
+    Returns:
+        The record, which is not validated.
+    """
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(typing.cast("Any", cls))
     absent = {field.name: None for field in fields if field.default is field.default_factory is dataclasses.MISSING}

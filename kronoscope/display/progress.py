@@ -144,6 +144,9 @@ def display_for(console: Console, *, silent: bool = False) -> Display:
     Args:
         console: A terminal gets bars, anything else lines.
         silent: Whether to show nothing.
+
+    Returns:
+        A display to use as a context manager.
     """
     if silent:
         return SilentDisplay()

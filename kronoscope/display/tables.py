@@ -249,11 +249,11 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
 
 def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a service sends in its place
     """Return notes on layers with eigenvalues of an approximation to the factors."""
-    told = (
+    notes = (
         ("approximate", "approximate, as a sketch stands for G of"),
         ("estimated", "eigenvalues estimated between bounds in"),
     )
-    layers = [(said, _field(model, name)) for name, said in told]
+    layers = [(said, _field(model, name)) for name, said in notes]
     return [f"{said} {', '.join(map(shorten, names))}" for said, names in layers if names]
 
 
@@ -287,6 +287,9 @@ def reuse_lines(rows: Sequence[Layer]) -> list[str]:
 
     Args:
         rows: Rows of any analyses.
+
+    Returns:
+        No line where this job collected its own factors.
     """
     sources = dict.fromkeys(row.observed.factors_from for row in rows if row.observed is not None)
     return [f"factors from the cache: those of job {source}" for source in sources if source]
