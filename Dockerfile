@@ -46,8 +46,7 @@ WORKDIR /data
 ENV HOME=/tmp \
     KRONOSCOPE_ARTIFACTS=/data/artifacts \
     KRONOSCOPE_MODEL_STORE=/data/models \
-    KRONOSCOPE_HOST=0.0.0.0 \
-    KRONOSCOPE_PORT=8000
+    KRONOSCOPE_HOST=0.0.0.0
 EXPOSE 8000
 CMD ["python", "-P", "-m", "api"]
 

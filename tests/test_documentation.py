@@ -1,25 +1,33 @@
-"""What the documents say is so: links lead somewhere, examples are accepted, the table of spellings is current.
+"""What the documents say is so: links lead somewhere, examples are accepted, the generated tables are current.
 
-Run as a script, it writes the table anew.
+Run as a script, it writes the tables anew.
 """
 
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
+from api.settings import Settings
 from catalog import DOCUMENT
 from catalog.field_errors import spellings
 from catalog.job import JobDocument
+from jobs.environment import EnvironmentSettings, bounds_of, variables_of
+from jobs.s3_settings import S3Settings
+from jobs.settings import LedgerSettings, ServiceSettings
+from worker.lifetime import LifetimeSettings
+from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-BEGIN, END = "<!-- spellings: begin -->\n", "<!-- spellings: end -->\n"
+OPERATIONS = ROOT / "docs" / "operations.md"
 # written for a reader who copies them: the lines of the README that are job documents
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
@@ -36,9 +44,56 @@ def spelling_table() -> str:
     return "\n".join(["| you write | it is here |", "|---|---|", *rows]) + "\n"
 
 
-def test_the_glossary_lists_every_known_spelling() -> None:
-    written = GLOSSARY.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert written == spelling_table(), "run: .venv/bin/python -P tests/test_documentation.py"
+def default_of(name: str, field: FieldInfo) -> str:
+    shown = variables_of(name, field).shown
+    if shown is not None:
+        return shown
+    value = field.default
+    if isinstance(value, Path):
+        return f"`{value}`"
+    if name.endswith("_bytes"):
+        return f"{value // 2**20:,} MiB" if value < 2**30 else f"{value // 2**30:,} GiB"
+    if value is None or value == () or field.is_required():
+        return "none"
+    return f"{value:g}" if isinstance(value, (int, float)) else f"`{value}`"
+
+
+def settings_table() -> str:
+    rows = ["| variable | read by | default | meaning |", "|---|---|---|---|"]
+    models: dict[type[EnvironmentSettings], str] = {
+        **dict.fromkeys((LedgerSettings, S3Settings, ServiceSettings), "both"),
+        Settings: "API",
+        **dict.fromkeys((WorkerSettings, LifetimeSettings), "worker"),
+    }
+    for model, reader in models.items():
+        for name, field in model.model_fields.items():
+            names = variables_of(name, field).names
+            if name in vars(model)["__annotations__"] and names:
+                meaning = " ".join((field.description or "").split())
+                assert meaning, f"{model.__name__}.{name} has no description"
+                bounds = bounds_of(field)
+                meaning += f" Takes {bounds}." if " to " in bounds else ""
+                rows.append(
+                    f"| {', '.join(f'`{each}`' for each in names)} | {reader} | {default_of(name, field)} | {meaning} |"
+                )
+    return "\n".join(rows) + "\n"
+
+
+# each table: the page, its marker, what it is made by
+TABLES = [(GLOSSARY, "spellings", spelling_table), (OPERATIONS, "settings", settings_table)]
+
+
+def parts(page: Path, marker: str) -> tuple[str, str, str]:
+    """The page up to the table, the table, and the page from its end on."""
+    begin, end = f"<!-- {marker}: begin -->\n", f"<!-- {marker}: end -->\n"
+    head, _, rest = page.read_text().partition(begin)
+    table, _, tail = rest.partition(end)
+    return head + begin, table, end + tail
+
+
+@pytest.mark.parametrize(("page", "marker", "make"), TABLES, ids=["spellings", "settings"])
+def test_generated_tables_are_current(page: Path, marker: str, make: Callable[[], str]) -> None:
+    assert parts(page, marker)[1] == make(), "run: .venv/bin/python -P tests/test_documentation.py"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -102,6 +157,6 @@ def test_named_files_exist() -> None:
 
 
 if __name__ == "__main__":
-    text = GLOSSARY.read_text()
-    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-    GLOSSARY.write_text(f"{head}{BEGIN}{spelling_table()}{END}{tail}")
+    for page, marker, make in TABLES:
+        head, _, tail = parts(page, marker)
+        page.write_text(head + make() + tail)

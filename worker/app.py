@@ -12,10 +12,11 @@ from typing import Any
 
 from celery import Celery, signals
 
+from jobs.environment import EnvironmentSource
 from jobs.errors import LedgerError
 from jobs.queue.broker_backlog import BrokerBacklog
 from worker.service import Service
-from worker.settings import WorkerSettings, redis_url
+from worker.settings import WorkerSettings
 
 _DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 
@@ -52,7 +53,7 @@ def create_app(broker: str) -> WorkerApp:
     return celery
 
 
-_broker = redis_url(os.environ) or _DEFAULT_BROKER
+_broker = EnvironmentSource(WorkerSettings, os.environ)().get("redis_url") or _DEFAULT_BROKER
 app = create_app(_broker)
 
 

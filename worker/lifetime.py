@@ -8,13 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from typing import Annotated
 
 import structlog
 
 from catalog.record import record
+from jobs.environment import Duration, EnvironmentSettings, Flag, Variables
 from jobs.errors import SettingsInvalid
-from jobs.settings import duration
 from worker.process.child_process import STOP_GRACE_SECONDS
 
 DRAIN_SECONDS = STOP_GRACE_SECONDS + 7
@@ -28,24 +28,64 @@ _HANDLER_POLL_SECONDS = 0.05
 
 @record
 class Lifetime:
-    """The operator's choice."""
+    """When one worker ends by itself."""
 
     until_idle: bool = False
     """End once nothing is queued that this worker could take, and nothing runs here."""
     seconds: float | None = None
     """Begin to end after this long; null lives on."""
 
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str], now: float) -> "Lifetime":
-        """Read the settings.
 
-        The machine is taken away KRONOSCOPE_WALL from ``now`` (seconds since 1970) on, or else when Slurm says so in
-        SLURM_JOB_END_TIME. KRONOSCOPE_DRAIN_BEFORE is how long before that the process has ended.
+class LifetimeSettings(EnvironmentSettings):
+    """The operator's choice of a worker's lifetime."""
+
+    until_idle: Flag = False
+    """1: a worker ends, with exit code 0, once nothing is queued that it could take and nothing runs in it."""
+    wall: Duration | None = None
+    """When a worker's machine is taken away, counted from its start: `4h`."""
+    drain_before: Duration | None = None
+    """How long before that its jobs are handed back and it has ended: `10m`; where `KRONOSCOPE_WALL` is absent, before
+    Slurm's `SLURM_JOB_END_TIME`."""
+    slurm_end: Annotated[str | None, Variables(("SLURM_JOB_END_TIME",))] = None
+    """Set by Slurm: when its job ends, in seconds since 1970."""
+
+    def lifetime(self, now: float) -> Lifetime:
+        """Return the lifetime of a worker that starts now.
+
+        Args:
+            now: Seconds since 1970.
+
+        Returns:
+            The lifetime, which ends `ENDING_SECONDS` and ``drain_before`` earlier than the machine is taken away.
 
         Raises:
-            SettingsInvalid: If one makes no sense, or leaves no time to work in.
+            SettingsInvalid: If that leaves no time to work in, or when the machine is taken away is not known.
         """
-        return cls(until_idle=_flag(environ, "KRONOSCOPE_UNTIL_IDLE"), seconds=_working_seconds(environ, now))
+        if self.drain_before is None and self.wall is None:
+            return Lifetime(until_idle=self.until_idle)
+        left = self.wall if self.wall is not None else self._slurm_seconds(now)
+        before = self.drain_before or 0
+        working = left - before - ENDING_SECONDS
+        if working <= 0:
+            raise SettingsInvalid(
+                f"the wall time is {left:.0f} s away; with KRONOSCOPE_DRAIN_BEFORE at {before:g} s and "
+                f"{ENDING_SECONDS:g} s to hand jobs back nothing is left to work in; lengthen the one or shorten the "
+                "other"
+            )
+        return Lifetime(until_idle=self.until_idle, seconds=working)
+
+    def _slurm_seconds(self, now: float) -> float:
+        text = self.slurm_end
+        if not text:
+            raise SettingsInvalid(
+                "KRONOSCOPE_DRAIN_BEFORE is set, but when the wall time ends is not known; set KRONOSCOPE_WALL, "
+                "such as 4h from now on (Slurm sets SLURM_JOB_END_TIME, which is not set either)"
+            )
+        if not text.isascii() or not text.isdigit():
+            raise SettingsInvalid(
+                "SLURM_JOB_END_TIME is not a number of seconds since 1970; set KRONOSCOPE_WALL instead"
+            )
+        return int(text) - now
 
 
 class Ending:
@@ -70,36 +110,3 @@ class Ending:
         while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Celery listens a moment after it took up its work
             time.sleep(_HANDLER_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _working_seconds(environ: Mapping[str, str], now: float) -> float | None:
-    before, wall = duration(environ, "KRONOSCOPE_DRAIN_BEFORE"), duration(environ, "KRONOSCOPE_WALL")
-    if before is None and wall is None:
-        return None
-    left = wall if wall is not None else _slurm_seconds(environ, now)
-    working = left - (before or 0) - ENDING_SECONDS
-    if working <= 0:
-        raise SettingsInvalid(
-            f"the wall time is {left:.0f} s away; with KRONOSCOPE_DRAIN_BEFORE at {before or 0:g} s and "
-            f"{ENDING_SECONDS:g} s to hand jobs back nothing is left to work in; lengthen the one or shorten the other"
-        )
-    return working
-
-
-def _slurm_seconds(environ: Mapping[str, str], now: float) -> float:
-    text = environ.get("SLURM_JOB_END_TIME")
-    if not text:
-        raise SettingsInvalid(
-            "KRONOSCOPE_DRAIN_BEFORE is set, but when the wall time ends is not known; set KRONOSCOPE_WALL, "
-            "such as 4h from now on (Slurm tells it by SLURM_JOB_END_TIME, which is not set either)"
-        )
-    if not text.isascii() or not text.isdigit():
-        raise SettingsInvalid("SLURM_JOB_END_TIME is no number of seconds since 1970; set KRONOSCOPE_WALL instead")
-    return int(text) - now
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    text = environ.get(name) or "0"
-    if text not in ("0", "1"):
-        raise SettingsInvalid(f"{name} is neither 0 nor 1; take one of them")
-    return text == "1"

@@ -23,6 +23,7 @@ from datetime import datetime
 from sqlalchemy import Connection, Engine, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from jobs.environment import secret as read_secret
 from jobs.errors import LedgerError, SettingsInvalid, TransientError
 from jobs.records import Caller, Scope
 from jobs.schema.clock import ledger_now
@@ -30,7 +31,6 @@ from jobs.schema.database import open_database, reading, require_current_schema,
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import api_keys, tenants
 from jobs.settings import LedgerSettings
-from jobs.settings import secret as read_secret
 
 SCOPES: tuple[Scope, ...] = ("read", "submit", "admin")
 MIN_SECRET_CHARACTERS = 16

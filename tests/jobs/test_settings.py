@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs.environment import secret
 from jobs.errors import SettingsInvalid
 from jobs.schema.database import open_database
-from jobs.settings import LedgerSettings, secret
+from jobs.settings import LedgerSettings
 
 URL = "postgresql://user:canary@host/name"
 

@@ -14,7 +14,7 @@ from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from worker.agent.agent import Agent
 from worker.devices.discover import host
-from worker.lifetime import ENDING_SECONDS, Ending, Lifetime
+from worker.lifetime import ENDING_SECONDS, Ending, Lifetime, LifetimeSettings
 
 NOW = 1_800_000_000.0
 
@@ -31,7 +31,7 @@ NOW = 1_800_000_000.0
     ],
 )
 def test_it_ends_so_long_before_its_machine_is_taken_away(environ: Any, seconds: Any) -> None:
-    lifetime = Lifetime.from_environment(environ, NOW)
+    lifetime = LifetimeSettings.from_environment(environ).lifetime(NOW)
     assert lifetime.seconds == (None if seconds is None else seconds - ENDING_SECONDS)
     assert not lifetime.until_idle
 
@@ -40,18 +40,18 @@ def test_it_ends_so_long_before_its_machine_is_taken_away(environ: Any, seconds:
     ("environ", "said"),
     [
         ({"KRONOSCOPE_DRAIN_BEFORE": "10m"}, "KRONOSCOPE_WALL, such as 4h"),
-        ({"KRONOSCOPE_DRAIN_BEFORE": "10"}, "KRONOSCOPE_DRAIN_BEFORE is no duration.* 10m"),
-        ({"KRONOSCOPE_WALL": "-4h"}, "KRONOSCOPE_WALL is no duration"),
-        ({"KRONOSCOPE_WALL": "04:00:00"}, "KRONOSCOPE_WALL is no duration"),
+        ({"KRONOSCOPE_DRAIN_BEFORE": "10"}, "KRONOSCOPE_DRAIN_BEFORE is not a duration.* 10m"),
+        ({"KRONOSCOPE_WALL": "-4h"}, "KRONOSCOPE_WALL is not a duration"),
+        ({"KRONOSCOPE_WALL": "04:00:00"}, "KRONOSCOPE_WALL is not a duration"),
         ({"KRONOSCOPE_WALL": "9m", "KRONOSCOPE_DRAIN_BEFORE": "10m"}, "540 s away; .* 600 s"),
         ({"SLURM_JOB_END_TIME": "1799999999", "KRONOSCOPE_DRAIN_BEFORE": "1s"}, "-1 s away"),
-        ({"SLURM_JOB_END_TIME": "tomorrow", "KRONOSCOPE_DRAIN_BEFORE": "1s"}, "SLURM_JOB_END_TIME is no number"),
+        ({"SLURM_JOB_END_TIME": "tomorrow", "KRONOSCOPE_DRAIN_BEFORE": "1s"}, "SLURM_JOB_END_TIME is not a number"),
         ({"KRONOSCOPE_UNTIL_IDLE": "yes"}, "KRONOSCOPE_UNTIL_IDLE is neither 0 nor 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(environ: Any, said: str) -> None:
     with pytest.raises(SettingsInvalid, match=said):
-        Lifetime.from_environment(environ, NOW)
+        LifetimeSettings.from_environment(environ).lifetime(NOW)
 
 
 def test_it_is_idle_when_the_queue_is_empty_and_its_last_job_has_ended(

@@ -48,7 +48,7 @@ class Registration:
             process_space=process_space(settings.node),
             version=importlib.metadata.version("kronoscope"),
             slots=settings.slots,
-            factories=settings.factories,
+            factories=settings.allowed_factories,
         )
 
     def start(self) -> None:

@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,7 +220,9 @@ def test_the_maintenance_archives_what_has_ended_if_it_is_told_to(
     request_cancel(ledger, LOCAL_TENANT, job_id)
     chosen = settings().ledger
     for days, files in ((None, "keep"), (0, "drop")):
-        maintenance = WorkerMaintenance(ledger, replace(chosen, retention_days=days, retention_files=files), None)
+        maintenance = WorkerMaintenance(
+            ledger, chosen.model_copy(update={"retention_days": days, "retention_files": files}), None
+        )
         maintenance.start()
         try:
             if days is not None:

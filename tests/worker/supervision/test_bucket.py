@@ -1,6 +1,5 @@
 """Jobs whose files are kept in a bucket: waited for while it does not answer, and never computed with if damaged."""
 
-import dataclasses
 import secrets
 import threading
 import urllib.request
@@ -37,7 +36,7 @@ def to_bucket(settings: Any) -> Callable[[S3Settings], WorkerSettings]:
 
     def make(bucket: S3Settings) -> WorkerSettings:
         found: WorkerSettings = settings()
-        return dataclasses.replace(found, ledger=dataclasses.replace(found.ledger, bucket=bucket))
+        return found.model_copy(update={"ledger": found.ledger.model_copy(update={"bucket": bucket})})
 
     return make
 

@@ -124,7 +124,7 @@ def test_a_job_goes_on_from_its_checkpoint_on_a_machine_that_shares_no_folder(
     )  # fmt: skip
 
     def machine(name: str) -> None:
-        chosen = settings(factories=("*",), paths=(str(tmp_path),), checkpoint_seconds=0.001)
+        chosen = settings(allowed_factories=("*",), paths=(str(tmp_path),), checkpoint_seconds=0.001)
         ledger_settings = LedgerSettings(
             **{**vars(chosen.ledger), "artifact_root": tmp_path / name, "bucket": bucket, "cache_bytes": 0}
         )

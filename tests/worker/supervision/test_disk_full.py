@@ -156,7 +156,7 @@ def test_a_job_on_a_full_disk_waits_and_finishes_once_there_is_room(  # noqa: PL
         data={"source": "synthetic", "shape": [100], "examples": 20, "classes": 10},
     )
     disk.fill(leave_bytes=60_000)
-    settings = on_disk(factories=("*",), paths=(str(tmp_path),))
+    settings = on_disk(allowed_factories=("*",), paths=(str(tmp_path),))
     with Reader(ledger, settings.ledger, job_id) as reader:
         agent(settings, EXECUTION)
         eventually(lambda: failed_for(events, job_id) or job(job_id).ended)

@@ -1,6 +1,5 @@
 """A store of artifacts that takes connections and answers nothing: an attempt that is told to stop leaves it alone."""
 
-import dataclasses
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -112,7 +111,7 @@ def attempt(ledger: Engine, settings: Any, scripted: Any) -> Callable[..., Attem
 
     def begin(job_id: str, bucket: S3Settings | None, *steps: Any) -> Attempt:
         chosen = settings()
-        chosen = dataclasses.replace(chosen, ledger=dataclasses.replace(chosen.ledger, bucket=bucket))
+        chosen = chosen.model_copy(update={"ledger": chosen.ledger.model_copy(update={"bucket": bucket})})
         claimed = claim(ledger, job_id, "test", secrets.token_hex(8), chosen.ledger.lease_seconds)
         assert claimed is not None
         return Attempt(ledger, claimed, chosen, scripted(*steps))
@@ -136,7 +135,7 @@ def uploading(
 
 
 def through(store: HeldStore, bucket: S3Settings = NOWHERE) -> S3Settings:
-    return dataclasses.replace(bucket, endpoint=store.url, public_endpoint=store.url)
+    return bucket.model_copy(update={"endpoint": store.url, "public_endpoint": store.url})
 
 
 def _drain(attempt: Attempt) -> None:

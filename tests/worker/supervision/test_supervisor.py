@@ -136,7 +136,7 @@ def test_the_child_is_told_what_is_allowed_and_nothing_secret(
     job_id = submitted()
     supervise(
         job_id, ["echo_assignment"], ["echo_environment"], ["finish"],
-        factories=("a.b:c",), directories=("/srv/models",), threads=3,
+        allowed_factories=("a.b:c",), allowed_directories=("/srv/models",), threads=3,
     )  # fmt: skip
     told, environment = [json.loads(line.data["message"]) for line in events(job_id, "log")]
     assert told["document"]["kind"] == "capacity"
