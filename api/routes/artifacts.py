@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, BinaryIO
 from urllib.parse import quote
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -17,6 +17,7 @@ from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view
 from api.routes.results import owned_job
 from api.service import Service, ServiceOf
+from catalog.record import record
 from catalog.responses import ArtifactListView
 from jobs.errors import ArtifactDamaged
 from jobs.records import Artifact
@@ -27,6 +28,16 @@ _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 _TYPE = re.compile(r"[a-z0-9.+-]+/[a-z0-9.+-]+")
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["artifacts"])
+
+
+@record
+class DownloadOptions:
+    """The conditions of a download (RFC 9110), and where it may come from."""
+
+    byte_range: Annotated[str | None, Header(alias="range", description="One range: `bytes=0-1023`.")] = None
+    if_range: Annotated[str | None, Header(description="Send the part only if the file still has this ETag.")] = None
+    if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None
+    direct: Annotated[bool, Query(description="`false`: through the API, never from the store itself.")] = True
 
 
 @router.get("", summary="List files", responses=error_responses(404))
@@ -65,14 +76,7 @@ def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListVie
     },
 )
 async def download(
-    job_id: str,
-    name: str,
-    caller: Reader,
-    service: ServiceOf,
-    byte_range: Annotated[str | None, Header(alias="range", description="One range: `bytes=0-1023`.")] = None,
-    if_range: Annotated[str | None, Header(description="Send the part only if the file still has this ETag.")] = None,
-    if_none_match: Annotated[str | None, Header(description="The ETag that you have.")] = None,
-    direct: Annotated[bool, Query(description="`false`: through the API, never from the store itself.")] = True,
+    job_id: str, name: str, caller: Reader, service: ServiceOf, options: Annotated[DownloadOptions, Depends()]
 ) -> Response:
     """The bytes of a file, verified against the digest that was recorded."""
     artifact = await run_in_threadpool(read_artifact, service.engine, caller.tenant_id, job_id, name)
@@ -80,16 +84,16 @@ async def download(
         raise not_found("there is no such file")
     headers = _headers(artifact)
     etag = headers["etag"]
-    if if_none_match is not None and any(part.strip() in (etag, "*") for part in if_none_match.split(",")):
+    if any(part.strip() in (etag, "*") for part in (options.if_none_match or "").split(",")):
         return Response(status_code=304, headers=headers)
-    store_url = _signed_url(artifact, headers, service) if direct else None
+    store_url = _signed_url(artifact, headers, service) if options.direct else None
     if store_url is not None:
         # the response is as short-lived as the address in it
         moved = {"location": store_url, "cache-control": "no-store"}
         return Response(status_code=307, headers={**headers, **moved})
     part = None
-    if byte_range is not None and if_range in (None, etag):
-        part = _part(byte_range, artifact.size_bytes)
+    if options.byte_range is not None and options.if_range in (None, etag):
+        part = _part(options.byte_range, artifact.size_bytes)
     first, last = part or (0, artifact.size_bytes - 1)
     file = await run_in_threadpool(service.artifacts.open, artifact, first)
     headers["content-length"] = str(last - first + 1)

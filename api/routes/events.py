@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
@@ -14,6 +14,7 @@ from api.requests.auth import Reader
 from api.requests.openapi import error_responses
 from api.requests.response_bodies import event_list_view
 from api.service import ServiceOf
+from catalog.record import record
 from catalog.responses import EventListView
 from jobs.repository.events import MAX_NUMBER, History, read_history
 
@@ -62,26 +63,46 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 
+@record
+class EventRange:
+    """The parameters of a request for events."""
+
+    after: Annotated[int, Query(description="Number of the last event that you have; 0 begins at the first.")] = 0
+    limit: Annotated[int, Query(description="Of a page: 1 to 100.")] = 100
+    last_event_id: Annotated[
+        str | None, Header(description="The same as `after`, which it overrides: browsers send it when they reconnect.")
+    ] = None
+
+    def position(self) -> int:
+        """Return the number of the last event that the caller has.
+
+        Raises:
+            Refusal: 422 if it is not an event number.
+        """
+        after, text = self.after, self.last_event_id
+        if text is not None:
+            if not (text.isascii() and text.isdigit() and len(text) <= 19):
+                raise invalid_parameter(
+                    "Last-Event-ID", "is not an event number; take `id` of the last event that you have"
+                )
+            after = int(text)
+        if not 0 <= after <= MAX_NUMBER:
+            name = "after" if text is None else "Last-Event-ID"
+            raise invalid_parameter(name, "is out of range; take `seq` of the last event that you have, or 0")
+        return after
+
+
 @router.get("/{job_id}/events", response_model=EventListView, summary="Follow a job", responses=_ANSWERS)
 async def events(
-    job_id: str,
-    request: Request,
-    caller: Reader,
-    service: ServiceOf,
-    after: Annotated[int, Query(description="Number of the last event that you have; 0 begins at the first.")] = 0,
-    limit: Annotated[int, Query(description="Of a page: 1 to 100.")] = 100,
-    last_event_id: Annotated[
-        str | None, Header(description="The same as `after`, and before it: what a browser sends when it comes again.")
-    ] = None,
+    job_id: str, request: Request, caller: Reader, service: ServiceOf, chosen: Annotated[EventRange, Depends()]
 ) -> Response:
     """The events of a job, as they happen.
 
     `Accept: application/json` asks for a page instead of a stream. Each key may have some streams open at a time.
     """
-    position = _position(after, last_event_id)
     read = partial(_read, service, caller.tenant_id, job_id)
     as_page = _wants_json(request)
-    history = await run_in_threadpool(read, position, limit if as_page else 100)
+    history = await run_in_threadpool(read, chosen.position(), chosen.limit if as_page else 100)
     if history is None:
         raise not_found("there is no such job")
     if as_page:
@@ -93,19 +114,6 @@ async def events(
 
 def _read(service: ServiceOf, tenant_id: str, job_id: str, position: int, limit: int = 100) -> History | None:
     return read_history(service.engine, tenant_id, job_id, position, limit)
-
-
-def _position(after: int, last_event_id: str | None) -> int:
-    if last_event_id is not None:
-        if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= 19):
-            raise invalid_parameter(
-                "Last-Event-ID", "is not an event number; take `id` of the last event that you have"
-            )
-        after = int(last_event_id)
-    if not 0 <= after <= MAX_NUMBER:
-        name = "after" if last_event_id is None else "Last-Event-ID"
-        raise invalid_parameter(name, "is out of range; take `seq` of the last event that you have, or 0")
-    return after
 
 
 def _wants_json(request: Request) -> bool:

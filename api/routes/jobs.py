@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
@@ -21,9 +21,10 @@ from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.job import JobDocument
 from catalog.memory_requirements import least_bytes
+from catalog.record import record
 from catalog.responses import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
-from jobs.lifecycle import STATES, State
+from jobs.lifecycle import STATES
 from jobs.records import Job
 from jobs.repository.store import (
     JobQuery,
@@ -44,6 +45,34 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
 _VIEW: TypeAdapter[JobView] = TypeAdapter(JobView)
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+@record
+class JobFilter:
+    """The query parameters of a list of jobs."""
+
+    state: Annotated[str | None, Query(description=f"One of {', '.join(STATES)}.")] = None
+    kind: Annotated[str | None, Query(description=f"One of {', '.join(ANALYSES)}.")] = None
+    label: Annotated[str | None, Query(description="`name=value` of one of your labels.")] = None
+    before: Annotated[str | None, Query(description="`next` of the page before.")] = None
+    limit: Annotated[int, Query(description="1 to 100.")] = 20
+
+    def query(self) -> JobQuery:
+        """Return the selection for the ledger, which checks cursor and limit.
+
+        Raises:
+            Refusal: 422 if state, kind or label is not valid.
+        """
+        if self.kind is not None and self.kind not in ANALYSES:
+            raise invalid_parameter("kind", f"must be one of {', '.join(ANALYSES)}")
+        state = next((each for each in STATES if each == self.state), None)
+        if state != self.state:
+            raise invalid_parameter("state", f"must be one of {', '.join(STATES)}")
+        if self.label is not None and not _LABEL.fullmatch(self.label):
+            raise invalid_parameter("label", "must be `name=value`")
+        name, _, value = (self.label or "").partition("=")
+        label = None if self.label is None else (name, value)
+        return JobQuery(state=state, kind=self.kind, label=label, before=self.before, limit=self.limit)
 
 
 @router.post(
@@ -115,43 +144,15 @@ def _validated(service: Service, document: JobDocument) -> Response:
     },
 )
 def list_all(
-    response: Response,
-    caller: Reader,
-    service: ServiceOf,
-    state: Annotated[str | None, Query(description=f"One of {', '.join(STATES)}.")] = None,
-    kind: Annotated[str | None, Query(description=f"One of {', '.join(ANALYSES)}.")] = None,
-    label: Annotated[str | None, Query(description="`name=value` of one of your labels.")] = None,
-    before: Annotated[str | None, Query(description="`next` of the page before.")] = None,
-    limit: Annotated[int, Query(description="1 to 100.")] = 20,
+    response: Response, caller: Reader, service: ServiceOf, chosen: Annotated[JobFilter, Depends()]
 ) -> JobListView:
     """Your jobs, newest first, in pages."""
-    if kind is not None and kind not in ANALYSES:
-        raise invalid_parameter("kind", f"must be one of {', '.join(ANALYSES)}")
-    asked = JobQuery(state=_state(state), kind=kind, label=_label(label), before=before, limit=limit)
-    page = list_jobs(service.engine, caller.tenant_id, asked)
+    page = list_jobs(service.engine, caller.tenant_id, chosen.query())
     if page.next is not None:
-        given = {"state": state, "kind": kind, "label": label, "before": page.next, "limit": str(limit)}
-        query = urlencode({name: value for name, value in given.items() if value is not None})
+        parameters = vars(chosen) | {"before": page.next}
+        query = urlencode({name: value for name, value in parameters.items() if value is not None})
         response.headers["link"] = f'</v1/jobs?{query}>; rel="next"'
     return JobListView(items=tuple(job_view(job) for job in page.items), next=page.next)
-
-
-def _state(name: str | None) -> State | None:
-    for state in STATES:
-        if state == name:
-            return state
-    if name is not None:
-        raise invalid_parameter("state", f"must be one of {', '.join(STATES)}")
-    return None
-
-
-def _label(text: str | None) -> tuple[str, str] | None:
-    if text is None:
-        return None
-    if not _LABEL.fullmatch(text):
-        raise invalid_parameter("label", "must be `name=value`")
-    name, _, value = text.partition("=")
-    return name, value
 
 
 @router.get(

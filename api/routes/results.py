@@ -62,9 +62,15 @@ class Selection:
 
 
 Chosen = Annotated[Selection, Depends()]
-After = Annotated[str | None, Query(description="`next` of the page before.")]
-Limit = Annotated[int, Query(description="1 to 100.")]
-Accept = Annotated[str | None, Header(description="`application/json`, `text/csv` or `application/jsonl`.")]
+
+
+@record
+class LayerPageRequest(Selection):
+    """A selection of rows, the page of them, and the format."""
+
+    after: Annotated[str | None, Query(description="`next` of the page before.")] = None
+    limit: Annotated[int, Query(description="1 to 100.")] = 50
+    accept: Annotated[str | None, Header(description="`application/json`, `text/csv` or `application/jsonl`.")] = None
 
 
 def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
@@ -115,26 +121,20 @@ _LAYERS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/layers", response_model=LayerListView, summary="Layers", responses=_LAYERS)
 def layers(
-    job_id: str,
-    response: Response,
-    caller: Reader,
-    service: ServiceOf,
-    chosen: Chosen,
-    after: After = None,
-    limit: Limit = 50,
-    accept: Accept = None,
+    job_id: str, response: Response, caller: Reader, service: ServiceOf, chosen: Annotated[LayerPageRequest, Depends()]
 ) -> Any:  # noqa: ANN401 - a page, or a stream
     """One row per layer and analysis: metrics, reproducibility record, what this run took."""
     job = owned_job(service, caller.tenant_id, job_id)
-    wanted = _format(accept)
+    wanted = _format(chosen.accept)
     if wanted != _JSON:
         return _stream(service, job, wanted, chosen)
-    check_limit(limit)
-    page = layer_page(service, job, LayerQuery(kind=chosen.kind, after=after, limit=limit, sort=chosen.sort))
+    check_limit(chosen.limit)
+    query = LayerQuery(kind=chosen.kind, after=chosen.after, limit=chosen.limit, sort=chosen.sort)
+    page = layer_page(service, job, query)
     if page.next is not None:
-        given = {"kind": chosen.kind, "sort": chosen.sort, "after": page.next, "limit": str(limit)}
-        query = urlencode({name: value for name, value in given.items() if value is not None})
-        response.headers["link"] = f'</v1/jobs/{job.id}/layers?{query}>; rel="next"'
+        parameters = {"kind": chosen.kind, "sort": chosen.sort, "after": page.next, "limit": str(chosen.limit)}
+        following = urlencode({name: value for name, value in parameters.items() if value is not None})
+        response.headers["link"] = f'</v1/jobs/{job.id}/layers?{following}>; rel="next"'
     response.headers["vary"] = "Accept"
     return LayerListView(items=tuple(layer_view(row) for row in page.items), next=page.next)
 
