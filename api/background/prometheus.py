@@ -78,7 +78,7 @@ def _workers(snapshot: LedgerSnapshot) -> Iterator[Metric]:
 
 def _devices(devices: Iterable[DeviceStatus]) -> Iterator[Metric]:
     """Yield device metrics by kind alone: UUID and name would identify a machine, and there may be many."""
-    known = GaugeMetricFamily("kronoscope_devices", "Devices that a worker offers.", labels=["kind"])
+    offered_devices = GaugeMetricFamily("kronoscope_devices", "Devices that a worker offers.", labels=["kind"])
     memory = GaugeMetricFamily("kronoscope_device_memory_bytes", "Their memory, by its use.", labels=["kind", "state"])
     draining = GaugeMetricFamily(
         "kronoscope_device_leases_draining",
@@ -87,11 +87,11 @@ def _devices(devices: Iterable[DeviceStatus]) -> Iterator[Metric]:
     )
     for kind in get_args(DeviceKind):
         offered = [device for device in devices if device.kind == kind and not device.stale]
-        known.add_metric([kind], len(offered))
+        offered_devices.add_metric([kind], len(offered))
         draining.add_metric([kind], sum(device.draining for device in devices if device.kind == kind))
         for state in ("free", "leased", "foreign"):
             memory.add_metric([kind, state], sum(getattr(device, f"{state}_bytes") for device in offered))
-    yield from (known, memory, draining)
+    yield from (offered_devices, memory, draining)
 
 
 def _totals(snapshot: LedgerSnapshot) -> Iterator[Metric]:

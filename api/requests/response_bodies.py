@@ -169,6 +169,6 @@ def device_view(device: DeviceStatus) -> DeviceView:
 def _filled(view: type[T], values: Mapping[str, Any], **others: Any) -> T:  # noqa: ANN401 - fields of any type
     """Return a ``view`` with the ``values`` of its fields' names, moments as texts; what is missing is None."""
     fields = [field.name for field in dataclasses.fields(cast("Any", view))]
-    found = {name: values.get(name) for name in fields}
-    moments = {name: timestamp(value) for name, value in found.items() if isinstance(value, datetime)}
-    return view(**found | moments | others)
+    present = {name: values.get(name) for name in fields}
+    moments = {name: timestamp(value) for name, value in present.items() if isinstance(value, datetime)}
+    return view(**present | moments | others)

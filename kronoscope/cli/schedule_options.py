@@ -30,13 +30,13 @@ def with_schedule(
     Raises:
         DocumentUnreadable: If the block is not a mapping.
     """
-    given = {"priority": priority, "deadline": deadline, "within": within}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
+    options = {"priority": priority, "deadline": deadline, "within": within}
+    options = {name: value for name, value in options.items() if value is not None}
+    if not options:
         return document
     block = document.get("schedule") or {}
     if not isinstance(block, dict):
         raise DocumentUnreadable("`schedule` is a value, not a block; write `schedule: {priority: 5}`")
     if deadline is not None or within is not None:
         block = {name: value for name, value in block.items() if name not in ("deadline", "within")}
-    return {**document, "schedule": {**block, **given}}
+    return {**document, "schedule": {**block, **options}}

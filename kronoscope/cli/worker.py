@@ -21,10 +21,10 @@ def worker(
     ] = None,
 ) -> None:
     """Run a worker of the service, with its KRONOSCOPE_* settings: wake-ups come from Redis."""
-    given = {
+    options = {
         "KRONOSCOPE_UNTIL_IDLE": "1" if until_idle else None,
         "KRONOSCOPE_WALL": wall,
         "KRONOSCOPE_DRAIN_BEFORE": drain_before,
     }
-    os.environ.update({name: value for name, value in given.items() if value is not None})  # Celery reads the command
+    os.environ.update({name: value for name, value in options.items() if value is not None})  # Celery reads the command
     raise typer.Exit(exec_module("celery", ["-A", "worker.app", "worker", "-P", "threads"]))

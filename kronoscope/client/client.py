@@ -190,8 +190,8 @@ class Client:
         Yields:
             Each job, without its placement.
         """
-        given = {"state": state, "kind": kind, "label": label, "limit": "100"}
-        params = {name: value for name, value in given.items() if value is not None}
+        options = {"state": state, "kind": kind, "label": label, "limit": "100"}
+        params = {name: value for name, value in options.items() if value is not None}
         yield from (build(JobView, item) for item in self._connection.pages("/v1/jobs", params, cursor="before"))
 
     def cancel(self, job_id: str) -> JobView:

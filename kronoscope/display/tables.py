@@ -22,7 +22,7 @@ def _metric(name: str) -> Callable[[Layer], str]:
     return lambda row: format_number(_field(row.metrics, name))
 
 
-def _sides(row: Layer) -> str:
+def _factor_shape(row: Layer) -> str:
     if row.record is None or row.record.in_dim is None:
         return "–"
     return f"{row.record.in_dim}×{row.record.out_dim}"
@@ -33,7 +33,7 @@ def _share(row: Layer) -> str:
     return "–" if share is None else f"{share:.1%}"
 
 
-def _of_side(name: str, show: Callable[[Any], str]) -> Callable[[Layer], str]:
+def _factor_metric(name: str, show: Callable[[Any], str]) -> Callable[[Layer], str]:
     def shown(row: Layer) -> str:
         side = _field(row.metrics, name)
         return "–" if side is None else show(side)
@@ -46,27 +46,27 @@ def _clipped(side: Any) -> str:  # noqa: ANN401 - a record, or a mapping of a ne
     return "–" if clipped is None else f"{clipped:,}/{_field(side, 'size'):,}"
 
 
-def _both(row: Layer) -> list[Any]:
+def _factor_metrics(row: Layer) -> list[Any]:
     return [side for name in ("A", "G") if (side := _field(row.metrics, name)) is not None]
 
 
 def _floor_kept(row: Layer) -> str:
     """Return the smallest eigenvalue over the floor that was wanted, for the factor with the smaller ratio."""
-    wanted = [(_field(side, "floor"), _field(side, "floor_reached")) for side in _both(row)]
+    wanted = [(_field(side, "floor"), _field(side, "floor_reached")) for side in _factor_metrics(row)]
     shares = [found / floor for floor, found in wanted if floor and found is not None]
     return "–" if not shares else "kept" if min(shares) >= 0.99 else f"{min(shares):.0%}"
 
 
 def _kappa(row: Layer) -> str:
     """Return the larger condition number of the two after clipping."""
-    found = [_field(side, "kappa_reached") for side in _both(row)]
-    return "–" if not found or None in found else format_number(max(found))
+    kappas = [_field(side, "kappa_reached") for side in _factor_metrics(row)]
+    return "–" if not kappas or None in kappas else format_number(max(kappas))
 
 
-def _where(row: Layer) -> str:
+def _placements(row: Layer) -> str:
     places = [
         _field(side, "placement") or ("basis" if _field(side, "update") == "eigenbasis" else _field(side, "update"))
-        for side in _both(row)
+        for side in _factor_metrics(row)
     ]
     return "/".join(dict.fromkeys(str(place) for place in places)) or "–"
 
@@ -92,7 +92,7 @@ _NOISE: tuple[Column, ...] = (("noise A", _noise("A")), ("noise G", _noise("G"))
 """Shown where `collection.batch_variance` was asked for."""
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "capacity": (
-        ("A×G", _sides),
+        ("A×G", _factor_shape),
         ("trace", _metric("trace")),
         ("eff. rank", _effective_rank),
         ("eff. dim.", _metric("effective_dimension")),
@@ -101,15 +101,15 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("κ", _metric("kappa")),
     ),
     "reconstruction": (
-        ("A×G", _sides),
-        ("clipped A", _of_side("A", _clipped)),
-        ("clipped G", _of_side("G", _clipped)),
+        ("A×G", _factor_shape),
+        ("clipped A", _factor_metric("A", _clipped)),
+        ("clipped G", _factor_metric("G", _clipped)),
         ("κ", _kappa),
         ("floor", _floor_kept),
-        ("where", _where),
+        ("where", _placements),
     ),
     "factors": (
-        ("A×G", _sides),
+        ("A×G", _factor_shape),
         ("form", lambda row: str(_field(row.metrics, "form") or "–")),
         ("trace A", _metric("trace_A")),
         ("trace G", _metric("trace_G")),
@@ -197,7 +197,7 @@ def _line_of_reason(reason: str | None, not_covered: Sequence[Layer]) -> str:
     return f"not covered: {sum(row.parameter_count or 0 for row in rows):,} parameters, {reason}: {first}{more}"
 
 
-def _proved(identity: float | None) -> list[str]:
+def _identity_note(identity: float | None) -> list[str]:
     """Return the error of the gradient identity, where it was checked."""
     return [] if identity is None else [f"gradient identity to {identity:.1g}"]
 
@@ -223,7 +223,7 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
         reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
         if reasons:
             parts.append("not covered: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons))
-        parts += _proved(_field(coverage, "gradient_identity"))
+        parts += _identity_note(_field(coverage, "gradient_identity"))
     dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
     if effective is not None:
         parts.append(f"effective dimension {format_number(effective)}" + (f" of {dimension:,}" if dimension else ""))
@@ -236,14 +236,14 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     rank = _field(summary, "effective_rank")
     together = _field(_field(summary, "model"), "effective_rank")
     if rank is not None:
-        whole = "" if together is None else f" summed over layers, {format_number(together)} of the model as a whole"
-        parts.append(f"effective rank {format_number(rank)}{whole}")
+        of_model = "" if together is None else f" summed over layers, {format_number(together)} of the model as a whole"
+        parts.append(f"effective rank {format_number(rank)}{of_model}")
     parts += _caveats(_field(summary, "model"))
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:
         parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
-    asked = {"token_importance": _of_tokens, "cross_check": _beside_exact}
-    parts += [said(found) for name, said in asked.items() if (found := _field(summary, name)) is not None]
+    optional = {"token_importance": _token_note, "cross_check": _exact_comparison}
+    parts += [note(part) for name, note in optional.items() if (part := _field(summary, name)) is not None]
     return "; ".join(parts)
 
 
@@ -253,11 +253,11 @@ def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a ser
         ("approximate", "approximate, as a sketch stands for G of"),
         ("estimated", "eigenvalues estimated between bounds in"),
     )
-    layers = [(said, _field(model, name)) for name, said in notes]
-    return [f"{said} {', '.join(map(shorten, names))}" for said, names in layers if names]
+    layers = [(note, _field(model, name)) for name, note in notes]
+    return [f"{note} {', '.join(map(shorten, names))}" for note, names in layers if names]
 
 
-def _of_tokens(tokens: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
+def _token_note(tokens: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
     """Return how few tokens carry a head's curvature, or why that is not known."""
     layer = shorten(str(_field(tokens, "layer")))
     why = _field(tokens, "why")
@@ -267,7 +267,7 @@ def _of_tokens(tokens: Any) -> str:  # noqa: ANN401 - a record, or what a servic
     return f"{few} of {every} tokens carry 99 % of the trace of G of {layer}"
 
 
-def _beside_exact(exact: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
+def _exact_comparison(exact: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
     """Return K-FAC's trace and largest eigenvalue, each beside that of the exact curvature."""
     low, high = format_number(_field(exact, "trace_low")), format_number(_field(exact, "trace_high"))
     text = (
