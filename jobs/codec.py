@@ -48,19 +48,31 @@ class _Repeated(dict[str, Any]):
 
 
 def parse_document(raw: bytes) -> JobDocument:
-    """Read a job document.
+    """Parse and validate a job document.
+
+    Args:
+        raw: The request's body, JSON in UTF-8.
+
+    Returns:
+        The document, with every default filled in.
 
     Raises:
-        DocumentRefused: With a complaint for each fault (at most twenty).
+        DocumentRefused: If it is not valid; with a complaint for each fault, at most twenty.
     """
     return _parsed(raw, _ADAPTER, DOCUMENT)
 
 
 def parse_schedule(raw: bytes) -> Schedule:
-    """Read a schedule of its own.
+    """Parse and validate a schedule that stands alone, outside a document.
+
+    Args:
+        raw: The request's body, JSON in UTF-8.
+
+    Returns:
+        The schedule.
 
     Raises:
-        DocumentRefused: With a complaint for each fault.
+        DocumentRefused: If it is not valid; with one complaint per field.
     """
     return _parsed(raw, _SCHEDULE, Schedule)
 
@@ -75,15 +87,27 @@ def _parsed(raw: bytes, adapter: TypeAdapter[T], shape: type) -> T:
 
 
 def document_json(document: JobDocument) -> dict[str, Any]:
-    """The document as it is stored, with every default written out.
+    """Return the document as it is stored, with every default written out.
 
-    Its schedule is left out: a job's digest tells what is computed, and not when.
+    The schedule is left out: a job's digest identifies what is computed, not when.
+
+    Args:
+        document: The document.
+
+    Returns:
+        Its fields, as JSON holds them.
     """
     return {name: value for name, value in plain(document).items() if name != "schedule"}
 
 
 def sha256_of(value: Any) -> str:  # noqa: ANN401 - any record or JSON value
-    """SHA-256 of the canonical JSON of ``value``, in hex.
+    """Return the SHA-256 of the canonical JSON of a value.
+
+    Args:
+        value: Any record or JSON value.
+
+    Returns:
+        64 hexadecimal digits; equal values have equal ones, whatever the order of their keys.
 
     Raises:
         ValueError: If a number is NaN or infinite.
@@ -92,10 +116,15 @@ def sha256_of(value: Any) -> str:  # noqa: ANN401 - any record or JSON value
 
 
 def guard_body(raw: bytes, content_type: str | None = "application/json", content_encoding: str | None = None) -> None:
-    """Refuse bytes that no job document is made of, in time linear in their number.
+    """Refuse a body that cannot be a job document, in time linear in its size.
 
     Codes `unsupported_media_type`, `unsupported_encoding` and `body_too_large` have status codes of
     their own over HTTP (415, 415, 413).
+
+    Args:
+        raw: The body.
+        content_type: The request's header.
+        content_encoding: The request's header.
 
     Raises:
         DocumentRefused: With the place and the remedy; the body is never echoed.

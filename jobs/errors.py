@@ -1,4 +1,4 @@
-"""What can go wrong in the ledger, sorted by who must act.
+"""Errors of the ledger, sorted by who must act.
 
 ::
 
@@ -42,7 +42,7 @@ class FatalError(LedgerError):
 
 
 class DocumentRefused(UsageError):
-    """A body that is no job document; each complaint names a field and the remedy."""
+    """A body that is not a job document; each complaint names a field and the remedy."""
 
     def __init__(self, complaints: tuple[Complaint, ...]) -> None:
         super().__init__("; ".join(f"{each.pointer or '(document)'} {each.message}" for each in complaints))
@@ -72,7 +72,7 @@ class JobNotFound(UsageError):
 
 
 class JobEnded(UsageError):
-    """Nothing more will happen to the job."""
+    """The job has ended, so the request cannot change it."""
 
     def __init__(self, job_id: str, state: str) -> None:
         super().__init__(f"job {job_id} is {state} already; submit it again with the schedule that you want")

@@ -33,5 +33,13 @@ HELD: frozenset[State] = frozenset({"running", "cancelling"})
 
 
 def ending(state: State, wanted: State) -> State:
-    """Where a held job goes when its attempt wants it in ``wanted``."""
+    """Return the state that a held job moves to at the end of an attempt.
+
+    Args:
+        state: `running` or `cancelling`.
+        wanted: The state that the attempt's end alone would lead to.
+
+    Returns:
+        `cancelled` if cancellation was asked for, else `wanted`.
+    """
     return "cancelled" if state == "cancelling" else wanted

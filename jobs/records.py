@@ -1,4 +1,4 @@
-"""What the ledger hands out: plain frozen records, never a row of the database."""
+"""The records that the ledger returns: frozen, and independent of database rows."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Whether the job is in a terminal state."""
         return self.state in TERMINAL
 
 
@@ -137,18 +137,18 @@ class Claim:
     plan: Mapping[str, Any] | None
     """Fixed by the first attempt that planned; later attempts follow it."""
     manifest: Mapping[str, Any] | None
-    """What the last attempt that started said of itself."""
+    """The environment of the last attempt that started."""
     completed: tuple[tuple[str, int], ...]
     """`(kind, ordinal)` of the layers that have rows already."""
     cancel_requested_at: datetime | None
     deadline_at: datetime | None
     lease: DeviceLease | None = None
-    """What it computes on; None where no device was asked for."""
+    """The device's lease; None where no device was asked for."""
 
 
 @record
 class Caller:
-    """Whoever presented a valid key."""
+    """The holder of a valid key."""
 
     tenant_id: str
     scopes: frozenset[Scope]
@@ -156,5 +156,12 @@ class Caller:
     """Prefix of the key; null in embedded mode, which asks for none."""
 
     def may(self, scope: Scope) -> bool:
-        """Whether the key carries ``scope``; `admin` carries all of them."""
+        """Return whether the key carries a scope; `admin` carries all.
+
+        Args:
+            scope: The scope that a route asks for.
+
+        Returns:
+            True if it does.
+        """
         return scope in self.scopes or "admin" in self.scopes

@@ -1,4 +1,4 @@
-"""How the service's processes log: one JSON object per line on standard error, whatever a name in it contains.
+"""The log format of the service's processes: one JSON object per line on standard error, whatever names contain.
 
 Lines of libraries (Celery, uvicorn, SQLAlchemy) take the same way, and so do a thread's last words, so that every
 line of a process parses. ``job``, ``attempt``, ``fence`` and ``layer`` are bound by whoever knows them, ``request``
@@ -27,10 +27,10 @@ _MAX_DEPTH = 12
 
 
 class _Lines(logging.StreamHandler[TextIO]):
-    """What cannot be logged as it was meant is still one line of JSON."""
+    """A handler that writes one line of JSON even for a record that cannot be formatted."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as overridden
-        """Say which line it was, without its arguments."""
+        """Log the record's origin, without its arguments."""
         error = type(sys.exc_info()[1]).__name__
         told = {"event": "a line could not be logged", "level": "error", "logger": record.name, "error": error}
         with contextlib.suppress(OSError, ValueError):  # nobody listens any more
@@ -38,7 +38,12 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send every line of this process to ``stream`` as JSON. Call it once, at the process edge."""
+    """Send every log line of this process to a stream, as JSON. Call it once, at the start of the process.
+
+    Args:
+        level: The least level that is written.
+        stream: The stream; standard error if left out.
+    """
     handler = _Lines(stream or sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -85,7 +90,14 @@ def log_last_words() -> None:
 
 
 def one_line(event: object) -> str:
-    """JSON that any parser takes, in which nothing hides or is taken for the end of a line; λ stays readable."""
+    """Return JSON on one line that any parser takes; control characters are escaped, printable ones such as λ are not.
+
+    Args:
+        event: Any value; parts that JSON cannot hold become text.
+
+    Returns:
+        The line, without its end.
+    """
     text = json.dumps(_writable(event, _MAX_DEPTH), ensure_ascii=False, allow_nan=False)
     # what is left is what a terminal takes for a command, a reader for another line or direction, or no encoding writes
     return text if text.isprintable() else "".join(each if each.isprintable() else _escaped(each) for each in text)

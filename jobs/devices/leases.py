@@ -72,17 +72,26 @@ class Place:
 
 @record
 class DeviceLease:
-    """What an attempt may use."""
+    """The device and memory that an attempt may use."""
 
     device_uuid: str
     kind: DeviceKind
     bytes: int
     bound_bytes: int | None
-    """What the attempt must plan within; None where it has the host to itself and takes what is free."""
+    """The limit of the attempt's plan; None where it has the host to itself and takes the free memory."""
 
 
 def lease(connection: Connection, taken: Row[Any], place: Place) -> DeviceLease | None:
-    """Lease the device of ``place`` for the job that was just ``taken``; None where it has no room for it."""
+    """Lease a device for a job that the same transaction has just claimed.
+
+    Args:
+        connection: A connection with an open transaction.
+        taken: The row of the job, as `take` returned it.
+        place: The device, and the worker that offers it.
+
+    Returns:
+        The lease, or None if the device has not enough free memory for the job or the worker may not run it.
+    """
     device = connection.execute(_LOCK_FOR, {"device": place.device_uuid, "job": taken.id}).one_or_none()
     found = connection.execute(_THERE, {"worker": place.worker_id, "device": place.device_uuid}).one_or_none()
     if device is None or found is None or not suits(taken, device.kind, found.factories):
@@ -111,7 +120,15 @@ def lease(connection: Connection, taken: Row[Any], place: Place) -> DeviceLease 
 
 
 def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
-    """What the holder of a job has leased."""
+    """Return the device lease of a job's current attempt.
+
+    Args:
+        connection: A connection with an open transaction.
+        job: The job's row.
+
+    Returns:
+        The lease, or None if the attempt has none.
+    """
     row = connection.execute(
         select(device_leases, devices.c.kind)
         .join(devices, devices.c.uuid == device_leases.c.device_uuid)
@@ -123,9 +140,17 @@ def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
 
 
 def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
-    """Lease what the plan says instead of what was guessed; False where the job belongs on another device.
+    """Replace the leased bytes by those of the attempt's memory plan.
 
-    It stays where no device that is offered could hold it: then its own plan says whether it can be done here.
+    The attempt stays where no device on offer could hold it: then its own plan decides whether it can run here.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+        needs: The bytes of the plan.
+
+    Returns:
+        False if the job must be handed back, since another device has room for it and this one has not.
     """
     mine = and_(device_leases.c.job_id == drawn.id, device_leases.c.fence == drawn.fence)
     row = connection.execute(select(device_leases).where(mine)).one_or_none()
@@ -150,7 +175,12 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
 
 
 def drain(connection: Connection, drawn: Row[Any]) -> None:
-    """The attempt that held the locked job may write no more; its processes may live yet."""
+    """Mark the lease of a job's attempt as draining: the attempt may write no more, but its processes may still run.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+    """
     silent_since = drawn.lease_expires_at if drawn.lease_expires_at and drawn.lease_expires_at < drawn.now else None
     connection.execute(
         update(device_leases)
@@ -160,7 +190,15 @@ def drain(connection: Connection, drawn: Row[Any]) -> None:
 
 
 def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: int | None) -> None:
-    """Say which process leads the group that computes, and when it began, by its machine's own count."""
+    """Record the process that leads an attempt's process group, so that others can tell whether it still runs.
+
+    Args:
+        engine: The ledger's database.
+        job_id: The job.
+        fence: The attempt, by its fencing token.
+        pid: The process's number.
+        started: When it began, in the kernel's clock ticks since boot; None where that cannot be read.
+    """
     with writing(engine) as connection:
         connection.execute(
             update(device_leases)
@@ -170,7 +208,13 @@ def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: in
 
 
 def release(engine: Engine, job_id: str, fence: int) -> None:
-    """End the lease of an attempt of which nothing runs any more."""
+    """Delete the lease of an attempt after all its processes have ended.
+
+    Args:
+        engine: The ledger's database.
+        job_id: The job.
+        fence: The attempt, by its fencing token.
+    """
     with writing(engine) as connection:
         connection.execute(
             delete(device_leases).where(device_leases.c.job_id == job_id, device_leases.c.fence == fence)
@@ -184,14 +228,17 @@ def free_drained(
     running: Collection[tuple[str, int]],
     lives: Callable[[int, int | None], bool],
 ) -> int:
-    """End the draining leases of which nothing runs any more; returns how many.
+    """Delete the draining leases of attempts that have no running process any more.
 
     Args:
-        engine: The ledger.
-        worker_id: Who asks.
-        process_space: Where the asker can tell whether a process lives.
-        running: (job, fence) of what the asker itself still looks after.
-        lives: Whether anything lives of the group that a guardian of that number and beginning leads.
+        engine: The ledger's database.
+        worker_id: The worker that asks.
+        process_space: The machine and namespace in which this worker can tell whether a process lives.
+        running: (job, fence) of the attempts that this worker still supervises.
+        lives: Returns whether any process lives in the group of a guardian with that number and start.
+
+    Returns:
+        The number of deleted leases.
     """
     seen = exists().where(workers.c.id == device_leases.c.worker_id, workers.c.expires_at >= ledger_now())
     query = select(
@@ -216,13 +263,29 @@ def free_drained(
 
 
 def suits(job: Any, kind: str, factories: Collection[str]) -> bool:  # noqa: ANN401 - a row of `jobs`
-    """Whether a device of that kind under a worker with that list may compute the job, whatever it needs."""
+    """Return whether a device may run a job, apart from its memory.
+
+    Args:
+        job: The job's row.
+        kind: The device's kind.
+        factories: The factories that its worker lists; `*` means all.
+
+    Returns:
+        True if the worker lists the job's factories, and the device has the class of the job's first attempt.
+    """
     named = {name for name in (job.model_factory, job.data_factory) if name is not None}
     return job.device_class in (None, device_class(kind)) and ("*" in factories or named <= set(factories))
 
 
 def device_class(kind: str) -> str:
-    """What decides the numbers: a fake GPU computes on the CPU."""
+    """Return the class of devices that compute the same numbers: a fake GPU computes on the CPU.
+
+    Args:
+        kind: A device's kind.
+
+    Returns:
+        `cuda` or `cpu`.
+    """
     return "cuda" if kind == "cuda" else "cpu"
 
 
@@ -241,13 +304,13 @@ def _device_lease(uuid: str, kind: DeviceKind, leased: int, *, whole: bool, need
 
 
 def _share(device: Row[Any], free: int, slots: int, *, planned: bool) -> int:
-    """What a job on a shared host may plan within: an equal part for each slot; 0 where it is alone or knows better."""
+    """Return a job's equal share of a shared host; 0 if it has the host to itself or a plan of its own."""
     share = int(device.capacity_bytes // max(1, slots))
     return 0 if planned or slots <= 1 or share > free else share
 
 
 def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: str) -> bool:
-    """Whether another device that is offered now could hold the job beside what others than jobs hold there.
+    """Return whether another device on offer could hold the job beside the memory in use there by others.
 
     Of a host they never let go of all. A GPU may be all the job's some day: that is waited for where this device is too
     small for it whoever leaves it, not where the two are equals.
@@ -271,7 +334,15 @@ def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: s
 
 
 def suited(kind: str, factories: Collection[str]) -> ColumnElement[bool]:
-    """`suits` as a condition on `jobs`."""
+    """Return `suits` as an SQL condition on `jobs`.
+
+    Args:
+        kind: The device's kind.
+        factories: The factories that its worker lists; `*` means all.
+
+    Returns:
+        The condition.
+    """
     conditions: list[ColumnElement[bool]] = [
         or_(jobs.c.device_class.is_(None), jobs.c.device_class == device_class(kind))
     ]

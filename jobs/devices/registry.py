@@ -40,33 +40,33 @@ _FORGET_DEVICE_SECONDS = 86_400.0
 
 @record
 class Device:
-    """What a worker offers to compute on, as it was read just now."""
+    """A device that a worker offers, as it was read just now."""
 
     uuid: str
     kind: DeviceKind
     name: str
     capacity_bytes: int
     used_bytes: int = 0
-    """Held there, by whomever."""
+    """Memory in use, by jobs or others."""
 
     @property
     def whole(self) -> bool:
-        """Whether a job gets it for itself alone; the host's memory is shared by bytes."""
+        """Whether a job gets the whole device; the host's memory is shared by bytes."""
         return self.kind != "host"
 
 
 @record
 class Worker:
-    """What a worker process says of itself."""
+    """A worker process's description of itself."""
 
     id: str
     node: str
     process_space: str
-    """Within it a process's number means the same process: a boot of a machine, and a namespace there."""
+    """The scope of process numbers: a boot of a machine, and a namespace there."""
     version: str
     slots: int
     factories: tuple[str, ...]
-    """It takes jobs of these alone; `*` is all."""
+    """The factories of the jobs that it takes; `*` is all."""
 
 
 @record
@@ -79,13 +79,13 @@ class DeviceStatus:
     node: str
     capacity_bytes: int
     foreign_bytes: int
-    """Held by others than jobs."""
+    """Memory in use by others than jobs."""
     leased_bytes: int
-    """By jobs, those included whose processes are not gone yet."""
+    """Memory leased to jobs, including draining leases."""
     free_bytes: int
     jobs: int
     draining: int
-    """Of them, those that write nothing any more."""
+    """The draining ones among them: they write nothing any more."""
     seen_at: datetime
     stale: bool
     """No worker that was seen lately offers it."""
@@ -96,9 +96,14 @@ class DeviceStatus:
 def register(
     engine: Engine, worker: Worker, offered: Sequence[Device], expiry_seconds: float, leased: Collection[str] = ()
 ) -> None:
-    """Make a worker and its devices known, or renew them: the same call, however often.
+    """Insert a worker and its devices, or renew them.
 
-    A device that is among ``leased`` keeps what others were last known to hold there (`leased_devices`).
+    Args:
+        engine: The ledger's database.
+        worker: The worker.
+        offered: All devices that it offers, with the memory in use there.
+        expiry_seconds: The worker counts as gone after so long without another call.
+        leased: UUIDs of devices with leases (`leased_devices`): what others hold there is not read anew.
     """
     with writing(engine) as connection:
         insertion = _upsert(connection)
@@ -129,9 +134,16 @@ def register(
 
 
 def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_seconds: float) -> bool:
-    """Say that a worker lives, and what its devices hold; False where it is not known (any more): register it then.
+    """Extend a worker's registration, and update the memory in use on its devices.
 
-    A device that ``used_bytes`` leaves out was seen as well, and keeps what others were last known to hold there.
+    Args:
+        engine: The ledger's database.
+        worker_id: The worker.
+        used_bytes: Memory in use by UUID; a device that is left out keeps what others were last known to hold there.
+        expiry_seconds: The worker counts as gone after so long without another call.
+
+    Returns:
+        False if the worker is not registered (any more), and must be registered again.
     """
     offered = select(worker_devices.c.device_uuid).where(worker_devices.c.worker_id == worker_id)
     with writing(engine) as connection:
@@ -156,24 +168,44 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
 
 
 def leased_devices(engine: Engine) -> set[str]:
-    """The UUIDs of devices that any lease stands on, draining ones included.
+    """Return the UUIDs of all devices with a lease, draining ones included.
 
-    To be asked right before a worker reads what its devices hold, and these left out of what it tells `renew` and named
-    to `register`: of a job that ends after the reading neither finds a lease any more, and would take its memory for
-    others'. A shared host is the same to it as a GPU: what others hold there is read only while no job is on it.
+    A worker calls this right before it reads the memory in use on its devices, and leaves these out of `renew`, or
+    names
+    them to `register`. Otherwise the memory of a job that ends right after the reading, and has no lease any more,
+    would
+    count as others'. This holds for a shared host as for a GPU: what others hold is read only while no job is there.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        The UUIDs.
     """
     with reading(engine) as connection:
         return set(connection.execute(select(device_leases.c.device_uuid).distinct()).scalars())
 
 
 def remove(engine: Engine, worker_id: str) -> None:
-    """Take a worker off that ends; its devices stay known for a day, since jobs may be waiting for them."""
+    """Delete a worker that ends; its devices stay known for a day, since jobs may wait for them.
+
+    Args:
+        engine: The ledger's database.
+        worker_id: The worker.
+    """
     with writing(engine) as connection:
         connection.execute(delete(workers).where(workers.c.id == worker_id))
 
 
 def forget_silent(engine: Engine) -> int:
-    """Remove workers that were silent for an hour, and devices that nobody has offered for a day; returns how many."""
+    """Delete workers that were silent for an hour, and devices that no worker has offered for a day.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        The number of deleted rows.
+    """
     leased = exists().where(device_leases.c.device_uuid == devices.c.uuid)
     offered = exists().where(worker_devices.c.device_uuid == devices.c.uuid)
     with writing(engine) as connection:
@@ -185,13 +217,27 @@ def forget_silent(engine: Engine) -> int:
 
 
 def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
-    """Every device that is known, those of one node together."""
+    """Return the status of every known device, ordered by node.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        One status per device.
+    """
     with reading(engine) as connection:
         return read_devices(connection)
 
 
 def read_devices(connection: Connection) -> tuple[DeviceStatus, ...]:
-    """The same, in the caller's transaction."""
+    """Return what `list_devices` returns, in the caller's transaction.
+
+    Args:
+        connection: A connection with an open transaction.
+
+    Returns:
+        One status per device, ordered by node, kind and name.
+    """
     leases = (
         select(
             device_leases.c.device_uuid,
@@ -257,7 +303,7 @@ def _register_device(connection: Connection, worker: Worker, device: Device, *, 
 
 
 def _foreign(uuid: ColumnElement[str], used: ColumnElement[int | None]) -> dict[str, ColumnElement[Any]]:
-    """What is used while no job is there is others', as of now; what they hold beside a job nobody can tell."""
+    """Return the new values of others' use: it is read only while no job is there, and kept otherwise."""
     unread = or_(exists().where(device_leases.c.device_uuid == uuid), used.is_(None))
     return {
         "foreign_bytes": case((unread, devices.c.foreign_bytes), else_=used),

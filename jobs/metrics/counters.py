@@ -52,35 +52,63 @@ OPERATOR_CODES = frozenset(
 
 
 def add(connection: Connection, counter: Counter, label: str = "") -> None:
-    """Count one, in the caller's transaction."""
+    """Add one to a counter; it counts if the transaction commits.
+
+    Args:
+        connection: A connection with an open transaction.
+        counter: The counter.
+        label: The value of its label; empty for a counter without one.
+    """
     given = {"name": counter, "label": label, "shard": secrets.randbelow(SHARDS)}
     connection.execute(_one_more(connection.dialect.name), given)
 
 
 def add_failure(connection: Connection, category: str, code: str, *, ends_job: bool) -> None:
-    """Count a failed attempt, and the job where it ends with it."""
+    """Count a failed attempt, and a failed job where the attempt was its last.
+
+    Args:
+        connection: A connection with an open transaction.
+        category: `usage`, `transient` or `fatal`.
+        code: The failure's code; any outside `OPERATOR_CODES` counts as `other`.
+        ends_job: Whether the job has failed with it.
+    """
     add(connection, "attempt_failures", f"{category} {code if code in OPERATOR_CODES else 'other'}")
     if ends_job:
         add(connection, "job_failures", category)
 
 
 def note_refused(engine: Engine) -> None:
-    """Count a write of somebody who no longer holds the job, beside the transaction that was rolled back.
+    """Count a refused write of an attempt that has lost its job, outside the transaction that was rolled back.
 
-    The ledger may be out of reach for the very reason that the lease was lost: then it stays uncounted.
+    It stays uncounted while the database is away, which may be why the lease was lost.
+
+    Args:
+        engine: The ledger's database.
     """
     with contextlib.suppress(LedgerUnavailable), writing(engine) as connection:
         add(connection, "refused_writes")
 
 
 def note_round(engine: Engine, reconciler: Reconciler) -> None:
-    """Leave a sign of life: a round of ``reconciler`` has ended well, in whichever process."""
+    """Record that a round of a reconciler has succeeded, in whichever process.
+
+    Args:
+        engine: The ledger's database.
+        reconciler: The reconciler.
+    """
     with writing(engine) as connection:
         add(connection, "rounds", reconciler)
 
 
 def read_counters(connection: Connection) -> dict[Counter, dict[str, int]]:
-    """Every counter's value, by its labels; one that never counted is absent."""
+    """Return the values of all counters.
+
+    Args:
+        connection: A connection with an open transaction.
+
+    Returns:
+        Values by counter and label; a counter that never counted is absent.
+    """
     found: dict[Counter, dict[str, int]] = {}
     total = func.sum(counters.c.value)
     for name, label, value in connection.execute(
@@ -91,7 +119,14 @@ def read_counters(connection: Connection) -> dict[Counter, dict[str, int]]:
 
 
 def seconds_since_round(connection: Connection) -> Mapping[Reconciler, float]:
-    """How long ago each reconciler's last round ended, anywhere; one that never had any is absent."""
+    """Return the seconds since each reconciler's last successful round in any process.
+
+    Args:
+        connection: A connection with an open transaction.
+
+    Returns:
+        Seconds by reconciler; one without any round is absent.
+    """
     last = (
         select(counters.c.label, func.max(counters.c.changed_at), ledger_now())
         .where(counters.c.name == "rounds")

@@ -25,25 +25,31 @@ class LedgerSnapshot:
     active_jobs: Mapping[State, int]
     """Those that have not ended, by state."""
     queue_oldest_seconds: float
-    """How long the job that has waited longest has been in the queue; 0 where it is empty."""
+    """The longest time that a job has been in the queue; 0 where it is empty."""
     leases_expired: int
-    """Jobs whose holder is silent, and that no reaper has taken yet."""
+    """Jobs with an expired lease that no reaper has taken yet."""
     workers: int
-    """Seen lately."""
+    """The number of workers that were seen lately."""
     slots: int
-    """How many jobs they can do at once."""
+    """The number of jobs that they can run at once."""
     slots_busy: int
-    """Of them, those that hold a job."""
+    """The slots that hold a job."""
     devices: tuple[DeviceStatus, ...]
     wakeups_unsent: int
     wakeups_oldest_unsent_seconds: float
     counters: Mapping[Counter, Mapping[str, int]]
     seconds_since_round: Mapping[Reconciler, float]
-    """By reconciler; one that never had a round is absent."""
+    """Seconds by reconciler; one that never had a round is absent."""
 
 
 def take_snapshot(engine: Engine) -> LedgerSnapshot:
-    """Count.
+    """Take a snapshot in one transaction of at most two seconds per statement.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        The snapshot.
 
     Raises:
         LedgerUnavailable: If the database does not answer.

@@ -36,12 +36,28 @@ class ArtifactFolder:
     """The root of what attempts write, and the store that keeps it."""
 
     def __init__(self, root: Path, store: ObjectStore | None = None) -> None:
-        """Stage below ``root`` and keep in ``store``, or in the same folder where none is given."""
+        """Set up the artifacts.
+
+        Args:
+            root: The folder in which attempts stage their files.
+            store: The store that keeps them; None keeps them in the same folder.
+        """
         self.root = root.absolute()
         self.store: ObjectStore = LocalObjects(self.root) if store is None else store
 
     def attempt_dir(self, job_id: str, fence: int) -> Path:
-        """The folder that one attempt's child writes into, made where it is missing."""
+        """Return the folder that one attempt's child writes into, and create it if it is missing.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ArtifactDamaged: If the id is malformed.
+        """
         folder = self.root / self._job_part(job_id) / str(int(fence))
         while True:
             # whoever clears the attempt before may remove the job's empty folder in between
@@ -50,12 +66,23 @@ class ArtifactFolder:
                 return folder
 
     def publish(self, tenant_id: str, job_id: str, fence: int, name: str, *, sha256: str, size_bytes: int) -> str:
-        """Verify what an attempt says it has written, and keep it; returns the uri to list it under.
+        """Verify a staged file, and store it.
+
+        Args:
+            tenant_id: The job's tenant.
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+            name: The file's name below the attempt's folder.
+            sha256: The digest that the attempt has declared.
+            size_bytes: The size that the attempt has declared.
+
+        Returns:
+            The key to list it under.
 
         Raises:
-            ArtifactDamaged: If the file is missing, no plain file, or other than declared.
+            ArtifactDamaged: If the file is missing, not a plain file, or other than declared.
             StoreUnavailable: If the store does not answer.
-            OSError: If a disk is full or fails; nothing is kept then.
+            OSError: If a disk is full or fails; nothing is stored then.
         """
         if not _NAME.fullmatch(name):
             raise ArtifactDamaged(f"an artifact's name {name[:80]!r} is not made of plain path segments")
@@ -68,29 +95,43 @@ class ArtifactFolder:
         return key
 
     def open(self, artifact: Artifact, first: int = 0) -> BinaryIO:
-        """The file's bytes from the ``first`` on, its size checked; `verify` reads all of it.
+        """Open a listed file for reading; its size is checked, its digest only by `verify`.
+
+        Args:
+            artifact: The file's row.
+            first: The offset of the first byte to read.
+
+        Returns:
+            The bytes from there on.
 
         Raises:
-            ArtifactDamaged: If it is missing, no plain file, or of another size than listed.
+            ArtifactDamaged: If it is missing, not a plain file, or of another size than listed.
             StoreUnavailable: If the store does not answer.
         """
         return self.store.open(artifact.uri, artifact.size_bytes, first)
 
     def verify(self, artifact: Artifact) -> None:
-        """Read the whole file and compare its digest.
+        """Read a whole file and compare its digest.
+
+        Args:
+            artifact: The file's row.
 
         Raises:
-            ArtifactDamaged: If it is not what was listed.
+            ArtifactDamaged: If it is other than listed.
             StoreUnavailable: If the store does not answer.
         """
         with self.open(artifact) as file:
             require_digest(file, artifact.sha256, called=artifact.uri)
 
     def bring(self, artifact: Artifact, target: Path) -> None:
-        """Bring a verified file to ``target``, which stands there complete or not at all.
+        """Copy or link a verified file to a path, where it appears complete or not at all.
+
+        Args:
+            artifact: The file's row.
+            target: The path.
 
         Raises:
-            ArtifactDamaged: If it is not what was listed.
+            ArtifactDamaged: If it is other than listed.
             StoreUnavailable: If the store does not answer.
             OSError: If a disk is full or fails.
         """
@@ -101,14 +142,25 @@ class ArtifactFolder:
         return self.store.listing(OBJECTS)
 
     def clear_attempt(self, job_id: str, fence: int) -> None:
-        """Delete what an attempt staged, and the job's folder if that is empty now; what is gone is no error."""
+        """Delete the files that an attempt staged, and the job's folder if it is empty then.
+
+        Missing files are not an error.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+        """
         folder = self.root / self._job_part(job_id)
         shutil.rmtree(folder / str(int(fence)), ignore_errors=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
 
     def remove(self, job_id: str) -> None:
-        """Delete what is a deleted job's alone: what it staged, and files that rows of earlier versions named."""
+        """Delete the staged files of a deleted job, and files that rows of earlier versions named.
+
+        Args:
+            job_id: The job.
+        """
         part = self._job_part(job_id)
         for each in self.store.listing(f"{part}/"):
             self.store.delete(each.key)
@@ -117,24 +169,39 @@ class ArtifactFolder:
 
     def _job_part(self, job_id: str) -> str:
         if not is_id(job_id):
-            raise ArtifactDamaged("a folder was asked for under something that is no job id")
+            raise ArtifactDamaged("a folder was asked for under something that is not a job id")
         return job_id
 
 
 def open_artifacts(
     settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
 ) -> ArtifactFolder:
-    """The artifacts that the operator's settings name, and what is to stand ``around`` their store."""
+    """Open the artifacts under the operator's settings.
+
+    Args:
+        settings: The folder, and the bucket if there is one.
+        around: Wraps the store, for instance to retry its calls.
+
+    Returns:
+        The artifacts; nothing is connected to yet.
+    """
     root = settings.artifact_root
     return ArtifactFolder(root, around(LocalObjects(root) if settings.bucket is None else S3Objects(settings.bucket)))
 
 
 def object_key(tenant_id: str, sha256: str) -> str:
-    """Where the bytes of that digest stand for that tenant.
+    """Return the key of an object.
+
+    Args:
+        tenant_id: The tenant.
+        sha256: The digest of its bytes, as 64 hexadecimal digits.
+
+    Returns:
+        ``objects/<tenant>/<aa>/<sha256>``, with the digest's first two digits.
 
     Raises:
-        ArtifactDamaged: If either is none.
+        ArtifactDamaged: If either is malformed.
     """
     if not _TENANT.fullmatch(tenant_id) or not _SHA256.fullmatch(sha256):
-        raise ArtifactDamaged("a file was declared with something that is no SHA-256")
+        raise ArtifactDamaged("a file was declared with something that is not a SHA-256")
     return f"{OBJECTS}{tenant_id}/{sha256[:2]}/{sha256}"

@@ -29,10 +29,15 @@ class LocalObjects:
     """The objects below one folder."""
 
     def __init__(self, root: Path) -> None:
+        """Set up the store.
+
+        Args:
+            root: The folder, which need not exist yet.
+        """
         self.root = root.absolute()
 
     def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
-        """Link the file into place, or copy it from another file system."""
+        """Link the file into place, or copy it from another file system (`ObjectStore.put`)."""
         target = self._path(key)
         _make_folder(target.parent)
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
@@ -52,7 +57,7 @@ class LocalObjects:
         _sync_folder(target.parent)
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """The file, which stays readable whatever happens to its name."""
+        """Open the file, which stays readable whatever happens to its name (`ObjectStore.open`)."""
         path = self._path(key)
         # links were not written by a store, and could lead out of its folder
         if path.resolve() != self.root.resolve() / key:
@@ -62,7 +67,7 @@ class LocalObjects:
         return file
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Link the file to another place of the same file system, or copy it."""
+        """Link the file to another path of the same file system, or copy it (`ObjectStore.fetch`)."""
         self.open(key, size_bytes).close()
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         try:
@@ -74,7 +79,7 @@ class LocalObjects:
             part.unlink(missing_ok=True)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """Every file, those under temporary names too: they are somebody's, or left of a killed process."""
+        """List all files, those under temporary names too: they are being written, or left of a killed process."""
         for folder, _, names in os.walk(self.root / prefix):
             for name in names:
                 path = Path(folder) / name
@@ -87,7 +92,7 @@ class LocalObjects:
                     )
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Unlink the file; no object takes its place between the look at its age and that."""
+        """Unlink the file; no object takes its place between the check of its age and that (`ObjectStore.delete`)."""
         path = self._path(key)
         try:
             with self._locked(fcntl.LOCK_EX):
@@ -105,7 +110,7 @@ class LocalObjects:
             return os.fstat(descriptor).st_mtime
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> None:
-        """A folder gives none."""
+        """Return None: a folder has no addresses."""
 
     def _path(self, key: str) -> Path:
         if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key:
@@ -131,10 +136,18 @@ class LocalObjects:
 
 
 def open_plain(path: Path, size_bytes: int, *, called: str) -> BinaryIO:
-    """Open a file of just that size.
+    """Open a plain file of the declared size; neither links nor pipes are followed.
+
+    Args:
+        path: The file.
+        size_bytes: The declared size.
+        called: The name for error messages.
+
+    Returns:
+        The open file, at its beginning.
 
     Raises:
-        ArtifactDamaged: If it is missing, no plain file, or of another size.
+        ArtifactDamaged: If it is missing, not a plain file, or of another size.
     """
     try:
         # a pipe would hang
@@ -153,10 +166,15 @@ def open_plain(path: Path, size_bytes: int, *, called: str) -> BinaryIO:
 
 
 def require_digest(file: BinaryIO, sha256: str, *, called: str) -> None:
-    """Read a file to its end.
+    """Read a file to its end and compare its digest.
+
+    Args:
+        file: The open file.
+        sha256: The declared digest.
+        called: The name for error messages.
 
     Raises:
-        ArtifactDamaged: If its bytes are not those declared.
+        ArtifactDamaged: If the bytes have another digest.
     """
     digest = hashlib.sha256()
     while chunk := file.read(CHUNK_BYTES):
@@ -173,13 +191,13 @@ def _take(source: Path, part: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS or not stat.S_ISREG(source.lstat().st_mode):
             if not source.is_file() or source.is_symlink():
-                raise ArtifactDamaged(f"artifact {source.name} is no plain file") from error
+                raise ArtifactDamaged(f"artifact {source.name} is not a plain file") from error
             raise
         shutil.copyfile(source, part, follow_symlinks=False)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and what is missing above it, each entry on the disk before anything stands in it."""
+    """Create a folder and its missing parents, each synced to disk before it is used."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)

@@ -12,11 +12,11 @@ from typing import BinaryIO, Protocol
 from catalog.record import record
 
 PART = ".part-"
-"""How the name of a file begins that is being written."""
+"""The beginning of the names of files that are being written."""
 
 
 MARKS = "marks/"
-"""Below which a store keeps notes of its own beside the objects; an old one is of a process that was killed."""
+"""The prefix of a store's own notes beside the objects; an old one was left by a killed process."""
 
 
 @record
@@ -30,43 +30,77 @@ class StoredObject:
 
 
 class ObjectStore(Protocol):
-    """Where objects are kept."""
+    """A store of objects."""
 
     def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
-        """Keep a copy of a file that nobody changes any more, in place of what stood there; its age begins anew.
+        """Store a copy of a file in place of any earlier object; its age begins anew.
+
+        Args:
+            key: The object's key.
+            source: The file, which nobody changes any more.
+            sha256: The declared digest.
+            size_bytes: The declared size.
 
         Raises:
-            ArtifactDamaged: If the file is missing, no plain file, or other than declared; nothing is kept then.
+            ArtifactDamaged: If the file is missing, not a plain file, or other than declared; nothing is stored then.
             StoreUnavailable: If the store does not answer.
-            OSError: If a disk is full or fails; nothing is kept then.
+            OSError: If a disk is full or fails; nothing is stored then.
         """
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """The object's bytes from the ``first`` on.
+        """Open an object for reading.
+
+        Args:
+            key: The object's key.
+            size_bytes: The listed size.
+            first: The offset of the first byte to read.
+
+        Returns:
+            The bytes from there on.
 
         Raises:
-            ArtifactDamaged: If it is missing, no plain file, or of another size.
+            ArtifactDamaged: If it is missing or of another size.
             StoreUnavailable: If the store does not answer.
         """
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Bring a verified copy, or a link that keeps the bytes, to where ``target`` stands complete or not at all.
+        """Copy or link a verified object to a path, where it appears complete or not at all.
+
+        Args:
+            key: The object's key.
+            target: The path.
+            sha256: The listed digest.
+            size_bytes: The listed size.
 
         Raises:
-            ArtifactDamaged: If the object is not what was declared.
+            ArtifactDamaged: If it is other than listed.
             StoreUnavailable: If the store does not answer.
             OSError: If a disk is full or fails.
         """
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """All objects whose keys begin with ``prefix``, which ends with a slash or is empty.
+        """List all objects below a prefix.
+
+        Args:
+            prefix: The beginning of their keys, which ends with a slash or is empty.
+
+        Yields:
+            One entry per object.
 
         Raises:
             StoreUnavailable: If the store does not answer.
         """
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Remove one object; whether it was there and, by the store's clock, put before ``older_than``.
+        """Delete one object.
+
+        Args:
+            key: The object's key.
+            older_than: Delete it only if it was put before this time, in seconds of the store's clock; None: in any
+                case.
+
+        Returns:
+            Whether an object was deleted.
 
         Raises:
             StoreUnavailable: If the store does not answer.
@@ -81,7 +115,13 @@ class ObjectStore(Protocol):
         """
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
-        """An address that answers GET for this object alone, for so many seconds; None where the store gives none.
+        """Return an address that answers GET for one object without credentials.
 
-        ``answers`` are headers of its answer, such as ``content-disposition``.
+        Args:
+            key: The object's key.
+            seconds: The address is valid for so long.
+            answers: Headers of the answer, such as ``content-disposition``.
+
+        Returns:
+            The address, or None if the store cannot sign.
         """

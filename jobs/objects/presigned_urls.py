@@ -1,4 +1,4 @@
-"""Signed addresses: whoever holds one reads one object of an S3 store for a while, without any key.
+"""Presigned URLs: each gives its holder read access to one object of an S3 store for a time, without credentials.
 
 The query carries the signature (AWS Signature Version 4): with the day's key
 ``k = HMAC(HMAC(HMAC(HMAC("AWS4" + secret, date), region), "s3"), "aws4_request")`` it is
@@ -24,14 +24,17 @@ _ALGORITHM = "AWS4-HMAC-SHA256"
 def signed_url(
     settings: S3Settings, key: str, seconds: int, *, answers: dict[str, str], at: datetime | None = None
 ) -> str | None:
-    """An address that answers GET for ``key`` for so many seconds; None without keys of its own to sign with.
+    """Return an address that answers GET for one object without credentials.
 
     Args:
-        settings: The bucket, and where callers reach it.
+        settings: The bucket, and the endpoint that callers reach.
         key: The object, below the prefix.
-        seconds: How long the address is good for, at most 604,800.
+        seconds: The address is valid for so long, at most 604,800.
         answers: Headers of the store's answer, such as ``content-disposition``.
-        at: When it is signed; now, where left out.
+        at: The time of signing; now, if left out.
+
+    Returns:
+        The address, or None without an access key to sign with.
     """
     if settings.access_key_id is None or settings.secret_access_key is None:
         return None

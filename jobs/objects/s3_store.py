@@ -41,11 +41,11 @@ _DOOMED = f"{MARKS}doomed/"
 _COMPLETED = f"{MARKS}completed/"
 _CLOCK = "clock"
 _MARK_SECONDS = 30.0
-"""After which a mark is of a process that is gone: it, two looks and a removal take four hasty requests."""
+"""The age at which a mark is of a process that is gone: mark, two checks and a deletion take four hasty requests."""
 _HASTY = {"seconds": 5.0, "retry_seconds": 2.0}
 """Four such requests have ended, one way or the other, before the mark has aged."""
 _LONG_SECONDS = 60.0
-"""Of an upload whose completion is marked: stores may tell the moment at which it began as the object's own."""
+"""The duration from which an upload's completion is marked: some stores report its beginning as the object's age."""
 _ROUNDS = 5
 
 
@@ -53,6 +53,11 @@ class S3Objects:
     """The objects below one prefix of a bucket."""
 
     def __init__(self, settings: S3Settings) -> None:
+        """Set up the store; it connects with the first call.
+
+        Args:
+            settings: The bucket and its credentials.
+        """
         self._settings = settings
         keys: dict[str, Any] = {
             "access_key_id": settings.access_key_id,
@@ -70,7 +75,7 @@ class S3Objects:
         self._hasty = self._connect(**_HASTY)
 
     def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
-        """Upload the file, and see that it outlived whoever was about to remove what it replaced."""
+        """Upload the file, and check that it outlived any removal of its predecessor (`ObjectStore.put`)."""
         for _ in range(_ROUNDS):
             self._upload(key, source, sha256, size_bytes)
             self._await_removers(key)
@@ -85,7 +90,7 @@ class S3Objects:
         raise StoreUnavailable(f"the store of artifacts has lost an object {_ROUNDS} times after taking it")
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """A stream of the object, begun before this returns."""
+        """Open a stream of the object, begun before this returns (`ObjectStore.open`)."""
         if first >= size_bytes > 0:
             raise ValueError(f"an object of {size_bytes:,} bytes was opened at {first:,}")
         with _translated(f"artifact {key}"):
@@ -99,7 +104,7 @@ class S3Objects:
             return io.BufferedReader(_Stream(iter(answer.stream(min_chunk_size=_CHUNK_BYTES)), key), _CHUNK_BYTES)
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Download the object."""
+        """Download the object (`ObjectStore.fetch`)."""
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         digest = hashlib.sha256()
         try:
@@ -117,14 +122,14 @@ class S3Objects:
             part.unlink(missing_ok=True)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """Every object, page by page."""
+        """List all objects, page by page (`ObjectStore.listing`)."""
         with _translated(prefix):
             for page in obstore.list(self._store, prefix.rstrip("/") or None):
                 for each in page:
                     yield _stored(each)
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Remove the object, under a mark where its age counts."""
+        """Delete the object, under a mark where its age counts (`ObjectStore.delete`)."""
         if older_than is None:
             return self._remove(self._store, key)
         mark = f"{_DOOMED}{key}/{uuid.uuid4().hex}"
@@ -142,7 +147,7 @@ class S3Objects:
             return obstore.head(self._store, _CLOCK)["last_modified"].timestamp()
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
-        """An address for that object alone; None where a role, not a key, opens the store."""
+        """Return an address of that object alone; None where a role, not a key, opens the store."""
         return signed_url(self._settings, key, seconds, answers=answers)
 
     def _connect(self, *, seconds: float, retry_seconds: float) -> S3Store:
@@ -180,7 +185,7 @@ class S3Objects:
                 obstore.put(self._store, f"{_COMPLETED}{key}", b"")
 
     def _await_removers(self, key: str) -> None:
-        """Wait for whoever may have seen the object that stood there before; marks of the killed are taken away."""
+        """Wait for deletions that may have seen the object's predecessor; marks of killed processes are deleted."""
         deadline = time.monotonic() + _MARK_SECONDS
         before = self._removers(key)
         while before and (left := before & self._removers(key)):
@@ -194,7 +199,7 @@ class S3Objects:
         return {each.key for each in self.listing(f"{_DOOMED}{key}/")}
 
     def _age(self, key: str) -> float:
-        """When the object was put last, as whoever removes it asks; infinitely late where there is none."""
+        """Return when the object was put last, for a deletion; infinity where there is none."""
         found = self._find(key, self._hasty)
         if found is None:
             return math.inf
@@ -244,7 +249,7 @@ def _stored(found: Mapping[str, Any]) -> StoredObject:
 
 
 def _part_bytes(size_bytes: int) -> int:
-    """As small as parts may be, so that a store that takes 10,000 of them takes the file."""
+    """Return the least size of parts with which 10,000 of them hold the file."""
     return max(_PART_BYTES, -(-size_bytes // (_MOST_PARTS - 1)))
 
 

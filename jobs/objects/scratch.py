@@ -1,4 +1,4 @@
-"""Scratch: what an attempt leaves on the disk for the next one of the same job, and nobody else.
+"""Scratch: files on disk that an attempt leaves for the next attempt of the same job alone.
 
 Finished factors that wait and checkpoints stand in ``root/<job id>/.waiting/<fence>``: an attempt
 writes into its own folder only, so that a zombie cannot reach what a later attempt goes on with,
@@ -30,25 +30,51 @@ class Scratch:
     """The scratch folders below one root of artifacts."""
 
     def __init__(self, root: Path, copies: ScratchStore | None = None) -> None:
+        """Set up the scratch.
+
+        Args:
+            root: The folder of all attempts on this machine.
+            copies: The store that carries checkpoints to other machines; None where there is none.
+        """
         self._root = root.absolute()
         self.copies = copies
-        """Of checkpoints, in a bucket; None where all machines share the folder."""
+        """The copies of checkpoints in a bucket; None where all machines share the folder."""
 
     def of_attempt(self, job_id: str, fence: int) -> Path:
-        """The folder of one attempt; whoever writes makes it."""
+        """Return the folder of one attempt, which may not exist yet.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+
+        Returns:
+            The folder.
+        """
         return self._of_job(job_id) / str(int(fence))
 
     def before(self, job_id: str, fence: int) -> list[Path]:
-        """The folders of earlier attempts, the newest first."""
+        """Return the folders of earlier attempts on this machine.
+
+        Args:
+            job_id: The job.
+            fence: The attempt that asks.
+
+        Returns:
+            The folders, the newest first.
+        """
         place = self._of_job(job_id)
         fences = [int(each.name) for each in place.iterdir() if each.name.isdecimal()] if place.is_dir() else []
         return [place / str(each) for each in sorted(fences, reverse=True) if each < fence]
 
     def bring(self, job_id: str, fence: int) -> None:
-        """Bring here what an earlier attempt left on another machine, unless this one has later.
+        """Download the newest checkpoint of an earlier attempt on another machine, unless a newer one is here.
+
+        Args:
+            job_id: The job.
+            fence: The attempt that asks.
 
         Raises:
-            ArtifactDamaged: If the copy is damaged; there is nothing to go on with, then.
+            ArtifactDamaged: If the copy is damaged, so that there is no checkpoint to resume from.
             StoreUnavailable: If the store does not answer.
             OSError: If a disk is full or fails.
         """
@@ -61,7 +87,11 @@ class Scratch:
             self.copies.bring(job_id, newest, self.of_attempt(job_id, newest))
 
     def clear(self, job_id: str) -> None:
-        """Delete what the job's attempts have left; what is gone already, or in use, is no error."""
+        """Delete everything that the job's attempts have left; files that are gone or in use are not an error.
+
+        Args:
+            job_id: The job.
+        """
         shutil.rmtree(self._of_job(job_id), ignore_errors=True)
         if self.copies is not None:
             with contextlib.suppress(StoreUnavailable):  # the clean-up removes it later
@@ -76,20 +106,36 @@ class Scratch:
 
     def _of_job(self, job_id: str) -> Path:
         if not is_id(job_id):
-            raise ValueError("a scratch folder was asked for under something that is no job id")
+            raise ValueError("a scratch folder was asked for under something that is not a job id")
         return self._root / job_id / _NAME
 
 
 def open_scratch(
     settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
 ) -> Scratch:
-    """The scratch that the operator's settings name, and what is to stand ``around`` the store of its copies."""
+    """Open the scratch under the operator's settings.
+
+    Args:
+        settings: The folder, and the bucket if there is one.
+        around: Wraps the store of the copies, for instance to retry its calls.
+
+    Returns:
+        The scratch; nothing is connected to yet.
+    """
     copies = None if settings.bucket is None else ScratchStore(around(S3Objects(settings.bucket)))
     return Scratch(settings.artifact_root, copies)
 
 
 def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
-    """Clear the scratch of jobs that ended while no attempt of theirs was there to do it; returns how many."""
+    """Clear the scratch of jobs that ended without an attempt to do it.
+
+    Args:
+        engine: The ledger's database.
+        scratch: The scratch.
+
+    Returns:
+        The number of jobs cleared.
+    """
     found = scratch.jobs()
     if not found:
         return 0

@@ -29,17 +29,28 @@ class ScratchStore:
     """The copies of all jobs."""
 
     def __init__(self, store: ObjectStore) -> None:
+        """Set up the copies.
+
+        Args:
+            store: The store that holds them.
+        """
         self._store = store
         self._digests: dict[tuple[int, int, int], str] = {}
-        """By inode, time and size of files that were copied: they are never changed in place."""
+        """Digests by inode, time and size of copied files, which are never changed in place."""
 
     def save(self, job_id: str, fence: int, folder: Path) -> bool:
-        """Copy the checkpoint that stands in ``folder``, and drop what the one before alone had.
+        """Copy the checkpoint in a folder, and delete the files that only the copy before had.
 
-        Returns whether there was one.
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+            folder: The attempt's folder.
+
+        Returns:
+            Whether there was a checkpoint.
 
         Raises:
-            StoreUnavailable: If the store does not answer; what was copied before stands.
+            StoreUnavailable: If the store does not answer; earlier copies stay.
             OSError: If a disk is full or fails.
         """
         prefix = _prefix(job_id, fence)
@@ -63,14 +74,27 @@ class ScratchStore:
         return True
 
     def newest(self, job_id: str, before: int) -> int | None:
-        """The latest attempt before that fence whose checkpoint was copied."""
+        """Return the latest earlier attempt with a copied checkpoint.
+
+        Args:
+            job_id: The job.
+            before: The fence of the attempt that asks.
+
+        Returns:
+            The fence of the earlier one, or None if there is none.
+        """
         return max((fence for fence in self._fences(job_id) if fence < before), default=None)
 
     def bring(self, job_id: str, fence: int, target: Path) -> None:
-        """Bring an attempt's copy to ``target``, which is there whole or not at all.
+        """Download an attempt's copy to a folder, which appears complete or not at all.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+            target: The folder.
 
         Raises:
-            ArtifactDamaged: If it is not as it was copied.
+            ArtifactDamaged: If it is other than copied.
             StoreUnavailable: If the store does not answer.
             OSError: If a disk is full or fails.
         """
@@ -89,7 +113,11 @@ class ScratchStore:
             shutil.rmtree(part, ignore_errors=True)
 
     def clear(self, job_id: str) -> None:
-        """Remove all copies of a job."""
+        """Delete all copies of a job.
+
+        Args:
+            job_id: The job.
+        """
         self._remove(f"{_ROOT}{job_id}/")
 
     def jobs(self) -> set[str]:

@@ -13,6 +13,11 @@ class BrokerBacklog:
     """Counts the wake-ups at one Redis; connects on the first call, and again after a lost connection."""
 
     def __init__(self, redis_url: str) -> None:
+        """Set up the count; it connects on the first call.
+
+        Args:
+            redis_url: The broker's address, with its password.
+        """
         self._redis = redis.Redis.from_url(
             redis_url, socket_connect_timeout=_SECONDS, socket_timeout=_SECONDS, retry=Retry(NoBackoff(), 1)
         )

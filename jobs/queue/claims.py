@@ -30,7 +30,7 @@ from jobs.schema.tables import artifacts, jobs, layer_results, tenants
 
 
 class _PlaceTaken(Exception):
-    """Nothing of the claim stays: the job is somebody else's to take, on another device."""
+    """The device was leased by another; the claim is rolled back."""
 
 
 _SERVED = update(tenants).values(served_at=ledger_now()).where(tenants.c.id == bindparam("served"))
@@ -47,12 +47,19 @@ def claim(
     lease_seconds: float,
     place: Place | None = None,
 ) -> Claim | None:
-    """Take a queued job, with the device of ``place``: both or neither.
+    """Claim a queued job and lease a device for it: both or neither.
 
-    None where it is not queued (any more), overdue, or its place has been taken.
+    Args:
+        engine: The ledger's database.
+        job_id: The job.
+        owner: The worker process, for the operator's eyes.
+        claim_token: A random string, new for each intention to claim: a claim with a lost reply is repeated with the
+            same token, and recognised.
+        lease_seconds: The claim holds so long without a heartbeat.
+        place: The device, as `next_places` found it; None for a claim without a device.
 
-    ``claim_token`` is random and new for each intention to claim: a claim whose reply was lost is
-    tried again with the same token and recognises its own.
+    Returns:
+        The claim, or None if the job is not queued (any more) or overdue, or the device is taken.
     """
     if not is_id(job_id):
         return None
@@ -75,12 +82,36 @@ def claim(
 
 @by_holder
 def heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | None:
-    """Renew the lease; returns when cancellation was asked for, or None."""
+    """Renew the lease of a claim.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        lease_seconds: The lease holds so long from now.
+
+    Returns:
+        When cancellation was asked for, or None.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     return last_heartbeat(engine, claim, lease_seconds)
 
 
 def last_heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | None:
-    """The same of an attempt that is letting go of its job: that it comes too late is no loss, and not counted."""
+    """Renew the lease of an attempt that is about to end its job; a refusal is expected and not counted.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        lease_seconds: The lease holds so long from now.
+
+    Returns:
+        When cancellation was asked for, or None.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         change(connection, drawn, {"lease_expires_at": ledger_now(lease_seconds)})
@@ -90,7 +121,16 @@ def last_heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> dateti
 
 @by_holder
 def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
-    """Keep what computes this attempt as the job's manifest."""
+    """Store the attempt's environment in the job's manifest.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The child's first frame.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         manifest = {
@@ -106,9 +146,15 @@ def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
 
 @by_holder
 def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) -> None:
-    """Show how far the attempt is: `stage, done, total, unit, layers_done, layers_total, percent`.
+    """Store the attempt's progress; only a new stage becomes an event, since batches would flood the history.
 
-    The ledger adds `updated_at`. Only a new stage is an event; batches would flood the history.
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        progress: `stage, done, total, unit, layers_done, layers_total, percent`; `updated_at` is added here.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
@@ -120,12 +166,25 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
 
 @by_holder
 def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
-    """Keep the memory plan; the first one stands, since digests are promised per plan. Whether the job stays here.
+    """Store the memory plan, and correct the device lease by it.
 
-    One that memory has proved wrong is replaced by what was done in its place, which later attempts must repeat.
-    With it comes what the job needs where it computes, in place of what its document alone could tell. Where that is
-    more than was leased, and another device could hold it, the attempt is to be handed back; and a plan that did not
-    fit is kept by nobody, nor is the job tied to this class of device: a repeated write answers the same.
+    The first plan stays, since digests are promised per plan; one that ran out of memory is replaced by the plan that
+    was
+    carried out instead, which later attempts repeat. The plan's bytes replace those estimated from the document. Where
+    they
+    exceed the lease, and another device could hold the job, the attempt must be handed back: then neither the plan is
+    stored nor the job bound to this class of device, and a repeated write gives the same answer.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The plan.
+
+    Returns:
+        Whether the attempt may continue on its device.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
@@ -149,7 +208,19 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
 
 @by_holder
 def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
-    """Write one layer's row, once: another digest for the same layer is an event, never an overwrite."""
+    """Insert one layer's row; a second digest for the same layer becomes an event and never replaces the first.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The layer's outcome and observations.
+
+    Returns:
+        Whether the row was written, was there already, or differs from the one there.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     outcome = plain(frame.outcome)
     digest = sha256_of(outcome)
     key = {"job_id": claim.job_id, "kind": frame.kind, "ordinal": frame.ordinal}
@@ -179,7 +250,20 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
 
 @by_holder
 def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: str) -> Written:
-    """List a file that `ArtifactFolder.publish` has verified and placed at ``uri``; once, as a layer's row."""
+    """Insert the row of a file; a second digest under the same name becomes an event and never replaces the first.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The file's name, digest, size and media type.
+        uri: The key under which `ArtifactFolder.publish` has stored the verified file.
+
+    Returns:
+        Whether the row was written, was there already, or differs from the one there.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     key = {"job_id": claim.job_id, "name": frame.name}
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
@@ -207,7 +291,16 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
 
 @by_holder
 def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
-    """Keep one analysis's summary under its kind."""
+    """Store the summary of one analysis.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The analysis and its summary.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         change(connection, drawn, {"summary": (drawn.summary or {}) | {frame.kind: plain(frame.summary)}})
@@ -216,7 +309,16 @@ def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
 
 @by_holder
 def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
-    """Add a line to the job's history."""
+    """Append a log line to the job's events.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The line and its level.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         append_event(connection, drawn, "log", {"level": frame.level, "message": frame.message})
@@ -224,7 +326,18 @@ def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
 
 @by_holder
 def finish(engine: Engine, claim: Claim) -> State:
-    """End the job as done; it ends `cancelled` where that was asked for meanwhile."""
+    """End the job as succeeded, or as cancelled if that was asked for meanwhile.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+
+    Returns:
+        The job's last state.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         state = ending(drawn.state, "succeeded")
@@ -238,9 +351,19 @@ def finish(engine: Engine, claim: Claim) -> State:
 def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0) -> State:
     """End the attempt with a failure.
 
-    A `transient` one puts the job back into the queue until it has failed `max_failures` times, where nobody
-    claims it within ``pause_seconds``; the others end it. Returns where the job went: `queued`, `failed`, or
-    `cancelled` where asked for.
+    A `transient` failure returns the job to the queue until it has failed `max_failures` times; others end it.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        failure: The failure.
+        pause_seconds: A job that returns to the queue is not claimed for so long.
+
+    Returns:
+        The job's new state: `queued`, `failed`, or `cancelled` if that was asked for.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
     """
     said = plain(failure)
     del said["frame"]
@@ -250,13 +373,36 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
 
 
 def cancelled(engine: Engine, claim: Claim) -> State:
-    """End a job whose cancellation was asked for; one that nobody cancelled goes back into the queue."""
+    """End a job whose cancellation was asked for; any other returns to the queue, as `hand_back` does.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+
+    Returns:
+        The job's new state.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     return hand_back(engine, claim)
 
 
 @by_holder
 def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> State:
-    """Return the attempt uncounted, as a drain does; a job being cancelled ends here instead."""
+    """Return the job to the queue without counting the attempt, as a drain does; one being cancelled ends.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        reason: The reason, for the job's history.
+
+    Returns:
+        The job's new state: `queued` or `cancelled`.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
         state = _returned(connection, drawn, reason)
@@ -267,9 +413,21 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
 
 @by_holder
 def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -> State:
-    """Return an attempt that this worker could not even begin: its own fault, so the job counts no failure.
+    """Return a job that this worker could not even start, without counting a failure of the job.
 
-    The operator's counters do. Nobody claims the job within ``pause_seconds``; it keeps its place in the queue.
+    The failure is counted in the operator's metrics; the job keeps its place in the queue.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        code: The failure's code.
+        pause_seconds: The job is not claimed for so long.
+
+    Returns:
+        The job's new state: `queued` or `cancelled`.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = fenced(connection, claim)
@@ -291,7 +449,17 @@ def _returned(connection: Connection, drawn: Row[Any], reason: str, pause_second
 def record_failure(
     connection: Connection, drawn: Row[Any], failure: Mapping[str, Any], pause_seconds: float = 0
 ) -> State:
-    """Count a failure of the locked job and move it on accordingly (also for the reaper)."""
+    """Count a failure of the locked job and move it on; the reaper calls this too.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+        failure: The failure's fields.
+        pause_seconds: A job that returns to the queue is not claimed for so long.
+
+    Returns:
+        The job's new state: `queued`, `failed` or `cancelled`.
+    """
     failures = drawn.failures + 1
     again = failure["category"] == "transient" and failures < drawn.max_failures
     state = ending(drawn.state, "queued" if again else "failed")

@@ -17,9 +17,15 @@ from jobs.schema.tables import job_events
 
 @by_holder
 def record_crash(engine: Engine, claim: Claim, signature: Mapping[str, Any]) -> bool:
-    """Keep the signature as an event; returns whether the crash before this one had the same.
+    """Store the signature of a crash as an event.
 
-    Repeated after a reply that was lost, it keeps one event: the attempt's own is not the crash before it.
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        signature: How and where the process ended.
+
+    Returns:
+        Whether the crash before this one had the same signature.
 
     Raises:
         LeaseLost: If the job has another holder by now, or none.

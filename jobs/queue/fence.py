@@ -1,4 +1,4 @@
-"""How every write begins: one UPDATE that locks the job, checks who may write, and draws the next number.
+"""The first statement of every write: one UPDATE that locks the job, checks the fence, and draws the next event number.
 
 ``UPDATE jobs SET event_seq = event_seq + 1 WHERE id = … AND fence = … AND state IN (…) RETURNING …``
 means the same on PostgreSQL and on SQLite (which silently drops FOR UPDATE and FOR SHARE). An
@@ -57,9 +57,14 @@ _SILENCE = delete(outbox).where(outbox.c.job_id == bindparam("job"))
 
 
 def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
-    """Lock the one job that fits ``conditions`` and draw its next event number; None where none fits.
+    """Lock the one job that fits all conditions, and draw the number of its next event.
 
-    The row holds the job as it stands, with `event_seq` drawn and the database's `now`.
+    Args:
+        connection: A connection with an open transaction.
+        conditions: SQL conditions on `jobs`.
+
+    Returns:
+        The job's row, with the number as `event_seq` and the database's time as `now`; None if no job fits.
     """
     return connection.execute(_DRAW.where(*conditions)).one_or_none()
 
@@ -71,9 +76,17 @@ def take(
     claim_token: str,
     lease_seconds: float,
 ) -> Row[Any] | None:
-    """Draw of a queued job that is due, and move it to its next holder, all at once.
+    """Move a queued job that is due to its next holder, as `draw` and `move` in one statement.
 
-    The row holds the job as it is from now on; None where it is neither.
+    Args:
+        connection: A connection with an open transaction.
+        job_id: The job.
+        owner: The worker process, for the operator's eyes.
+        claim_token: The random string of this claim.
+        lease_seconds: The claim holds so long without a heartbeat.
+
+    Returns:
+        The job's row after the move; None if it is not queued or not due.
     """
     drawn = connection.execute(
         _TAKE,
@@ -85,10 +98,17 @@ def take(
 
 
 def fenced(connection: Connection, claim: Claim) -> Row[Any]:
-    """Draw as the holder of ``claim``.
+    """Lock the job of a claim, and draw the number of its next event.
+
+    Args:
+        connection: A connection with an open transaction.
+        claim: The claim under which the caller writes.
+
+    Returns:
+        The job's row, as from `draw`.
 
     Raises:
-        LeaseLost: If the fence moved on or the job has ended.
+        LeaseLost: If a later claim was made or the job has ended.
     """
     row = draw(connection, jobs.c.id == claim.job_id, jobs.c.fence == claim.fence, jobs.c.state.in_(HELD))
     if row is None:
@@ -99,7 +119,14 @@ def fenced(connection: Connection, claim: Claim) -> Row[Any]:
 def by_holder(
     write: Callable[Concatenate[Engine, Claim, P], T],
 ) -> Callable[Concatenate[Engine, Claim, P], T]:
-    """Count the refusal where a transaction of an attempt is refused: after it, since it leaves nothing behind."""
+    """Decorate a write of an attempt so that a refusal is counted, after the rollback of its transaction.
+
+    Args:
+        write: A function that raises `LeaseLost` where the attempt has lost its job.
+
+    Returns:
+        The function with the same arguments and errors.
+    """
 
     @functools.wraps(write)
     def counted(engine: Engine, claim: Claim, /, *given: P.args, **named: P.kwargs) -> T:
@@ -113,12 +140,25 @@ def by_holder(
 
 
 def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -> None:
-    """Set columns of the job that ``drawn`` has locked."""
+    """Set columns of a locked job.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+        values: New values by column.
+    """
     connection.execute(update(jobs).where(jobs.c.id == drawn.id).values(dict(values)))
 
 
 def append_event(connection: Connection, drawn: Row[Any], event_type: str, data: Mapping[str, Any]) -> None:
-    """Write the event under the number drawn; one draw, one event."""
+    """Insert an event under the drawn number; one `draw` allows one event.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+        event_type: The event's type.
+        data: Its content.
+    """
     connection.execute(
         _EVENT,
         {
@@ -138,10 +178,17 @@ def move(
     values: Mapping[str, Any] | None = None,
     reason: str | None = None,
 ) -> None:
-    """Take the locked job to ``state``, with everything that goes with it: stamps, lease, wake-up, event.
+    """Move the locked job to a state, and write what goes with it: timestamps, lease, wake-up, event.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+        state: The new state.
+        values: More columns of the job to set.
+        reason: The reason, for the job's history.
 
     Raises:
-        ValueError: If the table of legal moves does not hold this one.
+        ValueError: If the move is not in the table of legal moves.
     """
     if state not in LEGAL_MOVES[drawn.state]:
         raise ValueError(f"no job goes from {drawn.state} to {state}; the legal moves are in jobs.lifecycle")
@@ -168,5 +215,11 @@ def _follow(connection: Connection, drawn: Row[Any], before: State, after: State
 
 
 def post_wakeup(connection: Connection, job_id: str, tenant_id: str) -> None:
-    """Write a wake-up for the relay, in the transaction that queues the job: neither exists alone."""
+    """Insert a wake-up for the relay, in the transaction that queues the job: neither exists alone.
+
+    Args:
+        connection: A connection with an open transaction.
+        job_id: The job.
+        tenant_id: The job's tenant.
+    """
     connection.execute(insert(outbox).values(id=new_id(), job_id=job_id, tenant_id=tenant_id, created_at=ledger_now()))

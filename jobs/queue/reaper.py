@@ -1,4 +1,4 @@
-"""The reaper takes jobs away from holders that fell silent, and ends those that nobody holds at their deadline."""
+"""The reaper takes jobs from silent holders, and fails queued jobs at their deadline."""
 
 import logging
 
@@ -41,15 +41,20 @@ _SILENT_AND_OVERDUE = _OVERDUE | {
 
 
 def reap_expired(engine: Engine) -> int:
-    """Take away every job whose lease has expired; returns how many.
+    """Take every job with an expired lease from its holder.
 
-    One whose deadline has passed as well ends here; the others go back into the queue.
+    A job with a passed deadline fails; the others return to the queue.
 
-    It runs in every API and worker process at once: each job is taken in a transaction of its own
-    whose first statement checks the lease again, so that a second reaper, or a heartbeat that came
-    first, leaves it nothing to do. A job whose row is locked is left for the next round: a holder
-    that froze in the middle of a write keeps its lock until the database ends its session, and must
-    not hold up the others.
+    Every API and worker process calls this: each job is taken in a transaction of its own, and its first
+    statement checks the lease again, so that a second reaper, or a heartbeat that came first, leaves it
+    nothing to do. A job with a locked row is left for the next round: a holder that froze in the middle
+    of a write keeps its lock until the database ends its session, and must not hold up the others.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        The number of jobs taken.
     """
     expired = (jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
     with reading(engine) as connection:
@@ -72,9 +77,15 @@ def reap_expired(engine: Engine) -> int:
 
 
 def end_overdue(engine: Engine) -> int:
-    """End every queued job whose deadline has passed, failed without another attempt; returns how many.
+    """Fail every queued job with a passed deadline, without counting a failed attempt.
 
-    Of those that run their workers keep the time. It counts as no failure of an attempt: there was none.
+    The deadlines of running jobs are for their workers to keep.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        The number of ended jobs.
     """
     # in the statement's text, for the index that holds queued jobs with a deadline alone
     overdue = (jobs.c.state == literal("queued", literal_execute=True), jobs.c.deadline_at <= ledger_now())

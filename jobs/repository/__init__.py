@@ -1,1 +1,1 @@
-"""What a tenant calls: submit, read, list, cancel; results; the history of events."""
+"""The functions for tenants: submit, read, list and cancel jobs; results; events."""

@@ -33,16 +33,26 @@ class History:
     through: int
     """Every event up to this number stands in ``events`` or before them."""
     more: bool
-    """Whether there are further events already."""
+    """Whether there are more events already."""
     ended: bool
-    """Whether nothing follows, now or ever."""
+    """Whether the job has ended and no event follows."""
 
 
 def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit: int = MAX_PAGE) -> History | None:
-    """The events numbered above ``after``, in order; None where this tenant has no such job.
+    """Return a page of a job's events.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job.
+        after: Only events with a greater number.
+        limit: The page's size, 1 to 100.
+
+    Returns:
+        The events in order, or None if this tenant has no such job.
 
     Raises:
-        PageRefused: If ``limit`` is not 1 to 100.
+        PageRefused: If the limit is out of range.
     """
     check_limit(limit)
     if not is_id(job_id):
@@ -73,10 +83,16 @@ def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit:
 
 
 def look(engine: Engine, positions: Mapping[str, int | None]) -> dict[str, History]:
-    """How far each of these jobs is, and its events above its position: two statements for all of them.
+    """Return the position of several jobs and their new events, in two statements for all of them.
 
-    Nobody is asked for: the caller has made sure that each job is its reader's. A job without a position is asked for
-    its number alone, one that does not exist any more is left out.
+    No tenant is checked: the caller has made sure that each job belongs to its reader.
+
+    Args:
+        engine: The ledger's database.
+        positions: The number of the last event known, by job; None asks for the job's position without events.
+
+    Returns:
+        Events by job, at most 2,000 in all; a job that does not exist any more is absent.
     """
     with reading(engine) as connection:
         dialect = connection.dialect.name

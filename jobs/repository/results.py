@@ -1,4 +1,4 @@
-"""What a job has left: layer rows, artifacts and events, read by its tenant in bounded pages."""
+"""The results of a job: layer rows, artifacts and events, read by its tenant in bounded pages."""
 
 import base64
 import binascii
@@ -136,28 +136,65 @@ def page_of(rows: Iterable[LayerRow], asked: LayerQuery = ALL_LAYERS) -> LayerPa
 
 
 def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
-    """How many layer rows the job has so far."""
+    """Return the number of layer rows that a job has so far.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job.
+
+    Returns:
+        The number; 0 for a job of another tenant.
+    """
     query = select(func.count()).select_from(layer_results).where(*_owned(layer_results, tenant_id, job_id))
     with reading(engine) as connection:
         return connection.execute(query).scalar_one()
 
 
 def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
-    """How many lines the job's history has in the ledger."""
+    """Return the number of a job's events in the ledger.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job.
+
+    Returns:
+        The number; 0 for a job of another tenant.
+    """
     query = select(func.count()).select_from(job_events).where(*_owned(job_events, tenant_id, job_id))
     with reading(engine) as connection:
         return connection.execute(query).scalar_one()
 
 
 def list_artifacts(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifact, ...]:
-    """All files of the job, by name."""
+    """Return all files of a job.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job.
+
+    Returns:
+        Their rows, by name; empty for a job of another tenant.
+    """
     query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id)).order_by(artifacts.c.name)
     with reading(engine) as connection:
         return tuple(artifact_record(row) for row in connection.execute(query))
 
 
 def read_artifact(engine: Engine, tenant_id: str, job_id: str, name: str) -> Artifact | None:
-    """One file's record, or None; `ArtifactFolder.open` gives its bytes."""
+    """Return the row of one file; `ArtifactFolder.open` opens it.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job.
+        name: The file's name.
+
+    Returns:
+        The row, or None if there is none of that name.
+    """
     query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id), artifacts.c.name == name.replace("\0", ""))
     with reading(engine) as connection:
         row = connection.execute(query).one_or_none()
@@ -165,7 +202,21 @@ def read_artifact(engine: Engine, tenant_id: str, job_id: str, name: str) -> Art
 
 
 def events_after(engine: Engine, tenant_id: str, job_id: str, seq: int = 0, limit: int = 100) -> tuple[Event, ...]:
-    """Events numbered above ``seq``, in order; numbers grow, with gaps."""
+    """Return a page of a job's events in the ledger.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job.
+        seq: Only events with a greater number; numbers grow, with gaps.
+        limit: The page's size, 1 to 100.
+
+    Returns:
+        The events in order; empty for a job of another tenant.
+
+    Raises:
+        PageRefused: If the limit is out of range.
+    """
     check_limit(limit)
     query = (
         select(job_events)
@@ -182,7 +233,7 @@ def _owned(table: Table, tenant_id: str, job_id: str) -> tuple[ColumnElement[boo
 
 
 def _sort_value(sort: str | None, *, descending: bool) -> ColumnElement[float]:
-    """What rows are sorted by: a constant without a sort key, and beyond every number where it is null."""
+    """Return the sort value in SQL: a constant without a sort key, and beyond every number where it is null."""
     if sort is None:
         return sql_cast(literal(0.0), Double)
     metric = layer_results.c.outcome["metrics", _sort_key(sort)].as_float()
@@ -192,7 +243,7 @@ def _sort_value(sort: str | None, *, descending: bool) -> ColumnElement[float]:
 def _sort_key(sort: str) -> str:
     key = sort.removeprefix("-")
     if key not in SORT_KEYS:
-        raise PageRefused("sort", f"is no metric; take one of {', '.join(sorted(SORT_KEYS))}, with - for descending")
+        raise PageRefused("sort", f"is not a metric; take one of {', '.join(sorted(SORT_KEYS))}, with - for descending")
     return key
 
 
@@ -207,7 +258,7 @@ def _beyond(value: ColumnElement[float], cursor: tuple[float, str, int], *, desc
 
 
 def _number_of(sort: str | None) -> Callable[[LayerRow], float]:
-    """What rows are sorted by outside of SQL: as `_sort_value`."""
+    """Return the sort value of a row outside of SQL, as `_sort_value`."""
     if sort is None:
         return lambda _: 0.0
     key = _sort_key(sort)
@@ -226,7 +277,7 @@ def _cursor(sort: str | None, value: float, kind: str, ordinal: int) -> str:
 
 
 def _read_cursor(cursor: str, sort: str | None) -> tuple[float, str, int]:
-    refusal = PageRefused("after", "is no cursor of this order; take `next` of the page before")
+    refusal = PageRefused("after", "is not a cursor of this order; take `next` of the page before")
     try:
         padded = cursor[:1000] + "=" * (-len(cursor) % 4)
         made_for, value, kind, ordinal = json.loads(base64.urlsafe_b64decode(padded))

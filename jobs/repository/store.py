@@ -48,10 +48,22 @@ def submit(
     estimate: bool = False,
     needs_bytes: int | None = None,
 ) -> Submitted:
-    """Store a job and its wake-up in one transaction, or bring back the job this key stored earlier.
+    """Store a job and its wake-up in one transaction, or return the job that this key stored earlier.
 
-    With ``estimate`` it is only to be planned: `read_estimate` finds it, and nothing that looks for jobs. Its
-    idempotency keys are apart from those of jobs, and its schedule is not the document's: it goes ahead.
+    An estimate is a job that is only planned: `read_estimate` finds it, and no function that looks for jobs. Its
+    idempotency keys are apart from those of jobs, and it precedes all jobs instead of following the document's
+    schedule.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        document: The valid document.
+        idempotency_key: The caller's name for this submission; None for a new job in any case.
+        estimate: Whether the job is only to be planned.
+        needs_bytes: Device memory that the document alone shows to be needed; None if unknown.
+
+    Returns:
+        The job, and whether it is new.
 
     Raises:
         DocumentRefused: If the deadline has passed already.
@@ -104,7 +116,17 @@ def submit(
 def submitted_earlier(
     engine: Engine, tenant_id: str, document: JobDocument, idempotency_key: str, *, estimate: bool = False
 ) -> Submitted | None:
-    """The job this key stored, or None; a replay is answered before anything else is looked at.
+    """Return the job that an idempotency key stored earlier, so that a replay is answered before any other check.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        document: The document of this submission.
+        idempotency_key: The caller's name for it.
+        estimate: Whether the job is only to be planned.
+
+    Returns:
+        The earlier job, or None.
 
     Raises:
         IdempotencyConflict: If the key stored another document.
@@ -116,17 +138,43 @@ def submitted_earlier(
 
 
 def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
-    """The job, or None where this tenant has none of that id."""
+    """Return a job.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: Its id.
+
+    Returns:
+        The job, or None if this tenant has none of that id.
+    """
     return _read(engine, *_owned(tenant_id, job_id))
 
 
 def read_estimate(engine: Engine, tenant_id: str, estimate_id: str) -> Job | None:
-    """The job that is only planned, or None where this tenant has none of that id."""
+    """Return a job that is only planned.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        estimate_id: Its id.
+
+    Returns:
+        The estimate, or None if this tenant has none of that id.
+    """
     return _read(engine, *_owned(tenant_id, estimate_id, estimate=True))
 
 
 def read_claimed(engine: Engine, claim: Claim) -> Job | None:
-    """What ``claim`` was made for, a job or an estimate; None where it is gone."""
+    """Return the job or estimate of a claim.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim; it may be lost by now.
+
+    Returns:
+        The job, or None if it was deleted.
+    """
     return _read(engine, jobs.c.tenant_id == claim.tenant_id, jobs.c.id == claim.job_id)
 
 
@@ -179,7 +227,7 @@ def list_jobs(
         query = query.where(_labelled(*asked.label))
     if asked.before is not None:
         if not is_id(asked.before):
-            raise PageRefused("before", "is no cursor; take `next` of the page before")
+            raise PageRefused("before", "is not a cursor; take `next` of the page before")
         query = query.where(jobs.c.id < asked.before)
     with reading(engine) as connection:
         rows = connection.execute(query).all()
@@ -188,7 +236,15 @@ def list_jobs(
 
 
 def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
-    """Cancel a queued job, or ask the holder of a running one to stop; a job that has ended stays as it is.
+    """Cancel a queued job, or ask the holder of a running one to stop; an ended job stays as it is.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job's id.
+
+    Returns:
+        The job afterwards.
 
     Raises:
         JobNotFound: If this tenant has no such job.
@@ -205,12 +261,21 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
 
 
 def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) -> Job:
-    """Give a job that has not ended other terms, in place of all that it had; `within` counts from now.
+    """Replace the whole schedule of a job that has not ended.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job's id.
+        schedule: The new schedule; `within` counts from now.
+
+    Returns:
+        The job afterwards.
 
     Raises:
         DocumentRefused: If the deadline has passed already.
         JobNotFound: If this tenant has no such job.
-        JobEnded: If there is nothing left to schedule.
+        JobEnded: If the job has ended.
     """
     with writing(engine) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id))
@@ -227,10 +292,19 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
 
 
 def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[Artifact, ...]:
-    """Delete an ended job with all its rows, and say which files were its artifacts.
+    """Delete an ended job with all its rows.
 
-    The caller then removes the files (`ArtifactFolder.remove`, `object_sweep.forget`): a crash in between leaves
-    files that no row names, for the clean-up, never a row without its file.
+    The caller then deletes the files (`ArtifactFolder.remove`, `object_sweep.forget`): a crash in between leaves
+    files without a row, for the clean-up, never a row without its file.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        job_id: The job's id.
+        estimate: Whether an estimate is meant.
+
+    Returns:
+        The rows of its artifacts.
 
     Raises:
         JobNotFound: If this tenant has no such job.
@@ -248,17 +322,27 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
 
 
 def check_limit(limit: int) -> None:
-    """Refuse pages that are empty or unbounded.
+    """Refuse a page that is empty or too large.
+
+    Args:
+        limit: The size that was asked for.
 
     Raises:
-        PageRefused: If ``limit`` is not 1 to 100.
+        PageRefused: If it is not 1 to 100.
     """
     if not 1 <= limit <= MAX_PAGE:
         raise PageRefused("limit", f"is {limit}; take 1 to {MAX_PAGE}")
 
 
 def artifact_record(row: Row[Any]) -> Artifact:
-    """The record of a row of `artifacts`."""
+    """Return the record of a row of `artifacts`.
+
+    Args:
+        row: The row.
+
+    Returns:
+        The record.
+    """
     return Artifact(
         job_id=row.job_id,
         name=row.name,
@@ -283,7 +367,7 @@ def _earlier(
 
 
 def _insert_job(connection: Connection, values: dict[str, Any]) -> str | None:
-    """The new id, or None where the idempotency key is taken (whoever stores it first is waited for)."""
+    """Insert a job and return its id, or None where the idempotency key is taken (a concurrent insert is awaited)."""
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     statement = (
         dialect.insert(jobs)

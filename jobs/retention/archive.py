@@ -25,19 +25,19 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Artifact, Event, LayerRow
 
 NAME = "archive.jsonl.gz"
-"""Of the archive among the job's artifacts."""
+"""The archive's name among the job's artifacts."""
 
 MEDIA_TYPE = "application/gzip"
 _VERSION = 1
 _CHUNK_BYTES = 2**18
 _IN_MEMORY_BYTES = 2**23
-"""Of an archive, packed; a larger one is read through a temporary file."""
+"""The largest packed archive that is read in memory; a larger one is read through a temporary file."""
 _MAX_LINE_BYTES = 64 * 2**20
 
 
 @record
 class Contents:
-    """What an archive says that it holds."""
+    """The first line of an archive, which counts the others."""
 
     job: str
     layers: int
@@ -55,7 +55,17 @@ class Written:
 def write_archive(
     path: Path, contents: Contents, layers: Iterable[LayerRow], events: Iterable[Event], files: Iterable[Artifact]
 ) -> Written:
-    """Write the file, one line after the other.
+    """Write an archive: gzip of one JSON object per line; equal contents give equal bytes.
+
+    Args:
+        path: The new file.
+        contents: Its first line, which counts the others.
+        layers: The job's layer rows.
+        events: The job's events.
+        files: The job's artifacts, which are listed and not included.
+
+    Returns:
+        The file's digest and size.
 
     Raises:
         OSError: If the disk is full or fails.
@@ -72,23 +82,37 @@ def write_archive(
 
 
 def read_contents(folder: ArtifactFolder, archive: Artifact) -> Contents:
-    """What is in an archive.
+    """Return the first line of an archive.
+
+    Args:
+        folder: The artifacts.
+        archive: The archive's row.
+
+    Returns:
+        The job, and its numbers of layers and events.
 
     Raises:
-        ArtifactDamaged: If it is not what was listed, or no archive.
+        ArtifactDamaged: If the file is other than listed, or not an archive of this version.
     """
     for line in _read(folder, archive):
         if line.get("archive") != _VERSION:
             break
         return Contents(job=str(line["job"]), layers=int(line["layers"]), events=int(line["events"]))
-    raise ArtifactDamaged(f"artifact {archive.name} of job {archive.job_id} is no archive that this version reads")
+    raise ArtifactDamaged(f"artifact {archive.name} of job {archive.job_id} is not an archive that this version reads")
 
 
 def read_layers(folder: ArtifactFolder, archive: Artifact) -> Iterator[LayerRow]:
-    """The layer rows, by kind and ordinal.
+    """Yield the layer rows of an archive, by kind and ordinal.
+
+    Args:
+        folder: The artifacts.
+        archive: The archive's row.
+
+    Yields:
+        One row after the other; the whole file is verified before the first.
 
     Raises:
-        ArtifactDamaged: If it is not what was listed; before the first row is given.
+        ArtifactDamaged: If the file is other than listed.
     """
     for line in _read(folder, archive):
         if "layer" in line:

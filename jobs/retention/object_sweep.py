@@ -24,16 +24,24 @@ from jobs.schema.tables import artifacts, jobs
 
 _AT_ONCE = 200
 _MARK_SECONDS = 600.0
-"""An object store's mark is in nobody's way after that time, and no use after the grace."""
+"""The least age of a store's mark to be deleted."""
 
 
 def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) -> int:
-    """Remove every object that no row names and that is older than the grace; returns how many.
+    """Delete every object that no row names and that is older than the grace.
 
-    Files under temporary names have no row either: they are somebody's until they are old.
+    Files under temporary names have no row either, and stay as long.
+
+    Args:
+        engine: The ledger's database.
+        folder: The artifacts.
+        grace_seconds: The least age, by the store's clock.
+
+    Returns:
+        The number of deleted objects.
 
     Raises:
-        LedgerUnavailable: If the database does not answer; what is not known to be unlisted stays.
+        LedgerUnavailable: If the database does not answer; nothing is deleted unchecked.
         StoreUnavailable: If the store does not answer.
     """
     now = folder.store.now()
@@ -44,14 +52,33 @@ def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) 
 
 
 def forget(engine: Engine, folder: ArtifactFolder, deleted: Iterable[Artifact], grace_seconds: float) -> int:
-    """Remove at once what a deleted job alone had listed, where it is older than the grace; returns how many."""
+    """Delete the objects that only a deleted job has listed, without waiting for the next sweep.
+
+    Args:
+        engine: The ledger's database.
+        folder: The artifacts.
+        deleted: The files of the deleted job.
+        grace_seconds: The least age, by the store's clock; younger objects are left to the sweep.
+
+    Returns:
+        The number of deleted objects.
+    """
     limit = folder.store.now() - grace_seconds
     keys = dict.fromkeys(each.uri for each in deleted if each.uri.startswith(OBJECTS))
     return sum(_remove_unlisted(engine, folder, batch, limit) for batch in _batches(iter(keys)))
 
 
 def sweep_attempts(engine: Engine, folder: ArtifactFolder, grace_seconds: float) -> int:
-    """Remove folders of attempts that hold their job no more and were left alone for the grace; returns how many."""
+    """Delete the staged files of attempts that have lost or ended their job.
+
+    Args:
+        engine: The ledger's database.
+        folder: The artifacts.
+        grace_seconds: Only folders without a change for so long.
+
+    Returns:
+        The number of attempts with deleted files.
+    """
     if not folder.root.is_dir():
         return 0
     limit = folder.store.now() - grace_seconds

@@ -29,12 +29,12 @@ _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _OPEN = sorted({*STATES} - TERMINAL)
 _STAYING = "state"
-"""Events of this type stay in the ledger too: few, and whoever reads on where they stopped finds the end."""
+"""Events of this type stay in the ledger too: they are few, and a reader who resumes finds the job's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
-    """A job whose time has come."""
+    """A job that is due to be archived."""
 
     id: str
     tenant_id: str
@@ -50,14 +50,24 @@ class _Changed(Exception):
 def archive_ended(
     engine: Engine, folder: ArtifactFolder, days: float, *, drop_files: bool, at_fault: set[str] | None = None
 ) -> int:
-    """Archive jobs that ended so many days ago, the oldest first and at most twenty; returns how many.
+    """Archive ended jobs, the oldest first and at most twenty.
 
-    Where files are dropped, a job waits for those that have not ended and name it for its factors. Jobs ``at_fault``
-    are passed over, and those that are found to be are added: a hundred of them read in vain every minute would be
-    nobody's gain.
+    Where files are dropped, a job waits for all open jobs that name it as the source of their factors.
+
+    Args:
+        engine: The ledger's database.
+        folder: The artifacts.
+        days: Only jobs that ended so many days ago.
+        drop_files: Whether the job's files are deleted with its rows.
+        at_fault: Ids of jobs that cannot be archived: they are passed over, and newly found ones are added. Otherwise a
+            hundred of them would be read in vain every minute.
+
+    Returns:
+        The number of archived jobs.
 
     Raises:
-        ArtifactDamaged: If an archive is not what was put, or cannot be listed; the others are archived all the same.
+        ArtifactDamaged: If an archive reads back other than written, or cannot be listed; the other jobs are archived
+            all the same.
         LedgerUnavailable: If the database does not answer.
         StoreUnavailable: If the store does not answer.
         OSError: If a disk is full or fails.
@@ -83,9 +93,14 @@ def archive_ended(
 
 
 def forget_estimates(engine: Engine, days: float) -> int:
-    """Delete estimates that were made so many days ago, with all their rows; returns how many.
+    """Delete old estimates with all their rows; they have no files, and can be asked for again.
 
-    One is an answer to a question that can be asked again, and none has files: nothing of it is archived.
+    Args:
+        engine: The ledger's database.
+        days: Only estimates that ended so many days ago.
+
+    Returns:
+        The number of deleted estimates, at most 500.
     """
     old = select(jobs.c.id).where(*_ended(days), jobs.c.kind == ESTIMATE).order_by(jobs.c.finished_at)
     with writing(engine) as connection:
@@ -102,7 +117,7 @@ def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], dr
 
 
 def _droppable(drop_files: bool) -> tuple[ColumnElement[bool], ...]:
-    """That nobody who is still to compute begins from the job's factors, where they would go."""
+    """Return the condition that no open job needs the job's factors, if they are to be deleted."""
     if not drop_files:
         return ()
     later = jobs.alias("later")

@@ -35,27 +35,46 @@ _SHAPES = 128
 
 @record
 class CandidateSlot:
-    """What a device takes now, but for the numbers."""
+    """A free place for a job on a device, without the numbers that the statement is executed with."""
 
     kind: str
     factories: tuple[str, ...]
     kept: bool
-    """Whether it is kept for a job."""
+    """Whether the device is reserved for a job."""
     smaller: tuple[str, ...]
     """Classes of the smaller free devices of others, to whom what they could hold is left for a grace."""
 
 
 def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot]) -> Select[Any]:
-    """The ids of the next ``limit`` jobs in turn that fit on one of ``slots``, and as `told` on which device.
+    """Build the query for the next jobs that fit into a slot, with the device of each as `told`.
 
-    To be given when it is asked: `most_bytes`, the most that is free on any, `before_grace`, the grace in seconds
-    taken negative, and `slot_values` of each slot.
+    It is executed with `most_bytes`, the most that is free on any device, `before_grace`, the grace in seconds as a
+    negative number, and `slot_values` of each slot.
+
+    Args:
+        dialect: The database's.
+        limit: The number of jobs.
+        slots: The free slots of a worker.
+
+    Returns:
+        The query; it is cached.
     """
     return _built(dialect, limit, tuple(slots))
 
 
 def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - a row of `jobs`
-    """The numbers of the slot that stands at ``number``; ``most`` bytes free in each class of its `smaller`."""
+    """Return the parameters of one slot for `candidates_query`.
+
+    Args:
+        number: The slot's position.
+        device: The device's UUID.
+        free_bytes: The free bytes there.
+        kept: The row of the job that the device is reserved for, or None.
+        most: The most free bytes on a smaller device, in the order of the slot's `smaller` classes.
+
+    Returns:
+        Values by parameter.
+    """
     values = {f"device_{number}": device, f"free_{number}": free_bytes}
     values |= {f"most_{number}_{index}": each for index, each in enumerate(most)}
     if kept is not None:

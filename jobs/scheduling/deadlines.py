@@ -13,21 +13,40 @@ from jobs.schema.clock import ledger_now
 
 
 def asked_for(schedule: Schedule) -> dict[str, Any] | None:
-    """The schedule as a submission's column keeps it; null where the document gave none."""
+    """Return a schedule as the column of a submission holds it.
+
+    Args:
+        schedule: The document's schedule.
+
+    Returns:
+        Its fields, or None for the default schedule.
+    """
     return None if schedule == Schedule() else dict(plain(schedule))
 
 
 def deadline_of(schedule: Schedule) -> datetime | ColumnElement[datetime] | None:
-    """When a job that gets the schedule now must have ended, as a value for its column."""
+    """Return the deadline of a job that gets a schedule now.
+
+    Args:
+        schedule: The schedule.
+
+    Returns:
+        The moment or an SQL expression for it; None without a deadline.
+    """
     seconds = schedule.within_seconds
     return schedule.deadline_at if seconds is None else ledger_now(seconds)
 
 
 def require_in_time(deadline_at: datetime | None, now: datetime, pointer: str = "/schedule/deadline") -> None:
-    """Return quietly where there is no deadline, or time until it.
+    """Refuse a deadline that has passed.
+
+    Args:
+        deadline_at: The deadline, or None.
+        now: The database's time.
+        pointer: The field to name in the refusal.
 
     Raises:
-        DocumentRefused: If it is not later than ``now``, the database's.
+        DocumentRefused: If the deadline is not later than `now`.
     """
     if deadline_at is not None and deadline_at <= now:
         message = f"has passed: by the service's clock it is {now:%Y-%m-%dT%H:%M:%SZ}; give a later moment, or none"

@@ -13,20 +13,31 @@ AHEAD = 100
 """A priority that no document can ask for: before all of a tenant's jobs, for what takes seconds and is waited for."""
 
 _AHEAD_EVERY_SECONDS = 60.0
-"""How long a tenant must not have been served to go before everybody's jobs: longer than such a thing takes."""
+"""The least time since a tenant was served for its estimate to precede all jobs: longer than an estimate takes."""
 
 
 def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
-    """The query for the ids of the next ``limit`` queued jobs of which ``claimable`` holds, and ``told`` of each.
+    """Build the query for the next queued jobs in fair-share order.
 
-    The tenant with the fewest jobs running comes first, among equals the one that was served longest ago.
+    The tenant with the fewest running jobs comes first, among equals the one that was served longest ago. A priority
+    orders
+    a tenant's own jobs: if it counted between tenants, one who asked for the highest would hold up all the others.
 
-    What is waited for goes before everybody's jobs once, and then in turn: one who asks for estimates without end holds
-    up nobody. A priority orders a tenant's own jobs. Were it to count between tenants, one who asked for the highest
-    would hold up all the others.
+    An estimate precedes all jobs once, and then takes part in that order: a tenant that asks for estimates without end
+    holds
+    up nobody.
 
-    No more than ``limit`` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
+    No more than `limit` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
     grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
+
+    Args:
+        dialect: The database's.
+        limit: The number of jobs.
+        claimable: The condition on jobs that may be claimed.
+        told: A further column, such as the device for the job.
+
+    Returns:
+        The query for `id` and `told`.
     """
     first = _first_of_each(dialect, limit, claimable, told)
     running = (
@@ -59,12 +70,20 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], told: C
 
 
 def goes_ahead(priority: ColumnElement[int], served_at: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Whether a queued job is waited for, and its tenant was not served just now, so that others were served."""
+    """Return the condition for a job to precede all others: it is an estimate, and its tenant was not served just now.
+
+    Args:
+        priority: The job's priority.
+        served_at: When a job of its tenant was last claimed.
+
+    Returns:
+        The condition.
+    """
     return and_(priority >= AHEAD, or_(served_at.is_(None), served_at <= ledger_now(-_AHEAD_EVERY_SECONDS)))
 
 
 def due() -> ColumnElement[bool]:
-    """Whether a queued job may be claimed by now, and still."""
+    """Return the condition for a queued job to be claimable now: no pause, and no passed deadline."""
     return and_(
         or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now()),
         or_(jobs.c.not_before.is_(None), jobs.c.not_before <= ledger_now()),

@@ -16,7 +16,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.tables import device_leases, devices, jobs, worker_devices, workers
 
 _BELIEVED = timedelta(minutes=15)
-"""So long nobody doubts what others than jobs were seen to hold of a device."""
+"""The age up to which a reading of others' use of a device is trusted."""
 _NEVER = datetime.fromtimestamp(0, UTC)
 
 # built once: building a statement takes longer than the database takes to answer it
@@ -70,7 +70,7 @@ class FleetDevice:
     kind: str
     capacity_bytes: int
     most_bytes: int
-    """What may be leased there while no job is, by what others were last seen to hold: on a host always some."""
+    """The bytes that jobs may lease, after others' use as last read."""
     free_bytes: int
     """-1 where nothing may be put there, however little it needs."""
     read_at: datetime
@@ -82,7 +82,7 @@ class FleetDevice:
 
     @property
     def size(self) -> tuple[bool, int]:
-        """What makes it smaller or larger than another."""
+        """The order of devices by size; equal ones are interchangeable."""
         return self.kind == "host", self.capacity_bytes
 
     @property
@@ -91,17 +91,39 @@ class FleetDevice:
         return *self.size, self.uuid
 
     def offered_by(self, worker_id: str) -> bool:
-        """Whether that worker may put a job here."""
+        """Return whether a worker offers this device.
+
+        Args:
+            worker_id: The worker.
+
+        Returns:
+            True if it does.
+        """
         return any(each.worker_id == worker_id for each in self.offers)
 
     def takes_now(self, job: Row[Any]) -> bool:
-        """Whether some worker could begin the job here at once."""
+        """Return whether any worker could start a job here at once.
+
+        Args:
+            job: The job's row.
+
+        Returns:
+            True if a live worker with a free slot may run it, and its memory is free.
+        """
         return (job.needs_bytes or 0) <= self.free_bytes and any(
             each.live and each.free_slots > 0 and suits(job, self.kind, each.factories) for each in self.offers
         )
 
     def could_hold(self, job: Row[Any], *, live: bool) -> bool:
-        """Whether it has what the job needs, when nothing else is there."""
+        """Return whether the job would fit if nothing else were on the device.
+
+        Args:
+            job: The job's row.
+            live: Whether only workers that were seen lately count.
+
+        Returns:
+            True if it would, and a worker may run it here.
+        """
         return (job.needs_bytes or 0) <= self.capacity_bytes and any(
             (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
         )
@@ -117,21 +139,51 @@ class FleetDevice:
         return self.now - 2 * age if age > _BELIEVED else self.now
 
     def most_bytes_if_read(self, seconds: float) -> int:
-        """What others than jobs leave, if that was read in the last ``seconds``; else all there is."""
+        """Return the bytes that jobs may use, trusting the last reading of others' use only if it is recent.
+
+        Args:
+            seconds: The greatest age of the reading.
+
+        Returns:
+            The capacity less others' use, or the whole capacity if the reading is older.
+        """
         return self.most_bytes if self.now - self.read_at <= timedelta(seconds=seconds) else self.capacity_bytes
 
     def leaves(self, job: Row[Any]) -> bool:
-        """Whether others than jobs leave what the job needs, as far as it believes what was read of them."""
+        """Return whether others' use leaves enough memory for a job, as far as the job trusts the last reading.
+
+        Args:
+            job: The job's row.
+
+        Returns:
+            True if it does.
+        """
         doubted = (job.queued_at or self.now) > self.doubted_since
         return (job.needs_bytes or 0) <= (self.capacity_bytes if doubted else self.most_bytes)
 
     def could_lease(self, job: Row[Any]) -> bool:
-        """Whether a job could be put here once no other is: keeping the device for one that cannot helps nobody."""
+        """Return whether a job could run here once no other does.
+
+        Reserving the device for a job that cannot helps nobody.
+
+        Args:
+            job: The job's row.
+
+        Returns:
+            True if it could.
+        """
         return self.leaves(job) and self.could_hold(job, live=True)
 
 
 def read_fleet(connection: Connection) -> list[FleetDevice]:
-    """Every known device, from small to large, with who offers it and what is free there."""
+    """Read every known device, with its offers and its free memory.
+
+    Args:
+        connection: A connection with an open transaction.
+
+    Returns:
+        The devices, from small to large.
+    """
     rows = connection.execute(_DEVICES).all()
     reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
     waiting = {}
@@ -178,5 +230,13 @@ def _offers(connection: Connection) -> dict[str, list[Offer]]:
 
 
 def offered_by(fleet: Sequence[FleetDevice], worker_id: str) -> list[tuple[FleetDevice, Offer]]:
-    """The devices of one worker, from small to large, and how it offers each."""
+    """Return the devices of one worker.
+
+    Args:
+        fleet: All known devices.
+        worker_id: The worker.
+
+    Returns:
+        Each device with the worker's offer of it, from small to large.
+    """
     return [(each, offer) for each in fleet for offer in each.offers if offer.worker_id == worker_id]

@@ -28,7 +28,17 @@ _CANDIDATES = 20
 
 
 def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int = 20) -> list[Place]:
-    """What a worker is to claim, in this order, and on which device of its own each; nothing where it is not known."""
+    """Return the jobs that a worker should try to claim, and a device of its own for each.
+
+    Args:
+        engine: The ledger's database.
+        worker_id: The worker.
+        grace_seconds: A job is left to a smaller free device of another worker for so long.
+        limit: The number of jobs.
+
+    Returns:
+        The places in fair-share order; empty if the worker is not registered.
+    """
     with reading(engine) as connection:
         fleet = read_fleet(connection)
         own = offered_by(fleet, worker_id)
@@ -49,10 +59,16 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
 
 
 def may_come(engine: Engine, worker_id: str, read_seconds: float) -> bool:
-    """Whether anything is queued that the worker could take if no job were on its devices.
+    """Return whether any queued job could run on the worker's devices once they are free.
 
-    What others hold there counts where it was read in the last ``read_seconds``; before that a job was there, and it is
-    about to be read.
+    Args:
+        engine: The ledger's database.
+        worker_id: The worker.
+        read_seconds: Others' use of a device counts if it was read so recently; an older reading is about to be
+            renewed.
+
+    Returns:
+        True if there may be work to come.
     """
     with reading(engine) as connection:
         own = offered_by(read_fleet(connection), worker_id)
@@ -70,12 +86,19 @@ def may_come(engine: Engine, worker_id: str, read_seconds: float) -> bool:
 
 
 def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
-    """Keep each of the worker's devices for the job that has waited there longest for more than is free.
+    """Reserve each of the worker's devices for the job that has waited there longest for more than is free.
 
-    A job is kept one device for, the smallest that could hold it beside what others than jobs hold there. That is read
-    only while no job is there: where it is old the device is kept until it is read anew, and no longer if it is too
-    much. What fits on every device of its kind is never passed over for its size, so it reserves none: between tenants
-    the turns decide, not who has waited.
+    A job gets one device reserved, the smallest that could hold it beside the memory in use by others. That use is read
+    only while no job is there: where the reading is old the device is reserved until it is renewed, and no longer if it
+    is
+    too much. A job that fits on every device of its kind is never passed over for its size, so it reserves none: fair
+    share
+    between tenants decides, not the time of waiting.
+
+    Args:
+        engine: The ledger's database.
+        worker_id: The worker.
+        after_seconds: Only for jobs that have waited so long.
     """
     with reading(engine) as connection:
         fleet = read_fleet(connection)
@@ -95,7 +118,15 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
 
 
 def placement_of(engine: Engine, job: Job) -> PlacementView | None:
-    """Where the job stands with regard to devices; None once it has ended."""
+    """Return the device of a job, or the reason why it has none yet.
+
+    Args:
+        engine: The ledger's database.
+        job: The job.
+
+    Returns:
+        The placement, or None if the job has ended.
+    """
     if job.ended:
         return None
     with reading(engine) as connection:
@@ -109,7 +140,16 @@ def placement_of(engine: Engine, job: Job) -> PlacementView | None:
 
 
 def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> PlacementView:
-    """Where a job of the document would stand if it were submitted now."""
+    """Return the placement that a job of this document would have if it were submitted now.
+
+    Args:
+        engine: The ledger's database.
+        document: The document.
+        needs_bytes: Device memory that it is known to need; None if unknown.
+
+    Returns:
+        The placement.
+    """
     with reading(engine) as connection:
         fleet = read_fleet(connection)
     model, data = factories_of(document)
@@ -153,7 +193,7 @@ def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placeme
 
 
 def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
-    """Say what it is that no known device or worker has."""
+    """Name the requirement that no known device or worker meets."""
     named = [name for name in (row.model_factory, row.data_factory) if name is not None]
     able = [each for each in fleet if any(suits(row, each.kind, offer.factories) for offer in each.offers)]
     if not able and any(each.offers for each in fleet):
@@ -173,7 +213,14 @@ def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
 
 
 def readable(size_bytes: int) -> str:
-    """Bytes as a person reads them."""
+    """Return a number of bytes with a decimal unit, such as `1.07 GB`.
+
+    Args:
+        size_bytes: The number.
+
+    Returns:
+        The text, with three significant digits.
+    """
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size_bytes >= size:
             return f"{size_bytes / size:.3g} {unit}"
@@ -235,7 +282,7 @@ def _reserver(
 
 
 def _placed(fleet: Sequence[FleetDevice], device: FleetDevice) -> bool:
-    """Whether what this device is kept for could begin on another one, or no longer fits here."""
+    """Return whether the device's reservation is void: its job could start elsewhere, or no longer fits here."""
     job = device.reserver
     if job is None or not device.leaves(job):
         return True

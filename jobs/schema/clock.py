@@ -54,7 +54,14 @@ def _now_sqlite(element: _LedgerNow, compiler: SQLCompiler, **options: Any) -> s
 
 
 def ledger_now(offset_seconds: float | BindParameter[float] = 0) -> FunctionElement[datetime]:
-    """The database's clock as an SQL expression, ``offset_seconds`` later (or earlier, where negative)."""
+    """Return the database's clock as an SQL expression.
+
+    Args:
+        offset_seconds: Seconds to add; negative for the past.
+
+    Returns:
+        The expression.
+    """
     if isinstance(offset_seconds, BindParameter):
         return _LedgerNow(offset_seconds)
     return _LedgerNow(literal(float(offset_seconds), Double()))

@@ -24,8 +24,8 @@ _BUSY_SECONDS = 15
 _POSTGRES_OPTIONS = (
     "-c statement_timeout=30s -c lock_timeout=5s -c idle_in_transaction_session_timeout=10s -c timezone=UTC"
 )
-"""Whoever is silent for 10 s within a transaction is frozen or gone, and a job's row must not stay locked for longer
-than its lease: nobody else could take it."""
+"""A session that is silent for 10 s within a transaction is frozen or gone, and must not keep a job's row locked for
+longer than its lease: no other worker could take it."""
 _POSTGRES_PATIENCE = {
     "connect_timeout": 3,
     # a machine that is gone closes nothing: what was sent is acknowledged within this time, or the connection is over
@@ -41,10 +41,16 @@ _UPGRADE_LOCK = 0x6B726F6E
 
 
 def open_database(url: str) -> Engine:
-    """Connect lazily, through a small pool; a patience that PostgreSQL's URL names (`connect_timeout`) stands.
+    """Create an engine with a small pool; it connects on first use.
+
+    Args:
+        url: The database's URL. A `connect_timeout` in PostgreSQL's is kept.
+
+    Returns:
+        The engine.
 
     Raises:
-        SettingsInvalid: If the URL names neither PostgreSQL nor an SQLite file.
+        SettingsInvalid: If the URL is neither PostgreSQL's nor that of an SQLite file.
     """
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite":
@@ -67,7 +73,7 @@ def open_database(url: str) -> Engine:
 
 
 def _leave_readers(context: ExceptionContext) -> None:
-    """Whoever takes no writes counts as gone, with every connection of the pool: the next ones may find who does."""
+    """Treat a server that refuses writes as gone, with every connection of the pool: new ones may find the primary."""
     if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
         context.is_disconnect = True
 
@@ -85,7 +91,7 @@ def _parse(url: str) -> URL:
         if parsed.database in (None, "", ":memory:"):
             raise SettingsInvalid("the ledger is shared by several processes; give SQLite a file: sqlite:////path")
         return parsed
-    raise SettingsInvalid(f"`{parsed.drivername}` is no database of the ledger; take postgresql or sqlite")
+    raise SettingsInvalid(f"`{parsed.drivername}` is not a database of the ledger; take postgresql or sqlite")
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
@@ -104,7 +110,13 @@ def _begin_sqlite(connection: Connection) -> None:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """One short transaction that writes; it commits at the end and rolls back on any exception.
+    """Open one short transaction that writes; it commits at the end and rolls back on any exception.
+
+    Args:
+        engine: The ledger's database.
+
+    Yields:
+        The connection.
 
     Raises:
         LedgerUnavailable: If the database does not answer.
@@ -115,7 +127,13 @@ def writing(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def reading(engine: Engine) -> Iterator[Connection]:
-    """One short transaction that only reads, beside any writer.
+    """Open one short transaction that only reads, beside any writer.
+
+    Args:
+        engine: The ledger's database.
+
+    Yields:
+        The connection.
 
     Raises:
         LedgerUnavailable: If the database does not answer.
@@ -128,7 +146,7 @@ def reading(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """The driver's message names hosts and statements: it stays in the cause, for the operator's log."""
+    """Raise `LedgerUnavailable` without the driver's message: it names hosts and statements, and stays in the cause."""
     try:
         yield
     except (exc.DBAPIError, exc.TimeoutError) as error:
@@ -145,7 +163,14 @@ def _translated() -> Iterator[None]:
 
 
 def migration_config(connection: Connection | None = None) -> Config:
-    """Alembic's configuration; with a ``connection``, for commands that run on it."""
+    """Return Alembic's configuration.
+
+    Args:
+        connection: The connection for commands that run on one; None for others.
+
+    Returns:
+        The configuration.
+    """
     config = Config()
     config.set_main_option("script_location", "migrations:")  # the package, wherever it is installed
     config.attributes["connection"] = connection
@@ -153,7 +178,10 @@ def migration_config(connection: Connection | None = None) -> Config:
 
 
 def upgrade_schema(url: str) -> None:
-    """Bring the database to this code's schema; several processes may try at once.
+    """Migrate the database to this code's schema; several processes may try at once.
+
+    Args:
+        url: The database's URL.
 
     Raises:
         SchemaOutdated: If the database belongs to newer code.
@@ -175,10 +203,13 @@ def upgrade_schema(url: str) -> None:
 
 
 def require_current_schema(engine: Engine) -> None:
-    """Return quietly if the database has this code's schema.
+    """Refuse a database with another schema than this code's.
+
+    Args:
+        engine: The ledger's database.
 
     Raises:
-        SchemaOutdated: With what to run, if it has another one.
+        SchemaOutdated: If it has another one; the message names the command to run.
     """
     with reading(engine) as connection:
         _check_known(connection)
@@ -203,7 +234,7 @@ def _check_known(connection: Connection) -> None:
 
 @functools.cache  # every probe of readiness asks, and reading the files takes 27 ms of a core
 def _revisions() -> tuple[frozenset[str], frozenset[str]]:
-    """The heads, and all that this code knows."""
+    """Return the head revisions, and all that this code knows."""
     scripts = ScriptDirectory.from_config(migration_config())
     return frozenset(scripts.get_heads()), frozenset(script.revision for script in scripts.walk_revisions())
 

@@ -21,5 +21,12 @@ def new_id() -> str:
 
 
 def is_id(text: str) -> bool:
-    """Whether ``text`` can be an id at all; what cannot is looked up nowhere."""
+    """Return whether a text has the form of an id; others are never looked up.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        True if it has.
+    """
     return _ID.fullmatch(text) is not None

@@ -45,13 +45,20 @@ def create_key(
     scopes: tuple[Scope, ...] = ("read", "submit"),
     expires_at: datetime | None = None,
 ) -> str:
-    """Make a key for the tenant of that name, which is created where there is none yet.
+    """Create a key for the tenant of that name, and the tenant where there is none yet.
+
+    Args:
+        engine: The ledger's database.
+        secret: The server's secret, under which digests of keys are stored.
+        tenant: The tenant's name.
+        scopes: What the key may do.
+        expires_at: When it ends, with a time zone; None: never.
 
     Returns:
         The key, in plain text for the only time.
 
     Raises:
-        SettingsInvalid: If the secret is too short, the name unusable or a scope unknown.
+        SettingsInvalid: If the secret is too short, the name not valid or a scope unknown.
     """
     check_secret(secret)
     if not _NAME.fullmatch(tenant):
@@ -79,7 +86,19 @@ def create_key(
 
 
 def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
-    """Who presents this key; None where it is malformed, unknown, revoked or expired (no telling which)."""
+    """Return the caller who presents a key.
+
+    Args:
+        engine: The ledger's database.
+        secret: The server's secret, under which digests of keys are stored.
+        presented: The text of the request.
+
+    Returns:
+        The caller; None if the key is malformed, unknown, revoked or expired, without a sign which.
+
+    Raises:
+        SettingsInvalid: If the secret is too short.
+    """
     check_secret(secret)
     match = _KEY.fullmatch(presented)
     if match is None or not hmac.compare_digest(_checksum(presented[:-8]), match[3]):
@@ -100,7 +119,15 @@ def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
 
 
 def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:
-    """End a key's life, named whole or by its prefix; False where there is no such living key."""
+    """Revoke a key.
+
+    Args:
+        engine: The ledger's database.
+        presented_or_prefix: The whole key or its prefix.
+
+    Returns:
+        False if there is no such key, or it was revoked earlier.
+    """
     match = _KEY.fullmatch(presented_or_prefix)
     prefix = presented_or_prefix if match is None else match[1]
     with writing(engine) as connection:
@@ -114,6 +141,9 @@ def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:
 
 def check_secret(secret: str) -> None:
     """Refuse a secret that could be guessed.
+
+    Args:
+        secret: The server's secret.
 
     Raises:
         SettingsInvalid: If it has fewer than 16 characters.
@@ -149,11 +179,18 @@ def _digest(secret: str, key: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make or end a key; returns the exit code (0 done, 2 usage, 3 no database, 4 the operator must act)."""
+    """Create or revoke a key from the command line.
+
+    Args:
+        arguments: The words of the command line; the process's own if left out.
+
+    Returns:
+        The exit code: 0 done, 2 usage, 3 database away, 4 the operator must act.
+    """
     parser = argparse.ArgumentParser(prog="python -P -m jobs.tenancy.api_keys", description="Make or end an API key.")
     commands = parser.add_subparsers(dest="command", required=True)
     creating = commands.add_parser("create", help="make a key; it is shown once")
-    creating.add_argument("--tenant", required=True, help="whose key it is; made where there is none of that name")
+    creating.add_argument("--tenant", required=True, help="the key's tenant; created where there is none of that name")
     creating.add_argument("--scope", action="append", choices=SCOPES, help="default: read and submit")
     creating.add_argument("--expires", type=_moment, help="when it ends, e.g. 2030-01-01T00:00:00Z")
     revoking = commands.add_parser("revoke", help="end a key's life")
@@ -190,7 +227,7 @@ def _revoke(chosen: argparse.Namespace) -> int:
         revoked = revoke_key(engine, chosen.key)
     finally:
         engine.dispose()
-    sys.stderr.write("revoked\n" if revoked else "there is no such living key\n")
+    sys.stderr.write("revoked\n" if revoked else "there is no such key, or it was revoked earlier\n")
     return 0 if revoked else 2
 
 

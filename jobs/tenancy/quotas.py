@@ -28,7 +28,15 @@ class Usage:
 
 
 def usage(engine: Engine, name: str | None = None) -> tuple[Usage, ...]:
-    """Of the tenant of that name, or of all by name."""
+    """Return the bytes in use and the quotas of tenants.
+
+    Args:
+        engine: The ledger's database.
+        name: One tenant's name; None for all.
+
+    Returns:
+        One record per tenant, by name.
+    """
     query = select(tenants.c.id, tenants.c.name, tenants.c.quotas).order_by(tenants.c.name)
     if name is not None:
         query = query.where(tenants.c.name == name)
@@ -40,7 +48,16 @@ def usage(engine: Engine, name: str | None = None) -> tuple[Usage, ...]:
 
 
 def set_quota(engine: Engine, name: str, quota_bytes: int | None) -> bool:
-    """Limit a tenant, or take its limit away; False where there is none of that name."""
+    """Set or remove a tenant's quota.
+
+    Args:
+        engine: The ledger's database.
+        name: The tenant's name.
+        quota_bytes: The quota; None removes it.
+
+    Returns:
+        False if there is no tenant of that name.
+    """
     with writing(engine) as connection:
         # one that changes nothing first: two operators at once take turns
         row = connection.execute(
@@ -56,7 +73,11 @@ def set_quota(engine: Engine, name: str, quota_bytes: int | None) -> bool:
 
 
 def require_room(engine: Engine, tenant_id: str) -> None:
-    """Let a tenant submit who has any room left.
+    """Refuse a submission of a tenant that has used up its quota.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant.
 
     Raises:
         QuotaExceeded: If its files take all of its quota.
@@ -68,7 +89,13 @@ def require_room(engine: Engine, tenant_id: str) -> None:
 
 
 def require_room_for(engine: Engine, tenant_id: str, sha256: str, size_bytes: int) -> None:
-    """Let a file be kept that fits, or that the tenant has already.
+    """Refuse a file that exceeds its tenant's quota; one that the tenant has already always fits.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant.
+        sha256: The file's digest.
+        size_bytes: Its size.
 
     Raises:
         QuotaExceeded: If it does not fit.

@@ -121,7 +121,7 @@ def test_empty_and_unbounded_pages_are_refused(ledger: Engine, limit: int) -> No
 
 
 def test_a_foreign_cursor_is_refused(ledger: Engine) -> None:
-    with pytest.raises(PageRefused, match="no cursor"):
+    with pytest.raises(PageRefused, match="not a cursor"):
         list_jobs(ledger, LOCAL_TENANT, JobQuery(before="' OR 1=1"))
 
 
