@@ -22,7 +22,7 @@ from jobs.queue.claims import claim
 from jobs.records import Claim
 from jobs.scheduling.placement import may_come, next_places, reserve
 from worker.agent.registration import Registration
-from worker.devices.device_health import Fitness
+from worker.devices.device_health import DeviceHealth
 from worker.disk.free_space import free_bytes
 from worker.lifetime import DRAIN_SECONDS
 from worker.process.child_process import EXECUTION
@@ -48,8 +48,8 @@ class Agent:
         self._engine = engine
         self._settings = settings
         self._command = command
-        self._fitness = Fitness()
-        self._registration = Registration(engine, settings, fitness=self._fitness)
+        self._device_health = DeviceHealth()
+        self._registration = Registration(engine, settings, device_health=self._device_health)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._slots = threading.Semaphore(settings.slots)
         self._supervisors: set[Supervisor] = set()
@@ -90,7 +90,7 @@ class Agent:
 
     def _may_take(self) -> bool:
         """Whether this worker could begin a job now, whichever it is."""
-        return not self._fitness.resting() and self._has_room()
+        return not self._device_health.resting() and self._has_room()
 
     def _has_room(self) -> bool:
         """Whether the disk is above its floor: below it the next job would only fail, and be counted."""
@@ -156,7 +156,7 @@ class Agent:
         return None
 
     def _supervise(self, held: Claim) -> None:
-        supervisor = Supervisor(self._engine, held, self._settings, self._command, self._fitness)
+        supervisor = Supervisor(self._engine, held, self._settings, self._command, self._device_health)
         with self._lock:
             self._supervisors.add(supervisor)
         # a daemon: where a drain is cut short the process may end, and the lifeline ends the child

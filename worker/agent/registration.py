@@ -14,7 +14,7 @@ from sqlalchemy import Engine
 from jobs.devices.registry import Device, Worker, forget_silent, leased_devices, register, remove, renew
 from jobs.errors import LedgerUnavailable
 from jobs.schema.identifiers import new_id
-from worker.devices.device_health import Fitness
+from worker.devices.device_health import DeviceHealth
 from worker.devices.discover import Provider, devices_of, process_space
 from worker.settings import WorkerSettings
 
@@ -29,10 +29,10 @@ class Registration:
         engine: Engine,
         settings: WorkerSettings,
         provider: Provider | None = None,
-        fitness: Fitness | None = None,
+        device_health: DeviceHealth | None = None,
     ) -> None:
         self._engine = engine
-        self._fitness = fitness or Fitness()
+        self._device_health = device_health or DeviceHealth()
         self._every = settings.ledger.heartbeat_seconds
         self._expiry = settings.ledger.lease_seconds
         self._provider = provider or devices_of(settings.node, settings.fake_gpus)
@@ -62,10 +62,10 @@ class Registration:
             LedgerUnavailable: If the database does not answer.
         """
         with self._lock:
-            sick = self._offered & self._fitness.withheld()
+            sick = self._offered & self._device_health.withheld()
             if (sick or not self._known) and not self._ended.is_set():
                 leased = leased_devices(self._engine)
-                self._register(self._fitness.well(self._provider()), leased)
+                self._register(self._device_health.well(self._provider()), leased)
 
     def end(self) -> None:
         """Take the entry off; whoever cannot is known to be silent soon enough."""
@@ -99,7 +99,7 @@ class Registration:
         read = self._provider()
         used = {device.uuid: device.used_bytes for device in read if device.uuid not in leased}
         with self._lock:
-            offered = self._fitness.well(read)  # looked at last: one may have failed since it was read
+            offered = self._device_health.well(read)  # looked at last: one may have failed since it was read
             if self._known and {each.uuid for each in offered} != self._offered:
                 self._register(offered, leased)  # one has failed, or is well again
             elif self._known:

@@ -1,4 +1,4 @@
-"""A worker's fitness: which of its devices did not come up for a job, and whether it can start computing processes.
+"""The health of a worker's devices: which did not come up for a job, and whether processes can be started at all.
 
 Neither is a job's fault, so no job pays for it: it is handed back, uncounted, for others to take. The worker offers
 such a device no more for some minutes, and takes nothing for some seconds, ever longer, while nothing can be started.
@@ -17,7 +17,7 @@ FIRST_REST_SECONDS = 5.0
 LONGEST_REST_SECONDS = 60.0
 
 
-class Fitness:
+class DeviceHealth:
     """One per worker process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -8,7 +8,7 @@ DISK_FULL = "disk_full"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-def told_full(error: OSError) -> str | None:
+def describe_full_disk(error: OSError) -> str | None:
     """A sentence with the folder and the bytes where a disk, or its quota, is full; None for every other error."""
     if error.errno not in _FULL:
         return None

@@ -43,18 +43,18 @@ from worker.execution.computing_environment import computing_device, computing_e
 from worker.execution.computing_place import ComputingPlace, computing_place
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
-from worker.execution.data.validation import examined
+from worker.execution.data.validation import validate_chunks
 from worker.execution.device_calibration import Calibration
 from worker.execution.factor_cache import FactorCache
-from worker.execution.factor_cache_key import Witness, data_digest, factor_key, uncacheable
+from worker.execution.factor_cache_key import Witness, data_digest, factor_key, reason_uncacheable
 from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.loaded_model import LoadedModel
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.matrix_file import MatrixFile
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
-from worker.execution.resume_scratch import take_over
+from worker.execution.resume_scratch import adopt_checkpoint
 
 EXIT_STOPPED = 5
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
@@ -145,7 +145,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
         raise DocumentRefused((refused,))
     _seed(document.collection.seed)
     place = computing_place(document, device, assignment.bounds, assignment.device if assignment.estimate else None)
-    take_over(assignment.scratch, assignment.earlier)
+    adopt_checkpoint(assignment.scratch, assignment.earlier)
     # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
     scratch = ArtifactFiles(assignment.scratch, None)
     _compute(assignment, document, pipe, checkpoint, place, scratch)
@@ -209,7 +209,7 @@ def _compute(
             completed=assignment.completed,
         ),
     )
-    surroundings = Surroundings(
+    context = LoaderContext(
         store=assignment.store,
         offline=assignment.offline,
         paths=assignment.paths,
@@ -221,16 +221,16 @@ def _compute(
         shapes_only=assignment.estimate,
     )
     if document.factors is not None:
-        workspace.inputs.stored = _stored(document, assignment, surroundings)
+        workspace.inputs.stored = _stored(document, assignment, context)
         workspace.machine.guard.hold()
     else:
         with workspace.machine.operation("model"):
-            loaded = _load_model(document, surroundings)
+            loaded = _load_model(document, context)
         # what the modules alone show of the coverage, before data is read and a device is touched
         if not assignment.estimate:
             surveyed(loaded.model, document.collection)
         with workspace.machine.operation("data"):
-            data = _load_data(document, loaded, surroundings)
+            data = _load_data(document, loaded, context)
         workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
         if assignment.estimate:
             workspace.inputs.model = loaded.model
@@ -262,7 +262,7 @@ def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspa
         or workspace.inputs.batches is None
     ):
         return
-    why = uncacheable(document, workspace.inputs.model)
+    why = reason_uncacheable(document, workspace.inputs.model)
     if why is not None:
         workspace.ports.log("debug", f"factors are not cached: {why}")
         return
@@ -301,7 +301,7 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
 
 
-def _load_model(document: JobDocument, surroundings: Surroundings) -> LoadedModel:
+def _load_model(document: JobDocument, context: LoaderContext) -> LoadedModel:
     source: Any = document.model
     loader = MODEL_SOURCES.get(source.source)
     if loader is None:
@@ -310,13 +310,13 @@ def _load_model(document: JobDocument, surroundings: Surroundings) -> LoadedMode
             pointer="/model/source",
             code="unsupported_source",
         )
-    surroundings.report("model", 0, None, "models")
-    loaded: LoadedModel = resolve(loader)(source, document.task, surroundings)
-    surroundings.checkpoint()
+    context.report("model", 0, None, "models")
+    loaded: LoadedModel = resolve(loader)(source, document.task, context)
+    context.checkpoint()
     return loaded
 
 
-def _load_data(document: JobDocument, loaded: LoadedModel, surroundings: Surroundings) -> DataStream:
+def _load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext) -> DataStream:
     source: Any = document.data
     loader = DATA_SOURCES.get(source.source)
     if loader is None or document.task is None:
@@ -325,20 +325,20 @@ def _load_data(document: JobDocument, loaded: LoadedModel, surroundings: Surroun
             pointer="/data/source",
             code="unsupported_source",
         )
-    surroundings.report("data", 0, None, "sources")
+    context.report("data", 0, None, "sources")
     request = DataRequest(
         task=document.task,
         loaded=loaded,
         batch_size=document.collection.batch_size,
         seed=document.collection.seed,
-        surroundings=surroundings,
+        context=context,
     )
     stream: DataStream = resolve(loader)(source, request)
-    surroundings.checkpoint()
-    return examined(stream, loaded, "/data")
+    context.checkpoint()
+    return validate_chunks(stream, loaded, "/data")
 
 
-def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroundings) -> Artifacts:
+def _stored(document: JobDocument, assignment: Assignment, context: LoaderContext) -> Artifacts:
     """The factors of an earlier job: its folder as the parent found it, or the path in the document; or a matrix."""
     if assignment.factors_path is not None:
         return find_factors(assignment.factors_path, "/factors")
@@ -348,7 +348,7 @@ def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroun
         raise Refusal(
             "names a job of the service; in the foreground give `factors: {path: FOLDER}`", pointer="/factors/job"
         )
-    found = surroundings.allowed_path(path, "/factors/path")
+    found = context.allowed_path(path, "/factors/path")
     if not found.is_file():
         if reference.tensor is not None:
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
@@ -358,7 +358,7 @@ def _stored(document: JobDocument, assignment: Assignment, surroundings: Surroun
             "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
             pointer="/factors/path",
         )
-    return MatrixFile(found, reference.tensor, surroundings.log)
+    return MatrixFile(found, reference.tensor, context.log)
 
 
 def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:

@@ -66,7 +66,7 @@ def data_digest(batches: Callable[[], Iterator[Chunk]], seed: int, checkpoint: C
     return witness.digests[0]
 
 
-def uncacheable(document: JobDocument, model: nn.Module) -> str | None:
+def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
     """Why a collection has no key; None where it has one."""
     if getattr(document.model, "source", None) == "factory":
         return "the model is from a factory, whose code cannot be told from another's"

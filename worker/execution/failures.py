@@ -22,8 +22,8 @@ from engine.errors import EngineError
 from engine.memory.budget import free_host_bytes, resident_bytes
 from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
 from engine.memory.plan import readable_bytes
-from worker.disk.free_space import DISK_FULL, told_full
-from worker.execution.refusal import Refusal, writable
+from worker.disk.free_space import DISK_FULL, describe_full_disk
+from worker.execution.refusal import Refusal, storable_text
 from worker.process.crash import DEVICE_LOST
 
 _TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE})
@@ -66,7 +66,7 @@ def _machine_failure(error: BaseException) -> Failed:
     if lost_device(error) or _library_failed(error):
         message = f"the device failed ({first_line(error)}), and with it this process; the job is tried in a new one"
         return _failed(error, "transient", DEVICE_LOST, message)
-    full = told_full(error) if isinstance(error, OSError) else None
+    full = describe_full_disk(error) if isinstance(error, OSError) else None
     if full is not None:
         return _failed(error, "transient", DISK_FULL, full)
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
@@ -101,8 +101,8 @@ def _failed(
     return Failed(
         category="usage" if category == "usage" else "transient" if category == "transient" else "fatal",
         code=code,
-        message=writable(message[:_MAX_MESSAGE]),
+        message=storable_text(message[:_MAX_MESSAGE]),
         pointer=pointer,
         layer=layer,
-        detail=writable("".join(traceback.format_exception(error))[-20_000:]),
+        detail=storable_text("".join(traceback.format_exception(error))[-20_000:]),
     )

@@ -4,7 +4,7 @@ import os
 import time
 
 from catalog.frames import ArtifactWritten, Frame, LogLine, Planned, Progress, encode
-from worker.execution.refusal import writable
+from worker.execution.refusal import storable_text
 
 _PROGRESS_SECONDS = 0.2
 
@@ -38,7 +38,7 @@ class FramePipe:
 
     def log(self, level: str, message: str) -> None:
         """Send a line for the job's log."""
-        message = writable(message)
+        message = storable_text(message)
         known: dict[str, LogLine] = {
             "debug": LogLine(level="debug", message=message),
             "warning": LogLine(level="warning", message=message),

@@ -1,4 +1,4 @@
-"""What a loader may touch: the model store, the folders and factories allowed, and the way to report."""
+"""The context of a loader: the model store, the folders and factories that are allowed, and how to report."""
 
 import os
 from collections.abc import Callable
@@ -13,8 +13,8 @@ def _ignore(*_: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """One job's place on this machine."""
+class LoaderContext:
+    """The parts of this machine that one job's loaders may use."""
 
     store: Path
     """Where models fetched or trained once are kept."""

@@ -23,7 +23,7 @@ class Unavailable(Refusal):
     category: Category = "transient"
 
 
-def writable(text: str) -> str:
+def storable_text(text: str) -> str:
     """``text`` as UTF-8 and every database can hold it: halves of surrogate pairs and NUL are spelled out."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 

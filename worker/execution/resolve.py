@@ -54,7 +54,7 @@ def resolve_factory(name: str, paths: Sequence[Path], allowed: Sequence[str], po
         ) from error
     except (Exception, SystemExit) as error:
         raise Refusal(
-            f"importing `{module_name}` raised {raised(error)}",
+            f"importing `{module_name}` raised {describe_exception(error)}",
             pointer=pointer,
             code="factory_failed",
         ) from error
@@ -72,13 +72,13 @@ def call_factory(factory: Callable[..., Any], name: str, kwargs: dict[str, Any],
         return factory(**kwargs)
     except (Exception, SystemExit) as error:
         raise Refusal(
-            f"factory `{name}` raised {raised(error)}",
+            f"factory `{name}` raised {describe_exception(error)}",
             pointer=pointer,
             code="factory_failed",
         ) from error
 
 
-def raised(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """An exception of a caller's code, in a word or a sentence."""
     text = str(error)[:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -14,7 +14,7 @@ from engine.collection.checkpoints import MANIFEST
 _PART = ".part-"
 
 
-def take_over(own: Path, earlier: Iterable[Path]) -> None:
+def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
     """Bring the newest checkpoint among ``earlier`` (newest first), and what it needs, into ``own``.
 
     The earlier folders are deleted. Without a checkpoint, or where a file cannot be had, ``own``

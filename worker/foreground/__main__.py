@@ -32,8 +32,8 @@ from catalog.schedule import Schedule
 from worker.foreground.output_folder import OutputFolder, OutputRefused
 from worker.process.artifact_check import ArtifactMismatch
 from worker.process.child_process import EXECUTION, STOP_GRACE_SECONDS, Child, MalformedFrame
-from worker.process.crash import Signature, Whereabouts, crash_failure, ending
-from worker.process.log_lines import Narrator
+from worker.process.crash import LastPosition, Signature, crash_failure, ending
+from worker.process.log_lines import LogFormatter
 
 EXIT_STOPPED = 5
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
@@ -175,13 +175,13 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
 
     timer = threading.Timer(seconds or 0, end_at_deadline)
     timer.daemon = True
-    whereabouts, kills = Whereabouts(), oom_kills()
+    last_position, kills = LastPosition(), oom_kills()
     with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:
         stopper.guard(child)
         if seconds is not None:
             timer.start()
         try:
-            last = _follow(child, folder, echo, whereabouts, Narrator(document))
+            last = _follow(child, folder, echo, last_position, LogFormatter(document))
         except (MalformedFrame, ArtifactMismatch, OSError) as error:
             child.kill()
             last = _trouble(error)
@@ -193,24 +193,24 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     if last is None and stopper.asked.is_set():
         last = Stopped()
     if last is None:
-        signature = Signature(signal=ending(code), stage=whereabouts.stage, layer=whereabouts.layer)
+        signature = Signature(signal=ending(code), stage=last_position.stage, layer=last_position.layer)
         last = replace(crash_failure(signature, None, exhausted=oom_kills() > kills), category="fatal")
     return _end(folder, last, echo)
 
 
 def _follow(
-    child: Child, folder: OutputFolder, echo: Echo, whereabouts: Whereabouts, narrator: Narrator
+    child: Child, folder: OutputFolder, echo: Echo, last_position: LastPosition, formatter: LogFormatter
 ) -> Last | None:
     """Write and echo every frame; return the last one, which is echoed when the folder is complete."""
     last: Last | None = None
     for frame in child.frames():
-        whereabouts.follow(frame)
+        last_position.follow(frame)
         if isinstance(frame, (Finished, Failed, Stopped)):
             last = frame
             continue
         folder.take(frame)
         echo(frame)
-        for line in narrator.lines(frame):
+        for line in formatter.lines(frame):
             echo(line)
     return last
 

@@ -30,7 +30,7 @@ class Signature:
         return asdict(self)
 
 
-class Whereabouts:
+class LastPosition:
     """How far a child was: follows its frames."""
 
     def __init__(self, last_row: str | None = None) -> None:

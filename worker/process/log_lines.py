@@ -22,7 +22,7 @@ _COUNTED = {
 """What the closing line calls each branch of a layer; one that is new keeps its name."""
 
 
-class Narrator:
+class LogFormatter:
     """Says of each frame what is to be said, and remembers what the closing line needs."""
 
     def __init__(self, document: object) -> None:

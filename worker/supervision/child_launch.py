@@ -1,4 +1,4 @@
-"""The briefing of a child: its environment, and the assignment that tells it what to do and where things lie."""
+"""The launch of a child: its environment, and the assignment that it reads."""
 
 import os
 from pathlib import Path

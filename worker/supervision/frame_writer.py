@@ -18,7 +18,7 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import claims
 from jobs.records import Claim
 from jobs.tenancy.quotas import require_room_for
-from worker.process.log_lines import Narrator
+from worker.process.log_lines import LogFormatter
 from worker.supervision.job_progress import ProgressView
 from worker.supervision.lease_monitor import LeaseWatch
 from worker.supervision.retrying_object_store import Interrupted
@@ -52,7 +52,7 @@ class LedgerSink:
         self._watch = watch
         self._log = log
         self._progress = ProgressView(claim.kinds, claim.completed, collects=claim.document.get("factors") is None)
-        self._narrator = Narrator(claim.document)
+        self._formatter = LogFormatter(claim.document)
         self._log_lines = 0
 
     def take(self, frame: Frame) -> None:
@@ -66,7 +66,7 @@ class LedgerSink:
         """
         self._keep(frame)
         layer = {"layer": frame.layer} if isinstance(frame, LayerDone) else {}
-        for line in self._narrator.lines(frame):
+        for line in self._formatter.lines(frame):
             getattr(self._log, line.level)(line.message, **layer)
             if isinstance(frame, Summarised):
                 self._keep(line)

@@ -1,4 +1,4 @@
-"""The store of artifacts as one attempt sees it: waited for while the attempt goes on, and hardly longer.
+"""The store of artifacts as one attempt sees it: calls wait for the store while the attempt goes on, and hardly longer.
 
 A store that is silent, or takes gigabytes, holds whoever asks it for minutes, and an attempt that is
 told to stop has seconds. So a thread of its own makes each call. One that outlasts the attempt is
@@ -30,7 +30,7 @@ class Interrupted(Exception):
     """The attempt is to end, and the store of artifacts has not answered: it is not waited for."""
 
 
-class AwaitedObjects:
+class RetryingObjectStore:
     """A store whose calls raise `Interrupted` where the attempt was told to stop, and `LeaseLost` where it is over.
 
     What a stopped attempt has made may be put for `UPLOAD_SECONDS`; what it would have read it needs no more.

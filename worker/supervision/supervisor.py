@@ -36,13 +36,13 @@ from jobs.objects.scratch import open_scratch
 from jobs.queue import claims
 from jobs.queue.crash_signatures import record_crash
 from jobs.records import Claim
-from worker.devices.device_health import Fitness
-from worker.disk.free_space import DISK_FULL, told_full
+from worker.devices.device_health import DeviceHealth
+from worker.disk.free_space import DISK_FULL, describe_full_disk
 from worker.process.child_process import EXECUTION, Child, MalformedFrame
 from worker.process.crash import (
     DEVICE_LOST,
+    LastPosition,
     Signature,
-    Whereabouts,
     crash_failure,
     ending,
     never_ran,
@@ -56,7 +56,7 @@ from worker.supervision.child_output import ChildOutput
 from worker.supervision.frame_writer import LedgerSink, Misplaced
 from worker.supervision.job_logger import job_logger
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
-from worker.supervision.retrying_object_store import AwaitedObjects, Interrupted
+from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore
 from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors
 
 _OUTPUT_LINE_BYTES = 1_000
@@ -81,25 +81,25 @@ class Supervisor:
         claim: Claim,
         settings: WorkerSettings,
         command: Sequence[str] = EXECUTION,
-        fitness: Fitness | None = None,
+        device_health: DeviceHealth | None = None,
     ) -> None:
         self._engine = engine
-        self._fitness = fitness or Fitness()
+        self._device_health = device_health or DeviceHealth()
         self._claim = claim
         self._settings = settings
         self._command = command
         self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
         self._watch = LeaseWatch(engine, claim, settings, self._log)
-        self._folder = open_artifacts(settings.ledger, self._awaited)
-        self._scratch = open_scratch(settings.ledger, self._awaited)
+        self._folder = open_artifacts(settings.ledger, self._retrying)
+        self._scratch = open_scratch(settings.ledger, self._retrying)
         self._copies = open_scratch(settings.ledger).copies
         self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
-        self._whereabouts = Whereabouts(row_name(*claim.completed[-1]) if claim.completed else None)
+        self._last_position = LastPosition(row_name(*claim.completed[-1]) if claim.completed else None)
         self._child: Child | None = None
         self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch, self._log)
 
-    def _awaited(self, store: ObjectStore) -> AwaitedObjects:
-        return AwaitedObjects(store, self._claim, self._watch)
+    def _retrying(self, store: ObjectStore) -> RetryingObjectStore:
+        return RetryingObjectStore(store, self._claim, self._watch)
 
     @property
     def held(self) -> tuple[str, int]:
@@ -167,7 +167,7 @@ class Supervisor:
         elif isinstance(started, OSError):
             self._not_started(str(started.strerror or started))
         else:
-            self._fail(started, None, patiently=True)
+            self._fail(started, None, retry_later=True)
 
     def _attend(self, child: Child, output: ChildOutput, kills: int) -> None:
         """Write what it sends, and end the attempt as it ended."""
@@ -181,7 +181,7 @@ class Supervisor:
             raise LeaseLost(self._claim.job_id, self._claim.fence)
         self._watch.settle()
         died = None if last is not None else fault or (ending(code) if self._watch.reason is None else None)
-        if died is not None and fault is None and not self._whereabouts.begun and never_ran(code):
+        if died is not None and fault is None and not self._last_position.begun and never_ran(code):
             self._not_started(tail or died)
         elif died is not None:
             signature = self._signature(died)
@@ -281,8 +281,8 @@ class Supervisor:
         for frame in child.frames():
             if self._watch.lost.is_set():
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
-            self._fitness.started()
-            self._whereabouts.follow(frame)
+            self._device_health.started()
+            self._last_position.follow(frame)
             if isinstance(frame, (Finished, Failed, Stopped)):
                 last = frame
             else:
@@ -336,19 +336,19 @@ class Supervisor:
             "no computing process can be started here; the job is handed back, and none is taken for some seconds: "
             "raise the limit of processes (WORKER_PIDS), or mend the installation",
             why=why,
-            seconds=round(self._fitness.not_started(), 1),
+            seconds=round(self._device_health.not_started(), 1),
         )
 
     def _lose_device(self, failure: Failed) -> State:
         """End the attempt as a crash; one whose device did not even come up for it is left to others, uncounted."""
-        if self._whereabouts.begun:
+        if self._last_position.begun:
             return self._crash(self._signature(failure.code), failure)
         leased = self._claim.lease
         self._log.warning(
             "the device did not come up; the job is handed back, and the device not offered for some minutes: mend it, "
             "its driver or the build of torch, or start the worker with a CUDA_VISIBLE_DEVICES that leaves it out",
             device=None if leased is None else leased.device_uuid,
-            seconds=None if leased is None else self._fitness.withhold(leased.device_uuid),
+            seconds=None if leased is None else self._device_health.withhold(leased.device_uuid),
             why=failure.message,
             detail=failure.detail,
         )
@@ -362,7 +362,7 @@ class Supervisor:
                 self._scratch.clear(self._claim.job_id)
 
     def _signature(self, how: str) -> Signature:
-        return Signature(signal=how, stage=self._whereabouts.stage, layer=self._whereabouts.layer)
+        return Signature(signal=how, stage=self._last_position.stage, layer=self._last_position.layer)
 
     def _crash(self, signature: Signature, failure: Failed) -> State:
         """End the attempt with ``failure``; what ended the attempt before in the same way and place is poison."""
@@ -373,12 +373,12 @@ class Supervisor:
         self._log.warning("child crashed", state=state, poison=repeated, **signature.as_json())
         return state
 
-    def _fail(self, failure: Failed, tail: str | None, *, patiently: bool = False) -> State:
+    def _fail(self, failure: Failed, tail: str | None, *, retry_later: bool = False) -> State:
         failure = _with_detail(failure, tail)
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
         # whatever fills the disk, or keeps files from being read, is not gone within seconds, and failures are counted
-        patiently = patiently or failure.code == DISK_FULL
-        pause = self._settings.disk_pause_seconds * 2**self._claim.failures if patiently else 0
+        retry_later = retry_later or failure.code == DISK_FULL
+        pause = self._settings.disk_pause_seconds * 2**self._claim.failures if retry_later else 0
         state = self._sink.write(
             lambda: claims.fail(self._engine, self._claim, failure, min(pause, _MAX_PAUSE_SECONDS))
         )
@@ -392,7 +392,7 @@ def _with_detail(failure: Failed, tail: str | None) -> Failed:
 
 def _disk_full(error: Exception) -> Failed | None:
     """The failure where it is a disk that is full."""
-    full = told_full(error) if isinstance(error, OSError) else None
+    full = describe_full_disk(error) if isinstance(error, OSError) else None
     return None if full is None else _failure("transient", DISK_FULL, full)
 
 

@@ -16,8 +16,8 @@ from jobs.schema.tables import device_leases, jobs, workers
 from tests.queue_order import next_claimable
 from worker.agent.agent import Agent
 from worker.agent.registration import Registration
-from worker.devices import device_health as fitness_module
-from worker.devices.device_health import LONGEST_REST_SECONDS, WITHHELD_SECONDS, Fitness
+from worker.devices import device_health as device_health_module
+from worker.devices.device_health import LONGEST_REST_SECONDS, WITHHELD_SECONDS, DeviceHealth
 from worker.devices.discover import fake_gpu
 from worker.process import child_process as child_module
 from worker.supervision import supervisor as supervisor_module
@@ -58,28 +58,28 @@ def leases(ledger: Engine) -> list[Any]:
 
 def test_rests_grow_to_a_minute_and_begin_anew_with_the_first_start() -> None:
     now = [0.0]
-    fitness = Fitness(lambda: now[0])
-    assert not fitness.resting()
+    device_health = DeviceHealth(lambda: now[0])
+    assert not device_health.resting()
     rests = []
     for _ in range(7):
-        rests.append(fitness.not_started())
+        rests.append(device_health.not_started())
         now[0] += 1
-        assert fitness.not_started() == rests[-1] - 1  # of several slots at once: one rest
-        assert fitness.resting()
+        assert device_health.not_started() == rests[-1] - 1  # of several slots at once: one rest
+        assert device_health.resting()
         now[0] += rests[-1] - 1
-        assert not fitness.resting()
+        assert not device_health.resting()
     assert rests == [5, 10, 20, 40, 60, 60, LONGEST_REST_SECONDS]
-    fitness.started()
-    assert fitness.not_started() == 5
+    device_health.started()
+    assert device_health.not_started() == 5
 
 
 def test_a_withheld_device_is_not_offered_until_its_time_is_over(
     ledger: Engine, settings: Any, eventually: Any
 ) -> None:
     now = [0.0]
-    fitness = Fitness(lambda: now[0])
+    device_health = DeviceHealth(lambda: now[0])
     well, sick = fake_gpu("node", 0, 2**34), fake_gpu("node", 1, 2**35)
-    registration = Registration(ledger, settings(lease_seconds=600), lambda: (well, sick), fitness)
+    registration = Registration(ledger, settings(lease_seconds=600), lambda: (well, sick), device_health)
 
     def offered() -> set[str]:
         return {each.uuid for each in list_devices(ledger) if not each.stale}
@@ -90,7 +90,7 @@ def test_a_withheld_device_is_not_offered_until_its_time_is_over(
 
     registration.start()
     eventually(lambda: offered() == {well.uuid, sick.uuid})
-    fitness.withhold(sick.uuid)
+    device_health.withhold(sick.uuid)
     registration.ensure()  # as it is before each look into the queue
     assert offered() == {well.uuid}
     before = seen_at()
@@ -157,8 +157,8 @@ def test_while_its_installation_is_replaced_a_worker_loses_no_job(  # noqa: PLR0
     missing: str, submitted: Any, agent: Any, scripted: Any, eventually: Any, job: Any, returned: Any,
     log_lines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(fitness_module, "FIRST_REST_SECONDS", 0.1)
-    monkeypatch.setattr(fitness_module, "LONGEST_REST_SECONDS", 0.2)
+    monkeypatch.setattr(device_health_module, "FIRST_REST_SECONDS", 0.1)
+    monkeypatch.setattr(device_health_module, "LONGEST_REST_SECONDS", 0.2)
     python = tmp_path / "python"
     _, *child = scripted(["started"], ["finish"])
     if missing == "the guardian's interpreter":
@@ -186,8 +186,8 @@ def test_without_threads_a_job_is_handed_back_at_once_and_none_is_taken(  # noqa
     refused: str, ledger: Engine, submitted: Any, agent: Any, scripted: Any, eventually: Any, job: Any,
     returned: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(fitness_module, "FIRST_REST_SECONDS", 600.0)
-    monkeypatch.setattr(fitness_module, "LONGEST_REST_SECONDS", 600.0)
+    monkeypatch.setattr(device_health_module, "FIRST_REST_SECONDS", 600.0)
+    monkeypatch.setattr(device_health_module, "LONGEST_REST_SECONDS", 600.0)
     start = threading.Thread.start
 
     def refusing(thread: threading.Thread) -> None:

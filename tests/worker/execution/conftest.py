@@ -13,7 +13,7 @@ import transformers
 from catalog.inputs import Task
 from worker.execution.data.request import DataRequest
 from worker.execution.loaded_model import LoadedModel
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 
 TINY = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
 
@@ -38,8 +38,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def surroundings(store: Path) -> Surroundings:
-    return Surroundings(store=store)
+def context(store: Path) -> LoaderContext:
+    return LoaderContext(store=store)
 
 
 @pytest.fixture(scope="session")
@@ -66,10 +66,8 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def request_for(surroundings: Surroundings) -> Callable[..., DataRequest]:
+def request_for(context: LoaderContext) -> Callable[..., DataRequest]:
     def make(loaded: LoadedModel, task: str, batch_size: int = 4, seed: int = 0) -> DataRequest:
-        return DataRequest(
-            task=Task(type=task), loaded=loaded, batch_size=batch_size, seed=seed, surroundings=surroundings
-        )
+        return DataRequest(task=Task(type=task), loaded=loaded, batch_size=batch_size, seed=seed, context=context)
 
     return make

@@ -23,7 +23,7 @@ from worker.disk.cache_folder import ENTRY, cache_of_tenant, discard, part, publ
 from worker.execution.__main__ import StopFlag, execute, parse_document
 from worker.execution.assignment import read_assignment
 from worker.execution.factor_cache import FactorCache
-from worker.execution.factor_cache_key import Witness, data_digest, factor_key, model_digest, uncacheable
+from worker.execution.factor_cache_key import Witness, data_digest, factor_key, model_digest, reason_uncacheable
 from worker.execution.frame_pipe import FramePipe
 
 KEY = "0" * 64
@@ -186,7 +186,7 @@ def test_code_that_is_not_known_has_no_key() -> None:
             "task": {"type": "classification"},
         }
     )
-    assert uncacheable(document, net()) is None
+    assert reason_uncacheable(document, net()) is None
 
     class Own(nn.Linear):
         pass
@@ -195,7 +195,7 @@ def test_code_that_is_not_known_has_no_key() -> None:
     hooked[0].register_forward_hook(lambda *_: None)  # type: ignore[index]
     patched[0].forward = lambda x: x  # type: ignore[index, method-assign]
     for model in (nn.Sequential(Own(3, 3)), hooked, patched):
-        assert uncacheable(document, model) is not None
+        assert reason_uncacheable(document, model) is not None
     keys = {factor_key(document, net(), "data", torch.device("cpu")) for _ in range(2)}
     assert len(keys) == 1
 

@@ -14,7 +14,7 @@ import pytest
 
 from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode, encode
 from catalog.reconstruction import ReconstructionSummary
-from worker.process.log_lines import Narrator, closing_lines, layer_lines
+from worker.process.log_lines import LogFormatter, closing_lines, layer_lines
 
 RUNNER = (
     "import json, sys; from worker.foreground.__main__ import main; "
@@ -104,19 +104,19 @@ def test_it_says_one_line_per_layer_and_one_at_the_end(foreground: Any) -> None:
 
 
 def test_the_closing_line_counts_each_layer_once_by_its_branch() -> None:
-    narrator = Narrator({})
+    formatter = LogFormatter({})
     branches = ["woodbury", "eigendecomposition", "woodbury", "softmax_head", "diagonal", "diagonal_block", "block"]
     for ordinal, branch in enumerate(branches):
         outcome = {"status": "covered", "record": {"branch": branch, "policy": "auto"}}
-        narrator.lines(LayerDone(kind="capacity", ordinal=ordinal, layer=f"l{ordinal}", outcome=outcome, observed={}))
+        formatter.lines(LayerDone(kind="capacity", ordinal=ordinal, layer=f"l{ordinal}", outcome=outcome, observed={}))
     declared = {"status": "declared", "record": {"branch": "declared"}}
-    narrator.lines(LayerDone(kind="capacity", ordinal=7, layer="l7", outcome=declared, observed={}))
-    (line,) = narrator.lines(Summarised(kind="capacity", summary={}))
+    formatter.lines(LayerDone(kind="capacity", ordinal=7, layer="l7", outcome=declared, observed={}))
+    (line,) = formatter.lines(Summarised(kind="capacity", summary={}))
     assert " woodbury=2 softmax=1 eigendecomposition=1 block=1 diagonal=2 policy=auto " in line.message
     # a summary speaks of earlier attempts' rows too
-    (line,) = narrator.lines(Summarised(kind="capacity", summary={"branches": {"woodbury": 9, "new": 1}}))
+    (line,) = formatter.lines(Summarised(kind="capacity", summary={"branches": {"woodbury": 9, "new": 1}}))
     assert " woodbury=9 softmax=0 eigendecomposition=0 block=0 diagonal=0 new=1 " in line.message
-    assert " woodbury=0 " in narrator.lines(Summarised(kind="reconstruction", summary={}))[0].message
+    assert " woodbury=0 " in formatter.lines(Summarised(kind="reconstruction", summary={}))[0].message
 
 
 def test_a_layers_line_says_what_is_stored_and_how_well_it_is_conditioned() -> None:

@@ -20,7 +20,7 @@ from jobs.repository.store import request_cancel
 from jobs.s3_settings import S3Settings
 from jobs.settings import LedgerSettings
 from worker.agent.maintenance import WorkerMaintenance
-from worker.execution.resume_scratch import take_over
+from worker.execution.resume_scratch import adopt_checkpoint
 from worker.process.child_process import EXECUTION
 from worker.settings import WorkerSettings
 from worker.supervision import checkpoint_upload, retrying_object_store
@@ -201,7 +201,7 @@ def test_a_job_that_ends_without_an_attempt_is_cleared_by_the_maintenance(
 def test_without_a_checkpoint_nothing_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "0.G.safetensors").touch()
-    take_over(tmp_path / "2", [tmp_path / "1"])
+    adopt_checkpoint(tmp_path / "2", [tmp_path / "1"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -212,7 +212,7 @@ def test_the_newest_checkpoint_is_taken_over(tmp_path: Path) -> None:
         (tmp_path / name / "checkpoint" / ".part-torn").touch()
         if name != "3":
             (tmp_path / name / MANIFEST).write_text(name)
-    take_over(tmp_path / "4", [tmp_path / "3", tmp_path / "2", tmp_path / "1"])
+    adopt_checkpoint(tmp_path / "4", [tmp_path / "3", tmp_path / "2", tmp_path / "1"])
     assert [each.name for each in tmp_path.iterdir()] == ["4"]
     assert sorted(each.name for each in (tmp_path / "4" / "checkpoint").iterdir()) == [
         "2.0.safetensors", "checkpoint.json",

@@ -28,7 +28,7 @@ from tests.held_store import HeldStore, held_store
 from tests.machine.stopwatch import Stopwatch, until
 from worker.process.child_process import STOP_GRACE_SECONDS
 from worker.supervision import checkpoint_upload, retrying_object_store
-from worker.supervision.retrying_object_store import UPLOAD_SECONDS, AwaitedObjects
+from worker.supervision.retrying_object_store import UPLOAD_SECONDS, RetryingObjectStore
 from worker.supervision.supervisor import Supervisor
 
 PROMPT_SECONDS = 100
@@ -286,7 +286,7 @@ def test_a_store_for_which_no_thread_is_to_be_had_is_asked_again(tmp_path: Path,
         raise RuntimeError("can't start new thread")
 
     going_on: Any = SimpleNamespace(lost=threading.Event(), left=lambda _: 60.0)
-    store = AwaitedObjects(LocalObjects(tmp_path), None, going_on)  # type: ignore[arg-type]
+    store = RetryingObjectStore(LocalObjects(tmp_path), None, going_on)  # type: ignore[arg-type]
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", none_left)
         with pytest.raises(StoreUnavailable, match="no thread"):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from catalog.inputs import BuiltinData
 from worker.execution.data.bundled import digits, english_bytes, english_paragraphs
-from worker.execution.data.forward_inputs import dressed
+from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.text import text_stream
@@ -44,6 +44,6 @@ def _digits(source: BuiltinData, request: DataRequest) -> DataStream:
     def batches() -> Iterator[Chunk]:
         for start in range(0, len(images), _CHUNK):
             part = slice(start, start + _CHUNK)
-            yield dressed(images[part], request.loaded), classes[part]
+            yield model_inputs(images[part], request.loaded), classes[part]
 
     return DataStream(batches=batches, examples=len(images))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from catalog.inputs import DataFactory
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
-from worker.execution.data.validation import guarded
+from worker.execution.data.validation import iterate_caller_data
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import call_factory, resolve_factory
 
@@ -18,7 +18,7 @@ def load(source: DataFactory, request: DataRequest) -> DataStream:
     Raises:
         Refusal: If the factory cannot be imported; on a pass, if it raises or yields something else.
     """
-    around = request.surroundings
+    around = request.context
     factory = resolve_factory(source.factory, around.paths, around.factories, _POINTER)
 
     def batches() -> Iterator[Chunk]:
@@ -30,6 +30,6 @@ def load(source: DataFactory, request: DataRequest) -> DataStream:
                 pointer=_POINTER,
                 code="wrong_type",
             )
-        yield from guarded(lambda: made, source.factory, _POINTER)
+        yield from iterate_caller_data(lambda: made, source.factory, _POINTER)
 
     return DataStream(batches=batches, examples=None)

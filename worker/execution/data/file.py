@@ -9,7 +9,7 @@ from typing import Any
 import safetensors
 
 from catalog.inputs import DataFile
-from worker.execution.data.forward_inputs import dressed
+from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.text import text_stream
@@ -24,7 +24,7 @@ _SUFFIXES = (".safetensors", ".jsonl", ".txt")
 
 def load(source: DataFile, request: DataRequest) -> DataStream:
     """The stream that the file's suffix asks for."""
-    path = request.surroundings.allowed_path(source.path, _POINTER)
+    path = request.context.allowed_path(source.path, _POINTER)
     if not path.is_file():
         raise Refusal(f"{source.path} is a folder; give a file", pointer=_POINTER)
     # the name that was given decides: what a link points to may be called anything
@@ -69,7 +69,7 @@ def _tensor_file(path: Path, source: DataFile, request: DataRequest) -> DataStre
             for start in range(0, rows, step):
                 part = {name: file.get_slice(name)[start : min(start + step, rows)] for name in entries}
                 targets = part.pop("targets", None)
-                yield (dressed(part["inputs"], request.loaded) if "inputs" in part else part), targets
+                yield (model_inputs(part["inputs"], request.loaded) if "inputs" in part else part), targets
 
     return DataStream(batches=batches, examples=rows)
 

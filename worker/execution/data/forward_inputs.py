@@ -8,7 +8,7 @@ from torch import Tensor
 from worker.execution.loaded_model import LoadedModel
 
 
-def dressed(inputs: Tensor, loaded: LoadedModel) -> Any:  # noqa: ANN401 - a tensor or a dict of them
+def model_inputs(inputs: Tensor, loaded: LoadedModel) -> Any:  # noqa: ANN401 - a tensor or a dict of them
     """``inputs`` as the one argument, or under its name with what belongs to it."""
     if loaded.vocabulary is not None and loaded.vocabulary.arguments:
         named = {"input_ids": inputs}

@@ -26,7 +26,7 @@ _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "c
 def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
     """Texts of one column, with labels of another where the task needs them."""
     datasets.disable_progress_bars()
-    request.surroundings.report("data", 0, None, "rows")
+    request.context.report("data", 0, None, "rows")
     table = _table(source, request)
     columns = list(table.column_names)
     for field, column in (("input_column", source.input_column), ("target_column", source.target_column)):
@@ -63,7 +63,7 @@ def _labels(table: Any, source: HuggingFaceData, request: DataRequest) -> list[f
 
 
 def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN401 - untyped library
-    around = request.surroundings
+    around = request.context
     local = Path(source.id).expanduser()
     if local.is_absolute() or source.id.startswith(("./", "../", "~")) or local.exists():
         return _local_table(around.allowed_path(source.id, "/data/id"), source, around.store)

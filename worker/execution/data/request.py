@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from catalog.inputs import Task
 from worker.execution.loaded_model import LoadedModel
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,4 +16,4 @@ class DataRequest:
     batch_size: int
     """Texts are padded to the longest of this many; tensors are re-sliced to it by the engine."""
     seed: int
-    surroundings: Surroundings
+    context: LoaderContext

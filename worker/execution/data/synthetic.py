@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from catalog.inputs import SyntheticData
-from worker.execution.data.forward_inputs import dressed
+from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 
@@ -35,6 +35,6 @@ def load(source: SyntheticData, request: DataRequest) -> DataStream:
                 targets = torch.randint(0, source.classes, (count, *target_shape), generator=generator)
             else:
                 targets = torch.randn((count, *target_shape), generator=generator)
-            yield dressed(inputs, request.loaded), targets
+            yield model_inputs(inputs, request.loaded), targets
 
     return DataStream(batches=batches, examples=source.examples)

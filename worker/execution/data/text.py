@@ -62,7 +62,7 @@ def text_stream(
             f"none of the {len(texts)} texts has {least} tokens or more; give text", pointer=pointer, code="empty_data"
         )
     if len(encoded) < len(texts):
-        request.surroundings.log("info", f"{len(texts) - len(encoded)} texts without tokens are left out")
+        request.context.log("info", f"{len(texts) - len(encoded)} texts without tokens are left out")
 
     def batches() -> Iterator[Chunk]:
         for start in range(0, len(encoded), request.batch_size):
@@ -82,7 +82,7 @@ def _encode(
         )
     tokenizer = _tokenizer(vocabulary, length, pointer)
     for start in range(0, len(texts), _AT_ONCE):
-        request.surroundings.checkpoint()
+        request.context.checkpoint()
         some = list(texts[start : start + _AT_ONCE])
         if tokenizer is None:
             for place, text in enumerate(some, start):
@@ -95,7 +95,7 @@ def _encode(
                     special=torch.tensor(encoding.special_tokens_mask, dtype=torch.bool),
                     place=place,
                 )
-        request.surroundings.report("data", min(start + _AT_ONCE, len(texts)), len(texts), "texts")
+        request.context.report("data", min(start + _AT_ONCE, len(texts)), len(texts), "texts")
 
 
 def _tokenizer(vocabulary: Vocabulary, length: int, pointer: str) -> tokenizers.Tokenizer | None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.refusal import Refusal
-from worker.execution.resolve import raised
+from worker.execution.resolve import describe_exception
 
 
-def examined(stream: DataStream, loaded: LoadedModel, pointer: str) -> DataStream:
+def validate_chunks(stream: DataStream, loaded: LoadedModel, pointer: str) -> DataStream:
     """``stream`` with each chunk checked as it passes.
 
     Raises:
@@ -39,14 +39,14 @@ def examined(stream: DataStream, loaded: LoadedModel, pointer: str) -> DataStrea
     return DataStream(batches=batches, examples=stream.examples)
 
 
-def guarded(make: Callable[[], Any], name: str, pointer: str) -> Iterator[Any]:
+def iterate_caller_data(make: Callable[[], Any], name: str, pointer: str) -> Iterator[Any]:
     """Iterate over what a caller's code yields; what it raises is the caller's to mend."""
     try:
         yield from make()
     except Refusal:
         raise
     except (Exception, SystemExit) as error:
-        raise Refusal(f"`{name}` raised {raised(error)}", pointer=pointer, code="factory_failed") from error
+        raise Refusal(f"`{name}` raised {describe_exception(error)}", pointer=pointer, code="factory_failed") from error
 
 
 def _require_chunk(chunk: Any, pointer: str) -> None:  # noqa: ANN401 - a caller's code yields anything

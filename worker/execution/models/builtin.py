@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from catalog.inputs import BuiltinModel, Task
 from worker.execution.data.bundled import TEST_EXAMPLES, digits, english_bytes
 from worker.execution.loaded_model import LoadedModel, Vocabulary
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.builtin_architectures import ARCHITECTURES, BYTES, CONTEXT
 
 _RECIPE = 1
@@ -32,24 +32,24 @@ _BATCH = {"digits_cnn": 64, "digits_mlp": 64, "tiny_gpt": 24}
 _LEARNING_RATE = {"digits_cnn": 5e-3, "digits_mlp": 5e-3, "tiny_gpt": 3e-3}
 
 
-def load(source: BuiltinModel, task: Task, surroundings: Surroundings) -> LoadedModel:  # noqa: ARG001 - as every loader
+def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
     """The trained model, from the store or trained now."""
     vocabulary = Vocabulary(size=BYTES, max_length=CONTEXT, tokenizer=None) if source.name == "tiny_gpt" else None
-    if surroundings.shapes_only:
+    if context.shapes_only:
         with torch.device("meta"):
             bare = ARCHITECTURES[source.name]()
         return LoadedModel(model=bare.eval(), vocabulary=vocabulary, provenance=f"shapes of builtin {source.name}")
     model = ARCHITECTURES[source.name]()
-    weights, measured = _stored_weights(source.name, surroundings.store)
+    weights, measured = _stored_weights(source.name, context.store)
     if weights is None:
-        _train(source.name, model, surroundings)
+        _train(source.name, model, context)
         measured = _measure(source.name, model)
-        digest = _store(source.name, model, surroundings.store, measured)
+        digest = _store(source.name, model, context.store, measured)
     else:
         model.load_state_dict(safetensors.torch.load(weights))
         digest = hashlib.sha256(weights).hexdigest()
     model.eval()
-    surroundings.log("info", f"{source.name}: " + ", ".join(f"{name} {value:.4g}" for name, value in measured.items()))
+    context.log("info", f"{source.name}: " + ", ".join(f"{name} {value:.4g}" for name, value in measured.items()))
     return LoadedModel(model=model, vocabulary=vocabulary, provenance=f"builtin {source.name} sha256:{digest}")
 
 
@@ -85,7 +85,7 @@ def _store(name: str, model: nn.Module, store: Path, measured: dict[str, float])
     return digest
 
 
-def _train(name: str, model: nn.Module, surroundings: Surroundings) -> None:
+def _train(name: str, model: nn.Module, context: LoaderContext) -> None:
     """Train in place. One thread and one seed, whatever the job asked for: the same weights each time."""
     loss_of, examples = _training(name)
     threads = torch.get_num_threads()
@@ -103,14 +103,14 @@ def _train(name: str, model: nn.Module, surroundings: Surroundings) -> None:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, _LEARNING_RATE[name], total_steps=steps)
         model.train()
         for step in range(steps):
-            surroundings.checkpoint()
+            context.checkpoint()
             chosen = torch.randint(0, examples, (batch,), generator=generator)
             loss = loss_of(model, chosen)
             optimiser.zero_grad()
             torch.autograd.backward(loss)
             optimiser.step()
             schedule.step()
-            surroundings.report("model", step + 1, steps, "steps")
+            context.report("model", step + 1, steps, "steps")
         optimiser.zero_grad(set_to_none=True)
     finally:
         torch.set_num_threads(threads)
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("name", choices=sorted(ARCHITECTURES))
     parser.add_argument("--store", type=Path, required=True, help="folder of the model store")
     chosen = parser.parse_args(arguments)
-    say = Surroundings(store=chosen.store, log=lambda _, message: print(message, flush=True))  # noqa: T201 - a command
+    say = LoaderContext(store=chosen.store, log=lambda _, message: print(message, flush=True))  # noqa: T201 - a command
     began = time.monotonic()
     say = replace(say, report=_printed_progress())
     loaded = load(BuiltinModel(source="builtin", name=chosen.name), Task(type="classification"), say)

@@ -14,7 +14,7 @@ from torch import nn
 
 from catalog.inputs import DirectoryModel, Task
 from worker.execution.loaded_model import LoadedModel, Vocabulary
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint_weights import CheckpointFiles, fill, find_weights
 from worker.execution.models.config_json import Architecture, read_architecture
 from worker.execution.refusal import Refusal, names
@@ -32,15 +32,15 @@ _SLACK = 1.02
 """The closed form may exceed what the files hold by this much; beyond it, config.json lies."""
 
 
-def load(source: DirectoryModel, task: Task, surroundings: Surroundings) -> LoadedModel:
+def load(source: DirectoryModel, task: Task, context: LoaderContext) -> LoadedModel:
     """The model of a folder that the caller names."""
-    folder = surroundings.allowed_path(source.path, "/model/path")
+    folder = context.allowed_path(source.path, "/model/path")
     if not folder.is_dir():
         raise Refusal(f"{source.path} is a file; give the folder that holds it", pointer="/model/path")
-    return load_checkpoint(folder, task, surroundings, "/model/path")
+    return load_checkpoint(folder, task, context, "/model/path")
 
 
-def load_checkpoint(folder: Path, task: Task, surroundings: Surroundings, pointer: str) -> LoadedModel:
+def load_checkpoint(folder: Path, task: Task, context: LoaderContext, pointer: str) -> LoadedModel:
     """The model in ``folder``, built for ``task`` and filled.
 
     Raises:
@@ -54,12 +54,12 @@ def load_checkpoint(folder: Path, task: Task, surroundings: Surroundings, pointe
             f"it does {', '.join(sorted(architecture.family.tasks))}",
             pointer="/task/type",
         )
-    if surroundings.shapes_only:
+    if context.shapes_only:
         # the closed form has bounded it; what the files hold is looked at when they are read
         with torch.device("meta"):
             model = _build(architecture, task, pointer)
     else:
-        model = _filled(folder, architecture, task, surroundings, pointer)
+        model = _filled(folder, architecture, task, context, pointer)
     model.float().eval()
     pad_id = architecture.fields.get("pad_token_id")
     if pad_id is None:
@@ -76,19 +76,15 @@ def load_checkpoint(folder: Path, task: Task, surroundings: Surroundings, pointe
     )
 
 
-def _filled(
-    folder: Path, architecture: Architecture, task: Task, surroundings: Surroundings, pointer: str
-) -> nn.Module:
+def _filled(folder: Path, architecture: Architecture, task: Task, context: LoaderContext, pointer: str) -> nn.Module:
     found = find_weights(folder, pointer)
     _require_plausible(architecture, found, pointer)
-    surroundings.checkpoint()
+    context.checkpoint()
     model = _build(architecture, task, pointer)
     with torch.no_grad():
         unused = fill(model, str(model.base_model_prefix), architecture.model_type, found, pointer)
     if unused:
-        surroundings.log(
-            "info", f"{len(unused)} tensors of the checkpoint are not used by `{task.type}`: {names(unused)}"
-        )
+        context.log("info", f"{len(unused)} tensors of the checkpoint are not used by `{task.type}`: {names(unused)}")
     return model
 
 

@@ -7,21 +7,21 @@ from torch import nn
 
 from catalog.inputs import ModelFactory, Task
 from worker.execution.loaded_model import LoadedModel
-from worker.execution.loader_context import Surroundings
-from worker.execution.refusal import Refusal, names, writable
+from worker.execution.loader_context import LoaderContext
+from worker.execution.refusal import Refusal, names, storable_text
 from worker.execution.resolve import call_factory, resolve_factory
 
 _POINTER = "/model/factory"
 
 
-def load(source: ModelFactory, task: Task, surroundings: Surroundings) -> LoadedModel:  # noqa: ARG001 - as every loader
+def load(source: ModelFactory, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
     """Call the factory and take its module in ``eval()``.
 
     Raises:
         Refusal: If the factory cannot be imported, raises, or returns something else.
     """
-    factory = resolve_factory(source.factory, surroundings.paths, surroundings.factories, _POINTER)
-    model = _called(factory, source, surroundings)
+    factory = resolve_factory(source.factory, context.paths, context.factories, _POINTER)
+    model = _called(factory, source, context)
     if not isinstance(model, nn.Module):
         raise Refusal(
             f"factory `{source.factory}` returned {type(model).__name__}; it must return a torch.nn.Module",
@@ -32,22 +32,20 @@ def load(source: ModelFactory, task: Task, surroundings: Surroundings) -> Loaded
     return LoadedModel(model=model.eval(), provenance=f"factory {source.factory}")
 
 
-def _called(factory: Any, source: ModelFactory, surroundings: Surroundings) -> Any:  # noqa: ANN401 - a caller's own
+def _called(factory: Any, source: ModelFactory, context: LoaderContext) -> Any:  # noqa: ANN401 - a caller's own
     kwargs = dict(source.kwargs)
-    if surroundings.shapes_only:
+    if context.shapes_only:
         try:
             with torch.device("meta"):
                 return call_factory(factory, source.factory, kwargs, _POINTER)
         except Refusal:
-            surroundings.log(
-                "info", f"factory `{source.factory}` builds nothing without numbers, so it is called with them"
-            )
+            context.log("info", f"factory `{source.factory}` builds nothing without numbers, so it is called with them")
     return call_factory(factory, source.factory, kwargs, _POINTER)
 
 
 def _require_writable_names(model: nn.Module) -> None:
     """Rows and files carry names as they are, so one that cannot be stored cannot be measured."""
-    wrong = [name for name, _ in model.named_parameters() if writable(name) != name]
+    wrong = [name for name, _ in model.named_parameters() if storable_text(name) != name]
     if wrong:
         raise Refusal(
             f"names of the model hold NUL or half of a surrogate pair: {names(wrong)}; rename those modules",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from catalog.inputs import HuggingFaceModel
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.huggingface import snapshot
 from worker.execution.refusal import Refusal
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = chosen.store or Path(os.environ.get("KRONOSCOPE_MODEL_STORE") or ".kronoscope/models")
     source = HuggingFaceModel(source="huggingface", id=chosen.id, revision=chosen.revision)
     try:
-        folder = snapshot(source, Surroundings(store=store.absolute(), offline=False))
+        folder = snapshot(source, LoaderContext(store=store.absolute(), offline=False))
     except Refusal as refusal:
         sys.stderr.write(f"{refusal.message}\n")
         return 3 if refusal.category == "transient" else 2

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from catalog.inputs import HuggingFaceModel, Task
 from worker.execution.loaded_model import LoadedModel
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load_checkpoint
 from worker.execution.refusal import Refusal, Unavailable
 
@@ -26,14 +26,14 @@ _REVISION = re.compile(r"[A-Za-z0-9][\w.\-/]{0,199}", re.ASCII)
 _FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
 
 
-def load(source: HuggingFaceModel, task: Task, surroundings: Surroundings) -> LoadedModel:
+def load(source: HuggingFaceModel, task: Task, context: LoaderContext) -> LoadedModel:
     """Fetch, or find in the store, and load by our own rules."""
-    folder = snapshot(source, surroundings)
-    surroundings.log("info", f"{source.id} at commit {folder.name}")
-    return load_checkpoint(folder, task, surroundings, "/model/id")
+    folder = snapshot(source, context)
+    context.log("info", f"{source.id} at commit {folder.name}")
+    return load_checkpoint(folder, task, context, "/model/id")
 
 
-def snapshot(source: HuggingFaceModel, surroundings: Surroundings) -> Path:
+def snapshot(source: HuggingFaceModel, context: LoaderContext) -> Path:
     """The folder of one commit, named by its hash.
 
     Raises:
@@ -43,20 +43,20 @@ def snapshot(source: HuggingFaceModel, surroundings: Surroundings) -> Path:
         raise Refusal("is no model id; write `owner/name`", pointer="/model/id")
     if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
         raise Refusal("is no branch, tag or commit", pointer="/model/revision")
-    cache = surroundings.store / "hub"
+    cache = context.store / "hub"
     named = f"{source.id}{f' at {source.revision}' if source.revision else ''}"
     try:
-        if not surroundings.offline:
-            surroundings.report("model", 0, None, "files")
-            if not surroundings.shapes_only:
+        if not context.offline:
+            context.report("model", 0, None, "files")
+            if not context.shapes_only:
                 _require_room(source, cache)
         return Path(
             huggingface_hub.snapshot_download(
                 source.id,
                 revision=source.revision,
                 cache_dir=cache,
-                allow_patterns=[name for name in _FILES if not (surroundings.shapes_only and "safetensors" in name)],
-                local_files_only=surroundings.offline,
+                allow_patterns=[name for name in _FILES if not (context.shapes_only and "safetensors" in name)],
+                local_files_only=context.offline,
             )
         )
     except GatedRepoError as error:

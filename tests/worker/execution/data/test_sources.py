@@ -12,9 +12,9 @@ import torch
 from catalog.inputs import BuiltinData, DataFactory, DataFile, DirectoryModel, HuggingFaceData, SyntheticData, Task
 from worker.execution.data import builtin, factory, file, huggingface, synthetic
 from worker.execution.data.request import DataRequest
-from worker.execution.data.validation import examined
+from worker.execution.data.validation import validate_chunks
 from worker.execution.loaded_model import LoadedModel, Vocabulary
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load
 from worker.execution.refusal import Refusal
 
@@ -24,8 +24,8 @@ TEXTS = ["the first text", "a second, rather longer text than the first", "third
 
 
 @pytest.fixture
-def encoder(minilm: Path, surroundings: Surroundings) -> Any:
-    return load(DirectoryModel(source="directory", path=str(minilm)), Task(type="sentence_embedding"), surroundings)
+def encoder(minilm: Path, context: LoaderContext) -> Any:
+    return load(DirectoryModel(source="directory", path=str(minilm)), Task(type="sentence_embedding"), context)
 
 
 def write(path: Path, rows: Any) -> Any:
@@ -212,7 +212,7 @@ def test_a_local_data_set_is_read_without_the_hub(
 def chunks(*given: Any, loaded: LoadedModel = PLAIN) -> Any:
     from worker.execution.data.stream import DataStream  # noqa: PLC0415 - beside its only use
 
-    return list(examined(DataStream(batches=lambda: iter(given), examples=None), loaded, "/data").batches())
+    return list(validate_chunks(DataStream(batches=lambda: iter(given), examples=None), loaded, "/data").batches())
 
 
 def test_inputs_that_are_not_finite_are_named_by_example() -> None:
@@ -232,13 +232,13 @@ def test_token_ids_beyond_the_vocabulary_are_named() -> None:
 
 
 def test_a_data_factory_is_called_anew_for_every_pass(
-    tmp_path: Path, surroundings: Surroundings, request_for: Callable[..., DataRequest], import_path: None
+    tmp_path: Path, context: LoaderContext, request_for: Callable[..., DataRequest], import_path: None
 ) -> None:
     (tmp_path / "kronoscope_test_calls.py").write_text(
         "import torch\ncalls = []\ndef make(n):\n    calls.append(n)\n    yield torch.zeros(n, 3), torch.zeros(n)\n"
     )
     request = request_for(PLAIN, "regression")
-    object.__setattr__(request.surroundings, "paths", (tmp_path,))
+    object.__setattr__(request.context, "paths", (tmp_path,))
     source = DataFactory(source="factory", factory="kronoscope_test_calls:make", kwargs={"n": 2})
     stream = factory.load(source, request)
     assert len(list(stream.batches())) == len(list(stream.batches())) == 1
@@ -261,7 +261,7 @@ def test_a_data_factory_that_misbehaves_is_told_what_it_did(
     name = f"kronoscope_test_data_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"import torch\ndef make():\n    {body}\n")
     request = request_for(PLAIN, "regression")
-    object.__setattr__(request.surroundings, "paths", (tmp_path,))
+    object.__setattr__(request.context, "paths", (tmp_path,))
     stream = factory.load(DataFactory(source="factory", factory=f"{name}:make"), request)
     with pytest.raises(Refusal, match=said):
-        list(examined(stream, PLAIN, "/data").batches())
+        list(validate_chunks(stream, PLAIN, "/data").batches())

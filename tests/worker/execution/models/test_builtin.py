@@ -11,15 +11,15 @@ from engine.errors import StopRequested
 from worker.execution.data import builtin as builtin_data
 from worker.execution.data.bundled import TEST_EXAMPLES, digits
 from worker.execution.data.request import DataRequest
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.builtin import load
 
 CNN = BuiltinModel(source="builtin", name="digits_cnn")
 TASK = Task(type="classification")
 
 
-def test_the_cnn_classifies_digits_it_never_saw(surroundings: Surroundings) -> None:
-    loaded = load(CNN, TASK, surroundings)
+def test_the_cnn_classifies_digits_it_never_saw(context: LoaderContext) -> None:
+    loaded = load(CNN, TASK, context)
     images, classes = digits()
     with torch.no_grad():
         right = loaded.model(images[-TEST_EXAMPLES:]).argmax(1) == classes[-TEST_EXAMPLES:]
@@ -27,24 +27,24 @@ def test_the_cnn_classifies_digits_it_never_saw(surroundings: Surroundings) -> N
     assert not loaded.model.training
 
 
-def test_the_second_use_trains_nothing(surroundings: Surroundings) -> None:
-    first = load(CNN, TASK, surroundings)
+def test_the_second_use_trains_nothing(context: LoaderContext) -> None:
+    first = load(CNN, TASK, context)
     trained = []
-    again = load(CNN, TASK, replace(surroundings, report=lambda *frame: trained.append(frame)))
+    again = load(CNN, TASK, replace(context, report=lambda *frame: trained.append(frame)))
     assert trained == []
     assert again.provenance == first.provenance
 
 
 def test_a_damaged_file_is_trained_again_to_the_same_bytes(tmp_path: Path) -> None:
-    surroundings = Surroundings(store=tmp_path)
+    context = LoaderContext(store=tmp_path)
     mlp = BuiltinModel(source="builtin", name="digits_mlp")
-    first = load(mlp, TASK, surroundings).provenance
+    first = load(mlp, TASK, context).provenance
     (weights,) = tmp_path.glob("builtin/digits_mlp*.safetensors")
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
     torch.manual_seed(123)  # the caller's seed has no say
-    assert load(mlp, TASK, surroundings).provenance == first
+    assert load(mlp, TASK, context).provenance == first
     assert json.loads(weights.with_suffix(".json").read_text())["sha256"] in first
 
 
@@ -53,7 +53,7 @@ def test_training_stops_at_a_checkpoint_and_leaves_no_file(tmp_path: Path) -> No
         raise StopRequested
 
     with pytest.raises(StopRequested):
-        load(CNN, TASK, Surroundings(store=tmp_path, checkpoint=stop))
+        load(CNN, TASK, LoaderContext(store=tmp_path, checkpoint=stop))
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -62,7 +62,7 @@ def test_training_reports_its_progress(tmp_path: Path) -> None:
     load(
         BuiltinModel(source="builtin", name="digits_mlp"),
         TASK,
-        Surroundings(store=tmp_path, report=lambda *frame: reports.append(frame)),
+        LoaderContext(store=tmp_path, report=lambda *frame: reports.append(frame)),
     )
     assert {frame[0] for frame in reports} == {"model"}
     assert reports[-1][1] == reports[-1][2]
@@ -79,9 +79,9 @@ def test_positions_of_the_tiny_gpt_have_gradients_per_example() -> None:
 
 
 def test_digits_are_images_and_english_is_bytes(
-    surroundings: Surroundings, request_for: Callable[..., DataRequest]
+    context: LoaderContext, request_for: Callable[..., DataRequest]
 ) -> None:
-    loaded = load(CNN, TASK, surroundings)
+    loaded = load(CNN, TASK, context)
     stream = builtin_data.load(
         BuiltinData(source="builtin", name="digits", limit=10), request_for(loaded, "classification")
     )
@@ -93,5 +93,5 @@ def test_digits_are_images_and_english_is_bytes(
 
 
 def test_the_store_may_not_exist_yet(tmp_path: Path) -> None:
-    load(BuiltinModel(source="builtin", name="digits_mlp"), TASK, Surroundings(store=tmp_path / "a" / "b"))
+    load(BuiltinModel(source="builtin", name="digits_mlp"), TASK, LoaderContext(store=tmp_path / "a" / "b"))
     assert list((tmp_path / "a" / "b" / "builtin").iterdir())

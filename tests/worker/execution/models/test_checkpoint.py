@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from catalog.inputs import DirectoryModel, HuggingFaceModel, Task
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models import huggingface
 from worker.execution.models.checkpoint import load
 from worker.execution.refusal import Refusal
@@ -55,8 +55,8 @@ CASES = (
 
 
 def loaded_from(folder: Path, task: str = "sentence_embedding", **around: Any) -> Any:
-    surroundings = Surroundings(store=folder / "store", **around)
-    return load(DirectoryModel(source="directory", path=str(folder)), Task(type=task), surroundings)
+    context = LoaderContext(store=folder / "store", **around)
+    return load(DirectoryModel(source="directory", path=str(folder)), Task(type=task), context)
 
 
 def rewrite(folder: Path, **changes: Any) -> Any:
@@ -270,19 +270,19 @@ def test_a_folder_outside_what_the_operator_lists_is_refused_alike_whether_it_ex
     folder = saved("AutoModel", CONFIGS["bert"]())
     messages = set()
     for path in (folder, tmp_path / "nothing"):
-        surroundings = Surroundings(store=tmp_path, directories=(str(tmp_path / "listed"),))
+        context = LoaderContext(store=tmp_path, directories=(str(tmp_path / "listed"),))
         with pytest.raises(Refusal) as refused:
-            load(DirectoryModel(source="directory", path=str(path)), Task(type="sentence_embedding"), surroundings)
+            load(DirectoryModel(source="directory", path=str(path)), Task(type="sentence_embedding"), context)
         messages.add(refused.value.message)
     assert len(messages) == 1
     (tmp_path / "listed").mkdir()
     (tmp_path / "listed" / "link").symlink_to(folder)
-    surroundings = Surroundings(store=tmp_path, directories=(str(tmp_path / "listed"),))
+    context = LoaderContext(store=tmp_path, directories=(str(tmp_path / "listed"),))
     with pytest.raises(Refusal, match="outside the folders"):
         load(
             DirectoryModel(source="directory", path=str(tmp_path / "listed" / "link")),
             Task(type="sentence_embedding"),
-            surroundings,
+            context,
         )
 
 
@@ -294,18 +294,18 @@ def test_a_model_of_the_hub_is_read_from_the_store_at_its_commit(saved: Callable
     (hub / "snapshots").mkdir()
     shutil.copytree(saved("AutoModel", CONFIGS["bert"]()), hub / "snapshots" / commit)
     said: list[str] = []
-    surroundings = Surroundings(store=tmp_path / "store", log=lambda _, message: said.append(message))
+    context = LoaderContext(store=tmp_path / "store", log=lambda _, message: said.append(message))
     task = Task(type="sentence_embedding")
     here = HuggingFaceModel(source="huggingface", id="someone/something")
-    assert huggingface.load(here, task, surroundings).vocabulary is not None
+    assert huggingface.load(here, task, context).vocabulary is not None
     assert said[0] == f"someone/something at commit {commit}"
     with pytest.raises(Refusal, match="not in the model store") as refused:
-        huggingface.load(HuggingFaceModel(source="huggingface", id="someone/else"), task, surroundings)
+        huggingface.load(HuggingFaceModel(source="huggingface", id="someone/else"), task, context)
     assert refused.value.code == "not_fetched"
     assert refused.value.pointer == "/model/id"
     for strange in ("../../etc", "a/b/c", "", "a b"):
         with pytest.raises(Refusal, match="no model id"):
-            huggingface.load(HuggingFaceModel(source="huggingface", id=strange), task, surroundings)
+            huggingface.load(HuggingFaceModel(source="huggingface", id=strange), task, context)
 
 
 def test_the_real_encoder_gives_the_outputs_that_transformers_gives(minilm: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from catalog.inputs import ModelFactory, Task
-from worker.execution.loader_context import Surroundings
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.factory import load
 from worker.execution.refusal import Refusal
 
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("import_path")
 
 
 def loaded(tmp_path: Path, factory: str, kwargs: Any = None, **around: Any) -> Any:
-    surroundings = Surroundings(store=tmp_path, paths=(tmp_path,), **around)
+    context = LoaderContext(store=tmp_path, paths=(tmp_path,), **around)
     source = ModelFactory(source="factory", factory=factory, kwargs=kwargs or {})
-    return load(source, Task(type="regression"), surroundings)
+    return load(source, Task(type="regression"), context)
 
 
 def test_a_factory_of_the_callers_folder_is_found_last(tmp_path: Path) -> None:
