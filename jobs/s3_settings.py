@@ -48,7 +48,9 @@ class S3Settings(EnvironmentSettings):
     def _check(self) -> Self:
         """Refuse names and addresses that no store answers to."""
         if not _BUCKET.fullmatch(self.bucket) or not _PREFIX.fullmatch(self.prefix):
-            raise SettingsInvalid("KRONOSCOPE_ARTIFACTS does not name a bucket; write it as s3://bucket or s3://bucket/prefix")
+            raise SettingsInvalid(
+                "KRONOSCOPE_ARTIFACTS does not name a bucket; write it as s3://bucket or s3://bucket/prefix"
+            )
         for name, url in (("ENDPOINT", self.endpoint), ("PUBLIC_ENDPOINT", self.public_endpoint)):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
