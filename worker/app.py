@@ -29,7 +29,14 @@ class WorkerApp(Celery):  # type: ignore[misc]  # Celery publishes no types
 
 
 def create_app(broker: str) -> WorkerApp:
-    """The application on one broker."""
+    """Return the application on one broker.
+
+    Args:
+        broker: The broker's address.
+
+    Returns:
+        The application, which takes no job until Celery starts it as a worker.
+    """
     celery = WorkerApp("kronoscope", broker=broker, include=["worker.tasks"])
     celery.conf.update(
         accept_content=["json"],

@@ -112,7 +112,14 @@ class Agent:
             self._wakeup.set()
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Hand every running job back, its attempt uncounted; whether all were within the time."""
+        """Hand every running job back, its attempt uncounted.
+
+        Args:
+            seconds: How long to wait for the attempts to end.
+
+        Returns:
+            Whether all of them ended within the time.
+        """
         self.begin_drain()
         deadline = time.monotonic() + seconds
         self._stop_all()

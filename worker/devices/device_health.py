@@ -28,7 +28,14 @@ class DeviceHealth:
         self._rested_at = clock()
 
     def withhold(self, uuid: str) -> float:
-        """Offer the device no more; returns for how many seconds."""
+        """Stop offering a device for a while.
+
+        Args:
+            uuid: The device's name in the ledger.
+
+        Returns:
+            Seconds until it is offered again.
+        """
         with self._lock:
             self._withheld[uuid] = self._clock() + WITHHELD_SECONDS
         return WITHHELD_SECONDS
@@ -41,7 +48,14 @@ class DeviceHealth:
             return set(self._withheld)
 
     def well(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Those of the devices that may be offered."""
+        """Return the devices that may be offered.
+
+        Args:
+            devices: All devices of this worker.
+
+        Returns:
+            Those that are not withheld, in the same order.
+        """
         withheld = self.withheld()
         return tuple(each for each in devices if each.uuid not in withheld)
 

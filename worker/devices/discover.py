@@ -30,7 +30,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> Provider:
-    """The provider for this machine: what the operator made up, or its GPUs, or where it has none itself."""
+    """Return the provider of this machine's devices.
+
+    Args:
+        node: The machine's name.
+        fake_gpus: Capacities in bytes of made-up GPUs; they take the place of all others.
+        environ: The environment's variables, of which CUDA_VISIBLE_DEVICES counts.
+
+    Returns:
+        A function that reads the devices anew: fake GPUs, else NVIDIA's GPUs, else the host's memory.
+    """
     if fake_gpus:
         made_up = tuple(fake_gpu(node, index, size) for index, size in enumerate(fake_gpus))
         return lambda: made_up
@@ -40,7 +49,16 @@ def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str]
 
 
 def usual_slots(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> int:
-    """A job on each GPU, as far as the host's memory goes; and one on a host, whose memory would have to be shared."""
+    """Return the number of jobs at a time where the operator names none: one for each GPU.
+
+    Args:
+        node: The machine's name.
+        fake_gpus: Capacities in bytes of made-up GPUs, each of which counts.
+        environ: The environment's variables, of which CUDA_VISIBLE_DEVICES counts.
+
+    Returns:
+        At least 1, and no more than the host's memory has 4 GiB for each; 1 without a GPU.
+    """
     if fake_gpus:
         return len(fake_gpus)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -49,13 +67,29 @@ def usual_slots(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str
 
 
 def fake_gpu(node: str, index: int, capacity_bytes: int) -> Device:
-    """One that exists in the ledger alone; of the same node and index it is the same one."""
+    """Return a GPU that exists in the ledger alone.
+
+    Args:
+        node: The machine's name.
+        index: Its number among the fake ones; with the same node it gives the same UUID.
+        capacity_bytes: The memory that it pretends to have.
+
+    Returns:
+        The device, of kind `fake`.
+    """
     digest = hashlib.sha256(f"{node} {index}".encode()).hexdigest()
     return Device(uuid=f"FAKE-{digest[:32]}", kind="fake", name=f"fake GPU {index}", capacity_bytes=capacity_bytes)
 
 
 def host(node: str) -> Device:
-    """This machine's memory, or the part of it that a control group leaves to this worker and its neighbours."""
+    """Return the machine's memory as a device.
+
+    Args:
+        node: The machine's name, used where the kernel has no name for its present run.
+
+    Returns:
+        The device, of kind `host`; inside a control group its capacity is the group's limit.
+    """
     group = tightest_group()
     memory = psutil.virtual_memory()
     limit = None if group is None else group.limit_bytes()
@@ -77,7 +111,14 @@ def host(node: str) -> Device:
 
 
 def process_space(node: str) -> str:
-    """Where a process's number means the same process: this boot of the kernel and this namespace of it."""
+    """Return a name for the space in which process numbers mean the same processes.
+
+    Args:
+        node: The machine's name.
+
+    Returns:
+        Node, boot of the kernel and process namespace, in one string.
+    """
     try:
         namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:
@@ -94,9 +135,15 @@ def boot_id() -> str | None:
 
 
 def gpus_given(visible: str | None) -> int:
-    """How many GPUs this process has to itself or shares, also while none of them answers; 0 makes it a host.
+    """Count the GPUs that this process has, also while none of them answers.
 
     One whose driver comes up after it, or whose GPUs have failed for now, would else compute on the host for ever.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES, None where it is not set.
+
+    Returns:
+        The count; 0 makes the worker offer its host.
     """
     try:
         pynvml.nvmlInit()
@@ -134,7 +181,14 @@ def _failed(number: int) -> bool:
 
 
 def nvidia_gpus(visible: str | None) -> tuple[Device, ...]:
-    """NVIDIA's GPUs, or where one is cut into MIG slices those; of them what CUDA_VISIBLE_DEVICES leaves."""
+    """Read NVIDIA's GPUs, or the slices of those that are cut by MIG.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES, None where it is not set: all count then.
+
+    Returns:
+        The devices that answer; none without a driver.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

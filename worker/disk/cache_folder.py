@@ -25,28 +25,64 @@ _STALE_SECONDS = 86_400.0
 
 
 def cache_of_tenant(artifact_root: Path, tenant_id: str) -> Path:
-    """Where one tenant's entries are."""
+    """Return the folder of one tenant's entries.
+
+    Args:
+        artifact_root: The folder of the artifacts.
+        tenant_id: The tenant, of which only a digest is in the path.
+
+    Returns:
+        The folder, which need not exist.
+    """
     return tenants_caches(artifact_root) / hashlib.sha256(tenant_id.encode()).hexdigest()[:32]
 
 
 def tenants_caches(artifact_root: Path) -> Path:
-    """Where all tenants' are."""
+    """Return the folder that holds the caches of all tenants.
+
+    Args:
+        artifact_root: The folder of the artifacts.
+
+    Returns:
+        The folder, which need not exist.
+    """
     return artifact_root / ".factor-cache"
 
 
 def sweep_tenants(artifact_root: Path, limit_bytes: int) -> int:
-    """``sweep`` every tenant's; returns how many entries were removed."""
+    """Sweep the cache of every tenant.
+
+    Args:
+        artifact_root: The folder of the artifacts.
+        limit_bytes: The bytes that each tenant may keep.
+
+    Returns:
+        How many entries were removed.
+    """
     root = tenants_caches(artifact_root)
     return sum(sweep(each, limit_bytes) for each in root.iterdir()) if root.is_dir() else 0
 
 
 def part(folder: Path) -> Path:
-    """A place to fill an entry in."""
+    """Return a new place to fill an entry in.
+
+    Args:
+        folder: The tenant's cache.
+
+    Returns:
+        A path that nothing else uses; it is not made.
+    """
     return folder / f"{_PART}{uuid.uuid4().hex}"
 
 
 def claim(place: Path) -> int:
-    """Make the place that is filled, and lock it; returns the descriptor that holds the lock until it is closed.
+    """Make the place in which an entry is filled, and lock it.
+
+    Args:
+        place: A path from `part`.
+
+    Returns:
+        The descriptor that holds the lock until it is closed.
 
     Raises:
         OSError: If it cannot be made.
@@ -59,7 +95,13 @@ def claim(place: Path) -> int:
 
 
 def publish(filled: Path, folder: Path, key: str, *, replace: bool) -> None:
-    """Make a filled place the entry of ``key``; the first of two who fill it at once wins, unless it is to be replaced.
+    """Make a filled place the entry of a key; of two that fill it at once the first wins.
+
+    Args:
+        filled: The complete place.
+        folder: The tenant's cache.
+        key: The entry's key, a SHA-256 in hexadecimal.
+        replace: Whether an entry that is there already gives way.
 
     Raises:
         OSError: If it cannot be renamed for another reason.
@@ -82,7 +124,11 @@ def publish(filled: Path, folder: Path, key: str, *, replace: bool) -> None:
 
 
 def discard(entry: Path) -> None:
-    """Remove an entry: out of sight at once, then file by file; one that is not there is no error."""
+    """Remove an entry: out of sight at once, then file by file.
+
+    Args:
+        entry: Its folder; one that is not there is no error.
+    """
     trash = entry.parent / f"{_TRASH}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         entry.rename(trash)
@@ -90,10 +136,17 @@ def discard(entry: Path) -> None:
 
 
 def sweep(folder: Path, limit_bytes: int) -> int:
-    """Remove what was left half done, and the longest unused entries beyond ``limit_bytes``; returns how many.
+    """Remove what was left half done, and the longest unused entries beyond the limit.
 
     What is being filled counts. A job that reads an entry has its own links to the files, so that nothing is taken
     from under it.
+
+    Args:
+        folder: The tenant's cache.
+        limit_bytes: The bytes that may stay, places being filled included.
+
+    Returns:
+        How many entries and places were removed.
     """
     if not folder.is_dir():
         return 0

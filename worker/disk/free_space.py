@@ -9,7 +9,14 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def describe_full_disk(error: OSError) -> str | None:
-    """A sentence with the folder and the bytes where a disk, or its quota, is full; None for every other error."""
+    """Describe a full disk or quota in a sentence.
+
+    Args:
+        error: Any error of a file operation.
+
+    Returns:
+        The sentence, with folder and free bytes; None where the error is another one.
+    """
     if error.errno not in _FULL:
         return None
     place = existing(Path(str(error.filename2 or error.filename or ".")))
@@ -20,7 +27,14 @@ def describe_full_disk(error: OSError) -> str | None:
 
 
 def existing(path: Path) -> Path:
-    """The folder that a path lies in, or the first above it that is there."""
+    """Return the nearest folder that exists.
+
+    Args:
+        path: A path, which need not exist.
+
+    Returns:
+        The path itself if it is a folder, else the first folder above it.
+    """
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -28,5 +42,12 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """What may still be written there."""
+    """Return the bytes that may still be written below a folder.
+
+    Args:
+        folder: A folder, which need not exist yet.
+
+    Returns:
+        Free bytes for a process without privileges.
+    """
     return shutil.disk_usage(existing(folder)).free

@@ -51,6 +51,11 @@ class ArtifactFiles:
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write host tensors as safetensors.
 
+        Args:
+            name: The file's name below the folder.
+            tensors: Tensors by name, any shape, of a dtype that safetensors has.
+            metadata: Text for the file's header.
+
         Memory:
             16 MiB beyond the tensors, one contiguous copy of a tensor that is not.
         """
@@ -77,7 +82,11 @@ class ArtifactFiles:
         self._write(name, parts(), "application/vnd.safetensors")
 
     def save_json(self, name: str, value: object) -> None:
-        """Write a table.
+        """Write a table as JSON.
+
+        Args:
+            name: The file's name below the folder.
+            value: A record, or anything that JSON holds.
 
         Raises:
             ValueError: If a number is NaN or infinite.
@@ -172,7 +181,14 @@ class StoredFactors(ArtifactFiles):
 
 
 def find_factors(path: Path, pointer: str) -> StoredFactors:
-    """The factors in ``path``, which may be the folder itself, a run's `artifacts`, or a run's output.
+    """Find the factors of an earlier run.
+
+    Args:
+        path: The folder of factors, a run's `artifacts`, or a run's output.
+        pointer: The field of the document that named it.
+
+    Returns:
+        The factors, opened for reading.
 
     Raises:
         Refusal: If there is no index.
@@ -188,7 +204,14 @@ def find_factors(path: Path, pointer: str) -> StoredFactors:
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[bytes]:
-    """Row-major little-endian bytes, in parts."""
+    """Yield a tensor's row-major little-endian bytes.
+
+    Args:
+        tensor: A tensor of any shape, dtype and device.
+
+    Yields:
+        Parts of at most 16 MiB.
+    """
     flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.numel(), _PART_BYTES):
         yield flat[start : start + _PART_BYTES].numpy().tobytes()

@@ -54,7 +54,13 @@ class Assignment:
 
 
 def read_assignment(raw: bytes) -> Assignment:
-    """Read what the parent wrote.
+    """Read the assignment that the parent wrote.
+
+    Args:
+        raw: JSON text.
+
+    Returns:
+        The assignment; absent fields have their defaults.
 
     Raises:
         ValueError: If it is not an assignment; that is our own fault, never the caller's.

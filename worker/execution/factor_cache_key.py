@@ -50,7 +50,16 @@ class Witness:
 
 
 def data_digest(batches: Callable[[], Iterator[Chunk]], seed: int, checkpoint: Callable[[], None]) -> str:
-    """The digest of one pass over the data, after which every generator of random numbers is as before."""
+    """Return the digest of one pass over the data; every generator of random numbers is as before afterwards.
+
+    Args:
+        batches: Starts a pass; yields chunks of (inputs, targets) tensors.
+        seed: The seed of the pass, as a collection's begins.
+        checkpoint: Called between chunks; may raise to stop.
+
+    Returns:
+        SHA-256 in hexadecimal.
+    """
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a caller's factory may use it
     witness = Witness(batches)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
@@ -67,7 +76,15 @@ def data_digest(batches: Callable[[], Iterator[Chunk]], seed: int, checkpoint: C
 
 
 def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
-    """Why a collection has no key; None where it has one."""
+    """Return why a collection cannot be cached.
+
+    Args:
+        document: The job document.
+        model: The loaded model.
+
+    Returns:
+        The reason; None where the collection has a key.
+    """
     if getattr(document.model, "source", None) == "factory":
         return "the model is from a factory, whose code cannot be told from another's"
     if document.collection.nested:
@@ -81,7 +98,17 @@ def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
 
 
 def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch.device) -> str:
-    """SHA-256 over model, data, options, code and numerics."""
+    """Return the key of a collection: SHA-256 over model, data, options, code and numerics.
+
+    Args:
+        document: The job document.
+        model: The loaded model.
+        data: The digest of one pass over the data.
+        device: The device that computes.
+
+    Returns:
+        The key in hexadecimal.
+    """
     value = {
         "model": model_digest(model),
         "data": data,
@@ -98,7 +125,14 @@ def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch
 
 
 def model_digest(model: nn.Module) -> str:
-    """SHA-256 over architecture, weights and buffers: names, dtypes, shapes, strides, sharing, flags and bytes."""
+    """Return the digest of a model: architecture, weights and buffers with dtypes, shapes, strides, sharing and flags.
+
+    Args:
+        model: The model, on any device.
+
+    Returns:
+        SHA-256 in hexadecimal.
+    """
     digest = hashlib.sha256()
     for name, module in model.named_modules(remove_duplicate=False):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"

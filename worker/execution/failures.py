@@ -40,7 +40,14 @@ class DocumentRefused(Exception):
 
 
 def failure_of(error: BaseException) -> Failed:
-    """The frame that tells of ``error``."""
+    """Return the frame that reports an exception.
+
+    Args:
+        error: What ended the attempt.
+
+    Returns:
+        The last frame, with category, code and a message for the job's owner.
+    """
     match error:
         case Refusal():
             return _failed(error, error.category, error.code, error.message, pointer=error.pointer)

@@ -20,6 +20,9 @@ class FramePipe:
     def send(self, frame: Frame) -> None:
         """Write one frame.
 
+        Args:
+            frame: The frame.
+
         Raises:
             ValueError: If it holds NaN or is too long.
             BrokenPipeError: If nobody reads any more.
@@ -29,7 +32,14 @@ class FramePipe:
             line = line[os.write(self._descriptor, line) :]
 
     def report(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """Send progress: the first of a stage, its last, and in between a few a second."""
+        """Send progress: the first of a stage, its last, and a few a second in between.
+
+        Args:
+            stage: The stage's name.
+            done: Units that are done.
+            total: Units in all; None where that is not known.
+            unit: Such as `batches`.
+        """
         now = time.monotonic()
         if stage == self._stage and done != total and now - self._reported < _PROGRESS_SECONDS:
             return
@@ -50,5 +60,12 @@ class FramePipe:
         self.send(Planned(plan=plan if isinstance(plan, dict) else {}))
 
     def artifact(self, name: str, sha256: str, size_bytes: int, media_type: str) -> None:
-        """Say that a file stands."""
+        """Announce a complete file.
+
+        Args:
+            name: Its name below the artifacts.
+            sha256: Its digest in hexadecimal.
+            size_bytes: Its size.
+            media_type: Its media type.
+        """
         self.send(ArtifactWritten(name=name, sha256=sha256, size_bytes=size_bytes, media_type=media_type))

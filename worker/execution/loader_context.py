@@ -30,7 +30,14 @@ class LoaderContext:
     log: Callable[[str, str], None] = _ignore
 
     def allowed_path(self, path: str, pointer: str) -> Path:
-        """An existing path that may be read, with symbolic links followed first.
+        """Return an existing path that the job may read, with symbolic links followed first.
+
+        Args:
+            path: The path as the document names it.
+            pointer: The field of the document.
+
+        Returns:
+            The real path of a file or folder.
 
         Raises:
             Refusal: If it lies outside what the operator lists, or is not there.

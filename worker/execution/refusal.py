@@ -24,14 +24,28 @@ class Unavailable(Refusal):
 
 
 def storable_text(text: str) -> str:
-    """``text`` as UTF-8 and every database can hold it: halves of surrogate pairs and NUL are spelled out."""
+    """Return text that UTF-8 and every database can hold.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The text with halves of surrogate pairs and NUL spelled out.
+    """
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def names(found: list[str], most: int = 5) -> str:
-    """A list of names for a sentence, cut after ``most``.
+    """Return a list of names for a sentence.
 
     Names come from files that others wrote, so control characters are shown and length is bounded.
+
+    Args:
+        found: The names.
+        most: How many are shown.
+
+    Returns:
+        The names, quoted, and how many more there are.
     """
     shown = ", ".join(f"`{name[:120]!s}`" if name.isprintable() else repr(name[:120]) for name in found[:most])
     rest = len(found) - most

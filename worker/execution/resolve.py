@@ -18,14 +18,30 @@ _OURS = frozenset({"api", "catalog", "engine", "jobs", "kronoscope", "migrations
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The callable behind ``package.module:callable`` of this project."""
+    """Import a callable of this project.
+
+    Args:
+        name: `package.module:callable`.
+
+    Returns:
+        The callable.
+    """
     module, _, attribute = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return found
 
 
 def resolve_factory(name: str, paths: Sequence[Path], allowed: Sequence[str], pointer: str) -> Callable[..., Any]:
-    """A caller's factory.
+    """Import a caller's factory.
+
+    Args:
+        name: `package.module:callable`.
+        paths: Folders that are searched after everything installed.
+        allowed: The names that the operator lists; `*` allows all.
+        pointer: The field of the document.
+
+    Returns:
+        The callable.
 
     Raises:
         Refusal: If the name is not allowed here, is hidden by an installed package,
@@ -67,7 +83,17 @@ def resolve_factory(name: str, paths: Sequence[Path], allowed: Sequence[str], po
 
 
 def call_factory(factory: Callable[..., Any], name: str, kwargs: dict[str, Any], pointer: str) -> Any:  # noqa: ANN401
-    """Call a caller's code; whatever it raises is the caller's to mend."""
+    """Call a caller's code; what it raises is reported as the caller's fault.
+
+    Args:
+        factory: The callable.
+        name: Its name for the message.
+        kwargs: Its arguments.
+        pointer: The field of the document.
+
+    Returns:
+        What it returns.
+    """
     try:
         return factory(**kwargs)
     except (Exception, SystemExit) as error:
@@ -79,7 +105,14 @@ def call_factory(factory: Callable[..., Any], name: str, kwargs: dict[str, Any],
 
 
 def describe_exception(error: BaseException) -> str:
-    """An exception of a caller's code, in a word or a sentence."""
+    """Describe an exception of a caller's code.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        Its class and, where there is one, its message.
+    """
     text = str(error)[:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -15,10 +15,14 @@ _PART = ".part-"
 
 
 def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
-    """Bring the newest checkpoint among ``earlier`` (newest first), and what it needs, into ``own``.
+    """Bring the newest checkpoint of earlier attempts, and what it needs, into this attempt's folder.
 
     The earlier folders are deleted. Without a checkpoint, or where a file cannot be had, ``own``
     holds none: the attempt begins anew.
+
+    Args:
+        own: This attempt's scratch folder.
+        earlier: Folders of earlier attempts, newest first.
     """
     for torn in own.rglob(f"{_PART}*") if own.is_dir() else ():
         torn.unlink(missing_ok=True)

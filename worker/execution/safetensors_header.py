@@ -44,7 +44,14 @@ class TensorEntry:
 
 
 def read_header(path: Path, pointer: str) -> dict[str, TensorEntry]:
-    """The tensors of ``path``, after every check.
+    """Read the header of a safetensors file, after every check.
+
+    Args:
+        path: The file.
+        pointer: The field of the document that named it.
+
+    Returns:
+        Dtype, shape and place of each tensor by its name.
 
     Raises:
         Refusal: If anything about the header is not as it must be.

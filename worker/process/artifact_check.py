@@ -17,7 +17,14 @@ class ArtifactMismatch(ValueError):
 
 
 def require_artifact(root: Path, frame: ArtifactWritten) -> Path:
-    """The path of a verified artifact.
+    """Check a file that a child announced.
+
+    Args:
+        root: The folder of the attempt's artifacts.
+        frame: The announcement: name, SHA-256, size.
+
+    Returns:
+        The path of the verified file.
 
     Raises:
         ArtifactMismatch: If the name leaves the folder, a link is in the way, or size or digest differ.

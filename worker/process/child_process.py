@@ -58,7 +58,14 @@ class MalformedFrame(ValueError):
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of a service's environment the child may see: no database, no broker, no secret."""
+    """Return the part of a service's environment that a child may see: no database, no broker, no secret.
+
+    Args:
+        environ: The service's environment.
+
+    Returns:
+        The variables that are passed on.
+    """
     return {
         name: value for name, value in environ.items() if name in _PASSED_NAMES or name.startswith(_PASSED_PREFIXES)
     }
@@ -178,7 +185,13 @@ class Child:
             self._kill_group()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code (128 + n: ended by signal n), once its whole group is gone.
+        """Wait until the whole process group is gone.
+
+        Args:
+            timeout: Seconds; None waits for ever.
+
+        Returns:
+            The exit code; 128 + n if signal n ended the child.
 
         Raises:
             TimeoutError: If it still runs after ``timeout`` seconds.

@@ -50,12 +50,27 @@ class LastPosition:
 
 
 def row_name(kind: str, ordinal: int) -> str:
-    """One row of the results, in a word."""
+    """Return the name of one row of the results.
+
+    Args:
+        kind: The analysis.
+        ordinal: The layer's number in it.
+
+    Returns:
+        Such as `capacity/3`.
+    """
     return f"{kind}/{ordinal}"
 
 
 def ending(code: int) -> str:
-    """An exit code in words: codes above 128 are signals."""
+    """Describe an exit code.
+
+    Args:
+        code: The exit code; 128 + n stands for signal n.
+
+    Returns:
+        The signal's name, or `exit N`.
+    """
     if code > 128:
         try:
             return signal.Signals(code - 128).name
@@ -65,18 +80,27 @@ def ending(code: int) -> str:
 
 
 def never_ran(code: int) -> bool:
-    """Whether a child that said nothing ended because it could not be started, not because of what it computed.
+    """Return whether a silent child ended because it could not be started, not because of its job.
 
-    The guardian says so where it could not start it. 1 is Python's own end where a module is not there or does not
-    load, as while an installation is replaced: from then on the program tells of every error itself.
+    Args:
+        code: Its exit code.
+
+    Returns:
+        True for the guardian's own code and for 1, Python's where a module is missing or does not load.
     """
     return code in (1, NOT_STARTED)
 
 
 def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool = False) -> Failed:
-    """What the job's owner is told, as long as it will be tried again.
+    """Return the failure that the job's owner sees after a crash, as long as the job is tried again.
 
-    ``exhausted``: the kernel has killed a process of this control group for want of memory meanwhile.
+    Args:
+        signature: How and where the child ended.
+        detail: The last lines of its output, if any.
+        exhausted: Whether the kernel has killed a process of this control group for want of memory meanwhile.
+
+    Returns:
+        A transient failure, `oom` or `crashed`.
     """
     place = _place(signature)
     if exhausted and signature.signal == "SIGKILL":
@@ -106,7 +130,16 @@ def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool =
 
 
 def silence_failure(signature: Signature, seconds: float, detail: str | None) -> Failed:
-    """The same of a child that was stopped because nothing came from it."""
+    """Return the failure of a child that was stopped because nothing came from it.
+
+    Args:
+        signature: Where the child was.
+        seconds: How long nothing came.
+        detail: The last lines of its output, if any.
+
+    Returns:
+        A transient failure, `no_progress`.
+    """
     return Failed(
         category="transient",
         code="no_progress",

@@ -41,7 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guard(command: Sequence[str], lifeline: int) -> int:
-    """Start ``command``, forward SIGTERM to it, and kill the group when ``lifeline`` ends."""
+    """Start a command, forward SIGTERM to it, and kill its group when the lifeline ends.
+
+    Args:
+        command: The program and its arguments.
+        lifeline: A descriptor that closes when the parent is gone.
+
+    Returns:
+        The command's exit code, 128 + n if signal n ended it, 71 if it could not be started.
+    """
     if os.getpgrp() != os.getpid():
         os.setpgrp()  # killing the group must never reach whoever started us
     _adopt_orphans()

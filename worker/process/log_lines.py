@@ -31,7 +31,14 @@ class LogFormatter:
         self._branches: dict[str, Counter[str]] = {}
 
     def lines(self, frame: Frame) -> list[LogLine]:
-        """Zero or more lines."""
+        """Return the log lines of a frame, and count its layer for the closing line.
+
+        Args:
+            frame: Any frame.
+
+        Returns:
+            Zero or more lines.
+        """
         if isinstance(frame, LayerDone):
             record = frame.outcome.get("record") or {}
             if frame.outcome.get("status") != "declared" and record.get("branch"):
@@ -46,7 +53,14 @@ class LogFormatter:
 
 
 def layer_lines(frame: LayerDone) -> list[LogLine]:
-    """The INFO line of one layer and, where something was decomposed, its DEBUG line."""
+    """Return the INFO line of one layer and, where something was decomposed, its DEBUG line.
+
+    Args:
+        frame: The layer's row.
+
+    Returns:
+        One or two lines.
+    """
     outcome = frame.outcome
     record: Mapping[str, Any] = outcome.get("record") or {}
     lines = [
@@ -181,7 +195,14 @@ def _clipped(kind: str, summary: Mapping[str, Any]) -> str:
 
 
 def printable(name: str) -> str:
-    """``name`` without control characters, so that no layer's name starts a line of its own."""
+    """Return a name without control characters, so that no layer's name starts a line of its own.
+
+    Args:
+        name: Any name.
+
+    Returns:
+        The name with such characters spelled out.
+    """
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in name)
 
 

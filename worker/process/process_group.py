@@ -17,9 +17,15 @@ _LONGEST_STEP_SECONDS = 0.1
 
 
 def wait_until_gone(group: int, seconds: float) -> bool:
-    """Wait for the end of a group that was killed; whether it came within the time.
+    """Wait for the end of a process group that was killed.
 
-    On a machine that stood still nobody could end, so no step counts for longer than a short one takes.
+    Args:
+        group: The group's number.
+        seconds: How long; no step counts for longer than a short one takes, since on a machine that stood still
+            nobody could end.
+
+    Returns:
+        Whether the group ended within the time.
     """
     left = seconds
     while _runs(group):
@@ -32,14 +38,29 @@ def wait_until_gone(group: int, seconds: float) -> bool:
 
 
 def began(pid: int) -> int | None:
-    """When a process began, in the kernel's count, which tells it from a later one of the same number."""
+    """Return when a process began, which tells it from a later one of the same number.
+
+    Args:
+        pid: The process.
+
+    Returns:
+        Clock ticks since the machine's start; None where there is no such process.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     return None
 
 
 def group_lives(leader: int, leader_began: int | None) -> bool:
-    """Whether anything runs of the group that a process led which began then, in this process's namespace."""
+    """Return whether anything runs of the group that a process led.
+
+    Args:
+        leader: The leader's process number in this namespace.
+        leader_began: When it began, by `began`.
+
+    Returns:
+        True while any process of that group lives.
+    """
     now = began(leader)
     if now is not None and leader_began is not None and now != leader_began:
         return False  # another process has the number, so no member of the group was left
@@ -47,9 +68,12 @@ def group_lives(leader: int, leader_began: int | None) -> bool:
 
 
 def kill_descendants(root: int) -> None:
-    """Kill everything below ``root``, also what left its process group; ``root`` itself goes on.
+    """Kill every process below one, also those that left its process group; it goes on itself.
 
     Repeated until a look finds nothing new, since what is about to die may still start something.
+
+    Args:
+        root: The process whose descendants are killed.
     """
     killed: set[int] = set()
     while found := _descendants(root) - killed:

@@ -15,7 +15,15 @@ from worker.settings import WorkerSettings
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:
-    """The child's, in which no GPU can be seen but the one that was leased."""
+    """Return the child's environment, in which only the leased GPU can be seen.
+
+    Args:
+        claim: The job and its lease.
+        threads: Threads that it computes with.
+
+    Returns:
+        The environment's variables.
+    """
     passed = child_environment(os.environ)
     # else each library that brings its own starts a thread for every core, in every slot
     passed.setdefault("OPENBLAS_NUM_THREADS", str(threads))

@@ -5,6 +5,13 @@ from structlog.typing import FilteringBoundLogger
 
 
 def job_logger(**bound: object) -> FilteringBoundLogger:
-    """A logger whose lines carry ``bound`` (job, attempt, fence, layer)."""
+    """Return a logger whose lines carry the job's facts.
+
+    Args:
+        bound: The facts: job, attempt, fence, layer.
+
+    Returns:
+        The logger.
+    """
     logger: FilteringBoundLogger = structlog.get_logger("kronoscope.worker").bind(**bound)
     return logger

@@ -32,7 +32,14 @@ class ProgressView:
         self._rows.add((frame.kind, frame.ordinal))
 
     def take(self, frame: Progress) -> Mapping[str, Any] | None:
-        """What to write now, or None while the last word is fresh enough."""
+        """Return the progress to write now.
+
+        Args:
+            frame: The child's progress.
+
+        Returns:
+            The view; None while the last one written is fresh enough.
+        """
         self._last = frame
         if frame.unit == "layers" and frame.total is not None:
             self._layers = frame.total * self._kinds

@@ -83,7 +83,14 @@ class LeaseWatch:
         self._wakeup.set()
 
     def left(self, seconds: float) -> float:
-        """What is left of so many seconds from the stop, or the winding up, on; endless where there was neither."""
+        """Return the time left after a stop, or after the winding up.
+
+        Args:
+            seconds: Seconds counted from then.
+
+        Returns:
+            Seconds left, negative when they have passed; infinite where neither has happened.
+        """
         return self._stopped_at + seconds - time.monotonic()
 
     def wind_up(self) -> None:

@@ -36,7 +36,15 @@ class FactorsUnavailable(Exception):
 
 
 def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Path | None:
-    """The folder with the factors that the claim's document names, or None where it names no job's.
+    """Return a folder with the factors that the claim's document names.
+
+    Args:
+        engine: The ledger's connections.
+        folder: The folder or bucket of the artifacts.
+        claim: The job.
+
+    Returns:
+        The folder; None where the document names no job's factors.
 
     Raises:
         FactorsUnavailable: If there is no such job, it has not succeeded, or it kept no factors.

@@ -30,7 +30,14 @@ def english_paragraphs() -> list[str]:
 
 
 def english_bytes(length: int) -> Tensor:
-    """The same text as non-overlapping rows of ``length`` byte values, (N, length) int64."""
+    """Return the bundled text as rows of byte values that do not overlap.
+
+    Args:
+        length: Bytes in a row.
+
+    Returns:
+        Shape (N, length), int64, values 0 to 255.
+    """
     text = "\n".join(english_paragraphs()).encode()
     rows = len(text) // length
     return torch.frombuffer(bytearray(text[: rows * length]), dtype=torch.uint8).to(torch.int64).view(rows, length)

@@ -9,7 +9,15 @@ from worker.execution.loaded_model import LoadedModel
 
 
 def model_inputs(inputs: Tensor, loaded: LoadedModel) -> Any:  # noqa: ANN401 - a tensor or a dict of them
-    """``inputs`` as the one argument, or under its name with what belongs to it."""
+    """Return the inputs as the model's forward takes them.
+
+    Args:
+        inputs: Inputs or token ids, shape (N, …).
+        loaded: The model that they are for.
+
+    Returns:
+        The tensor itself; or a dict with it under its name and what belongs to it.
+    """
     if loaded.vocabulary is not None and loaded.vocabulary.arguments:
         named = {"input_ids": inputs}
         if inputs.ndim == 2 and loaded.vocabulary.explicit_positions:
@@ -19,5 +27,12 @@ def model_inputs(inputs: Tensor, loaded: LoadedModel) -> Any:  # noqa: ANN401 - 
 
 
 def row_positions(ids: Tensor) -> Tensor:  # (N, T) -> (N, T)
-    """0 … T-1 for every example of its own, so that gradients of the positions stay per example."""
+    """Return position ids of every example of its own, so that gradients of positions stay per example.
+
+    Args:
+        ids: Token ids, shape (N, T), int64.
+
+    Returns:
+        0 … T-1 in each row, shape (N, T), int64.
+    """
     return torch.arange(ids.shape[1]).expand(ids.shape).contiguous()

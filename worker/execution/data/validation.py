@@ -17,7 +17,15 @@ from worker.execution.resolve import describe_exception
 
 
 def validate_chunks(stream: DataStream, loaded: LoadedModel, pointer: str) -> DataStream:
-    """``stream`` with each chunk checked as it passes.
+    """Return a stream that checks each chunk as it passes.
+
+    Args:
+        stream: The caller's data.
+        loaded: The model that they are for.
+        pointer: The field of the document.
+
+    Returns:
+        The same chunks: finite tensors with the batch as first dimension, token ids within the vocabulary.
 
     Raises:
         Refusal: On the pass, if a chunk is malformed, not finite, or holds an unknown token id.
@@ -40,7 +48,16 @@ def validate_chunks(stream: DataStream, loaded: LoadedModel, pointer: str) -> Da
 
 
 def iterate_caller_data(make: Callable[[], Any], name: str, pointer: str) -> Iterator[Any]:
-    """Iterate over what a caller's code yields; what it raises is the caller's to mend."""
+    """Iterate over a caller's data; what that code raises is reported as the caller's fault.
+
+    Args:
+        make: Makes the iterable.
+        name: The factory's name for the message.
+        pointer: The field of the document.
+
+    Yields:
+        Its items.
+    """
     try:
         yield from make()
     except Refusal:
