@@ -130,7 +130,7 @@ class ArtifactFiles:
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name for an artifact")
+            raise ValueError(f"{name!r} is not a name for an artifact")
         return self._root / name
 
     def _write(self, name: str, parts: Iterable[bytes], media_type: str) -> None:

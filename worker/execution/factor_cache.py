@@ -85,7 +85,7 @@ class FactorCache:
         for name, (sha256, size) in value["files"].items():
             source, target = entry / name, self._own / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ValueError(f"{name!r} is no name of a file in it")
+                raise ValueError(f"{name!r} is not the name of a file in it")
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(source, target)

@@ -31,7 +31,7 @@ def require_artifact(root: Path, frame: ArtifactWritten) -> Path:
     """
     parts = frame.name.split("/")
     if not 1 <= len(parts) <= 4 or not all(_PART.fullmatch(part) for part in parts):
-        raise ArtifactMismatch(f"{frame.name[:200]!r} is no name for an artifact")
+        raise ArtifactMismatch(f"{frame.name[:200]!r} is not a name for an artifact")
     path = root.joinpath(*parts)
     if path.parent.resolve() != root.resolve().joinpath(*parts[:-1]):
         raise ArtifactMismatch(f"artifact {frame.name} is reached through a link")

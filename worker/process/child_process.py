@@ -54,7 +54,7 @@ _PASSED_PREFIXES = ("CUBLAS", "CUDA_", "KMP_", "LC_", "MKL_", "NCCL_", "NVIDIA_"
 
 
 class MalformedFrame(ValueError):
-    """The child wrote something that is no frame; it cannot be trusted any further."""
+    """The child wrote something that is not a frame; it cannot be trusted any further."""
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -170,7 +170,7 @@ class Child:
                 yield decode(line)
             except (ValueError, RecursionError, AttributeError) as error:
                 raise MalformedFrame(
-                    f"the frame pipe carried a line that is no frame ({type(error).__name__})"
+                    f"the frame pipe carried a line that is not a frame ({type(error).__name__})"
                 ) from error
 
     def terminate(self) -> None:

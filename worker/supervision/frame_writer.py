@@ -98,7 +98,7 @@ class LedgerSink:
 
     @singledispatchmethod
     def _keep(self, frame: Frame) -> None:
-        raise TypeError(f"a {type(frame).__name__} frame is no row; the supervisor takes last frames itself")
+        raise TypeError(f"a {type(frame).__name__} frame is not a row; the supervisor takes last frames itself")
 
     @_keep.register
     def _started(self, frame: Started) -> None:

@@ -31,7 +31,7 @@ def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
     columns = list(table.column_names)
     for field, column in (("input_column", source.input_column), ("target_column", source.target_column)):
         if column is not None and column not in columns:
-            raise Refusal(f"`{column}` is no column; there are {', '.join(columns[:20])}", pointer=f"/data/{field}")
+            raise Refusal(f"`{column}` is not a column; there are {', '.join(columns[:20])}", pointer=f"/data/{field}")
     if source.limit is not None:
         table = table.select(range(min(source.limit, len(table))))
     if not len(table):
@@ -68,7 +68,7 @@ def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN40
     if local.is_absolute() or source.id.startswith(("./", "../", "~")) or local.exists():
         return _local_table(around.allowed_path(source.id, "/data/id"), source, around.store)
     if not _ID.fullmatch(source.id):
-        raise Refusal("is no data set id; write `owner/name`, or a path", pointer="/data/id")
+        raise Refusal("is not a data set id; write `owner/name`, or a path", pointer="/data/id")
     config = datasets.DownloadConfig(local_files_only=around.offline, cache_dir=str(around.store / "datasets"))
     try:
         return datasets.load_dataset(

@@ -92,7 +92,7 @@ def _shards(index: Path, pointer: str) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{index.name} has no readable `weight_map`", pointer=pointer) from error
     if not shards or any(not isinstance(shard, str) or not _SHARD.fullmatch(shard) for shard in shards):
-        raise Refusal(f"{index.name} names something that is no safetensors file beside it", pointer=pointer)
+        raise Refusal(f"{index.name} names something that is not a safetensors file beside it", pointer=pointer)
     return shards
 
 

@@ -40,9 +40,9 @@ def snapshot(source: HuggingFaceModel, context: LoaderContext) -> Path:
         Refusal: If the id is none, or the model is neither here nor to be had.
     """
     if not _ID.fullmatch(source.id):
-        raise Refusal("is no model id; write `owner/name`", pointer="/model/id")
+        raise Refusal("is not a model id; write `owner/name`", pointer="/model/id")
     if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
-        raise Refusal("is no branch, tag or commit", pointer="/model/revision")
+        raise Refusal("is not a branch, tag or commit", pointer="/model/revision")
     cache = context.store / "hub"
     named = f"{source.id}{f' at {source.revision}' if source.revision else ''}"
     try:
