@@ -29,6 +29,9 @@ from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
 from engine.model.batches import counted
 from engine.operators.preconditioning import precondition
+from engine.planning.eigendecomposition_memory import (
+    eigendecomposition_bytes as eigendecomposition_bytes,  # noqa: PLC0414 - offered here
+)
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.local_artifacts import Folder, Held
 
