@@ -18,8 +18,10 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import Gathered
 from engine.collection.data_pass import PassJob
 from engine.collection.ekfac_passes import corrected
+from engine.collection.first_check import DRAWN, Verification, explained
 from engine.collection.normalise import flaw, foreseen_flaw
-from engine.collection.run_passes import announce, gather
+from engine.collection.probe import ProbedModel
+from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
 from engine.errors import (
     ModelRefused,
@@ -36,16 +38,11 @@ from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
 from engine.model.activation_memory import checkpointed
 from engine.model.determinism import Numerics, pinned
-from engine.model.mixed_precision import usable
 from engine.model.preserve_state import untouched
-from engine.planning.collection_time import calibrated
-from engine.planning.dry_run import dry_run, looked_into, represented, with_activations, without_other_uses
-from engine.planning.first_check import DRAWN, Verification, explained
-from engine.planning.head_representation import narrowed
-from engine.planning.job_plan import forecast, smallest_budgets
+from engine.planning.choose_plan import PlannedJob, choose_plan
+from engine.planning.job_plan import smallest_budgets
 from engine.planning.model_memory import weigh_model
-from engine.row_layout.layer_calls import followers
-from engine.tracing.functional_layers import places_of
+from engine.planning.probe_model import exclude_other_uses, probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import Workspace
 
 
@@ -86,91 +83,80 @@ def _cached(workspace: Workspace) -> Collected | None:
 
 
 def _collect(workspace: Workspace) -> Collected:
-    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
-        raise ValueError("a workspace without stored factors needs a model, batches and a task")
-    dtype = torch.float64 if workspace.options.collection.dtype == "float64" else torch.float32
-    numerics = Numerics.here(workspace.machine.device, workspace.resume.numerics)
-    not_replayed = numerics.not_replayed(workspace.resume.numerics)
-    if not_replayed:
-        workspace.ports.log(
-            "warning",
-            f"computed with other numerics than the first attempt, so bits may differ: {'; '.join(not_replayed)}",
-        )
-    job = PassJob(
-        workspace=workspace,
-        model=workspace.inputs.model,
-        task=workspace.inputs.task,
-        collection=workspace.options.collection,
-        dtype=dtype,
-        numerics=numerics,
-        heard=set(),
-        precision=usable(workspace.options.collection.amp, workspace.machine.device),
-    )
-    if job.precision.fallback is not None:
-        workspace.ports.log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
+    """Survey, probe, plan, run the passes, and finish: the five stages of a collection."""
+    job = PassJob.of(workspace, workspace.machine.device)
+    _warn_of_other_numerics(job)
     _require_finite(job.model)
-    found = surveyed(job.model, job.collection)
+    survey = surveyed(job.model, job.collection)
     trainable = trainable_numbers(job.model)
-    verification = Verification.of(job)
-    with untouched(job.model, dtype), pinned(numerics, job.heard):
+    with untouched(job.model, job.dtype), pinned(job.numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        job, found, shared, mixed, plan = _settled(job, found, trainable, verification)
-        # what the dry runs held would stay with the process, beside what the passes hold
+        planned = _settle(job, survey, trainable)
+        # what the probe held would stay with the process, beside what the passes hold
         give_back_host_memory()
-        workspace.machine.guard.hold(plan)
-        sizes = sizes_of(workspace, job.collection)
-        job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch, offload=plan.chosen.offload, sizes=sizes)
-        with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
-            gathered = gather(job, found, shared, mixed, plan)
-            plan = dataclasses.replace(plan, chosen=gathered.chosen)
-            job = dataclasses.replace(job, micro_batch=plan.chosen.micro_batch)
-            corrections = {}
-            if job.collection.ekfac:
-                with workspace.machine.operation("correction", "correction"):
-                    corrections = corrected(job, gathered, plan.chosen.corrections)
-        rounding = sorted(gathered.nondeterministic - {DRAWN})
+        workspace.machine.guard.hold(planned.plan)
+        probed = planned.probed.for_passes(planned.plan.chosen, sizes_of(workspace, job.collection))
+        with checkpointed(job.model, wanted=planned.plan.chosen.activation_checkpointing):
+            sums = run_passes(probed, planned.plan)
+            plan = dataclasses.replace(planned.plan, chosen=sums.chosen)
+            probed = probed.for_passes(plan.chosen, probed.job.sizes)
+            corrections = _corrections(probed.job, sums, plan)
+        rounding = sorted(sums.nondeterministic - {DRAWN})
         if rounding:
             workspace.ports.log(
                 "warning",
                 f"another run may round otherwise: there is no deterministic form of {', '.join(rounding)}",
             )
-        return _finished(job, found, trainable, gathered, plan, corrections)
+        return _finished(probed.job, probed.survey, trainable, sums, plan, corrections)
 
 
-def _settled(
-    job: PassJob, survey: Survey, trainable: int, verification: Verification
-) -> tuple[PassJob, Survey, dict[str, str], frozenset[str], Plan]:
-    """Find layers that pass their first check, with a plan that fits: the job, the survey, who shares A, who mixes."""
-    workspace, dtype = job.workspace, job.dtype
+def _warn_of_other_numerics(job: PassJob) -> None:
+    """Log what is computed otherwise than in the first attempt, or than the document asks."""
+    log = job.workspace.ports.log
+    not_replayed = job.numerics.not_replayed(job.workspace.resume.numerics)
+    if not_replayed:
+        log(
+            "warning",
+            f"computed with other numerics than the first attempt, so bits may differ: {'; '.join(not_replayed)}",
+        )
+    if job.precision.fallback is not None:
+        log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
+
+
+def _corrections(job: PassJob, sums: Gathered, plan: Plan) -> Mapping[str, Callable[[], Corrected]]:
+    """Run the passes that re-estimate eigenvalues, where EK-FAC is asked for."""
+    if not job.collection.ekfac:
+        return {}
+    with job.workspace.machine.operation("correction", "correction"):
+        return corrected(job, sums, plan.chosen.corrections)
+
+
+def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
+    """Probe and plan until every layer passes its first check, and return the plan without the probe's tensors.
+
+    Raises:
+        BudgetTooSmall: If no way of doing the job fits the budget; the smallest that would do is named.
+        CoverageTooLow: If too little of the model can be covered.
+    """
+    workspace, verification = job.workspace, Verification.of(job)
     with workspace.machine.operation("dry run"):
-        job, seen, mixed = dry_run(job, survey)
-        probe = (*without_other_uses(job, survey, seen), mixed)
+        modules = exclude_other_uses(probe_model(job, survey))
     while True:
         with workspace.machine.operation("dry run"):
-            found, seen, mixed = looked_into(job, *probe, verification.forced)
-        # a part of a parameter that is not covered is no unforeseen use of its other parts
-        job = dataclasses.replace(job, places=places_of(found))
-        found, seen = verification.without_refused(found, seen)
-        _require_coverage_so_far(job, found, trainable, mixed)
-        shared = followers(seen.calls, found.treated)
-        seen = represented(job, found, with_activations(job, found, seen, mixed))
-        job = dataclasses.replace(job, representations=seen.representations, head=seen.head)
-        foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
-        plan = foretell(seen)
-        plan = foretell(seen) if calibrated(workspace, plan) else plan
-        seen, plan, less = narrowed(job, found, seen, plan, foretell)
-        job = dataclasses.replace(job, representations=seen.representations)
+            probed = verification.without_refused(probe_functional_layers(modules, verification.forced))
+        _require_coverage_so_far(probed, trainable)
+        planned = choose_plan(workspace, probe_sizes(probed))
+        plan = planned.plan
         _announce_anew(workspace, job.numerics, plan)
         if not plan.fits(workspace.machine.budget):
-            plan.require(
-                workspace.machine.budget, smallest_budgets(workspace, dtype, found.treated, seen, shared, less)
-            )
+            plan.require(workspace.machine.budget, smallest_budgets(workspace, planned.probed.probe, planned.less))
         with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
-            changed = verification.changes(job, found, mixed)
+            changed = verification.changes(planned.probed)
         if not changed:
-            cut = verification.cuts_padding(job, found, mixed)
-            job = dataclasses.replace(job, self_check=verification.self_check, cut_padding=cut)
-            return job, found, shared, mixed, plan
+            cut = verification.cuts_padding(planned.probed)
+            checked = dataclasses.replace(planned.probed.job, self_check=verification.self_check, cut_padding=cut)
+            probed = dataclasses.replace(planned.probed.without_tensors(), job=checked)
+            return dataclasses.replace(planned, probed=probed, less=None)
 
 
 def _announce_anew(workspace: Workspace, numerics: Numerics, plan: Plan) -> None:
@@ -200,8 +186,9 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _require_coverage_so_far(job: PassJob, survey: Survey, trainable: int, mixed: frozenset[str]) -> None:
+def _require_coverage_so_far(probed: ProbedModel, trainable: int) -> None:
     """Fail before anything large is allocated, where too little will be covered whatever the data still call."""
+    job, survey, mixed = probed.job, probed.survey, probed.probe.mixed
     declared = list(survey.declared)
     covered = []
     for layer in survey.treated:

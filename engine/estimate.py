@@ -7,7 +7,6 @@ in its stage 0 is made here. What only numbers can show is assumed for the worse
 import copy
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,24 +14,20 @@ from torch import Tensor, nn
 
 from engine.collection.data_pass import PassJob
 from engine.layers.coverage_check import surveyed
-from engine.layers.layer import TreatedLayer
 from engine.memory.budget import resident_bytes
 from engine.memory.limits import warm_up
 from engine.memory.plan import Plan
 from engine.model.batches import mapped
-from engine.model.determinism import Numerics, pinned
+from engine.model.determinism import pinned
 from engine.model.meta_device import shapes_alone
-from engine.model.mixed_precision import usable
 from engine.model.preserve_state import untouched
-from engine.planning.collection_time import calibrated
-from engine.planning.dry_run import dry_run, looked_into, represented, with_activations
-from engine.planning.head_representation import narrowed
-from engine.planning.job_plan import forecast, smallest_budgets
-from engine.planning.layer_memory import DryRun, Narrower
+from engine.planning.choose_plan import PlannedJob, choose_plan
+from engine.planning.job_plan import smallest_budgets
 from engine.planning.model_memory import weigh_model
-from engine.row_layout.layer_calls import followers
+from engine.planning.probe_model import probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import Workspace
 
+META = torch.device("meta")
 ASSUMED = (
     "every weight and every example is finite",
     "no parameter is used outside the module that holds it",
@@ -45,14 +40,20 @@ WIDE = "what the model computes in 16 bits is as wide as the sums"
 
 
 def estimate(workspace: Workspace) -> dict[str, Any]:
-    """The plan of the job in ``workspace`` as a table, with what it is held against and what would do.
+    """Return the plan of a job from shapes alone, with its budget and the smallest that would do.
+
+    Args:
+        workspace: The job; its model may stand on the meta device, and stays where it is.
+
+    Returns:
+        The plan as a table, with ``fits``, ``budget``, ``smallest_budget``, ``smallest_budget_keeps`` and ``assumed``.
 
     Raises:
         EngineError: If model, data and task do not belong together.
     """
-    plan, given, less = _looked_at(workspace)
-    smallest = smallest_budgets(*given, less)
-    budget = workspace.machine.budget
+    planned = _planned(workspace)
+    plan, budget = planned.plan, workspace.machine.budget
+    smallest = smallest_budgets(workspace, planned.probed.probe, planned.less)
     return plan.as_json() | {
         "fits": plan.fits(budget),
         "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},
@@ -63,63 +64,44 @@ def estimate(workspace: Workspace) -> dict[str, Any]:
 
 
 def plan_job(workspace: Workspace) -> Plan:
-    """The plan of the job in ``workspace``, whose model may stand on the meta device; it stays where it is.
+    """Survey, probe and plan a job on the meta device; nothing is allocated but the first chunk of the data.
 
-    Nothing is allocated but the first chunk of the data.
+    Args:
+        workspace: The job; its model may stand on the meta device, and stays where it is.
+
+    Returns:
+        The plan that the job would choose. It may not fit the budget.
 
     Raises:
         EngineError: If model, data and task do not belong together.
     """
-    return _looked_at(workspace)[0]
+    return _planned(workspace).plan
 
 
-def _looked_at(
-    workspace: Workspace,
-) -> tuple[Plan, tuple[Workspace, torch.dtype, tuple[TreatedLayer, ...], DryRun, dict[str, str]], Narrower | None]:
-    """The plan, what its forecast is made from, and what less of the head's G the job may keep."""
+def _planned(workspace: Workspace) -> PlannedJob:
+    """Return the plan with the probe that it was made from."""
     if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
         raise ValueError("a plan needs a model, batches and a task")
     # a job has begun its libraries' threads by the time it plans
     warm_up()
     held = resident_bytes()
-    dtype = torch.float64 if workspace.options.collection.dtype == "float64" else torch.float32
-    meta = torch.device("meta")
     first = next(iter(workspace.inputs.batches()))
-    chunk = mapped(tuple(first), lambda tensor: _shape_of(tensor, meta))
+    chunk = mapped(tuple(first), lambda tensor: _shape_of(tensor, META))
 
     def batches() -> Iterator[tuple[Any, ...]]:
         yield chunk
 
     weigh_model(workspace)
-    model = _bare(workspace.inputs.model, meta)
-    job = PassJob(
-        workspace=dataclasses.replace(
-            workspace,
-            inputs=dataclasses.replace(workspace.inputs, batches=batches, model=model),
-            machine=dataclasses.replace(workspace.machine, device=meta),
-        ),
-        model=model,
-        task=workspace.inputs.task,
-        collection=workspace.options.collection,
-        dtype=dtype,
-        numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
-        heard=set(),
-        precision=usable(workspace.options.collection.amp, workspace.machine.device),
-    )
+    inputs = dataclasses.replace(workspace.inputs, batches=batches, model=_bare(workspace.inputs.model, META))
+    machine = dataclasses.replace(workspace.machine, device=META)
+    job = PassJob.of(dataclasses.replace(workspace, inputs=inputs, machine=machine), workspace.machine.device)
     with shapes_alone(workspace.machine.device):
         # the caller's flags say what is trainable; inside what follows, nothing is
-        found = surveyed(job.model, job.collection)
-    with shapes_alone(workspace.machine.device), untouched(job.model, dtype), pinned(job.numerics, job.heard):
-        job, seen, mixed = dry_run(job, found)
-        found, seen, mixed = looked_into(job, found, seen, mixed)
-        seen = represented(job, found, with_activations(job, found, seen, mixed))
-        seen = dataclasses.replace(seen, resident_bytes=held)
-    shared = followers(seen.calls, found.treated)
-    foretell = partial(forecast, workspace, dtype, found.treated, shared=shared)
-    plan = foretell(seen)
-    plan = foretell(seen) if calibrated(workspace, plan) else plan
-    _, plan, less = narrowed(job, found, seen, plan, foretell)
-    return plan, (workspace, dtype, found.treated, seen, shared), less
+        survey = surveyed(job.model, job.collection)
+    with shapes_alone(workspace.machine.device), untouched(job.model, job.dtype), pinned(job.numerics, job.heard):
+        probed = probe_sizes(probe_functional_layers(probe_model(job, survey)))
+        probed = probed.with_probe(dataclasses.replace(probed.probe, resident_bytes=held))
+    return choose_plan(workspace, probed)
 
 
 def _bare(model: nn.Module, meta: torch.device) -> nn.Module:

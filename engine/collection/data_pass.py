@@ -32,7 +32,7 @@ from engine.model.batches import Batch, batched, tensors
 from engine.model.determinism import Numerics
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import directions
-from engine.model.mixed_precision import Precision
+from engine.model.mixed_precision import Precision, usable
 from engine.model.outputs import predict
 from engine.row_layout.attention_masks import Key, Masking
 from engine.row_layout.length_buckets import grouped
@@ -77,6 +77,28 @@ class PassJob:
     """Layers whose input the model writes to afterwards."""
     self_check: SelfCheck | None = None
     """What has been proved of the layers so far; None where nothing is checked."""
+
+    @classmethod
+    def of(cls, workspace: Workspace, device: torch.device) -> "PassJob":
+        """Return what passes need as far as the document says it, before the model is probed.
+
+        Args:
+            workspace: The job, with a model, batches and a task.
+            device: The device that numerics and precision are chosen for; a plan's tensors stand on another.
+        """
+        inputs, collection = workspace.inputs, workspace.options.collection
+        if inputs.model is None or inputs.task is None or inputs.batches is None:
+            raise ValueError("a workspace without stored factors needs a model, batches and a task")
+        return cls(
+            workspace=workspace,
+            model=inputs.model,
+            task=inputs.task,
+            collection=collection,
+            dtype=torch.float64 if collection.dtype == "float64" else torch.float32,
+            numerics=Numerics.here(device, workspace.resume.numerics),
+            heard=set(),
+            precision=usable(collection.amp, device),
+        )
 
     def batches(self) -> Iterator[Batch]:
         """The data, anew, in batches on the device."""

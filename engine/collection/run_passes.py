@@ -14,6 +14,7 @@ from engine.collection.collection_state import Cursor, Gathered
 from engine.collection.data_pass import PassJob, Progress, run_pass, statistics_kind
 from engine.collection.normalise import keep
 from engine.collection.oom_fallback import described, lower
+from engine.collection.probe import ProbedModel
 from engine.factors.representation import DENSE
 from engine.layers.coverage import Survey
 from engine.memory.guard import PlanningError
@@ -35,18 +36,28 @@ def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors
         workspace.ports.announce_plan(plan.as_json() | {"numerics": asdict(numerics)} | missed)
 
 
-def gather(job: PassJob, surveyed: Survey, shared: dict[str, str], mixed: frozenset[str], plan: Plan) -> Gathered:
-    """Make the passes of ``plan``.
+def run_passes(probed: ProbedModel, plan: Plan) -> Gathered:
+    """Run the passes of a plan over the data, from an earlier attempt's checkpoint where there is one.
+
+    Args:
+        probed: The layers to collect, and how the passes run the model.
+        plan: The layers of each pass, and what to do where memory runs out.
+
+    Returns:
+        The sums of every layer, and what they were collected from.
 
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
+    job, surveyed, mixed = probed.job, probed.survey, probed.probe.mixed
     conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
 
     def fresh() -> Gathered:
         # dictionaries of its own, each time: what an attempt that failed put into them is gone with it
-        return Gathered(statistics={}, factors={}, shared=shared, nondeterministic=job.heard, self_check=job.self_check)
+        return Gathered(
+            statistics={}, factors={}, shared=probed.probe.shared, nondeterministic=job.heard, self_check=job.self_check
+        )
 
     found = checkpoints.find()
     try:

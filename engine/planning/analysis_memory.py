@@ -13,6 +13,7 @@ import torch
 
 from catalog.capacity import CapacityParams
 from catalog.reconstruction import ReconstructionParams
+from engine.collection.probe import Probe
 from engine.factors.clip_eigenvalues import PLACEMENTS, Placement, placement_bytes
 from engine.factors.clipping_check import checking_bytes
 from engine.factors.low_rank import gram_bytes
@@ -24,7 +25,6 @@ from engine.memory.plan import Plan, Source, Stage, Term
 from engine.planning.decomposition_memory import kept_as, read_back_bytes
 from engine.planning.disk_usage import with_disk
 from engine.planning.exact_ggn_memory import probe_bytes, probes_at_once, search_bytes, search_lengths
-from engine.planning.layer_memory import DryRun
 from engine.workspace import Workspace
 
 Where = Literal["device", "host"]
@@ -61,36 +61,31 @@ class Phase:
 def with_later_stages(
     plan: Plan,
     workspace: Workspace,
-    dtype: torch.dtype,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     budget: MemoryBudget,
 ) -> Plan:
     """``plan`` with the stages of the analyses of ``workspace`` that follow on the collection and decompositions."""
     if "capacity" in workspace.options.kinds:
-        plan = _with_capacity(plan, workspace, dtype, treated, seen)
+        plan = _with_capacity(plan, workspace, probe)
         params = workspace.options.of("capacity") or CapacityParams()
         if params.cross_check is not None:
-            plan = _with_cross_check(plan, workspace, dtype, treated, params, budget)
+            plan = _with_cross_check(plan, workspace, probe.dtype, probe.layers, params, budget)
     if "reconstruction" in workspace.options.kinds:
-        plan = _with_reconstruction(plan, workspace, dtype, treated, seen, shared, budget)
-    return with_disk(plan, workspace, kept_as(workspace, dtype), treated, seen, shared)
+        plan = _with_reconstruction(plan, workspace, probe, budget)
+    return with_disk(plan, workspace, kept_as(workspace, probe.dtype), probe)
 
 
-def _with_capacity(
-    plan: Plan, workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun
-) -> Plan:
-    kept = kept_as(workspace, dtype)
+def _with_capacity(plan: Plan, workspace: Workspace, probe: Probe) -> Plan:
+    kept = kept_as(workspace, probe.dtype)
     terms = _carried(plan, "capacity")
-    spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in treated)
+    spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
     terms.append(_term("spectra", "2 · Σ (in + out) · 8", spectra, "host", "capacity"))
     terms.append(_term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", "capacity", source="estimated"))
     several = len(plan.chosen.parts) > 1
     place: Where = "device" if workspace.machine.device.type == "cuda" else "host"
-    for layer in treated:
-        terms += _read_back(layer, seen, kept, "capacity", copies=int(several), device=workspace.machine.device)
-        each = seen.kept(layer)
+    for layer in probe.layers:
+        terms += _read_back(layer, probe, kept, "capacity", copies=int(several), device=workspace.machine.device)
+        each = probe.kept(layer)
         if each.kind == "softmax_head":
             size = capacitance_bytes(each.rows, layer.out_dim)
             terms.append(_term("capacitance", "2 · T² · 8, and chunks", size, place, "capacity", layer.name))
@@ -155,26 +150,23 @@ def _with_cross_check(
 def _with_reconstruction(
     plan: Plan,
     workspace: Workspace,
-    dtype: torch.dtype,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     budget: MemoryBudget,
 ) -> Plan:
     params = workspace.options.of("reconstruction") or ReconstructionParams()
-    kept = kept_as(workspace, dtype)
+    kept = kept_as(workspace, probe.dtype)
     terms = _carried(plan, "reconstruction")
     held = replace(plan, terms=(*plan.terms, *terms))
     beside = {place: held.stage_bytes(place, "reconstruction") for place in ("device", "host")}
     several = len(plan.chosen.parts) > 1
     placement = dict(plan.chosen.placement)
-    for layer in treated:
+    for layer in probe.layers:
         # what streaming holds, and what is read again
         own = _read_back(
-            layer, seen, kept, "reconstruction", copies=2 if several else 0, device=workspace.machine.device
+            layer, probe, kept, "reconstruction", copies=2 if several else 0, device=workspace.machine.device
         )
         read = {place: sum(term.size_bytes for term in own if term.place == place) for place in ("device", "host")}
-        sides = rebuilt_sides(layer, seen, params.sides, follows=layer.name in shared)
+        sides = rebuilt_sides(layer, probe, params.sides, follows=layer.name in probe.shared)
         named = plan.chosen.placement.get(layer.parts[0])
         ladder = PLACEMENTS[PLACEMENTS.index(params.placement) if params.placement in PLACEMENTS else 0 :]
         ladder = tuple(place for place in ladder if place == named) or ladder
@@ -209,14 +201,14 @@ def _with_reconstruction(
 
 
 def rebuilt_sides(
-    layer: TreatedLayer, seen: DryRun, wanted: Literal["both", "A", "G"], *, follows: bool
+    layer: TreatedLayer, probe: Probe, wanted: Literal["both", "A", "G"], *, follows: bool
 ) -> tuple[Side, ...]:
     """The factors of each part of ``layer`` that are stabilised, in the order in which they are."""
     found = []
     if wanted != "G" and not follows and layer.form not in ("block", "diagonal_block"):
         found.append(Side("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal"))
     if wanted != "A":
-        each = seen.kept(layer)
+        each = probe.kept(layer)
         if layer.form == "diagonal_block":
             found.append(Side("G", layer.out_dim, "diagonal"))
         elif each.kind == "dense":
@@ -278,10 +270,10 @@ def _carried(plan: Plan, stage: Stage) -> list[Term]:
 
 
 def _read_back(
-    layer: TreatedLayer, seen: DryRun, kept: torch.dtype, stage: Stage, *, copies: int, device: torch.device
+    layer: TreatedLayer, probe: Probe, kept: torch.dtype, stage: Stage, *, copies: int, device: torch.device
 ) -> list[Term]:
     """One part's factors where all wait on the disk, and on a device where they were decomposed."""
-    size = read_back_bytes(layer, seen, kept)
+    size = read_back_bytes(layer, probe, kept)
     found = []
     if copies:
         formula = f"{copies} · (in² + out²), as kept" if copies > 1 else "in² + out², as kept"

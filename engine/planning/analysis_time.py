@@ -1,12 +1,12 @@
 """Later seconds: what the stages after the decompositions take, from each layer's sizes and a device's pace."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from catalog.capacity import CapacityParams
 from catalog.reconstruction import ReconstructionParams
+from engine.collection.probe import Probe
 from engine.factors.clipping_check import EXACT_ROWS
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
@@ -16,7 +16,6 @@ from engine.memory.plan import Plan
 from engine.planning.analysis_memory import rebuilt_sides
 from engine.planning.collection_time import Work
 from engine.planning.decomposition_memory import kept_as
-from engine.planning.layer_memory import DryRun
 from engine.workspace import Workspace
 
 _OF_A_LAYER = 0.03
@@ -30,28 +29,25 @@ _OF_A_PRODUCT = 14
 def with_later_seconds(
     plan: Plan,
     workspace: Workspace,
-    dtype: torch.dtype,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     work: Work,
 ) -> Plan:
     """``plan`` with the seconds of the analyses' own stages."""
     seconds = dict(plan.seconds)
     if "capacity" in workspace.options.kinds:
-        seconds["capacity"] = _OF_A_LAYER * (1 + sum(layer.groups for layer in treated))
-        seconds["capacity"] += sum(_without_spectrum(layer, seen, work) for layer in treated)
+        seconds["capacity"] = _OF_A_LAYER * (1 + sum(layer.groups for layer in probe.layers))
+        seconds["capacity"] += sum(_without_spectrum(layer, probe, work) for layer in probe.layers)
         params = workspace.options.of("capacity") or CapacityParams()
         if params.cross_check is not None:
-            seconds["cross_check"] = _cross_check(work, params, sum(layer.groups for layer in treated))
+            seconds["cross_check"] = _cross_check(work, params, sum(layer.groups for layer in probe.layers))
     if "reconstruction" in workspace.options.kinds:
-        seconds["reconstruction"] = _reconstruction(plan, workspace, dtype, treated, seen, shared, work)
+        seconds["reconstruction"] = _reconstruction(plan, workspace, probe, work)
     return replace(plan, seconds=seconds)
 
 
-def _without_spectrum(layer: TreatedLayer, seen: DryRun, work: Work) -> float:
+def _without_spectrum(layer: TreatedLayer, probe: Probe, work: Work) -> float:
     """Of a G that answers shift by shift: two Gram matrices of its rows, and a factorisation, at each of them."""
-    each, size = seen.kept(layer), layer.out_dim
+    each, size = probe.kept(layer), layer.out_dim
     if each.kind == "diagonal_sketch":
         rows = each.gram_rows(size)
     else:
@@ -74,20 +70,17 @@ def _cross_check(work: Work, params: CapacityParams, blocks: int) -> float:
 def _reconstruction(
     plan: Plan,
     workspace: Workspace,
-    dtype: torch.dtype,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     work: Work,
 ) -> float:
     params = workspace.options.of("reconstruction") or ReconstructionParams()
-    kept = kept_as(workspace, dtype)
+    kept = kept_as(workspace, probe.dtype)
     host = usual_pace(torch.device("cpu")) if workspace.machine.device.type == "cuda" else work.pace
     total = 0.0
-    for layer in treated:
+    for layer in probe.layers:
         place = plan.chosen.placement.get(layer.parts[0])
         pace = host if place in (None, "host") else work.pace
-        for side in rebuilt_sides(layer, seen, params.sides, follows=layer.name in shared):
+        for side in rebuilt_sides(layer, probe, params.sides, follows=layer.name in probe.shared):
             if side.kind != "dense":
                 continue
             n = side.size

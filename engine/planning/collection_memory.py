@@ -14,6 +14,7 @@ from torch import nn
 from engine.accumulation.batch_variance import NUMBERS_AT_ONCE
 from engine.accumulation.example_gradients import squared_norms_numbers
 from engine.accumulation.layer_statistics import factor_sides
+from engine.collection.probe import Probe, sides_of
 from engine.collection.subsamples import EIGHTHS
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.elementwise import BareLayer
@@ -21,7 +22,7 @@ from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.memory.host_accumulation import staging_numbers
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
-from engine.planning.layer_memory import AT_A_NORMALISATION, DryRun, kept_terms, row_sizes, sides_of
+from engine.planning.layer_memory import AT_A_NORMALISATION, kept_terms, row_sizes
 from engine.planning.model_memory import weight_terms
 from engine.planning.self_check_memory import check_bytes
 from engine.row_layout.layer_calls import Call
@@ -31,28 +32,25 @@ from engine.workspace import Workspace
 
 def plan_of(
     workspace: Workspace,
-    item: int,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     groups: Mapping[tuple[str, ...], int],
     held_bytes: int,
     chosen: Chosen,
 ) -> Plan:
     """What the collection and the decompositions hold with ``chosen``, beside ``held_bytes`` of the process."""
     place: Literal["device", "host"] = "device" if workspace.machine.device.type == "cuda" else "host"
-    sides = [side for layer in treated for side in seen.sides(layer, follows=layer.name in shared)]
+    sides = [side for layer in probe.layers for side in probe.sides(layer, follows=layer.name in probe.shared)]
     largest = max((side for side, dense in sides if dense), default=0)
     examples = chosen.micro_batch or workspace.options.collection.batch_size
-    scale = examples / seen.examples
+    scale = examples / probe.examples
     several = len(chosen.parts) > 1
-    part, most = _heaviest(treated, seen, groups, chosen, examples)
+    part, most = _heaviest(probe, groups, chosen, examples)
     # the last passes hold no input of the first ones' layers; bases are rotated with all of a pass's
     mine = part if several and not workspace.options.collection.ekfac else None
-    saved = _within(seen.recomputed if chosen.activation_checkpointing else seen.saved, mine)
+    saved = _within(probe.recomputed if chosen.activation_checkpointing else probe.saved, mine)
     # logits, their softmax, its gradient and the gradient's copy in the graph
-    outputs = int(4 * scale * seen.outputs * item)
-    gradients, formula, patches = _on_the_way_back(workspace, item, seen, chosen, examples, saved, mine, outputs)
+    outputs = int(4 * scale * probe.outputs * probe.dtype.itemsize)
+    gradients, formula, patches = _on_the_way_back(workspace, probe, chosen, examples, saved, mine, outputs)
     sizes: list[tuple[str, str, int, Source, Stage]] = [
         ("gradients", formula, gradients, "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
@@ -66,41 +64,47 @@ def plan_of(
         (
             "example gradients",
             "2 · slice · bare, or 3 · some examples' and what their operations hold",
-            _example_gradients(treated, examples) * item,
+            _example_gradients(probe.layers, examples) * probe.dtype.itemsize,
             "estimated",
             "collection",
         ),
     ]
-    sizes += row_sizes(treated, seen, item)
+    sizes += row_sizes(probe)
     if several:
         # when it is made, the pass is over, and with it the activations
-        packed = max(0, largest * largest * item // 2 - (0 if saved is None else saved.of(examples)))
+        packed = max(0, largest * largest * probe.dtype.itemsize // 2 - (0 if saved is None else saved.of(examples)))
         sizes.append(("packed factor", "n² / 2, beyond the activations", packed, "exact", "collection"))
     if workspace.options.collection.nested:
         # a follower's copy comes with a copy of the A that it shares
         own = max(
             each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
-            for each in treated
+            for each in probe.layers
         )
-        copied = own * item + largest * largest * item // 2
+        copied = own * probe.dtype.itemsize + largest * largest * probe.dtype.itemsize // 2
         sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
-        sizes.append(("nested layer", "3 · n², read back", 3 * largest * largest * item, "exact", "decomposition"))
+        sizes.append(
+            (
+                "nested layer",
+                "3 · n², read back",
+                3 * largest * largest * probe.dtype.itemsize,
+                "exact",
+                "decomposition",
+            )
+        )
     if workspace.options.collection.batch_variance:
         # the sums set aside are among the accumulators
         sizes.append(("batch variance", "3 · 2¹⁸ · 8, parts of a sum", 3 * NUMBERS_AT_ONCE * 8, "exact", "collection"))
     if saved is not None:
         sizes.append(("activations", "a + b · slice, as autograd saves", saved.of(examples), "traced", "collection"))
     else:
-        held = sum(call.entered.numel() + call.output.numel() for call in seen.calls)
-        passing = int(scale * held * item)
+        held = sum(call.entered.numel() + call.output.numel() for call in probe.calls)
+        passing = int(scale * held * probe.dtype.itemsize)
         sizes.append(("activations", "slice · (inputs + outputs)", passing, "estimated", "collection"))
     slice_bytes = sum(size for _, _, size, _, stage in sizes if stage == "collection")
     beyond = check_bytes(
         workspace,
-        treated,
-        seen,
-        item,
-        saved=seen.recomputed if chosen.activation_checkpointing else seen.saved,
+        probe,
+        saved=probe.recomputed if chosen.activation_checkpointing else probe.saved,
         passing=slice_bytes,
         sums=0 if chosen.offload else most,
     )
@@ -119,10 +123,10 @@ def plan_of(
         for name, formula, size, source, stage in sizes
     ]
     if workspace.options.collection.nested and workspace.ports.scratch is None:
-        triangles = item * sum(
+        triangles = probe.dtype.itemsize * sum(
             each.groups * (side * (side + 1) // 2 if dense else side)
-            for each in treated
-            for side, dense in sides_of(each, follows=each.name in shared)
+            for each in probe.layers
+            for side, dense in sides_of(each, follows=each.name in probe.shared)
         )
         terms.append(
             Term(
@@ -133,25 +137,25 @@ def plan_of(
                 source="exact",
             )
         )
-    terms += kept_terms(workspace, treated, seen, shared, offload=chosen.offload, several=several)
+    terms += kept_terms(workspace, probe, offload=chosen.offload, several=several)
     if chosen.offload:
         numbers = staging_numbers(
-            side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)
+            side for layer in probe.layers for side in factor_sides(layer, follows=layer.name in probe.shared)
         )
         ends: tuple[Literal["device", "host"], ...] = (place, "host")
         terms += [
             Term(
                 name="staging",
                 formula="2 panels",
-                size_bytes=2 * numbers * item,
+                size_bytes=2 * numbers * probe.dtype.itemsize,
                 place=end,
                 source="exact",
                 stage="collection",
             )
             for end in ends
         ]
-    if seen.repeated:
-        waiting = sum(_arriving(call) for call in seen.calls) * examples // seen.examples
+    if probe.repeated:
+        waiting = sum(_arriving(call) for call in probe.calls) * examples // probe.examples
         terms.append(
             Term(
                 name="gradients that wait",
@@ -192,8 +196,7 @@ def _example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
 
 
 def _heaviest(
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
+    probe: Probe,
     groups: Mapping[tuple[str, ...], int],
     chosen: Chosen,
     examples: int,
@@ -202,14 +205,14 @@ def _heaviest(
 
     None where no pass has a layer: what is held then is what any may.
     """
-    saved = seen.recomputed if chosen.activation_checkpointing else seen.saved
+    saved = probe.recomputed if chosen.activation_checkpointing else probe.saved
     passes = {name: place for place, part in enumerate(chosen.parts) for name in part}
     sums, inputs = [0] * len(chosen.parts), [0] * len(chosen.parts)
     for names, size in groups.items():
         if names[0] in passes:
             sums[passes[names[0]]] += size
     modules: list[set[nn.Module]] = [set() for _ in chosen.parts]
-    for layer in treated:
+    for layer in probe.layers:
         if layer.name in passes:
             place = passes[layer.name]
             modules[place].update(role.module for role in layer.roles)
@@ -221,8 +224,7 @@ def _heaviest(
 
 def _on_the_way_back(
     workspace: Workspace,
-    item: int,
-    seen: DryRun,
+    probe: Probe,
     chosen: Chosen,
     examples: int,
     saved: Saved | None,
@@ -231,16 +233,19 @@ def _on_the_way_back(
 ) -> tuple[int, str, int]:
     """Bytes of the gradients of a layer, with the formula, and of what its moments are made of."""
     met, normalised = (
-        None if chosen.activation_checkpointing else _within(each, modules) for each in (seen.met, seen.met_normalised)
+        None if chosen.activation_checkpointing else _within(each, modules)
+        for each in (probe.met, probe.met_normalised)
     )
     # a linear layer takes nothing but what is held where its gradients arrive
-    scratched = [call for call in seen.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
-    patches = item * max((_scratch(call, seen.examples, examples, workspace) for call in scratched), default=0)
+    scratched = [call for call in probe.calls if met is None or isinstance(call.layer, ConvolutionLayer)]
+    patches = probe.dtype.itemsize * max(
+        (_scratch(call, probe.examples, examples, workspace) for call in scratched), default=0
+    )
     if workspace.options.collection.exact_trace:
-        patches = max(patches, item * _joined(seen, examples))
+        patches = max(patches, probe.dtype.itemsize * _joined(probe, examples))
     if saved is None or met is None or normalised is None:
-        widest = max((call.entered.numel() + call.output.numel() for call in seen.calls), default=0)
-        gradients = int(2 * examples / seen.examples * widest * item)
+        widest = max((call.entered.numel() + call.output.numel() for call in probe.calls), default=0)
+        gradients = int(2 * examples / probe.examples * widest * probe.dtype.itemsize)
         return gradients, "2 · slice · (input + output), widest layer", patches
     # outputs are held at the end of the forward pass alone, and what is saved is let go of on the way back
     held = saved.of(examples) + outputs
@@ -250,14 +255,14 @@ def _on_the_way_back(
     return gradients, "beyond activations and outputs: saved up to a layer + slice · (input + output)", patches
 
 
-def _joined(seen: DryRun, examples: int) -> int:
+def _joined(probe: Probe, examples: int) -> int:
     """Numbers of the rows that the exact trace joins, of some examples, where a linear layer is called often."""
-    several = Counter(call.layer for call in seen.calls if call.layer.form == "kronecker")
+    several = Counter(call.layer for call in probe.calls if call.layer.form == "kronecker")
     most = 0
     for layer, calls in several.items():
         if calls > 1 and not isinstance(layer, (ConvolutionLayer, BlockLayer)):
-            numbers = sum(call.output.numel() for call in seen.calls if call.layer is layer)
-            positions = numbers // (layer.fan_out * seen.examples)
+            numbers = sum(call.output.numel() for call in probe.calls if call.layer is layer)
+            positions = numbers // (layer.fan_out * probe.examples)
             most = max(most, squared_norms_numbers(layer, examples, positions))
     return most
 

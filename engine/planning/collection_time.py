@@ -5,19 +5,17 @@ A and once a direction for G, and costs the start of every operation anew. So fe
 until they do not fit, and a further pass may be faster than many small slices.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from catalog.time_estimate import WORTH_SECONDS
 from engine.accumulation.layer_statistics import factor_sides
+from engine.collection.probe import Probe
 from engine.factors.representation import DENSE, Representation
 from engine.gradient_identity.schedule import CheckWork, check_work
-from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.device_speed import MEASURING_BYTES, Pace, usual_pace
 from engine.memory.plan import Plan
-from engine.planning.layer_memory import DryRun
 from engine.planning.plan_search import batch_size, total_seconds
 from engine.workspace import Workspace
 
@@ -61,25 +59,23 @@ class Work:
 
 def work_of(
     workspace: Workspace,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     sums_bytes: int,
     varied_bytes: int = 0,
 ) -> Work:
     """The work of one job."""
     collection = workspace.options.collection
-    outputs = max(1, seen.outputs // seen.examples)
+    outputs = max(1, probe.outputs // probe.examples)
     directions = {"mc": collection.samples, "empirical": 1, "forward_only": 0}.get(collection.fisher, outputs)
-    kronecker = [call for call in seen.calls if call.layer.form == "kronecker"]
+    kronecker = [call for call in probe.calls if call.layer.form == "kronecker"]
     # two operations a multiplication, there and back
-    passing = 4 * sum(call.output.numel() * call.layer.fan_in for call in kronecker) / seen.examples
-    kept = {role: seen.kept(layer) for layer in treated for role in (layer, *layer.roles)}
+    passing = 4 * sum(call.output.numel() * call.layer.fan_in for call in kronecker) / probe.examples
+    kept = {role: probe.kept(layer) for layer in probe.layers for role in (layer, *layer.roles)}
     adding = 2 * sum(
         (call.output.numel() / max(1, call.layer.fan_out))
         * (call.layer.fan_in**2 + directions * _gradient_products(kept.get(call.layer, DENSE), call.layer.fan_out))
         for call in kronecker
-    ) / seen.examples  # fmt: skip
+    ) / probe.examples  # fmt: skip
     batch = batch_size(workspace)
     return Work(
         pace=usual_pace(workspace.machine.device) if workspace.machine.speed is None else workspace.machine.speed,
@@ -90,13 +86,13 @@ def work_of(
         adding=adding,
         sides=tuple(
             rows
-            for layer in treated
-            for groups, rows in factor_sides(layer, follows=layer.name in shared)
+            for layer in probe.layers
+            for groups, rows in factor_sides(layer, follows=layer.name in probe.shared)
             for _ in range(groups if rows > 1 else 0)
         ),
         sums_bytes=sums_bytes,
         varied_bytes=varied_bytes,
-        calls=len(seen.calls),
+        calls=len(probe.calls),
         directions=directions,
         checks=check_work(workspace, -(-(workspace.inputs.examples or batch * _USUAL_BATCHES) // batch)),
     )

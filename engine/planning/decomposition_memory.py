@@ -4,12 +4,12 @@ Layers come one at a time: each is read back where it was laid aside, and each s
 rung that fits beside everything else. The plan names that rung, so that a later attempt takes it too.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
 
+from engine.collection.probe import Probe
 from engine.factors.representation import Foreseen, Representation
 from engine.factors.softmax_bytes import dense_head_bytes, iteration_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
@@ -20,7 +20,6 @@ from engine.linalg.spectrum_counts import COUNTS, LARGEST_STEPS
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import Pace, usual_pace
 from engine.memory.plan import Plan, Term
-from engine.planning.layer_memory import DryRun
 from engine.workspace import Workspace
 
 COUNTED = "counted"
@@ -42,25 +41,24 @@ class _Side(NamedTuple):
 def with_decompositions(
     plan: Plan,
     workspace: Workspace,
-    dtype: torch.dtype,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     budget: MemoryBudget,
     pace: Pace,
 ) -> Plan:
     """``plan`` with the terms and seconds of every layer's decompositions, and the rungs that they begin with."""
-    kept, need = kept_as(workspace, dtype), workspace.options.decomposition
+    kept, need = kept_as(workspace, probe.dtype), workspace.options.decomposition
     several = len(plan.chosen.parts) > 1
     cuda = workspace.machine.device.type == "cuda"
     on_host = usual_pace(torch.device("cpu")) if cuda else pace
-    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.examples)
-    sides_of = {layer.name: _sides(layer, seen, follows=layer.name in shared) for layer in treated}
+    foreseen = Foreseen(
+        calls=probe.calls, seen=probe.examples, outputs=probe.outputs, examples=workspace.inputs.examples
+    )
+    sides_of = {layer.name: _sides(layer, probe, follows=layer.name in probe.shared) for layer in probe.layers}
     terms: list[Term] = []
     if need == "vectors":
         bases = sum(
             layer.groups * basis_bytes(side.size, kept)
-            for layer in treated
+            for layer in probe.layers
             for side in sides_of[layer.name]
             if side.own and side.kind == "dense"
         )
@@ -73,8 +71,8 @@ def with_decompositions(
     held = {place: beside.stage_bytes(place, "decomposition") for place in ("device", "host")}
     begun: dict[str, tuple[str, str]] = dict(plan.chosen.rungs)
     seconds = 0.0
-    for layer in treated:
-        loaded = read_back_bytes(layer, seen, kept)
+    for layer in probe.layers:
+        loaded = read_back_bytes(layer, probe, kept)
         # both sides are sent, whichever is decomposed
         read, sent = loaded if several else 0, loaded if cuda else 0
         taken: dict[_Side, RungCost] = {}
@@ -83,7 +81,7 @@ def with_decompositions(
             if side.kind == "rows" and need != "none":
                 room = budget.device_bytes - held["device"] - sent if cuda else budget.host_bytes - held["host"] - read
                 planned = plan.chosen.rung(layer.parts[0], side.name)
-                rows, took = _of_rows(seen.kept(layer), side.size, planned, room, (pace, on_host), cuda=cuda)
+                rows, took = _of_rows(probe.kept(layer), side.size, planned, room, (pace, on_host), cuda=cuda)
                 each += took
                 if rows is not None:
                     taken[side] = rows
@@ -116,12 +114,12 @@ def with_decompositions(
     )
 
 
-def beyond_solvers(treated: Sequence[TreatedLayer], seen: DryRun) -> str:
+def beyond_solvers(probe: Probe) -> str:
     """Which factors no eigensolver takes, in words; empty where there are none."""
     found = [
         f"{side.name} of `{layer.name}` ({side.size} rows)"
-        for layer in treated
-        for side in _sides(layer, seen, follows=False)
+        for layer in probe.layers
+        for side in _sides(layer, probe, follows=False)
         if side.kind == "dense" and side.size > LARGEST
     ]
     if not found:
@@ -136,11 +134,11 @@ def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
     return kept
 
 
-def read_back_bytes(layer: TreatedLayer, seen: DryRun, kept: torch.dtype) -> int:
+def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:
     """Bytes of the factors of one part of ``layer`` as they come back from where they were laid aside."""
-    size = 0 if seen.kept(layer).kind == "dense" else seen.kept(layer).held_bytes(layer) // layer.groups
+    size = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer) // layer.groups
     # whoever follows has a copy of the A that it shares
-    for side in _sides(layer, seen, follows=False):
+    for side in _sides(layer, probe, follows=False):
         size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]
     return size
 
@@ -231,10 +229,10 @@ def _term(name: str, formula: str, size: int, place: Literal["device", "host", "
     )
 
 
-def _sides(layer: TreatedLayer, seen: DryRun, *, follows: bool) -> tuple[_Side, ...]:
+def _sides(layer: TreatedLayer, probe: Probe, *, follows: bool) -> tuple[_Side, ...]:
     """G and, where there is one, A."""
     dense = layer.form != "diagonal_block"
-    rows = dense and seen.kept(layer).kind != "dense"
+    rows = dense and probe.kept(layer).kind != "dense"
     sides = [_Side("G", layer.out_dim, "rows" if rows else "dense" if dense else "diagonal", own=True)]
     if layer.form not in ("block", "diagonal_block"):
         sides.append(_Side("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal", own=not follows))

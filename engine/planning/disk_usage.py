@@ -1,15 +1,14 @@
 """Disk bytes: what waits in the scratch place at each stage of a job, and what its artifacts keep."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from catalog.reconstruction import ReconstructionParams
+from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
 from engine.memory.plan import STAGES, Plan, Source, Stage, Term
 from engine.planning.collection_memory import correction_bytes
-from engine.planning.layer_memory import DryRun
 from engine.workspace import Workspace
 
 _JSON_NUMBER = 20
@@ -20,12 +19,12 @@ def with_disk(
     plan: Plan,
     workspace: Workspace,
     kept: torch.dtype,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
 ) -> Plan:
     """``plan`` with what stands on the disk in each of its stages, of factors kept in ``kept``."""
-    packed = sum(_packed_bytes(layer, seen, kept.itemsize, follows=layer.name in shared) for layer in treated)
+    packed = sum(
+        _packed_bytes(layer, probe, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers
+    )
     terms = []
     if len(plan.chosen.parts) > 1:
         terms += _from(plan, "collection", "laid aside", "Σ triangles, as kept", packed)
@@ -34,7 +33,7 @@ def with_disk(
         formula = "2 · the sums under way: the last one stands until the next is whole"
         terms.append(_term("checkpoints", formula, 2 * sums, "collection", source="estimated"))
     if plan.chosen.corrections and workspace.ports.scratch is not None and len(plan.chosen.corrections) > 1:
-        size = sum(correction_bytes(layer, kept.itemsize, follows=layer.name in shared) for layer in treated)
+        size = sum(correction_bytes(layer, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers)
         terms += _from(plan, "correction", "corrections", "Σ in² + out² + in · out", size)
     if workspace.ports.scratch is not None:
         bases = sum(term.size_bytes for term in plan.terms if term.name == "bases" and term.place == "disk")
@@ -42,7 +41,7 @@ def with_disk(
     if "factors" in workspace.options.keep or "factors" in workspace.options.kinds:
         terms += _from(plan, "decomposition", "kept factors", "Σ triangles, as kept", packed)
     if "spectra" in workspace.options.keep and workspace.options.decomposition != "none":
-        numbers = sum(layer.groups * (layer.in_dim + layer.out_dim) for layer in treated)
+        numbers = sum(layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
         formula = f"Σ (in + out) · {_JSON_NUMBER}"
         terms += _from(plan, "decomposition", "kept spectra", formula, _JSON_NUMBER * numbers, source="estimated")
     params = workspace.options.of("reconstruction") or ReconstructionParams()
@@ -55,10 +54,10 @@ def with_disk(
     return replace(plan, terms=(*plan.terms, *terms))
 
 
-def _packed_bytes(layer: TreatedLayer, seen: DryRun, item: int, *, follows: bool) -> int:
+def _packed_bytes(layer: TreatedLayer, probe: Probe, item: int, *, follows: bool) -> int:
     """Of the triangles of one layer's own factors, diagonals as they are, and gradient rows."""
-    sides = seen.sides(layer, follows=follows)
-    rows = 0 if seen.kept(layer).kind == "dense" else seen.kept(layer).held_bytes(layer)
+    sides = probe.sides(layer, follows=follows)
+    rows = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer)
     return rows + layer.groups * item * sum(side * (side + 1) // 2 if dense else side for side, dense in sides)
 
 

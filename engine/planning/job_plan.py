@@ -4,13 +4,11 @@ Ways differ in the slices of a batch, the layers of each pass, where the sums st
 inside of repeated layers is computed again; the seconds of each are foreseen from its work.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
-from engine.layers.layer import TreatedLayer
+from engine.collection.probe import Probe
 from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
 from engine.memory.smallest_budget import named_budget, smallest_budget
@@ -19,30 +17,42 @@ from engine.planning.analysis_time import with_later_seconds
 from engine.planning.collection_memory import corrected_plan, correction_bytes, plan_of
 from engine.planning.collection_time import Work, with_seconds, work_of
 from engine.planning.decomposition_memory import beyond_solvers, with_decompositions
-from engine.planning.layer_memory import DryRun, Narrower, group_bytes
+from engine.planning.layer_memory import group_bytes
 from engine.planning.plan_search import fastest, halved, partition, slice_sizes
 from engine.workspace import Workspace
 
 
-def forecast(
-    workspace: Workspace, dtype: torch.dtype, treated: Sequence[TreatedLayer], seen: DryRun, shared: dict[str, str]
-) -> Plan:
-    """The plan for a job on ``treated``, of which a dry run has shown the sizes.
+def forecast(workspace: Workspace, probe: Probe) -> Plan:
+    """Return the plan for a job on the layers of ``probe``.
 
     Whole batches, slices of a batch, one pass or as few as fit of neighbouring layers whose factors are
     laid aside, sums in place or on the host, with activation checkpointing and without: whatever the
     document leaves open is weighed, and of what fits the fastest is taken. What an earlier attempt
     chose is done again.
     """
-    return _Ways.of(workspace, dtype, treated, seen, shared).chosen()
+    return _Ways.of(workspace, probe).chosen()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrower:
+    """The same job with less of its head's G."""
+
+    layer: str
+    """The name of the head."""
+    probe: Probe
+    """The probe with the head kept so."""
+    kept: str
+    """What is kept of its G, in words."""
+
+    @property
+    def why(self) -> str:
+        """The reason of the head's representation."""
+        return self.probe.representations[self.layer].why
 
 
 def smallest_budgets(
     workspace: Workspace,
-    dtype: torch.dtype,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    shared: dict[str, str],
+    probe: Probe,
     less: Narrower | None,
 ) -> dict[Budgeted, Enough | None]:
     """For each place, the least budget from which the job fits, the other place's being as it is.
@@ -50,19 +60,19 @@ def smallest_budgets(
     Where the job may keep ``less`` of its head's G, and takes less memory then, that is counted and said.
     """
 
-    def planning(seen: DryRun) -> Callable[[MemoryBudget], Plan]:
-        ways = _Ways.of(workspace, dtype, treated, seen, shared)
+    def planning(probe: Probe) -> Callable[[MemoryBudget], Plan]:
+        ways = _Ways.of(workspace, probe)
         return lambda budget: replace(ways, budget=budget).chosen()
 
     def least(place: Budgeted) -> Enough | None:
-        whole = smallest_budget(planning(seen), workspace.machine.budget, place)
-        if less is None or less.seen is seen:
+        whole = smallest_budget(planning(probe), workspace.machine.budget, place)
+        if less is None or less.probe is probe:
             return whole
-        narrow = smallest_budget(planning(less.seen), workspace.machine.budget, place, below=whole)
+        narrow = smallest_budget(planning(less.probe), workspace.machine.budget, place, below=whole)
         return whole if narrow is None else replace(narrow, keeping=less.kept)
 
     # measured terms are the same whatever the budget
-    plan = planning(seen)(workspace.machine.budget)
+    plan = planning(probe)(workspace.machine.budget)
     found = {place: least(place) for place in BUDGETED}
     return {place: each and named_budget(each, plan, place) for place, each in found.items()}
 
@@ -73,11 +83,7 @@ class _Ways:
 
     workspace: Workspace
     budget: MemoryBudget
-    dtype: torch.dtype
-    item: int
-    treated: Sequence[TreatedLayer]
-    seen: DryRun
-    shared: dict[str, str]
+    probe: Probe
     held_bytes: int
     work: Work
 
@@ -85,47 +91,42 @@ class _Ways:
     def of(
         cls,
         workspace: Workspace,
-        dtype: torch.dtype,
-        treated: Sequence[TreatedLayer],
-        seen: DryRun,
-        shared: dict[str, str],
+        probe: Probe,
     ) -> "_Ways":
-        item = torch.empty((), dtype=dtype).element_size()
         sums, twice = (
-            sum(group_bytes(treated, shared, item, seen, workspace.machine.device, varied).values())
+            sum(group_bytes(probe, workspace.machine.device, varied).values())
             for varied in (None, workspace.options.collection)
         )
         return cls(
             workspace=workspace,
             budget=workspace.machine.budget,
-            dtype=dtype,
-            item=item,
-            treated=treated,
-            seen=seen,
-            shared=shared,
-            held_bytes=resident_bytes() if seen.resident_bytes is None else seen.resident_bytes,
-            work=work_of(workspace, treated, seen, shared, sums, varied_bytes=twice - sums),
+            probe=probe,
+            held_bytes=resident_bytes() if probe.resident_bytes is None else probe.resident_bytes,
+            work=work_of(workspace, probe, sums, varied_bytes=twice - sums),
         )
 
     @cached_property
     def groups(self) -> dict[tuple[str, ...], int]:
         """Layers of one A stay together; bytes of their sums."""
         collection = self.workspace.options.collection
-        return group_bytes(self.treated, self.shared, self.item, self.seen, self.workspace.machine.device, collection)
+        return group_bytes(self.probe, self.workspace.machine.device, collection)
 
     @cached_property
     def bases(self) -> dict[tuple[str, ...], int]:
         """The same groups; bytes of their bases and corrected eigenvalues."""
-        layers = {layer.name: layer for layer in self.treated}
+        layers = {layer.name: layer for layer in self.probe.layers}
         return {
-            names: sum(correction_bytes(layers[name], self.item, follows=name in self.shared) for name in names)
+            names: sum(
+                correction_bytes(layers[name], self.probe.dtype.itemsize, follows=name in self.probe.shared)
+                for name in names
+            )
             for names in self.groups
         }
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every layer's."""
-        return tuple(layer.name for layer in self.treated)
+        return tuple(layer.name for layer in self.probe.layers)
 
     def chosen(self) -> Plan:
         """The one to take."""
@@ -133,12 +134,12 @@ class _Ways:
         if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
             return replace(next(self._complete(replayed)), why="an earlier attempt of this job chose so")
         plan = fastest(list(self._candidates()), self.budget)
-        beyond = beyond_solvers(self.treated, self.seen) if self.workspace.options.decomposition != "none" else ""
+        beyond = beyond_solvers(self.probe) if self.workspace.options.decomposition != "none" else ""
         return replace(plan, why=f"{plan.why}; {beyond}") if beyond else plan
 
     def _candidates(self) -> Iterator[Plan]:
         options = self.workspace.options.memory
-        offered = self.seen.recomputed is not None
+        offered = self.probe.recomputed is not None
         if options.activation_checkpointing == "on" and not offered:
             self.workspace.ports.log("warning", "`memory.activation_checkpointing` is not used: the model offers none")
         recompute = {"on": (offered,), "off": (False,), "auto": (False, True) if offered else (False,)}
@@ -169,13 +170,11 @@ class _Ways:
             yield halved(self.groups)
 
     def _plan(self, chosen: Chosen) -> Plan:
-        return plan_of(
-            self.workspace, self.item, self.treated, self.seen, self.shared, self.groups, self.held_bytes, chosen
-        )
+        return plan_of(self.workspace, self.probe, self.groups, self.held_bytes, chosen)
 
     def _complete(self, chosen: Chosen) -> Iterator[Plan]:
         """With the passes that re-estimate eigenvalues, and the seconds of everything."""
-        given = self.workspace, self.dtype, self.treated, self.seen, self.shared
+        given = self.workspace, self.probe
         plan = self._plan(chosen)
         for whole in self._with_corrections(plan) if self.workspace.options.collection.ekfac else (plan,):
             whole = with_decompositions(whole, *given, self.budget, self.work.pace)  # noqa: PLW2901 - built up
@@ -186,16 +185,16 @@ class _Ways:
         place: Budgeted = "device" if self.workspace.machine.device.type == "cuda" else "host"
         given = None if self.workspace.resume.chosen is None else self.workspace.resume.chosen.corrections
         if given and {name for part in given for name in part} == set(self.names):
-            yield corrected_plan(plan, self.bases, self.treated, place, given)
+            yield corrected_plan(plan, self.bases, self.probe.layers, place, given)
             return
-        yield corrected_plan(plan, self.bases, self.treated, place, (self.names,))
+        yield corrected_plan(plan, self.bases, self.probe.layers, place, (self.names,))
         if self.workspace.ports.scratch is None:
             return
-        empty = corrected_plan(plan, self.bases, self.treated, place, ((), ()))
+        empty = corrected_plan(plan, self.bases, self.probe.layers, place, ((), ()))
         allowed = self.budget.device_bytes if place == "device" else self.budget.host_bytes
         parts = partition(self.bases, allowed - empty.stage_bytes(place, "correction"))
         if parts is not None and len(parts) > 1:
-            yield corrected_plan(plan, self.bases, self.treated, place, parts)
+            yield corrected_plan(plan, self.bases, self.probe.layers, place, parts)
         elif parts is not None and len(self.bases) > 1:
             # laid aside, they leave room for faster decompositions
-            yield corrected_plan(plan, self.bases, self.treated, place, halved(self.bases))
+            yield corrected_plan(plan, self.bases, self.probe.layers, place, halved(self.bases))

@@ -5,32 +5,25 @@ of their outputs. The first check comes before the sums are there, later ones st
 themselves hold the slice that they work on at neither time. So only what exceeds these is planned beside them.
 """
 
-from collections.abc import Sequence
-
+from engine.collection.probe import Probe
 from engine.gradient_identity.schedule import FIRST_EXAMPLES, LATER_EXAMPLES
-from engine.layers.layer import TreatedLayer
 from engine.model.activation_memory import Saved
-from engine.planning.layer_memory import DryRun
 from engine.workspace import Workspace
 
 
 def check_bytes(
     workspace: Workspace,
-    treated: Sequence[TreatedLayer],
-    seen: DryRun,
-    item: int,
+    probe: Probe,
     *,
     saved: Saved | None,
     passing: int,
     sums: int,
 ) -> int:
-    """Bytes that a check takes beyond what the passes hold when none is made.
+    """Return the bytes that a check takes beyond what the passes hold when none is made.
 
     Args:
         workspace: The job's options.
-        treated: All layers.
-        seen: What the dry run showed.
-        item: Bytes of a number.
+        probe: The layers, and the sizes of their calls.
         saved: What autograd saves; None where nothing is pulled back.
         passing: What a slice of a batch holds on its way there and back, in bytes.
         sums: What the sums hold, in bytes.
@@ -39,17 +32,17 @@ def check_bytes(
     if collection.self_check == "off":
         return 0
     first = min(FIRST_EXAMPLES, collection.batch_size)
-    excess = _held(treated, seen, saved, item, first) - passing - sums
+    excess = _held(probe, saved, first) - passing - sums
     if collection.self_check == "growing":
-        excess = max(excess, _held(treated, seen, saved, item, min(LATER_EXAMPLES, collection.batch_size)) - passing)
+        excess = max(excess, _held(probe, saved, min(LATER_EXAMPLES, collection.batch_size)) - passing)
     return max(0, excess)
 
 
-def _held(treated: Sequence[TreatedLayer], seen: DryRun, saved: Saved | None, item: int, examples: int) -> int:
+def _held(probe: Probe, saved: Saved | None, examples: int) -> int:
     """Bytes of the rows of ``examples`` examples, their passes, and the gradient of the largest weight, twice."""
-    inputs = sum(call.entered.numel() for call in seen.calls)
-    gradients = sum(call.output.numel() for call in seen.calls)
-    through = inputs * item * examples // seen.examples if saved is None else saved.of(examples)
-    each = (gradients + 4 * seen.outputs) * examples // seen.examples
-    weight = max((layer.groups * layer.fan_in * layer.fan_out for layer in treated if layer.weight), default=0)
-    return through + (each + 2 * weight) * item
+    inputs = sum(call.entered.numel() for call in probe.calls)
+    gradients = sum(call.output.numel() for call in probe.calls)
+    through = inputs * probe.dtype.itemsize * examples // probe.examples if saved is None else saved.of(examples)
+    each = (gradients + 4 * probe.outputs) * examples // probe.examples
+    weight = max((layer.groups * layer.fan_in * layer.fan_out for layer in probe.layers if layer.weight), default=0)
+    return through + (each + 2 * weight) * probe.dtype.itemsize

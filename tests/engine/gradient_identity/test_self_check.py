@@ -17,7 +17,7 @@ from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import Collected
 from engine.factors.kronecker_factors import digest
 from engine.layers.linear import LinearLayer
-from engine.planning import dry_run
+from engine.planning import probe_model
 from tests.oracles import collect, workspace
 
 EXACT = 1e-9
@@ -125,7 +125,7 @@ def nobody_stands_in(*_: object) -> Iterator[list[object]]:
 
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing sees a parameter that is used outside of its module's calls."""
-    monkeypatch.setattr(dry_run, "used_elsewhere", lambda *_: frozenset())
+    monkeypatch.setattr(probe_model, "used_elsewhere", lambda *_: frozenset())
     monkeypatch.setattr(hooks, "standing_in", nobody_stands_in)
 
 

@@ -96,7 +96,7 @@ def test_no_slices_and_passes_that_fit_are_faster(monkeypatch: pytest.MonkeyPatc
     for mebibytes, size in product((104, 116), (1, 4, 16, 64)):
         free, bound = deep(), deep()
         bound.options.memory = Memory(micro_batch=size)
-        free.memory = bound.machine.budget = budget(mebibytes * MIB)
+        free.machine.budget = bound.machine.budget = budget(mebibytes * MIB)
         asked = estimate.plan_job(bound)
         if asked.fits(bound.machine.budget):
             assert total_seconds(estimate.plan_job(free)) <= total_seconds(asked)

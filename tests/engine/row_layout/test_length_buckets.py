@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from engine.factors.factor_set import Collected
-from engine.planning import dry_run
+from engine.planning import probe_model
 from engine.row_layout import length_buckets
 from tests.oracles import collect, relative_error
 
@@ -81,7 +81,7 @@ def test_cut_padding_brings_the_same_factors(make: Any, task: str, monkeypatch: 
         passed.append(shapes.pop())
     assert sum(rows for rows, _ in passed) == 8
     assert sum(rows * width for rows, width in passed) < 0.75 * 8 * 12
-    monkeypatch.setattr(dry_run, "padding_decides_nothing", lambda *_: False)
+    monkeypatch.setattr(probe_model, "padding_decides_nothing", lambda *_: False)
     whole = make()
     shapes = widths(whole)
     same(cut, collect(whole, chunks, task, fisher="mc", batch_size=8))

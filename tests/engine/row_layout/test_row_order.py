@@ -14,7 +14,7 @@ from torch.nn import functional
 from engine.factors.factor_set import Collected
 from engine.layers.coverage import survey
 from engine.model.batches import Batch
-from engine.planning import dry_run
+from engine.planning import probe_model
 from engine.row_layout.layer_calls import Call, watched
 from engine.row_layout.row_order import RowOrders, find_row_orders
 from tests.oracles import collect, relative_error
@@ -146,7 +146,7 @@ def test_rows_that_other_examples_change_are_not_taken_for_rows_in_another_order
 
 @pytest.mark.parametrize("kind", ["siamese", "time major", "transposed ids"])
 def test_without_the_trial_the_traces_are_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "find_row_orders", lambda *_: RowOrders())
+    monkeypatch.setattr(probe_model, "find_row_orders", lambda *_: RowOrders())
     whole, truth = measured(kind, self_check="off")
     errors = [abs((layer.exact_trace or 0) / truth[layer.name][2] - 1) for layer in whole.layers]
     assert max(errors) > 0.01

@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.collection.data_pass import PassJob
 from engine.collection.normalise import foreseen_flaw
+from engine.collection.probe import ProbedModel
 from engine.gradient_identity.check import LayerCheck
 from engine.gradient_identity.checked_model import Subject, widened_bytes
 from engine.gradient_identity.refusal import refusal
@@ -21,7 +22,6 @@ from engine.layers.coverage import DeclaredLayer, Survey
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.planning.layer_memory import DryRun
 
 UNEXPLAINED = "gradient_not_followed"
 """Reason of parameters with a gradient that no operation which is understood was seen to bring."""
@@ -56,25 +56,25 @@ class Verification:
         mode = job.collection.self_check
         return cls(self_check=SelfCheck(subject=subject_of(job), mode=mode, has_room=has_room))
 
-    def without_refused(self, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
-        """``survey`` and ``seen`` without the layers that failed for good, which are declared."""
+    def without_refused(self, probed: ProbedModel) -> ProbedModel:
+        """Return the probed model without the layers that failed for good; they are not covered."""
+        survey, probe = probed.survey, probed.probe
         gone = {
             layer.name: self.refused[layer.parameters] for layer in survey.treated if layer.parameters in self.refused
         }
         if not gone:
-            return survey, seen
+            return probed
         declared = [refusal(layer, gone[layer.name]) for layer in survey.treated if layer.name in gone]
-        return (
-            replace(
-                survey,
-                treated=tuple(layer for layer in survey.treated if layer.name not in gone),
-                declared=(*survey.declared, *declared),
-            ),
-            replace(seen, calls=[call for call in seen.calls if call.layer.name not in gone]),
+        layers = tuple(layer for layer in survey.treated if layer.name not in gone)
+        return replace(
+            probed,
+            survey=replace(survey, treated=layers, declared=(*survey.declared, *declared)),
+            probe=replace(probe, layers=layers, calls=[call for call in probe.calls if call.layer.name not in gone]),
         )
 
-    def changes(self, job: PassJob, survey: Survey, mixed: frozenset[str]) -> bool:
-        """Check the layers of ``survey`` that no check has passed; whether they are to be surveyed anew."""
+    def changes(self, probed: ProbedModel) -> bool:
+        """Check the layers that no check has passed, and return whether the model is to be probed anew."""
+        job, survey, mixed = probed.job, probed.survey, probed.probe.mixed
         if self.self_check.mode == "off":
             return False
         layers = [
@@ -112,8 +112,9 @@ class Verification:
                 self._say(job, layer, check, "it is not covered")
         return changed
 
-    def cuts_padding(self, job: PassJob, survey: Survey, mixed: frozenset[str]) -> bool:
-        """Whether the padding of ``job`` is cut off: it decides no output, and has no gradient in any layer."""
+    def cuts_padding(self, probed: ProbedModel) -> bool:
+        """Return whether padding is cut off: it decides no output, and has no gradient in any layer."""
+        job, survey, mixed = probed.job, probed.survey, probed.probe.mixed
         if not job.cut_padding or self.self_check.mode == "off":
             return job.cut_padding
         layers = [layer for layer in survey.treated if foreseen_flaw(layer, job.collection, mixed) is None]

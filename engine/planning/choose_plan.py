@@ -13,10 +13,10 @@ head that has another one, in this order:
     else                              a dense G, whose diagonal, trace and norm are all that is known of it
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.collection.data_pass import PassJob
+from engine.collection.probe import Probe, ProbedModel, sides_of
 from engine.errors import BeyondSolvers
 from engine.factors.representation import RATIO, Representation, of_rows
 from engine.layers.coverage import Survey
@@ -24,16 +24,18 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigensolvers import LARGEST
 from engine.memory.plan import Plan, readable_bytes
 from engine.model.outputs import class_terms
-from engine.planning.layer_memory import DryRun, Narrower, sides_of
+from engine.planning.collection_time import calibrated
+from engine.planning.job_plan import Narrower, forecast
+from engine.workspace import Workspace
 
 
-def head_choice(job: PassJob, survey: Survey, seen: DryRun) -> dict[str, Representation]:
+def head_choice(job: PassJob, survey: Survey, probe: Probe) -> dict[str, Representation]:
     """How the head keeps its G, by its name; empty where it has no say."""
-    layer = next((layer for layer in survey.treated if seen.head is not None and seen.head in layer.roles), None)
+    layer = next((layer for layer in survey.treated if probe.head is not None and probe.head in layer.roles), None)
     most = 0 if layer is None else _most_terms(job, layer)
     if layer is None or most == 0:
         return {}
-    terms = _terms(job, seen.outputs // (seen.examples * layer.out_dim), most)
+    terms = _terms(job, probe.outputs // (probe.examples * layer.out_dim), most)
     if not 0 < terms <= most:
         return {}
     labels = ", the mean over labels of what `mc` samples" if job.collection.fisher == "mc" else ""
@@ -75,29 +77,58 @@ def _terms(job: PassJob, each: int, most: int) -> int:
     return total
 
 
-def narrowed(
-    job: PassJob, survey: Survey, seen: DryRun, plan: Plan, planned: Callable[[DryRun], Plan]
-) -> tuple[DryRun, Plan, Narrower | None]:
-    """The same, but less of a head whose G does not fit; and that less, wherever the job may come to it.
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob:
+    """A probed model with the plan that was chosen for it."""
+
+    probed: ProbedModel
+    plan: Plan
+    less: Narrower | None
+    """The same job with less of its head's G, where that is possible."""
+
+
+def choose_plan(workspace: Workspace, probed: ProbedModel) -> PlannedJob:
+    """Choose the fastest way that fits, with less of a head whose G does not fit.
 
     A later attempt does what the first one did, whatever is free by then.
+
+    Args:
+        workspace: The job, with the device that is planned for.
+        probed: The model after its probe, sizes included.
+
+    Returns:
+        The plan, which may not fit, and the probe with the representations that it counts on.
 
     Raises:
         BeyondSolvers: If EK-FAC needs eigenvectors that there is no way to compute.
     """
-    _require_bases(job, survey)
-    earlier, less = job.workspace.resume.chosen, _narrower(job, survey, seen, plan)
+    plan = forecast(workspace, probed.probe)
+    if calibrated(workspace, plan):
+        plan = forecast(workspace, probed.probe)
+    _require_bases(probed.job, probed.survey)
+    return _with_narrower_head(workspace, probed, plan)
+
+
+def _with_narrower_head(workspace: Workspace, probed: ProbedModel, plan: Plan) -> PlannedJob:
+    """Take the sketch of a head whose G does not fit, or that an earlier attempt took."""
+    job = probed.job
+    unchanged = PlannedJob(probed=probed, plan=plan, less=_narrower(job, probed.survey, probed.probe, plan))
+    less, earlier = unchanged.less, job.workspace.resume.chosen
     if less is None:
-        return seen, plan, less
-    beyond = _beyond_solvers(job, seen, less.layer)
+        return unchanged
+    beyond = _beyond_solvers(job, probed.probe, less.layer)
     if earlier is None and plan.fits(job.workspace.machine.budget) and not beyond:
-        return seen, plan, less
-    found = planned(less.seen)
-    if earlier is None and not beyond and not found.fits(job.workspace.machine.budget):
+        return unchanged
+    narrow = forecast(workspace, less.probe)
+    if earlier is None and not beyond and not narrow.fits(job.workspace.machine.budget):
         # the head is not what is too large
-        return seen, plan, less
-    chosen = replace(found.chosen, sketched=(less.layer,))
-    return less.seen, replace(found, chosen=chosen, why=f"{found.why}; {less.why}"), less
+        return unchanged
+    chosen = replace(narrow.chosen, sketched=(less.layer,))
+    return PlannedJob(
+        probed=probed.with_probe(less.probe),
+        plan=replace(narrow, chosen=chosen, why=f"{narrow.why}; {less.why}"),
+        less=less,
+    )
 
 
 def _require_bases(job: PassJob, survey: Survey) -> None:
@@ -115,48 +146,48 @@ def _require_bases(job: PassJob, survey: Survey) -> None:
             )
 
 
-def _narrower(job: PassJob, survey: Survey, seen: DryRun, plan: Plan) -> Narrower | None:
+def _narrower(job: PassJob, survey: Survey, probe: Probe, plan: Plan) -> Narrower | None:
     """The job with its head's diagonal in place of G, and a sketch where one is allowed; None where G has to be whole.
 
     What an earlier attempt chose is done again: there is no other way then.
     """
-    layer = next((layer for layer in survey.treated if seen.head is not None and seen.head in layer.roles), None)
+    layer = next((layer for layer in survey.treated if probe.head is not None and probe.head in layer.roles), None)
     earlier = job.workspace.resume.chosen
     if (
         layer is None
         or (earlier is not None and layer.name not in earlier.sketched)
         # of head and table in one the nearest product is sought, by a norm that a diagonal alone does not tell
-        or (layer is not seen.head and not job.workspace.options.woodbury.approximate)
+        or (layer is not probe.head and not job.workspace.options.woodbury.approximate)
         or job.collection.fisher == "forward_only"
         or job.collection.ekfac
     ):
         return None
-    kept = _diagonal(job, layer, seen, plan)
+    kept = _diagonal(job, layer, probe, plan)
     part = f"a sketch of rank {kept.rank}" if kept.rank else "the trace alone"
     return Narrower(
         layer=layer.name,
-        seen=replace(seen, representations={**seen.representations, layer.name: kept}),
+        probe=replace(probe, representations={**probe.representations, layer.name: kept}),
         kept=f"the diagonal and {part} of the G of `{layer.name}`",
     )
 
 
-def _beyond_solvers(job: PassJob, seen: DryRun, head: str) -> bool:
+def _beyond_solvers(job: PassJob, probe: Probe, head: str) -> bool:
     """Whether the head's G would be dense, larger than any solver takes, and may be sketched instead."""
-    kept = seen.representations.get(head)
-    dense = seen.head is not None and (kept is None or kept.kind == "dense")
+    kept = probe.representations.get(head)
+    dense = probe.head is not None and (kept is None or kept.kind == "dense")
     return (
-        dense and seen.head is not None and seen.head.out_dim > LARGEST and job.workspace.options.woodbury.approximate
+        dense and probe.head is not None and probe.head.out_dim > LARGEST and job.workspace.options.woodbury.approximate
     )
 
 
-def _diagonal(job: PassJob, layer: TreatedLayer, seen: DryRun, plan: Plan) -> Representation:
+def _diagonal(job: PassJob, layer: TreatedLayer, probe: Probe, plan: Plan) -> Representation:
     options, size = job.workspace.options.woodbury, layer.out_dim
     terms = options.softmax_head and job.collection.fisher in ("mc", "type2")
     rank = min(options.sketch_rank, size) if options.approximate else 0
     how = f"a sketch of rank {rank} with its error's bound" if rank else "no more, as `woodbury.approximate` is off"
     why = (
         f"a dense G of {size} rows is beyond what eigensolvers can count ({LARGEST}), and its rows are as many"
-        if plan.fits(job.workspace.machine.budget) and _beyond_solvers(job, seen, layer.name)
+        if plan.fits(job.workspace.machine.budget) and _beyond_solvers(job, probe, layer.name)
         else f"neither G, {size}² numbers, nor its rows fit (with them the plan needs "
         f"{readable_bytes(plan.largest_peak_bytes)})"
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.accumulation.loss_head import head_of
 from engine.collection.data_pass import PassJob
 from engine.collection.nan_check import witnessed
+from engine.collection.probe import Probe, ProbedModel
 from engine.errors import EngineError
 from engine.factors.representation import Foreseen, choose
 from engine.layers.coverage import Survey, declare
@@ -24,14 +25,15 @@ from engine.model.batches import Batch, mapped, tensors
 from engine.model.dtype_casts import casts_of, settle_casts
 from engine.model.outputs import answer, predict
 from engine.model.pass_peak import peak_lines
+from engine.planning.choose_plan import head_choice
 from engine.planning.dry_pass import pass_events
-from engine.planning.head_representation import head_choice
-from engine.planning.layer_memory import AT_A_NORMALISATION, DryRun
+from engine.planning.layer_memory import AT_A_NORMALISATION
 from engine.row_layout.attention_masks import Masking, Run, try_masks
 from engine.row_layout.layer_calls import (
     Call,
     InputOverwritten,
     called,
+    followers,
     overwritten,
     shared_tables,
     unattributed,
@@ -48,8 +50,16 @@ _DRY_EXAMPLES = (2, 3)
 """One example, repeated. Not once alone: a model may squeeze a batch of one away."""
 
 
-def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[str]]:
-    """What one example, repeated, shows of the model: the job with its tables, a run, the layers that mix examples."""
+def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
+    """Run the model on its first example, repeated, and find its row layout.
+
+    Args:
+        job: What passes need, as far as the document says it.
+        survey: The layers that the model's modules show.
+
+    Returns:
+        The job with its tables, masks and row orders, and the calls of every layer.
+    """
     batch = next(job.batches())
     with witnessed(job.model, job.task) as witness:
         witness.look_at(batch, 0)
@@ -59,7 +69,8 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
             # every position is the only example's
             one = _seen(job, survey, _repeated(batch, 1))
             job = dataclasses.replace(job, masking=_masking(job, survey, batch), overwritten=overwritten(one.calls))
-            return job, one, _without_example(one)
+            one = dataclasses.replace(one, mixed=_without_example(one))
+            return ProbedModel(job=job, survey=survey, probe=one)
         fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
         tables = shared_tables(few.calls, many.calls)
@@ -72,17 +83,19 @@ def dry_run(job: PassJob, survey: Survey) -> tuple[PassJob, DryRun, frozenset[st
         run = partial(predict, job.model, task=job.task)
         job = dataclasses.replace(job, masking=_masking(job, survey, batch))
         if shapes_alone:
-            return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES)
+            few = dataclasses.replace(few, mixed=unattributed(few.calls, many.calls, _DRY_EXAMPLES))
+            return ProbedModel(job=job, survey=survey, probe=few)
         orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
         job = dataclasses.replace(job, orders=orders)
         with torch.no_grad():
             cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, job.masking, run)
         job = dataclasses.replace(job, cut_padding=cut, overwritten=overwritten(few.calls))
     # where rows have an order of their own, the operations may show it
-    return job, few, unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+    mixed = unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+    return ProbedModel(job=job, survey=survey, probe=dataclasses.replace(few, mixed=mixed))
 
 
-def _without_example(one: DryRun) -> frozenset[str]:
+def _without_example(one: Probe) -> frozenset[str]:
     """Return the names of layers of which some call on one example shows no dimension for it.
 
     Their positions are those of no example by themselves (a table of distances): the operations may show it.
@@ -90,8 +103,9 @@ def _without_example(one: DryRun) -> frozenset[str]:
     return frozenset(call.layer.name for call in one.calls if not call.layer.batch_first(call.entered, 1))
 
 
-def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Survey, DryRun]:
-    """Declare layers whose parameters the model also reads where no hook sees it."""
+def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
+    """Exclude layers whose parameters the model also reads where no hook sees it."""
+    job, survey, seen = probed.job, probed.survey, probed.probe
     called = {call.layer.name for call in seen.calls}
     batch = _repeated(next(job.batches()), seen.examples)
 
@@ -103,7 +117,7 @@ def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Surv
         [layer for layer in survey.treated if layer.name in called], survey.aliases, run, casts_of(job.model)
     )
     if not elsewhere:
-        return survey, seen
+        return probed
     refused = tuple(
         # the operations may still show what all their uses are
         dataclasses.replace(declare(layer, "used_elsewhere"), open=True)
@@ -112,46 +126,48 @@ def without_other_uses(job: PassJob, survey: Survey, seen: DryRun) -> tuple[Surv
     )
     kept = tuple(layer for layer in survey.treated if layer.name not in elsewhere)
     calls = [call for call in seen.calls if call.layer.name not in elsewhere]
-    return (
-        dataclasses.replace(survey, treated=kept, declared=(*survey.declared, *refused)),
-        dataclasses.replace(seen, calls=calls),
+    return dataclasses.replace(
+        probed,
+        survey=dataclasses.replace(survey, treated=kept, declared=(*survey.declared, *refused)),
+        probe=dataclasses.replace(seen, layers=kept, calls=calls),
     )
 
 
-def looked_into(
-    job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str], forced: frozenset[str] = frozenset()
-) -> tuple[Survey, DryRun, frozenset[str]]:
-    """Look again, into the operations, where modules alone do not show what the parameters do.
+def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozenset()) -> ProbedModel:
+    """Look into the operations where modules alone do not show what the parameters do.
 
     Args:
-        job: What passes need.
-        survey: Layers that modules show.
-        seen: Their calls.
-        mixed: Names of layers whose positions belong to no one example.
-        forced: Names of treated layers whose calls do not show what their parameters do, whatever their class says.
+        probed: The layers that modules show, and their calls.
+        forced: Names of layers whose calls do not show what their parameters do, whatever their class says.
+
+    Returns:
+        The same with the layers that the operations show, and with all places in parameters that are layers.
     """
+    job, survey, seen, mixed = probed.job, probed.survey, probed.probe, probed.probe.mixed
     parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
-        return survey, seen, mixed
+        return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
     batch = next(job.batches())
     several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
     runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
     survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
-    seen = dataclasses.replace(seen, calls=calls[0], examples=several[0])
-    return survey, seen, frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+    mixed = frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+    seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=several[0], mixed=mixed)
+    # a part of a parameter that is not covered is no unforeseen use of its other parts
+    return ProbedModel(job=dataclasses.replace(job, places=places_of(survey)), survey=survey, probe=seen)
 
 
-def with_activations(job: PassJob, survey: Survey, seen: DryRun, mixed: frozenset[str]) -> DryRun:
-    """The dry run, with what autograd saves of a pass where anything is pulled back.
+def probe_sizes(probed: ProbedModel) -> ProbedModel:
+    """Find what passes will hold: shared activations, what autograd saves, and how each layer is to keep its G."""
+    job, survey = probed.job, probed.survey
+    probe = dataclasses.replace(probed.probe, shared=followers(probed.probe.calls, survey.treated))
+    return probed.with_probe(_represented(job, survey, _with_activations(job, survey, probe)))
 
-    Args:
-        job: What passes need.
-        survey: The layers.
-        seen: Their calls.
-        mixed: Names of layers whose positions belong to no one example.
-    """
+
+def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
+    """Return the probe with what autograd saves of a pass, where anything is pulled back."""
     if job.collection.fisher == "forward_only":
         return seen
     batch = next(job.batches())
@@ -186,7 +202,7 @@ def with_activations(job: PassJob, survey: Survey, seen: DryRun, mixed: frozense
         return seen
     # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
     if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
-        met = _with_passes(job, survey, mixed, sizes, met, retained=retained)
+        met = _with_passes(job, survey, seen.mixed, sizes, met, retained=retained)
     return dataclasses.replace(
         seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, repeated=repeated
     )
@@ -208,8 +224,8 @@ def _with_passes(
     return dataclasses.replace(met, others=peak_lines(sizes, held))
 
 
-def represented(job: PassJob, survey: Survey, seen: DryRun) -> DryRun:
-    """The dry run, with how each layer is to keep its G."""
+def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
+    """The probe, with how each layer is to keep its G."""
     workspace = job.workspace
     foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.examples)
     basis = workspace.options.decomposition == "vectors"
@@ -278,8 +294,15 @@ def _repeated(batch: Batch, times: int) -> Batch:
     )
 
 
-def _seen(job: PassJob, survey: Survey, batch: Batch) -> DryRun:
+def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:
     with torch.no_grad(), watched(survey.treated, batch.size, job.tables) as calls:
         prediction = predict(job.model, batch, job.task)
     head = head_of(calls, prediction.logits)
-    return DryRun(calls=calls, examples=batch.size, outputs=prediction.outputs.numel(), head=head)
+    return Probe(
+        layers=survey.treated,
+        dtype=job.dtype,
+        calls=calls,
+        examples=batch.size,
+        outputs=prediction.outputs.numel(),
+        head=head,
+    )
