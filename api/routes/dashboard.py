@@ -1,7 +1,8 @@
-"""The dashboard's files, read once from the package and served by exact name without a key."""
+"""The dashboard's files, read once from the package and served by exact path without a key."""
 
 import hashlib
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
@@ -27,18 +28,22 @@ class PageFile:
     etag: str
 
 
-def _read() -> dict[str, PageFile]:
+def _read(folder: Traversable, prefix: str = "") -> dict[str, PageFile]:
+    """Return the files of a folder and its subfolders by their path below the page's folder."""
     files = {}
-    for entry in resources.files("api").joinpath("dashboard").iterdir():
+    for entry in folder.iterdir():
         media_type = _TYPES.get(entry.name.rpartition(".")[2])
-        if media_type is not None and entry.is_file():
+        if entry.is_dir():
+            files.update(_read(entry, f"{prefix}{entry.name}/"))
+        elif media_type is not None:
             content = entry.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            files[entry.name] = PageFile(content=content, media_type=media_type, etag=etag)
+            files[prefix + entry.name] = PageFile(content=content, media_type=media_type, etag=etag)
     return files
 
 
-_FILES = _read()
+# requests are looked up here and never on the disk, so that no path can leave the folder
+_FILES = _read(resources.files("api").joinpath("dashboard"))
 
 router = APIRouter(include_in_schema=False)
 
@@ -52,7 +57,7 @@ async def index(if_none_match: Known = None) -> Response:
     return _serve("index.html", if_none_match)
 
 
-@router.get("/dashboard/{name}")
+@router.get("/dashboard/{name:path}")
 @open_to_all
 async def part(name: str, if_none_match: Known = None) -> Response:
     """A script, a style sheet or the icon of the dashboard."""

@@ -120,6 +120,8 @@ def test_the_menu(client: httpx.Client) -> None:
         ("GET", "/v1/jobs/", 404),
         ("GET", "/dashboard/../main.py", 404),
         ("GET", "/dashboard/%2e%2e%2fmain.py", 404),
+        ("GET", "/dashboard/scripts/%2e%2e/%2e%2e/main.py", 404),
+        ("GET", "/dashboard/scripts", 404),
         ("PUT", "/v1/jobs", 405),
         ("POST", "/livez", 405),
         ("GET", "/v1/jobs/x", 404),
@@ -155,7 +157,7 @@ def test_what_nobody_foresaw_is_a_problem_too(databases: Databases, tmp_path: Pa
 
 
 def test_security_headers_are_everywhere(client: httpx.Client) -> None:
-    for path in ("/", "/dashboard/app.js", "/livez", "/v1/jobs", "/nothing"):
+    for path in ("/", "/dashboard/scripts/app.js", "/livez", "/v1/jobs", "/nothing"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]
         assert policy.startswith(

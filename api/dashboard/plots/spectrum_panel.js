@@ -1,8 +1,8 @@
 // The spectrum of one layer at a time, beside the facts of its reproducibility record.
 
-import { get } from "./api.js";
-import { h, replace } from "./dom.js";
-import { number } from "./format.js";
+import { get } from "../scripts/api.js";
+import { h, replace } from "../scripts/dom.js";
+import { number } from "../scripts/format.js";
 import { drawSpectrum } from "./spectrum.js";
 
 const LATE_MS = 300;

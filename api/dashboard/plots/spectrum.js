@@ -1,7 +1,7 @@
 // Draws the eigenvalues of one layer's A and G, largest first, on log-log axes.
 
-import { h, replace, s } from "./dom.js";
-import { number, power } from "./format.js";
+import { h, replace, s } from "../scripts/dom.js";
+import { number, power } from "../scripts/format.js";
 import { between, counts, decades, logScale, thinned } from "./scale.js";
 
 const NARROWEST = 280;

@@ -7,9 +7,9 @@ import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
 import { seconds } from "./format.js";
 import { LayerTable } from "./layers.js";
-import { showMemory } from "./memory_curve.js";
-import { showModelSpectrum } from "./model_spectrum.js";
-import { SpectrumPanel } from "./spectrum_panel.js";
+import { showMemory } from "../plots/memory_curve.js";
+import { showModelSpectrum } from "../plots/model_spectrum.js";
+import { SpectrumPanel } from "../plots/spectrum_panel.js";
 import { bar, ENDED, shareDone, stageSentence } from "./progress.js";
 
 const ROWS_EVERY_MS = 1_500;

@@ -1,7 +1,7 @@
 // The eigenvalues of all layers together: how many lie where, and how many count at which damping.
 
-import { h, replace, s } from "./dom.js";
-import { number, percent, power, several, words } from "./format.js";
+import { h, replace, s } from "../scripts/dom.js";
+import { number, percent, power, several, words } from "../scripts/format.js";
 import { steps } from "./memory_curve.js";
 import { decades, logScale } from "./scale.js";
 

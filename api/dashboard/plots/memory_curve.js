@@ -1,8 +1,8 @@
 // The memory curve of a job: what was held when, beside the peak that was planned.
 
-import { get } from "./api.js";
-import { h, replace, s } from "./dom.js";
-import { bytes, seconds } from "./format.js";
+import { get } from "../scripts/api.js";
+import { h, replace, s } from "../scripts/dom.js";
+import { bytes, seconds } from "../scripts/format.js";
 
 const FILE = "memory_curve.json";
 const NARROWEST = 280;
