@@ -1,76 +1,42 @@
 // The memory curve of a job: what was held when, beside the peak that was planned.
 
 import { get } from "../scripts/api.js";
-import { h, replace, s } from "../scripts/dom.js";
+import { h, replace } from "../scripts/dom.js";
 import { bytes, seconds } from "../scripts/format.js";
+import { drawPlot } from "./plot.js";
 
 const FILE = "memory_curve.json";
-const NARROWEST = 280;
-const HEIGHT = 230;
-const EDGE = { left: 74, right: 18, top: 14, bottom: 44 };
+// steps of an axis of bytes: powers of two
+const STEPS = Array.from({ length: 50 }, (_, exponent) => 2 ** (exponent + 10));
 const SERIES = [
   ["host_bytes", "host", "A", "resident on the host"],
   ["device_reserved_bytes", "device", "G", "reserved on the device"],
-  ["device_allocated_bytes", "device", "G thin", "held by tensors on the device"],
+  ["device_allocated_bytes", "device", "G", "held by tensors on the device"],
 ];
 
-/** Round steps for an axis from 0: at most `most` of them, in units of `base` (1000 or 1024). */
-export function steps(high, most, base = 10) {
-  if (!(high > 0)) return [0];
-  const unit = base ** Math.floor(Math.log(high / most) / Math.log(base));
-  const factors = base === 10 ? [1, 2, 5, 10] : [1, 2, 5, 10, 20, 50, 100, 200, 500, base];
-  const step = unit * (factors.find((factor) => (high / most) <= factor * unit) ?? base);
-  return Array.from({ length: Math.floor(high / step) + 1 }, (_, index) => index * step);
-}
-
-function lines(curve) {
-  return SERIES.map(([field, place, style, words]) => {
-    const points = curve.samples.filter((sample) => typeof sample[field] === "number");
-    const planned = style === "G thin" ? null : curve[`planned_${place}_peak_bytes`];
-    return { field, place, style, words, points, planned: planned > 0 ? planned : null, top: Math.max(0, ...points.map((sample) => sample[field])) };
-  }).filter((line) => line.points.length);
-}
-
-function draw(place, curve) {
-  const width = Math.max(NARROWEST, Math.floor(place.clientWidth));
-  const drawn = lines(curve);
-  const last = curve.samples[curve.samples.length - 1].seconds || 1e-3;
-  const high = 1.08 * Math.max(...drawn.flatMap((line) => [line.top, line.planned ?? 0]));
-  const x = (value) => EDGE.left + (value / last) * (width - EDGE.left - EDGE.right);
-  const y = (value) => HEIGHT - EDGE.bottom - (value / high) * (HEIGHT - EDGE.top - EDGE.bottom);
-  const axes = s("g", { class: "axes", "aria-hidden": "true" });
-  for (const value of steps(high, 4, 1024)) {
-    axes.append(
-      s("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(value), y2: y(value) }),
-      s("text", { x: EDGE.left - 9, y: y(value) + 4, "text-anchor": "end" }, value ? bytes(value) : "0"),
-    );
-  }
-  for (const value of steps(last, width < 560 ? 3 : 7)) {
-    axes.append(s("text", { x: x(value), y: HEIGHT - EDGE.bottom + 18, "text-anchor": "middle" }, value ? seconds(value) : "0"));
-  }
-  axes.append(
-    s("line", { class: "frame", x1: EDGE.left, x2: width - EDGE.right, y1: HEIGHT - EDGE.bottom, y2: HEIGHT - EDGE.bottom }),
-    s("text", { class: "axis-name", x: (EDGE.left + width - EDGE.right) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, "time since the start of the attempt"),
-  );
-  const paths = drawn.map((line) =>
-    s(
-      "g",
-      { class: `series ${line.style}` },
-      line.planned ? s("line", { class: "floor", x1: EDGE.left, x2: width - EDGE.right, y1: y(line.planned), y2: y(line.planned) }) : null,
-      s("path", { class: "curve", fill: "none", d: line.points.map((sample, index) => `${index ? "L" : "M"}${x(sample.seconds).toFixed(1)} ${y(sample[line.field]).toFixed(1)}`).join("") }),
-    ),
-  );
-  const said = drawn.map((line) => `at most ${bytes(line.top)} ${line.words}${line.planned ? `, ${bytes(line.planned)} planned` : ""}`).join("; ");
-  replace(
-    place,
-    h(
-      "div",
-      { class: "legend" },
-      drawn.map((line) => h("span", { class: `key ${line.style}` }, `${line.words}: at most ${bytes(line.top)}`)),
-      drawn.filter((line) => line.planned).map((line) => h("span", { class: "key floor" }, `planned, ${line.place}: ${bytes(line.planned)}`)),
-    ),
-    s("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, class: "spectrum memory", role: "img", "aria-label": `Memory over ${seconds(last)}: ${said}` }, axes, paths),
-  );
+function draw(place, { samples, ...curve }, signal) {
+  const lines = SERIES.map(([field, part, style, name]) => {
+    const values = samples.map((sample) => (typeof sample[field] === "number" ? sample[field] : null));
+    const top = Math.max(0, ...values);
+    const thin = field === "device_allocated_bytes";
+    const planned = thin ? 0 : (curve[`planned_${part}_peak_bytes`] ?? 0);
+    return { style, values, top, thin, planned, part, name, legend: `${name}: at most ${bytes(top)}` };
+  }).filter((line) => line.values.some((value) => value !== null));
+  const limits = lines
+    .filter((line) => line.planned > 0)
+    .map(({ style, part, planned }) => ({ style, limit: true, legend: `planned, ${part}: ${bytes(planned)}`, values: samples.map(() => planned) }));
+  const last = samples.at(-1).seconds || 1e-3;
+  const peaks = lines.map((line) => `at most ${bytes(line.top)} ${line.name}${line.planned > 0 ? `, ${bytes(line.planned)} planned` : ""}`);
+  const plot = {
+    label: `Memory over ${seconds(last)}: ${peaks.join("; ")}`,
+    height: () => 230,
+    xs: samples.map((sample) => sample.seconds),
+    x: { name: "time since the start of the attempt", low: 0, high: last, format: seconds },
+    y: { name: "memory", low: 0, high: 1.08 * Math.max(1, ...lines.flatMap((line) => [line.top, line.planned])), format: bytes, incrs: STEPS },
+    series: [...lines, ...limits],
+    read: (index) => [`${seconds(samples[index].seconds)}, ${samples[index].operation}`, ...lines.filter((line) => line.values[index] !== null).map((line) => `${bytes(line.values[index])} ${line.name}`)].join("   "),
+  };
+  drawPlot(place, plot, signal);
 }
 
 /** Every operation once: when it began, how long it took, what it left held. The picture's text. */
@@ -149,15 +115,7 @@ export async function showMemory(place, base, artifacts, signal) {
     return; // the file is listed below, where fetching it says what is wrong
   }
   if (signal.aborted || !curve?.samples?.length) return;
-  // never empty: what is empty in a stack is not laid out, and so has no width to draw for
-  const plot = h("div", { class: "plot low" }, h("p", { class: "muted pad" }, "…"));
+  const plot = h("div", { class: "plot low" });
   replace(place, h("section", { class: "card stack tight", "aria-label": "Memory" }, h("h2", {}, "Memory"), plot, stageTable(curve.stages ?? [], curve.pace), table(curve)));
-  let width = 0;
-  const watcher = new ResizeObserver(() => {
-    if (Math.abs(plot.clientWidth - width) < 8) return;
-    width = plot.clientWidth;
-    draw(plot, curve);
-  });
-  watcher.observe(plot);
-  signal.addEventListener("abort", () => watcher.disconnect());
+  draw(plot, curve, signal);
 }

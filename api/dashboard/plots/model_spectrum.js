@@ -1,76 +1,45 @@
 // The eigenvalues of all layers together: how many lie where, and how many count at which damping.
 
-import { h, replace, s } from "../scripts/dom.js";
-import { number, percent, power, several, words } from "../scripts/format.js";
-import { steps } from "./memory_curve.js";
-import { decades, logScale } from "./scale.js";
+import { h, replace } from "../scripts/dom.js";
+import { decade, number, percent, several, words } from "../scripts/format.js";
+import { drawPlot } from "./plot.js";
 
-const NARROWEST = 280;
-const HEIGHT = 260;
-const EDGE = { left: 58, right: 16, top: 14, bottom: 46 };
+const HEIGHT = 250;
 
-function axes(width, [low, high], top, x, y, name) {
-  const group = s("g", { class: "axes", "aria-hidden": "true" });
-  for (const value of steps(top, 4)) {
-    group.append(
-      s("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(value), y2: y(value) }),
-      s("text", { x: EDGE.left - 8, y: y(value) + 4, "text-anchor": "end" }, number(value)),
-    );
-  }
-  for (const exponent of decades(low, high, width / 62)) {
-    group.append(s("text", { x: x(10 ** exponent), y: HEIGHT - EDGE.bottom + 18, "text-anchor": "middle" }, power(exponent)));
-  }
-  group.append(
-    s("line", { class: "frame", x1: EDGE.left, x2: width - EDGE.right, y1: HEIGHT - EDGE.bottom, y2: HEIGHT - EDGE.bottom }),
-    s("text", { class: "axis-name", x: (EDGE.left + width - EDGE.right) / 2, y: HEIGHT - 7, "text-anchor": "middle" }, name),
-  );
-  return group;
-}
-
-function picture(place, ends, top, name, label, marks) {
-  const width = Math.max(NARROWEST, Math.floor(place.clientWidth));
-  const x = logScale(ends[0], ends[1], EDGE.left + 4, width - EDGE.right - 4);
-  const y = (value) => HEIGHT - EDGE.bottom - (value / (top * 1.06)) * (HEIGHT - EDGE.top - EDGE.bottom);
-  replace(
-    place,
-    s("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, class: "spectrum whole", role: "img", "aria-label": label }, axes(width, ends, top, x, y, name), marks(x, y)),
-  );
-}
-
-function drawDensity(place, density) {
-  const { edges, counts } = density;
+function drawDensity(place, { edges, counts, below }, signal) {
   // empty decades below the first eigenvalue would squash the rest
   const first = Math.max(0, counts.findIndex((count) => count > 0));
-  const ends = [edges[first], edges[edges.length - 1]];
-  const all = counts.reduce((sum, count) => sum + count, density.below);
-  const label = `${number(all)} eigenvalues of the model between ${number(ends[0])} and ${number(ends[1])}, ${number(density.below)} below ${number(edges[0])}`;
-  picture(place, ends, Math.max(...counts), "eigenvalue of F", label, (x, y) =>
-    s(
-      "g",
-      { class: "series A" },
-      counts.map((count, bin) => {
-        if (!count || bin < first) return null;
-        const [left, right] = [x(edges[bin]), x(edges[bin + 1])];
-        const bar = s("rect", { class: "bin", x: left + 0.5, width: Math.max(1, right - left - 1), y: y(count), height: y(0) - y(count) });
-        bar.append(s("title", {}, `${number(count)} from ${number(edges[bin])} to ${number(edges[bin + 1])}`));
-        return bar;
-      }),
-    ),
-  );
+  const bins = counts.slice(first).map((count, index) => ({ count, from: edges[first + index], to: edges[first + index + 1] }));
+  const all = counts.reduce((sum, count) => sum + count, below);
+  const [low, high] = [edges[first], edges.at(-1)];
+  const plot = {
+    label: `${number(all)} eigenvalues of the model between ${number(low)} and ${number(high)}, ${number(below)} below ${number(edges[0])}`,
+    height: () => HEIGHT,
+    xs: bins.map((bin) => Math.sqrt(bin.from * bin.to)),
+    x: { name: "eigenvalue of F", log: true, low, high, format: decade },
+    y: { name: "eigenvalues", low: 0, high: 1.06 * Math.max(1, ...counts) },
+    series: [{ style: "A", bars: true, values: bins.map((bin) => bin.count) }],
+    read: (index) => `${several(bins[index].count, "eigenvalue")} from ${number(bins[index].from)} to ${number(bins[index].to)}`,
+  };
+  drawPlot(place, plot, signal);
 }
 
-function drawCurve(place, curve, dimension) {
+function drawCurve(place, curve, dimension, signal) {
   const points = curve.damping.map((damping, index) => [damping, curve.effective_dimension[index]]).filter(([, value]) => value !== null);
-  const ends = [points[0][0], points[points.length - 1][0]];
-  const label = `Effective dimension of the model, from ${number(points[0][1])} of ${number(dimension)} at damping ${number(ends[0])} to ${number(points[points.length - 1][1])} at ${number(ends[1])}`;
-  picture(place, ends, dimension, "damping λ, absolute", label, (x, y) =>
-    s(
-      "g",
-      { class: "series G" },
-      s("line", { class: "floor", x1: EDGE.left, x2: x(ends[1]), y1: y(dimension), y2: y(dimension) }),
-      s("path", { class: "curve", fill: "none", d: points.map(([damping, value], index) => `${index ? "L" : "M"}${x(damping).toFixed(1)} ${y(value).toFixed(1)}`).join("") }),
-    ),
-  );
+  const [[low, most], [high, least]] = [points[0], points.at(-1)];
+  const plot = {
+    label: `Effective dimension of the model, from ${number(most)} of ${number(dimension)} at damping ${number(low)} to ${number(least)} at ${number(high)}`,
+    height: () => HEIGHT,
+    xs: points.map(([damping]) => damping),
+    x: { name: "damping λ, absolute", log: true, low, high, format: decade },
+    y: { name: "effective dimension", low: 0, high: 1.06 * dimension },
+    series: [
+      { style: "G", values: points.map(([, value]) => value) },
+      { style: "G", limit: true, values: points.map(() => dimension) },
+    ],
+    read: (index) => `${number(points[index][1], 4)} of ${number(dimension)} directions at damping ${number(points[index][0])}`,
+  };
+  drawPlot(place, plot, signal);
 }
 
 function facts(model, summary) {
@@ -99,13 +68,12 @@ function facts(model, summary) {
 export function showModelSpectrum(place, summary, signal) {
   const model = summary?.model;
   const figures = [];
-  if (model?.density) figures.push(["Where the eigenvalues lie", (plot) => drawDensity(plot, model.density)]);
+  if (model?.density) figures.push(["Where the eigenvalues lie", (plot) => drawDensity(plot, model.density, signal)]);
   if (model?.effective_dimension_curve) {
-    figures.push(["Directions that count, by damping", (plot) => drawCurve(plot, model.effective_dimension_curve, summary.dimension)]);
+    figures.push(["Directions that count, by damping", (plot) => drawCurve(plot, model.effective_dimension_curve, summary.dimension, signal)]);
   }
   if (!figures.length) return;
-  // never empty: what is empty in a stack is not laid out, and so has no width to draw for
-  const plots = figures.map(() => h("div", { class: "plot low" }, h("p", { class: "muted pad" }, "…")));
+  const plots = figures.map(() => h("div", { class: "plot low" }));
   replace(
     place,
     h(
@@ -116,14 +84,5 @@ export function showModelSpectrum(place, summary, signal) {
       facts(model, summary),
     ),
   );
-  const drawn = new Map();
-  const watcher = new ResizeObserver(() => {
-    for (const [index, plot] of plots.entries()) {
-      if (Math.abs(plot.clientWidth - (drawn.get(index) ?? 0)) < 8) continue;
-      drawn.set(index, plot.clientWidth);
-      figures[index][1](plot);
-    }
-  });
-  for (const plot of plots) watcher.observe(plot);
-  signal.addEventListener("abort", () => watcher.disconnect());
+  for (const [index, [, draw]] of figures.entries()) draw(plots[index]);
 }

@@ -71,18 +71,7 @@ export class SpectrumPanel {
         h("div", { class: "plot-row" }, this.plot, this.facts),
       ),
     );
-    const watcher = new ResizeObserver(() => this.redraw(false));
-    watcher.observe(this.plot);
-    this.signal.addEventListener("abort", () => watcher.disconnect());
     await this.open(this.rows.find((row) => row.ordinal === this.wanted) ?? this.rows[0]);
-  }
-
-  /** Draws for the width there is, and again when it has changed: the type keeps its size. */
-  redraw(always) {
-    const width = this.plot.clientWidth;
-    if (!always && Math.abs(width - this.width) < 8) return;
-    this.width = width;
-    this.drawn?.();
   }
 
   async open(row, bringIntoView = false) {
@@ -96,20 +85,16 @@ export class SpectrumPanel {
     replace(this.facts, facts(shown));
     if (bringIntoView) this.place.firstElementChild.scrollIntoView({ block: "nearest", behavior: "smooth" });
     clearTimeout(this.late);
-    this.late = setTimeout(() => {
-      this.drawn = null; // the layer before must not pass for this one
-      replace(this.plot, h("p", { class: "muted pad" }, "…"));
-    }, LATE_MS);
+    // the layer before must not pass for this one
+    this.late = setTimeout(() => replace(this.plot, h("p", { class: "muted pad" }, "…")), LATE_MS);
     try {
       const spectrum = await get(`${this.base}/artifacts/spectra/${shown.ordinal}.json?direct=false`, this.signal);
       if (this.select.selectedIndex !== index) return;
       clearTimeout(this.late);
-      this.drawn = () => drawSpectrum(this.plot, spectrum, shown.record?.kappa_max);
-      this.redraw(true);
+      drawSpectrum(this.plot, spectrum, shown.record?.kappa_max, this.signal);
     } catch (error) {
       if (this.signal.aborted || this.select.selectedIndex !== index) return;
       clearTimeout(this.late);
-      this.drawn = null; // a change of width must not bring back the layer before
       replace(this.plot, h("p", { class: "muted pad", role: "alert" }, error.message));
     }
   }

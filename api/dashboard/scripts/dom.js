@@ -1,8 +1,7 @@
 // Functions that build elements; text from the server becomes text nodes only.
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function fill(node, attributes, children) {
+export function h(tag, attributes, ...children) {
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -14,14 +13,6 @@ function fill(node, attributes, children) {
     node.append(child instanceof Node ? child : document.createTextNode(String(child)));
   }
   return node;
-}
-
-export function h(tag, attributes, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-export function s(tag, attributes, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
 let pressed = false;

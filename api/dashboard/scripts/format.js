@@ -3,8 +3,14 @@
 const WHOLE = new Intl.NumberFormat("en");
 const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
 
-export function power(exponent) {
+function power(exponent) {
   return "10" + String(exponent).replace(/./g, (sign) => SUPERSCRIPT[sign] ?? sign);
+}
+
+/** A power of ten as such, any other number as number() has it: for the ticks of a logarithmic axis. */
+export function decade(value) {
+  const [mantissa, exponent] = value.toExponential().split("e");
+  return mantissa === "1" ? power(Number(exponent)) : number(value);
 }
 
 export function number(value, digits = 3) {

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, expect, sync_playwright
 
 from catalog.frames import layer_frame
 from jobs.codec import parse_document
@@ -123,29 +123,59 @@ def test_the_job_page_shows_results(page: Page, finished: str) -> None:
 def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     page.get_by_role("button", name="features.3", exact=True).click()
-    picture = page.locator("#spectrum svg.spectrum")
+    picture = page.locator("#spectrum .picture")
     expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
-    paths = picture.locator("path.curve")
-    expect(paths).to_have_count(2)
-    expect(picture.locator("line.floor")).to_have_count(2)
-    # log-log: a power law of slope -1.35 is a straight line of that slope, in units of the axes' decades
-    points = [
-        tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", paths.nth(0).get_attribute("d") or "")
-    ]
+    keys = page.locator("#spectrum .key")
+    expect(keys).to_have_text([re.compile("^A: 145 .*16 at zero"), re.compile("^G: 32 "), re.compile("^clip at")])
     A = [value for value in seeding.spectrum(145, 1.0, 1.35, dead=16) if value > 0][::-1]
-    assert len(points) == len(A)
-    (x1, y1), (x2, y2) = points[0], points[9]
-    (left, _), (_, low) = points[0], points[-1]
-    per_decade_x = (points[99][0] - left) / 2
-    assert (x2 - x1) == pytest.approx(per_decade_x, rel=0.01)
-    per_decade_y = (low - y1) / math.log10(A[0] / A[-1])
-    assert (y2 - y1) == pytest.approx(per_decade_y * math.log10(A[0] / A[9]), rel=0.01)
-    # the read-out by keyboard says the value
+    readout = page.locator("#spectrum .readout")
     picture.focus()
     page.keyboard.press("Home")
-    expect(page.locator(".readout")).to_contain_text("№ 1")
+    expect(readout).to_contain_text("№ 1 ")
+    (x1, y1), *_ = dots(picture)
+    for _ in range(9):
+        page.keyboard.press("ArrowRight")
+    expect(readout).to_contain_text("№ 10 ")
+    (x10, y10), *_ = dots(picture)
     page.keyboard.press("End")
-    expect(page.locator(".readout")).to_contain_text("№ 129")
+    expect(readout).to_contain_text("№ 129")
+    (x_last, y_last), *_ = dots(picture)
+    # log-log: equal ratios are equal distances on both axes
+    assert x10 - x1 == pytest.approx((x_last - x1) / math.log10(len(A)), abs=2)
+    assert y10 - y1 == pytest.approx((y_last - y1) * math.log(A[0] / A[9]) / math.log(A[0] / A[-1]), abs=2)
+    assert y1 < y10 < y_last
+    rows = inked_rows(picture, x10)
+    assert rows
+    assert min(abs(row - y10) for row in rows) <= 2
+
+
+def dots(picture: Locator) -> list[tuple[float, float]]:
+    """Where the values under the cursor are drawn, one place for each curve, from the top left of the plot's area."""
+    moves = picture.locator(".u-cursor-pt").evaluate_all("dots => dots.map(dot => dot.style.transform)")
+    numbers = [re.findall(r"-?[\d.]+", move) for move in moves]
+    return [(float(x), float(y)) for x, y in numbers]
+
+
+def inked_rows(picture: Locator, x: float) -> list[float]:
+    """The rows of the canvas that have the colour of the first series at ``x``, as distances from the plot's top."""
+    rows: list[float] = picture.evaluate(
+        """(picture, x) => {
+            const canvas = picture.querySelector("canvas");
+            const area = picture.querySelector(".u-over");
+            const left = Math.round((area.offsetLeft + x) * devicePixelRatio);
+            const pixels = canvas.getContext("2d").getImageData(left, 0, 1, canvas.height).data;
+            const wanted = getComputedStyle(document.documentElement).getPropertyValue("--series-a").trim();
+            const rows = [];
+            for (let row = 0; row < canvas.height; row += 1) {
+                const part = [...pixels.slice(4 * row, 4 * row + 3)];
+                const hex = "#" + part.map((value) => value.toString(16).padStart(2, "0")).join("");
+                if (hex === wanted) rows.push(row / devicePixelRatio - area.offsetTop);
+            }
+            return rows;
+        }""",
+        x,
+    )
+    return rows
 
 
 def test_a_layer_chosen_before_the_spectra_are_there_is_the_one_that_is_opened(page: Page, finished: str) -> None:
@@ -153,7 +183,7 @@ def test_a_layer_chosen_before_the_spectra_are_there_is_the_one_that_is_opened(p
         page.goto(f"/#/jobs/{finished}")
         page.get_by_role("button", name="features.3", exact=True).click()
         expect(page.locator("#spectrum")).to_have_count(0)
-    expect(page.locator("#spectrum svg.spectrum")).to_have_attribute("aria-label", re.compile("features.3"))
+    expect(page.locator("#spectrum .picture")).to_have_attribute("aria-label", re.compile("features.3"))
     expect(page.get_by_role("combobox", name="Layer")).to_have_value("features.3")
 
 
@@ -222,7 +252,7 @@ def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedd
 
 
 def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
-    picture = page.locator("#spectrum svg.spectrum")
+    picture = page.locator("#spectrum .picture")
     page.goto(f"/#/jobs/{finished}")
     expect(picture).to_have_attribute("aria-label", re.compile("features.0"))
     with held(page, "**/spectra/2.json?*"):
@@ -286,7 +316,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(browser: Browser, embedded
         tab.route("**/results", lambda route: route.fulfill(body='{"job": {', content_type="application/json"), times=1)
         tab.goto(f"/#/jobs/{finished}")
         expect(tab.get_by_text("broke off. Trying again.")).to_be_visible()
-        expect(tab.locator("#spectrum svg.spectrum path.curve")).to_have_count(2)
+        expect(tab.locator("#spectrum .picture canvas")).to_be_visible()
 
 
 def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Page, embedded: Embedded) -> None:
@@ -329,32 +359,49 @@ def test_what_cannot_be_had_for_a_moment_is_asked_for_again(
         notice = tab.get_by_text("The disk is asleep. Trying again.")
         expect(notice).to_be_visible()
         tab.unroute(path)
-        expect(tab.locator("#spectrum svg.spectrum")).to_have_attribute("aria-label", re.compile("features.0"))
+        expect(tab.locator("#spectrum .picture")).to_have_attribute("aria-label", re.compile("features.0"))
         expect(tab.locator("table.layers tbody tr")).to_have_count(8)
         expect(notice).to_have_count(0)
 
 
-def test_the_models_spectrum_is_drawn_and_told(page: Page, finished: str) -> None:
+def test_the_models_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     card = page.get_by_role("region", name="Spectrum of the model")
     made = seeding.model()
     assert made.density is not None
-    bins = card.locator("svg.whole rect.bin")
-    expect(bins).to_have_count(sum(count > 0 for count in made.density.counts))
-    heights = [float(each.get_attribute("height") or 0) for each in bins.all()]
-    shown = [count for count in made.density.counts if count]
-    assert heights == pytest.approx([count / max(shown) * max(heights) for count in shown], abs=0.2)
-    curve = card.locator("path.curve").get_attribute("d") or ""
-    points = [tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.]+) ([\d.]+)", curve)]
-    assert len(points) == 37
+    shown = list(itertools.dropwhile(lambda count: not count, made.density.counts))
+    pictures = card.locator(".picture")
+    expect(pictures).to_have_count(2)
+    density, curve = pictures.all()
+    bins = walk(page, density, len(shown))
+    base = max(y for _, y in bins)
+    heights = [base - y for _, y in bins]
+    least = min(shown)
+    scale = max(heights) / (max(shown) - least)
+    assert heights == pytest.approx([(count - least) * scale for count in shown], abs=1.5)
+    points = walk(page, curve, 37)
     # half decades are evenly spaced, and the curve falls
     gaps = [right[0] - left[0] for left, right in itertools.pairwise(points)]
-    assert gaps == pytest.approx([gaps[0]] * 36, abs=0.25)
+    assert gaps == pytest.approx([sum(gaps) / 36] * 36, abs=1.5)
     assert [y for _, y in points] == sorted(y for _, y in points)
+    assert points[0][1] < points[-1][1]
+    expect(card.locator(".readout").nth(1)).to_contain_text("directions at damping")
     expect(card.get_by_text("0.06 in features.0")).to_be_visible()
     expect(card.get_by_text("effective rank (7 layers)")).to_be_visible()
     star = page.locator("table.layers tbody tr").first.get_by_role("note")
     expect(star).to_have_attribute("aria-label", re.compile("^not converged: extrapolates to "))
+
+
+def walk(page: Page, picture: Locator, count: int) -> list[tuple[float, float]]:
+    """The places of the first curve's values, gone through by keyboard; the last step must stay where it is."""
+    picture.focus()
+    page.keyboard.press("Home")
+    places = [dots(picture)[0]]
+    for _ in range(count):
+        page.keyboard.press("ArrowRight")
+        places.append(dots(picture)[0])
+    assert places[-1] == places[-2] != places[-3]
+    return places[:-1]
 
 
 def test_the_table_sorts_by_keyboard_and_filters(page: Page, finished: str) -> None:
@@ -395,7 +442,7 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     seeding.summarise(embedded.engine, claim)
     claims.finish(embedded.engine, claim)
     expect(page.get_by_text("Succeeded")).to_be_visible()
-    expect(page.locator("#spectrum svg.spectrum path.curve")).to_have_count(2)
+    expect(page.locator("#spectrum .picture canvas")).to_be_visible()
     expect(bar).to_have_count(0)
 
 
@@ -459,13 +506,14 @@ def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) ->
         "img", name=re.compile(r"Memory over 22 s: at most 559 MiB .*, 900 MiB planned; .*1.6 GiB")
     )
     expect(picture).to_be_visible()
-    expect(picture.locator("path.curve")).to_have_count(3)
-    plans = picture.locator("line.floor")
-    expect(plans).to_have_count(2)
+    expect(card.locator(".key")).to_have_count(5)
     # to scale: the plans' lines stand in the ratio of their bytes above the axis
-    base = float(picture.locator("line.frame").get_attribute("y1") or 0)
-    host, device = (base - float(plans.nth(place).get_attribute("y1") or 0) for place in range(2))
-    assert device / host == pytest.approx(2 * 2**30 / (900 * 2**20), rel=1e-3)
+    picture.focus()
+    page.keyboard.press("Home")
+    expect(card.locator(".readout")).to_contain_text("resident on the host")
+    base = float(picture.locator(".u-over").evaluate("area => area.clientHeight"))
+    host, device = (base - y for _, y in dots(picture)[3:])
+    assert device / host == pytest.approx(2 * 2**30 / (900 * 2**20), rel=0.02)
     stages = card.get_by_role("region", name="Stages, planned and measured").locator("tbody tr")
     expect(stages).to_have_count(2)
     expect(stages.nth(0)).to_have_text("collection2.0 GiB1.6 GiB−21 %500 MiB550 MiB+10 %about 10 s13 s+25 %")
@@ -491,7 +539,7 @@ def test_nothing_sticks_out_where_it_is_narrow(page: Page, finished: str, width:
     for address, heading, last in (
         ("/#/", "Jobs", "main table tbody tr"),
         ("/#/new", "New job", "main textarea"),
-        (f"/#/jobs/{finished}", "digits_cnn", "#spectrum svg.spectrum"),
+        (f"/#/jobs/{finished}", "digits_cnn", "#spectrum .picture"),
     ):
         page.goto(address)
         # a change of the hash loads nothing: only what is shown tells that the view is there
