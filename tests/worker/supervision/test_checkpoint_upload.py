@@ -87,7 +87,7 @@ def test_a_crashed_job_goes_on_in_its_next_attempt(
         )  # fmt: skip
         return found
 
-    changes = {"factories": ("*",), "paths": (str(tmp_path),), "checkpoint_seconds": 0.001}
+    changes = {"allowed_factories": ("*",), "paths": (str(tmp_path),), "checkpoint_seconds": 0.001}
     dead = tmp_path / "dead"
     dead.touch()
     undisturbed, killed = made(dead), made(tmp_path / "grave")
