@@ -104,7 +104,7 @@ def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scra
         assert digest(plain.load(layer.ordinal).G) == digest(whole.load(layer.ordinal).G)
     for size, examples in enumerate((8, 16, 32)):
         alone = run(examples, **options)
-        assert whole.nested[size].examples == alone.inputs.examples
+        assert whole.nested[size].examples == alone.examples
         same(whole, size, alone)
 
 
