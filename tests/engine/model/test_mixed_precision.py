@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from catalog.collection import Collection
 from catalog.memory import Memory
 from catalog.record import FieldError
-from engine import collect as collecting
 from engine.analyses.factors import collect_factors
 from engine.collect import collected
+from engine.collection import data_pass
 from engine.errors import NonFiniteFactor
 from engine.factors.factor_set import Collected, read_collected
 from engine.factors.kronecker_factors import digest
@@ -91,7 +91,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, first: float) -> None:
         def loss_scale(self, value: float, steady: int) -> LossScale | None:
             return LossScale(first if steady == 0 else value, steady)
 
-    monkeypatch.setattr(collecting, "usable", lambda *_: Scaled())
+    monkeypatch.setattr(data_pass, "usable", lambda *_: Scaled())
 
 
 @pytest.mark.parametrize("options", [

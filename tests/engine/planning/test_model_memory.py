@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine import collect as collecting
-from engine import estimate
 from engine.collect import collected
+from engine.collection import data_pass
 from engine.estimate import plan_job
 from engine.model.mixed_precision import Precision
 from engine.planning.model_memory import weigh_model, weight_terms
@@ -66,8 +65,7 @@ def test_a_graph_that_is_retained_is_planned_whole_and_its_gradients_wait(
     for amp in ("off", "fp16"):
         precision = Precision(amp=amp)  # type: ignore[arg-type]
         made = space("float32", "float32", "meta" if absent else "cpu", batch_size=6)
-        for place in (estimate, collecting):
-            monkeypatch.setattr(place, "usable", lambda *_, found=precision: found)
+        monkeypatch.setattr(data_pass, "usable", lambda *_, found=precision: found)
         if absent:
             plan = plan_job(made)
         else:
