@@ -135,7 +135,7 @@ def test_change_leaves(change: str, made: Callable[[], Workspace], kept: str) ->
 @pytest.mark.parametrize("options", [{}, {"update_freq": 2, "ema_decay": 0.7}], ids=["average", "ema"])
 def test_slices_of_a_batch_are_one_update(fisher: str, sharing: str, options: dict[str, Any]) -> None:
     made = [space(fisher=fisher, sharing=sharing, dtype="float64", **options) for _ in range(2)]
-    made[1].memory_options = Memory(micro_batch=3)
+    made[1].options.memory = Memory(micro_batch=3)
     whole, cut = (collected(one) for one in made)
     assert (whole.micro_batch, cut.micro_batch) == (8, 3)
     assert (cut.updates, cut.examples) == (whole.updates, whole.examples)
@@ -163,7 +163,7 @@ def test_the_models_own_mean_loss_is_rescaled_by_each_slices_terms(size: int) ->
     labels = torch.where(torch.arange(5)[None] < torch.tensor([5, 1, 0, 3, 2, 4])[:, None], ids, -100)
     model = OwnLoss()
     made = [workspace(model, [(ids, labels)], "masked_lm", "model", fisher="empirical", batch_size=6) for _ in range(2)]
-    made[1].memory_options = Memory(micro_batch=size)
+    made[1].options.memory = Memory(micro_batch=size)
     whole, cut = (collected(one) for one in made)
     assert counts(cut) == counts(whole)
     assert largest_error(cut, whole) < 1e-12
