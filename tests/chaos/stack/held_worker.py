@@ -45,11 +45,11 @@ def _held(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return waits
 
 
-worker.agent.claim = _held("claim", worker.agent.claim)  # type: ignore[attr-defined]
+worker.agent.agent.claim = _held("claim", worker.agent.agent.claim)  # type: ignore[attr-defined]
 worker.app.send_wakeup = _held("wakeup", worker.app.send_wakeup)
 worker.supervision.supervisor.claims.finish = _held("settle", worker.supervision.supervisor.claims.finish)  # type: ignore[attr-defined]
 if os.environ.get("CHAOS_IDLE"):
-    worker.agent.Agent.take = lambda _: False  # type: ignore[method-assign]
+    worker.agent.agent.Agent.take = lambda _: False  # type: ignore[method-assign]
 if os.environ.get("CHAOS_QUICK"):
     child = [sys.executable, "-P", str(Path(__file__).with_name("quick_child.py"))]
-    worker.service.Agent = functools.partial(worker.agent.Agent, command=child)  # type: ignore[attr-defined]
+    worker.service.Agent = functools.partial(worker.agent.agent.Agent, command=child)  # type: ignore[attr-defined]

@@ -119,8 +119,8 @@ def test_laid_aside_factors_keep_their_scale() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     x, y = torch.randn(9, 6) * 1e-4, torch.randint(0, 2, (9,))
     made = [workspace(model, [(x, y)], "classification", fisher="mc", storage_dtype="float16") for _ in range(2)]
-    made[1].scratch = MemoryArtifacts()
-    made[1].chosen = Chosen(parts=(("0",), ("2",)), micro_batch=4)
+    made[1].ports.scratch = MemoryArtifacts()
+    made[1].resume.chosen = Chosen(parts=(("0",), ("2",)), micro_batch=4)
     whole, aside = (collected(one) for one in made)
     assert aside.passes == 2
     for ordinal in range(2):
