@@ -19,6 +19,7 @@ from engine.linalg.eigendecomposition import decompose, rungs
 from engine.measurement.clip_factor import rebuilt
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Plan
+from engine.planning import choose_plan
 from engine.planning.analysis_memory import Side, layer_phase
 from engine.planning.job_plan import forecast
 from tests.memory_profile import peak_bytes
@@ -135,7 +136,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes are looked at here, and planned for a GPU."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(
-        estimate,
+        choose_plan,
         "forecast",
         lambda made, *rest, **named: forecast(replace(made, machine=replace(made.machine, device=gpu)), *rest, **named),
     )
