@@ -41,7 +41,7 @@ BEGIN
     INSERT INTO chaos_writes (place, operation, job_id, name, fence, job_fence, job_state)
     SELECT TG_TABLE_NAME, TG_OP, entry ->> 'job_id',
         coalesce(entry ->> 'name', (entry ->> 'kind') || ' ' || (entry ->> 'ordinal'), entry ->> 'seq'),
-        (entry ->> 'fence')::bigint, jobs.queue.fence, jobs.state
+        (entry ->> 'fence')::bigint, jobs.fence, jobs.state
     FROM (SELECT 1) AS one LEFT JOIN jobs ON jobs.id = entry ->> 'job_id';
     RETURN NULL;
 END $$;

@@ -58,7 +58,9 @@ def foreseen(plan: Plan | None) -> int:
     return Plan(terms=terms, chosen=plan.chosen).stage_bytes("host", "collection")
 
 
-def require_foreseen(made: Workspace) -> None:
+def require_foreseen(make: Callable[[], Workspace]) -> None:
+    collected(make())  # what libraries keep from their first call on counts for the process, not for the job
+    made = make()
     peak = peak_bytes(lambda: collected(made))
     assert peak > 20 * MIB
     assert LEAST <= foreseen(made.results.plan) / peak <= MOST
@@ -66,7 +68,7 @@ def require_foreseen(made: Workspace) -> None:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_what_the_steps_of_recurrent_layers_hold_is_planned(name: str) -> None:
-    require_foreseen(sequences(RECURRENT[name]()))
+    require_foreseen(lambda: sequences(RECURRENT[name]()))
 
 
 def test_shapes_alone_foresee_the_same_steps() -> None:
@@ -78,12 +80,15 @@ def test_shapes_alone_foresee_the_same_steps() -> None:
 
 @pytest.mark.parametrize("options", [{"fisher": "mc", "samples": 3}, {"fisher": "type2"}])
 def test_a_graph_that_other_directions_need_is_planned_whole(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 16), nn.GELU(), nn.Linear(16, 3))
-    chunk = torch.randn(2048, 16), torch.randint(0, 3, (2048,))
-    made = workspace(model, [chunk], "classification", dtype="float32", batch_size=2048, **options)
-    made.inputs.examples = 2048
-    require_foreseen(made)
+    def make() -> Workspace:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 16), nn.GELU(), nn.Linear(16, 3))
+        chunk = torch.randn(2048, 16), torch.randint(0, 3, (2048,))
+        made = workspace(model, [chunk], "classification", dtype="float32", batch_size=2048, **options)
+        made.inputs.examples = 2048
+        return made
+
+    require_foreseen(make)
 
 
 def test_the_highest_line_at_any_number_of_examples() -> None:

@@ -22,6 +22,7 @@ from engine.memory.plan import Chosen, Plan
 from engine.planning import choose_plan
 from engine.planning.analysis_memory import Side, layer_phase
 from engine.planning.job_plan import forecast
+from engine.workspace import Machine
 from tests.memory_profile import peak_bytes
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -78,7 +79,7 @@ def test_what_decomposing_takes_is_what_the_plan_says(need: Any) -> None:
     assert 0.8 <= first.host_bytes / peak_bytes(partial(decompose, factor, "fc", need=need)) <= 1.1
 
 
-def test_the_cross_check_takes_what_the_plan_says_and_leaves_nothing() -> None:
+def test_the_cross_check_takes_what_the_plan_says_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(900, 400), nn.Tanh(), nn.Linear(400, 10))
     data = [(torch.randn(16, 900), torch.randint(0, 10, (16,)))]
@@ -93,12 +94,12 @@ def test_the_cross_check_takes_what_the_plan_says_and_leaves_nothing() -> None:
     made.options.decomposition = "none"
 
     @contextlib.contextmanager
-    def operation(name: str, stage: str | None = None) -> Iterator[None]:
-        del stage
+    def operation(machine: Machine, name: str, stage: str | None = None) -> Iterator[None]:
+        del machine, stage
         with torch.profiler.record_function(name):
             yield
 
-    made.machine.operation = operation  # type: ignore[method-assign]
+    monkeypatch.setattr(Machine, "operation", operation)
     peaks = _profiled(lambda: list(measure_capacity(params, made)))
     assert made.results.plan is not None
     plan = _bare(made.results.plan)
