@@ -6,7 +6,16 @@ from engine.layers.coverage_check import reason_counts
 
 
 def coverage(whole: Collected) -> Coverage:
-    """The coverage law: covered + declared = trainable, counted by parameter."""
+    """Count by parameter what the rows cover, after the law covered + declared = trainable.
+
+    Args:
+        whole: The factor set of the job, with its covered and declared layers.
+
+    Returns:
+        The counts and the reasons of the declared parameters, with the largest relative deviation that the gradient
+        identity found in any layer and the fewest examples that it was checked on; both None where no layer was
+        checked.
+    """
     reasons = reason_counts(whole.declared)
     return Coverage(
         trainable_parameters=whole.trainable_parameters,

@@ -34,7 +34,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """Where the search for one block's largest eigenvalue has come, without the vectors that it held."""
+    """The state that the search for one block's largest eigenvalue ended in, without the vectors that it held."""
 
     value: float
     residual: float
@@ -43,13 +43,20 @@ class Searched:
 
     @classmethod
     def of(cls, search: Lanczos) -> Self:
-        """What is told of ``search``."""
+        """Keep the numbers of ``search``.
+
+        Args:
+            search: A Lanczos iteration of one block, after its last product.
+
+        Returns:
+            Its eigenvalue, residual, convergence and count of products.
+        """
         return cls(value=search.value, residual=search.residual, converged=search.converged, products=search.products)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossChecked:
-    """What was found, before K-FAC's numbers stand beside it."""
+    """Samples and eigenvalues of the exact curvature, before K-FAC's numbers stand beside them."""
 
     samples: dict[int, list[float]]
     """Estimates of a block's trace, by ordinal."""
@@ -58,13 +65,30 @@ class CrossChecked:
     whole: Searched | None
 
     def of_layer(self, ordinal: int, kronecker_trace: float, spectral_norm: float | None) -> CrossCheck | None:
-        """One layer's record; None where its block was not looked at."""
+        """Return one layer's record.
+
+        Args:
+            ordinal: The layer's place among the covered ones.
+            kronecker_trace: Trace of its G ⊗ A.
+            spectral_norm: Largest eigenvalue of its G ⊗ A; None where it is not known.
+
+        Returns:
+            The exact curvature beside K-FAC's; None where the layer's block was not probed.
+        """
         if ordinal not in self.samples:
             return None
         return _record(self.samples[ordinal], self.searches.get(ordinal), kronecker_trace, spectral_norm)
 
     def of_model(self, layers: Iterable[CrossCheck | None]) -> CrossCheck | None:
-        """The model's record, beside the sum of its layers'."""
+        """Return the model's record, beside the sum of its layers' records.
+
+        Args:
+            layers: Each layer's record, None where its block was not probed.
+
+        Returns:
+            The exact trace of all probed blocks together, and the largest eigenvalue of the block diagonal; None where
+            no block was probed.
+        """
         known = [layer for layer in layers if layer is not None]
         if not known:
             return None
@@ -76,14 +100,23 @@ class CrossChecked:
 
 
 def cross_checked(params: CapacityParams, workspace: Workspace, whole: Collected) -> CrossChecked | None:
-    """Look at the curvature itself; None where that is not asked for.
+    """Measure traces and largest eigenvalues of the exact Gauss-Newton matrix, where the job asks for it.
+
+    Args:
+        params: Count of probes and Lanczos iterations, and whether there is a cross-check at all.
+        workspace: The job, whose model, task and data the passes use.
+        whole: The factor set, whose layers are the blocks and whose collection's settings the passes repeat.
+
+    Returns:
+        Trace samples and searches by layer; None where the job asks for no cross-check.
+
+    Raises:
+        UsageError: If the job measures stored factors, which hold no model.
+        EngineError: As ``engine.errors`` lists.
 
     Memory:
         Twice the covered parameters for each probe of a pass, and for each vector of the Lanczos bases, which are as
         long as memory allows; the graph of a micro-batch and of its derivative.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
     """
     if params.cross_check is None:
         return None
@@ -257,7 +290,14 @@ def _record(
 
 
 def interval(samples: Sequence[float]) -> tuple[float | None, float | None]:
-    """The 95 % confidence interval of the mean of positive ``samples``; nothing of a single one."""
+    """Return the 95 % confidence interval of the mean on the logarithmic scale, ``m · exp(± t s/(m √n))``.
+
+    Args:
+        samples: Estimates that are not negative, n of them.
+
+    Returns:
+        The lower and the upper bound; both 0 for a mean of 0, both None for fewer than two samples.
+    """
     count = len(samples)
     if count < 2:
         return None, None
@@ -270,9 +310,15 @@ def interval(samples: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def student_quantile(freedom: int) -> float:
-    """The t with ``P(|T| ≤ t) = 0.95`` for so many degrees of freedom.
+    """Return the t with ``P(|T| ≤ t) = 0.95`` of Student's distribution.
 
     With ``t = √ν tan φ`` that probability is proportional to ``∫₀^φ cos^(ν−1)``: summed by Simpson's rule, bisected.
+
+    Args:
+        freedom: The degrees of freedom ν, at least 1.
+
+    Returns:
+        The two-sided quantile, such as 12.7 for ν = 1.
     """
     scale = 2 * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
 

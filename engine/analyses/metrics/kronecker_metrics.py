@@ -55,7 +55,7 @@ class Sides:
 
     @property
     def spectra(self) -> tuple[Tensor, Tensor] | None:
-        """Both spectra, where there are both."""
+        """Both spectra, shapes ``(in_dim,)`` and ``(out_dim,)``, float64, ascending; None where one is missing."""
         if self.spectrum_A is None or self.spectrum_G is None:
             return None
         return self.spectrum_A, self.spectrum_G
@@ -81,7 +81,15 @@ class Sides:
         return self.bounds is None or any(float(own[0]) <= 0 for own in self.bounds[0])
 
     def without_structure(self, wanted: Collection[str]) -> "Sides":
-        """The same without ``structured_G``, which holds factors, but with what it answers of ``wanted``."""
+        """Return the sides without ``structured_G``, which holds factors, but with its answers.
+
+        Args:
+            wanted: Metrics of the model that will be asked for later.
+
+        Returns:
+            The same object where there is no ``structured_G``; else a copy whose ``answered`` holds G's effective rank
+            and log-determinant, each only where it is among ``wanted``.
+        """
         if self.structured_G is None:
             return self
         answered = Answered(
@@ -118,7 +126,15 @@ class Sides:
         return 0.0 if self.structured_G is None else _RESOLVED * self.structured_G.spectral_norm()
 
     def answering(self, side: Structured) -> sums.Answering:
-        """``structured_G`` with what is known of it below ``lowest_shift``."""
+        """Return a structured G together with its counted eigenvalues, which answer below ``lowest_shift``.
+
+        Args:
+            side: G, shape ``(out_dim, out_dim)``, without its scale.
+
+        Returns:
+            The side that log-determinants and effective dimensions are asked of, at shifts that are divided by
+            ``scale_G``.
+        """
         counted = None if self.counted_G is None else condensed(self.counted_G.values / self.scale_G)
         return sums.Answering(side=side, lowest=self.lowest_shift, counted=counted)
 
@@ -136,7 +152,15 @@ class Sides:
         return None if self.spectrum_G is None else float(self.spectrum_A[-1]) * float(self.spectrum_G[-1])
 
     def effective_dimensions(self, dampings: Iterable[float]) -> list[float | None]:
-        """Σ λᵢ/(λᵢ + λ) over the eigenvalues of F at each absolute λ."""
+        """Return Σ λᵢ/(λᵢ + λ) over the eigenvalues λᵢ of F at each damping λ.
+
+        Args:
+            dampings: Absolute dampings, positive.
+
+        Returns:
+            One number per damping, in their order; None where the eigenvalues are not known, or G's answer at that
+            shift is not resolved.
+        """
         grid = list(dampings)
         if self.condensed_A is None:
             return [None] * len(grid)
@@ -153,7 +177,7 @@ class Sides:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """What a G without eigenvalues has said of itself."""
+    """The answers of a G without eigenvalues."""
 
     effective_rank: float | None
     logdet: float | None
@@ -161,7 +185,15 @@ class Answered:
 
 
 def scalars(sides: Sides, wanted: Iterable[str]) -> dict[str, float | None]:
-    """The scalar metrics among ``wanted``, by name; None where one is undefined."""
+    """Compute the scalar metrics of one layer.
+
+    Args:
+        sides: What is known of A and G.
+        wanted: Names of metrics; those that are not in ``SCALARS`` are passed over.
+
+    Returns:
+        Values by name, in the order of ``wanted``; None where a metric is undefined.
+    """
     return {name: SCALARS[name](sides) for name in wanted if name in SCALARS}
 
 
@@ -213,7 +245,15 @@ def _logdet(sides: Sides) -> float | None:
 
 
 def within_tolerance(sides: Sides) -> tuple[bool, bool]:
-    """Whether A, and whether G, has an eigenvalue within the tolerance of the rank, or one that may be."""
+    """Tell which factors are singular to within the tolerance of the rank.
+
+    Args:
+        sides: What is known of A and G.
+
+    Returns:
+        Whether A, and whether G, has an eigenvalue of at most ``tolerance`` times its largest, by the lower bounds;
+        both True where there are no eigenvalues.
+    """
     if sides.bounds is None:
         return True, True
     lower, _ = sides.bounds

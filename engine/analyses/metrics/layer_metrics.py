@@ -35,10 +35,20 @@ SCALAR_METRICS = (*SCALARS, "effective_dimension_share", "kappa_clipped", "decay
 
 
 def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: torch.device) -> Sides:
-    """What the metrics of ``layer`` are computed from, on ``device`` where G answers for itself.
+    """Gather what the metrics of one layer are computed from.
+
+    Args:
+        layer: The measured layer.
+        whole: The factor set, from which a structured G is read again.
+        params: The metrics asked for, and ``rank_tolerance``; without one, the larger dimension times the rounding of
+            the factors' dtype.
+        device: Device that a structured G is sent to.
+
+    Returns:
+        Both sides, with G itself only where it has no spectrum and a metric takes eigenvalues.
 
     Raises:
-        NonFiniteFactor: If the trace of F is beyond float64.
+        NonFiniteFactor: If the trace of F exceeds float64.
     """
     facts, tolerance = layer.facts, params.rank_tolerance
     if not math.isfinite(layer.trace_A * layer.trace_G):
@@ -71,7 +81,15 @@ def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: 
 
 
 def structured_side(factors: Factors, device: torch.device) -> tuple[Structured | None, float]:
-    """What answers for a G without eigenvalues, on ``device``, and its scale; None where nothing does."""
+    """Return the operator that answers for a G without eigenvalues.
+
+    Args:
+        factors: The layer's factors, on the host.
+        device: Device that the operator is sent to.
+
+    Returns:
+        G on ``device`` and its scale; None and 1 where G is dense, or only its diagonal is kept.
+    """
     side = factors.G
     if isinstance(side, Structured) and side.complete:
         return side.to(device), factors.scale_G
@@ -79,7 +97,16 @@ def structured_side(factors: Factors, device: torch.device) -> tuple[Structured 
 
 
 def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None) -> dict[str, float | None]:
-    """Those of ``wanted`` that are one number each, but for the decay, which is found by the eigenvalues' order."""
+    """Compute the metrics that are one number each, but for the decay, which follows from the eigenvalues' order.
+
+    Args:
+        sides: What is known of A and G.
+        wanted: Names of metrics; those of more than one number are passed over.
+        kappa_max: Condition number that clipping leaves to each factor; None where nothing is clipped.
+
+    Returns:
+        Values by name; None where a metric is undefined.
+    """
     names = set(wanted)
     found = scalars(sides, wanted)
     if "effective_dimension_share" in names:
@@ -96,7 +123,17 @@ def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None)
 
 
 def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> CapacityMetrics:
-    """Every metric of one layer's F = G ⊗ A that was asked for, of all the data."""
+    """Compute every metric of one layer's F = G ⊗ A that was asked for, over all the data.
+
+    Args:
+        layer: The measured layer.
+        sides: What ``sides_of`` gathered for it.
+        params: The metrics asked for, with their grids and levels.
+
+    Returns:
+        The layer's metrics, None where one was not asked for or is undefined. Convergence and cross-check are None,
+        which the analysis fills in.
+    """
     wanted = params.selected
     found: dict[str, Any] = dict.fromkeys(METRICS) | scalar_metrics(sides, wanted, layer.record.kappa_max)
     if "effective_dimension_curve" in wanted:
@@ -162,7 +199,16 @@ def _undefined(sides: Sides, found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ordered(products: Products, params: CapacityParams, rank: int | None) -> dict[str, Any]:
-    """What follows from the order of the eigenvalues, of those asked for."""
+    """Compute the metrics that follow from the order of the eigenvalues.
+
+    Args:
+        products: The eigenvalues of one layer's F, or of a model's blocks.
+        params: The metrics asked for, with their levels and bins.
+        rank: Eigenvalues above the tolerance, which the decay is fitted over; None where it is not fitted.
+
+    Returns:
+        Density, quantiles, decay and largest eigenvalues by name, those that were asked for and are defined.
+    """
     found: dict[str, Any] = {}
     wanted = params.selected
     if "density" in wanted:
@@ -189,7 +235,15 @@ def ordered(products: Products, params: CapacityParams, rank: int | None) -> dic
 
 
 def curve(sides: Sides, params: CapacityParams) -> EffectiveDimensionCurve | None:
-    """The effective dimension over the absolute grid; None where nothing can be said of it."""
+    """Compute the effective dimension over a grid of absolute dampings.
+
+    Args:
+        sides: What is known of A and G.
+        params: Hold the grid; the usual one where it is None.
+
+    Returns:
+        The curve, with None at dampings that are not resolved; None where no damping is.
+    """
     grid = params.damping_grid or DAMPING_GRID
     values = sides.effective_dimensions(grid)
     if all(value is None for value in values):

@@ -69,10 +69,21 @@ def followed(
     params: CapacityParams,
     device: torch.device,
 ) -> Followed | None:
-    """The scalar metrics of ``layer`` at every size; None where no smaller sizes were asked for.
+    """Compute the scalar metrics of one layer at every sample size, and where they are heading.
+
+    Args:
+        layer: The measured layer, with its smaller sizes.
+        whole: The factor set, from which a structured G is read again at each size.
+        sides: What is known of A and G over all the data.
+        metrics: The layer's metrics over all the data.
+        params: The metrics asked for.
+        device: Device that a structured G is sent to.
+
+    Returns:
+        Values, the model's share and the convergence by metric; None where no smaller sizes were asked for.
 
     Memory:
-        What stands for a G without eigenvalues, at one size.
+        One structured G, at one size.
     """
     if not layer.nested:
         return None
@@ -125,7 +136,16 @@ def _counted(side: Structured | None, scale: float, kappa_max: float | None) -> 
 def model_convergence(
     layers: Sequence[Followed], whole: ModelCapacity, params: CapacityParams
 ) -> tuple[Convergence, ...] | None:
-    """The same of the model as one matrix, whose metrics of all data are ``whole``."""
+    """Compute the model's scalar metrics at every sample size, and where they are heading.
+
+    Args:
+        layers: The covered layers over the sample sizes, in the model's order.
+        whole: The model's metrics over all the data.
+        params: The metrics asked for.
+
+    Returns:
+        One entry per metric that adds up over layers or is asked of the joint spectrum; None without layers.
+    """
     if not layers:
         return None
     examples = layers[0].examples
@@ -147,7 +167,15 @@ def model_convergence(
 
 
 def summed(values: Sequence[float | None], curved: Sequence[bool]) -> float | None:
-    """Over all layers; a layer without curvature has none, and one of unknown value leaves the sum unknown."""
+    """Sum one metric over all layers.
+
+    Args:
+        values: Each layer's value; None where it is not known or not defined.
+        curved: Whether each layer has curvature; one without adds nothing.
+
+    Returns:
+        The sum, rounded once; None where a layer with curvature has no value.
+    """
     if any(value is None and own for value, own in zip(values, curved, strict=True)):
         return None
     return math.fsum(value or 0.0 for value in values)

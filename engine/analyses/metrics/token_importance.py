@@ -22,7 +22,11 @@ _MOST = 10
 
 
 def require_head(name: str | None, workspace: Workspace) -> None:
-    """Refuse, before anything is collected, a head that the model does not have, or a Fisher without gradients.
+    """Refuse a head that the model does not have, or a Fisher without gradients, before anything is collected.
+
+    Args:
+        name: The head's name; None where no token importance is asked for.
+        workspace: The job; one of stored factors has no model, and is not checked.
 
     Raises:
         NoSuchLayer: The message says what there is.
@@ -39,7 +43,16 @@ def require_head(name: str | None, workspace: Workspace) -> None:
 
 
 def token_importance(name: str | None, workspace: Workspace, whole: Collected) -> TokenImportance | None:
-    """Write the importance of each row of G of the layer ``name``, and return what is to be said of it.
+    """Write the importance of each row of a head's G as an artifact, and summarise it.
+
+    Args:
+        name: The head's name; None where no token importance is asked for.
+        workspace: The job, whose artifacts take the diagonal, shape ``(V,)``, float64.
+        whole: The factor set.
+
+    Returns:
+        The record of the head: its trace, and how many tokens carry 99 % of it, or the reason why there is no diagonal;
+        None where none is asked for.
 
     Memory:
         The layer's factors as they are kept, and 16 V bytes.
@@ -72,7 +85,14 @@ def token_importance(name: str | None, workspace: Workspace, whole: Collected) -
 
 
 def gradient_diagonal(factors: Factors) -> Tensor:
-    """Return the diagonal of the head's G, (V,) float64 on the host, scale multiplied in, without making G dense."""
+    """Return the diagonal of a head's G without making G dense.
+
+    Args:
+        factors: The layer's factors; a tied head carries the diagonal of its own G beside them.
+
+    Returns:
+        The diagonal, shape ``(V,)``, float64, on the host, scale multiplied in.
+    """
     side = factors.G
     if factors.head_diagonal is not None:
         return factors.head_diagonal.to("cpu", torch.float64)
