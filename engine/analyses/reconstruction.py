@@ -27,7 +27,7 @@ from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured
 from engine.linalg.panels import wide_product
-from engine.measurement.clip_factor import Made, in_eigenbasis, not_stabilised, rebuilt
+from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuilt
 from engine.measurement.clip_head import clipped_structured
 from engine.measurement.finite_numbers import finite_summary
 from engine.measurement.layer_measurement import Measured, covered_result, declared_results, measured_layers
@@ -170,17 +170,17 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
     else:
         basis = layer.load_basis(side)
         values, vectors = basis.values / scale, basis.vectors
+    decomposed = DecomposedFactor(layer=name, factor=factor, scale=scale, values=values, vectors=vectors)
     if layer.facts.module == GIVEN_MATRIX and vectors is not None:
-        return _of_given(run, factor, values, vectors, name)
+        return _of_given(run, replace(decomposed, scale=1.0), vectors)
     if run.params.route == "eigenbasis":
         return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
-    place = run.params.placement
-    return rebuilt(run.workspace, factor, values, vectors, run.kappa_max, place, layer=name, scale=scale)
+    return rebuilt(run.workspace, decomposed, run.kappa_max, run.params.placement)
 
 
-def _of_given(run: _Run, factor: Tensor, values: Tensor, vectors: Tensor, name: str) -> Made:
-    """A matrix that nobody collected may be indefinite, and a decomposition cuts values off at zero."""
-    values = values.clone()
+def _of_given(run: _Run, decomposed: DecomposedFactor, vectors: Tensor) -> Made:
+    """Stabilise a matrix that no collection made, which may be indefinite; a decomposition cuts values off at zero."""
+    name, factor, values = decomposed.layer, decomposed.factor, decomposed.values.clone()
     cut = int((values <= 0).sum())
     if cut:
         columns = vectors[:, :cut].to(torch.float64)
@@ -203,9 +203,7 @@ def _of_given(run: _Run, factor: Tensor, values: Tensor, vectors: Tensor, name: 
     if run.params.route == "eigenbasis":
         made = in_eigenbasis(values, vectors, run.kappa_max, _basis_dtype(factor.dtype), kind="matrix")
     else:
-        made = rebuilt(
-            run.workspace, factor, values, vectors, run.kappa_max, run.params.placement, layer=name, scale=1.0
-        )
+        made = rebuilt(run.workspace, replace(decomposed, values=values), run.kappa_max, run.params.placement)
     return replace(made, side=replace(made.side, smallest=float(values[0])))
 
 

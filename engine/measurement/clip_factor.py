@@ -1,7 +1,7 @@
 """One factor of a layer, stabilised: rebuilt where it fits, or kept as its clipped eigenbasis, and looked at."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -30,25 +30,63 @@ class Made:
     None where there is none of them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecomposedFactor:
+    """A dense factor of one layer with its eigendecomposition, as it is stored: without its scale."""
+
+    layer: str
+    factor: Tensor
+    """(n, n), or (n,) of a diagonal one."""
+    scale: float
+    values: Tensor
+    """(n,) float64, ascending."""
+    vectors: Tensor | None
+    """(n, n), one eigenvector a column; None of a diagonal one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """A stabilised side as it came out; its scale is not in the eigenvalues."""
+
+    kind: str
+    smallest: float
+    largest: float
+    relative_error: float | None
+    found_by: str
+    digest: str
+    rungs: tuple[str, ...] = ()
+
+
 def rebuilt(
     workspace: Workspace,
-    factor: Tensor,  # (n, n), or (n,) the diagonal; left as it is
-    values: Tensor,  # (n,) ascending, of the factor as it is stored
-    vectors: Tensor | None,  # (n, n); none of a diagonal
+    decomposed: DecomposedFactor,
     kappa_max: float,
     wish: Literal["auto", "device", "panels", "host"],
-    *,
-    layer: str,
-    scale: float,
 ) -> Made:
-    """Stabilise ``factor`` at the first place of the ladder that fits, and look at what came out.
+    """Clip the spectrum of a factor at the first placement that fits, and check the result.
+
+    Args:
+        workspace: The job, whose guard chooses the placement and whose earlier plan is followed.
+        decomposed: The factor with its eigendecomposition; it is left as it is.
+        kappa_max: Condition number to clip at, above 1.
+        wish: Placement to begin with; ``auto`` takes the plan's.
+
+    Returns:
+        The clipped matrix, shape (n, n), or diagonal, shape (n,), in the factor's dtype, and its record.
+
+    Raises:
+        ValueError: If a matrix comes without its eigenvectors.
+        NonFiniteFactor: If factor or basis hold NaN or Inf.
+        OutOfMemory: If no placement fits.
 
     Memory:
         A copy of the factor, from which a lower rung begins where memory runs out halfway; and as
         ``placement_bytes`` says.
     """
+    factor, values, vectors = decomposed.factor, decomposed.values, decomposed.vectors
+    layer = decomposed.layer
     if factor.ndim == 1:
-        return _clipped_diagonal(factor, values, kappa_max, scale)
+        return _clipped_diagonal(decomposed, kappa_max)
     if vectors is None:
         raise ValueError(f"layer `{layer}`: a matrix is stabilised by its eigenvectors, and none were made")
     size, largest = factor.shape[0], float(values[-1])
@@ -65,7 +103,7 @@ def rebuilt(
                 device_bytes=on_device,
                 # a copy of the factor besides; what came out is looked at when tiles are gone
                 host_bytes=factor.numel() * factor.element_size() + max(on_host, checking_bytes(size, factor.dtype)),
-                run=partial(_attempt, workspace, factor, values, vectors, kappa_max, place),
+                run=partial(_attempt, workspace, decomposed, kappa_max, place),
             )
         )
     found = workspace.machine.guard.descend(
@@ -77,24 +115,16 @@ def rebuilt(
     )
     matrix, done = found.value
     came_out = reached(matrix, values, vectors, done.floor) if largest > 0 else _NO_CURVATURE
-    positive = came_out.smallest > 0
-    return Made(
-        content=matrix,
-        side=_side(
-            done,
-            values,
-            scale,
-            kind="matrix",
-            rungs=found.taken,
-            placement=done.placement,
-            precision=done.precision,
-            floor_reached=came_out.smallest * scale,
-            kappa_reached=came_out.largest / came_out.smallest if positive else None,
-            found_by=came_out.found_by,
-            relative_error=came_out.relative_error,
-            digest=digest(matrix),
-        ),
+    outcome = _Outcome(
+        kind="matrix",
+        smallest=came_out.smallest,
+        largest=came_out.largest,
+        relative_error=came_out.relative_error,
+        found_by=came_out.found_by,
+        digest=digest(matrix),
+        rungs=found.taken,
     )
+    return Made(content=matrix, side=_side(done, values, decomposed.scale, outcome))
 
 
 def in_eigenbasis(
@@ -117,28 +147,21 @@ def in_eigenbasis(
         floor=kept.floor,
         largest=largest,
         mass=float((kept.floor - ordered[below]).sum()),
-        precision="float64",
+        precision=str(dtype).removeprefix("torch."),
         placement="host",
     )
     smallest = max(float(ordered[0]), kept.floor)
-    return Made(
-        content=kept,
-        side=_side(
-            done,
-            ordered,
-            1.0,
-            kind=kind,
-            update="eigenbasis",
-            rungs=(),
-            placement=None,
-            precision=str(dtype).removeprefix("torch."),
-            floor_reached=smallest,
-            kappa_reached=largest / smallest if smallest > 0 else None,
-            found_by="construction",
-            relative_error=None,
-            digest=_basis_digest(kept),
-        ),
+    outcome = _Outcome(
+        kind=kind,
+        smallest=smallest,
+        largest=largest,
+        relative_error=None,
+        found_by="construction",
+        digest=_basis_digest(kept),
     )
+    # no update was summed, and so it has no place
+    side = replace(_side(done, ordered, 1.0, outcome), update="eigenbasis", placement=None)
+    return Made(content=kept, side=side)
 
 
 def not_stabilised(size: int, kind: str, why: str) -> Made:
@@ -149,75 +172,52 @@ def not_stabilised(size: int, kind: str, why: str) -> Made:
 
 
 def _attempt(
-    workspace: Workspace, factor: Tensor, values: Tensor, vectors: Tensor, kappa_max: float, placement: Placement
+    workspace: Workspace, decomposed: DecomposedFactor, kappa_max: float, placement: Placement
 ) -> tuple[Tensor, Clipped]:
     # a copy: an attempt that runs out of memory halfway leaves the factor to the next one as it was
-    matrix = factor.clone()
+    matrix, values, vectors = decomposed.factor.clone(), decomposed.values, decomposed.vectors
     done = stabilise_(matrix, values, vectors, kappa_max, placement=placement, device=workspace.machine.device)
     return matrix, done
 
 
-def _clipped_diagonal(factor: Tensor, values: Tensor, kappa_max: float, scale: float) -> Made:
+def _clipped_diagonal(decomposed: DecomposedFactor, kappa_max: float) -> Made:
+    factor, values = decomposed.factor, decomposed.values
     diagonal = factor.clone()
-    done = stabilise_(diagonal, values, None, kappa_max)
+    done = replace(stabilise_(diagonal, values, None, kappa_max), precision="float64", placement="host")
     wide, truth = diagonal.to(torch.float64), factor.to(torch.float64).clamp_min(done.floor)
-    smallest, largest = float(wide.min()), float(wide.max())
-    return Made(
-        content=diagonal,
-        side=_side(
-            done,
-            values,
-            scale,
-            kind="diagonal",
-            rungs=(),
-            placement="host",
-            precision="float64",
-            floor_reached=smallest * scale,
-            kappa_reached=largest / smallest if smallest > 0 else None,
-            found_by="eigenvalues",
-            relative_error=relative_difference(wide, truth),
-            digest=digest(diagonal),
-        ),
+    outcome = _Outcome(
+        kind="diagonal",
+        smallest=float(wide.min()),
+        largest=float(wide.max()),
+        relative_error=relative_difference(wide, truth),
+        found_by="eigenvalues",
+        digest=digest(diagonal),
     )
+    return Made(content=diagonal, side=_side(done, values, decomposed.scale, outcome))
 
 
-def _side(  # noqa: PLR0913 - the fields that differ
-    done: Clipped,
-    values: Tensor,
-    scale: float,
-    *,
-    kind: str,
-    rungs: tuple[str, ...],
-    placement: str | None,
-    precision: str,
-    floor_reached: float,
-    kappa_reached: float | None,
-    found_by: str,
-    relative_error: float | None,
-    digest: str,
-    update: str | None = None,
-) -> ReconstructedSide:
+def _side(done: Clipped, values: Tensor, scale: float, outcome: _Outcome) -> ReconstructedSide:
     trace = float(values.sum())
     return ReconstructedSide(
         size=done.size,
-        kind=kind,
+        kind=outcome.kind,
         clipped=done.clipped,
         unclipped=done.size - done.clipped,
-        update=update or done.update,
+        update=done.update,
         why=None,
-        precision=precision,
-        placement=placement,
-        rungs=rungs,
+        precision=done.precision,
+        placement=done.placement,
+        rungs=outcome.rungs,
         floor=done.floor * scale,
-        floor_reached=floor_reached,
-        kappa_reached=kappa_reached,
-        found_by=found_by,
+        floor_reached=outcome.smallest * scale,
+        kappa_reached=outcome.largest / outcome.smallest if outcome.smallest > 0 else None,
+        found_by=outcome.found_by,
         trace=trace * scale,
         mass=done.mass * scale,
         mass_share=done.mass / trace if trace > 0 else None,
-        relative_error=relative_error,
+        relative_error=outcome.relative_error,
         smallest=None,
-        digest=digest,
+        digest=outcome.digest,
     )
 
 

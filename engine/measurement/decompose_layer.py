@@ -64,13 +64,10 @@ class Side:
 
 def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
     """Digest, norms and spectrum of one factor."""
-    factors = arrived.factors
-    factor: Tensor | Structured = factors.A if side == "A" else factors.G
-    there = arrived.there_A if side == "A" else arrived.there_G
-    scale = factors.scale_A if side == "A" else factors.scale_G
-    rank_bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
+    factor, there = arrived.side(side)
+    scale = arrived.factors.scale_A if side == "A" else arrived.factors.scale_G
     own = factor.digest() if isinstance(factor, Structured) else digest(factor)
-    found = decomposed(workspace, factor, there, layer=facts.name, side=side, digest=own, rank_bound=rank_bound)
+    found = read_or_decompose(workspace, facts, arrived, side, own)
     counted = None
     if found is None and workspace.options.decomposition != "none" and isinstance(there, Structured):
         counted = there.counted(workspace.options.stabilisation.kappa_max)
@@ -79,7 +76,7 @@ def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, sid
         trace=trace(factor, scale),
         frobenius=frobenius(factor, scale),
         scale=scale,
-        rank_bound=rank_bound,
+        rank_bound=_rank_bound(facts, side),
         found=found,
         spectrum=None if found is None else found.values * scale,
         counted=None if counted is None else counted.times(scale),
@@ -115,30 +112,31 @@ def least_precise(*sides: Side) -> str | None:
     return min((side.found.precision for side in sides if side.found is not None), default=None)
 
 
-def decomposed(
-    workspace: Workspace,
-    factor: Tensor | Structured,
-    there: Tensor | Structured,
-    *,
-    layer: str,
-    side: Literal["A", "G"],
-    digest: str,
-    rank_bound: int | None,
+def read_or_decompose(
+    workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"], digest: str
 ) -> Decomposition | None:
-    """The spectrum of one factor, without its vectors; None where none is asked for, or none is to be had.
+    """Return the spectrum of one factor: read back where it was stored, or computed and stored.
 
     Args:
-        workspace: Says what is asked for, and where it is laid aside.
-        factor: As it is kept; its scale is not in the values.
-        there: The same where it is decomposed.
-        layer: For messages, and for the plan's choice.
-        side: Which of the layer's two.
-        digest: Of the factor.
-        rank_bound: Most nonzero eigenvalues there can be, where known.
+        workspace: The job: what is asked for, the plan's choice of solver, and where bases are stored.
+        facts: The layer, with the most nonzero eigenvalues that either factor can have.
+        arrived: Its factors, as they are kept and where they are decomposed.
+        side: Which of the two.
+        digest: SHA-256 of the factor, under which the decomposition is stored.
+
+    Returns:
+        The eigenvalues, shape (n,), without the factor's scale, and no vectors, which ``load_basis`` reads; None where
+        no analysis asks for any, or no solver takes the factor.
+
+    Raises:
+        NotConverged: If every solver fails.
+        OutOfMemory: If no solver fits.
 
     Memory:
-        As ``eigenbasis.rungs`` says, and the basis once more as it is laid aside.
+        As ``eigendecomposition.rungs`` says, and the basis once more as it is stored.
     """
+    factor, there = arrived.side(side)
+    layer, rank_bound = facts.name, _rank_bound(facts, side)
     need = workspace.options.decomposition
     if need == "none":
         return None
@@ -184,6 +182,10 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
     if found is None or found.vectors is None:
         raise ValueError("no basis was laid aside: `Workspace.decomposition` does not ask for vectors")
     return replace(found, values=found.values * side.scale)
+
+
+def _rank_bound(facts: LayerFacts, side: Literal["A", "G"]) -> int | None:
+    return facts.rank_bound_A if side == "A" else facts.rank_bound_G
 
 
 def _name(digest: str, rank_bound: int | None) -> str:

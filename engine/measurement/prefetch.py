@@ -8,6 +8,7 @@ one takes, so that no layer goes down a rung for another's sake.
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ class Arrived:
     there_G: Factor
     sent: torch.cuda.Event | None = None
     """When both have arrived; None where nothing was sent."""
+
+    def side(self, name: Literal["A", "G"]) -> tuple[Factor, Factor]:
+        """Return one factor as it is kept on the host, and as it stands where it is decomposed.
+
+        Args:
+            name: Which of the layer's two.
+
+        Returns:
+            The factor twice, dense with shape ``(n, n)`` or ``(n,)``, or structured; on a CPU the same object.
+        """
+        return (self.factors.A, self.there_A) if name == "A" else (self.factors.G, self.there_G)
 
     def wait(self) -> None:
         """Let the device's present work follow their arrival."""
