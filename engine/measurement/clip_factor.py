@@ -1,4 +1,4 @@
-"""One factor of a layer, stabilised: rebuilt where it fits, or kept as its clipped eigenbasis, and looked at."""
+"""The stabilised factor: one side of a layer rebuilt with a clipped spectrum where it fits, else its clipped eigenbasis."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _NO_CURVATURE = Reached(smallest=0.0, largest=0.0, relative_error=0.0, found_by=
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A stabilised side, and what is said of it."""
+    """A stabilised side with its record."""
 
     side: ReconstructedSide
     content: Tensor | StabilisedSide | ClippedOperator | None
@@ -135,7 +135,21 @@ def in_eigenbasis(
     *,
     kind: str,
 ) -> Made:
-    """Keep a side as its eigenbasis, clipped; its scale stands in the values."""
+    """Keep a side as its clipped eigenbasis; its scale is in the eigenvalues.
+
+    Args:
+        values: Eigenvalues, shape (n,), float64, ascending; of a diagonal side its entries, in their order.
+        vectors: Eigenvectors, shape (n, n), or (n, r) of the r largest eigenvalues; None of a diagonal side.
+        kappa_max: Condition number to clip at, above 1.
+        dtype: Precision that the vectors are kept in.
+        kind: Name of the side's form in the record, such as ``matrix`` or ``diagonal``.
+
+    Returns:
+        The eigenbasis, which no matrix was rebuilt from, and its record.
+
+    Raises:
+        NonFiniteFactor: If the eigenvalues hold NaN or Inf.
+    """
     kept = StabilisedSide.of(values, vectors, kappa_max, dtype)
     ordered = torch.sort(values).values
     below = ordered < kept.floor
@@ -165,7 +179,16 @@ def in_eigenbasis(
 
 
 def not_stabilised(size: int, kind: str, why: str) -> Made:
-    """A side whose spectrum is not to be had."""
+    """Return a side whose spectrum is not known, with the reason in its record.
+
+    Args:
+        size: Rows of the side.
+        kind: Name of its form in the record.
+        why: The reason, as a part of a sentence.
+
+    Returns:
+        A side without content; every number of its record but the size is None.
+    """
     blank = dict.fromkeys(ReconstructedSide.__dataclass_fields__)
     known = {"size": size, "kind": kind, "update": "not stabilised", "why": why, "rungs": ()}
     return Made(content=None, side=ReconstructedSide(**{**blank, **known}))  # type: ignore[arg-type]

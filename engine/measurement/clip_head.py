@@ -11,12 +11,12 @@ from engine.measurement.layer_measurement import Measured
 
 
 def clipped_structured(layer: Measured, side: Structured, kappa_max: float) -> Made:
-    """Clip the G of ``layer`` at ``λ_max / kappa_max``.
+    """Clip the G of ``layer`` at ``λ_max / kappa_max`` without making it dense.
 
     Args:
-        layer: Whose eigenvalues were computed, or counted between bounds.
-        side: Its G.
-        kappa_max: The condition number that comes out at most.
+        layer: The measured layer, whose eigenvalues of G were computed, or counted between bounds.
+        side: G, shape (out_dim, out_dim), as it is kept.
+        kappa_max: Largest condition number of the result, above 1.
 
     Returns:
         An eigenbasis of gradient rows, or of a small softmax head; an operator of a wide one, or of a sketch; neither

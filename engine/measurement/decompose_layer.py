@@ -1,6 +1,6 @@
-"""Decomposed factors: each factor's spectrum, and its basis where an analysis asks for it, made once for a job.
+"""Decomposed factors: each factor's spectrum, and its basis where an analysis asks for it, computed once for a job.
 
-What was made is laid aside under the factor's digest, with the rungs it took: in the scratch place,
+A decomposition is stored under the factor's digest, with the solvers that were tried: in the scratch place,
 where another attempt of the job finds it, or in memory where there is none. Values are kept in
 float64. Vectors are computed in float64 and kept in float32, which is what products with them need
 (an inverse applied through them is good to 1e-6 at a condition of 1e6), unless the factor itself is
@@ -63,7 +63,22 @@ class Side:
 
 
 def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
-    """Digest, norms and spectrum of one factor."""
+    """Compute digest, norms and spectrum of one factor.
+
+    Args:
+        workspace: The job: its options, guard and scratch place.
+        facts: The layer.
+        arrived: The layer's factors, on the host and where they are decomposed.
+        side: Which of the two.
+
+    Returns:
+        The measured side, without its vectors; a structured G without a spectrum has its eigenvalues counted where that
+        is possible.
+
+    Raises:
+        NotConverged: If every solver fails.
+        OutOfMemory: If no solver fits.
+    """
     factor, there = arrived.side(side)
     scale = arrived.factors.scale_A if side == "A" else arrived.factors.scale_G
     own = factor.digest() if isinstance(factor, Structured) else digest(factor)
@@ -84,7 +99,14 @@ def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, sid
 
 
 def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: Side) -> None:
-    """Write the eigenvalues of one layer, and the bounds of those that were counted, as an artifact."""
+    """Write the eigenvalues of one layer, and the bounds of those that were counted, as ``spectra/{ordinal}.json``.
+
+    Args:
+        workspace: The job, whose artifacts take the table.
+        facts: The layer.
+        side_a: Its measured A.
+        side_g: Its measured G. Without any eigenvalues of either, nothing is written.
+    """
     if side_a.spectrum is None and side_g.spectrum is None and side_g.counted is None:
         return
     table: dict[str, Any] = {"layer": facts.name, "ordinal": facts.ordinal, "form": facts.form}
@@ -97,7 +119,14 @@ def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: 
 
 
 def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
-    """The rungs that were passed over for want of memory, in words."""
+    """Describe the solvers that were passed over because they would not have fitted.
+
+    Args:
+        sides: Measured sides by name.
+
+    Returns:
+        One sentence per solver, with the bytes that it needs and those that were free.
+    """
     return tuple(
         f"{name}: {each.name} needs {readable_bytes(each.needed)} of {each.place} memory, "
         f"{readable_bytes(each.free)} free"
@@ -108,7 +137,14 @@ def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
 
 
 def least_precise(*sides: Side) -> str | None:
-    """Precision of the less precise of two decompositions; None where there was none."""
+    """Return the precision of the less precise of several decompositions.
+
+    Args:
+        sides: Measured sides.
+
+    Returns:
+        ``float32`` or ``float64``; None where no side was decomposed.
+    """
     return min((side.found.precision for side in sides if side.found is not None), default=None)
 
 
@@ -166,15 +202,32 @@ def read_or_decompose(
 
 
 def beyond_solvers(factor: Tensor | Structured) -> bool:
-    """Whether no eigensolver takes ``factor``: it is dense and has more rows than LAPACK counts."""
+    """Tell whether no eigensolver takes a factor.
+
+    Args:
+        factor: A factor, dense with shape (n, n), diagonal with shape (n,), or structured.
+
+    Returns:
+        True for a dense factor of more rows than LAPACK's integers count.
+    """
     return not isinstance(factor, Structured) and factor.ndim == 2 and factor.shape[0] > LARGEST
 
 
 def load_basis(workspace: Workspace, side: Side) -> Decomposition:
-    """A basis that was laid aside, with the factor's own eigenvalues, on the host.
+    """Read one side's eigenvectors back, on the host.
+
+    Args:
+        workspace: The job.
+        side: A side that was measured in it.
+
+    Returns:
+        The decomposition with its vectors, shape (n, r), and the factor's own eigenvalues, its scale in them.
+
+    Raises:
+        ValueError: If the job keeps no vectors.
 
     Memory:
-        The basis as it is laid aside.
+        The basis as it is stored.
     """
     if side.found is not None and side.found.rungs == ("diagonal",):
         return replace(side.found, values=side.found.values * side.scale)

@@ -14,22 +14,42 @@ _PLAIN = (int, float, str, type(None))
 
 
 def nullified(record: Record) -> tuple[Record, tuple[str, ...]]:
-    """Return ``record`` with null for each NaN and infinity, and the dotted names of the fields that held one.
+    """Replace NaN and infinities by null.
 
-    A tuple or mapping that holds one is null as a whole.
+    Args:
+        record: A record, number, tuple or mapping; records within it are replaced too.
+
+    Returns:
+        A copy with null for each number that is not finite, and for each tuple or mapping that holds one directly, and
+        the dotted names of those fields.
     """
     names: list[str] = []
     return _finite(record, "", names), tuple(names)
 
 
 def reason(names: tuple[str, ...]) -> str:
-    """Return what is to be said of such fields; nothing where there are none."""
+    """Describe the fields that were replaced.
+
+    Args:
+        names: Dotted names of fields, as ``nullified`` returns them.
+
+    Returns:
+        A sentence that lists them; the empty string where there are none.
+    """
     listed = ", ".join(f"`{name}`" for name in names)
     return f"null, since float64 does not hold it: {listed}" if names else ""
 
 
 def finite_summary(summary: Record, log: Callable[[str, str], None]) -> Record:
-    """Return a summary with null for what is not finite, and log which numbers those are."""
+    """Replace what is not finite in a summary by null, and log the names of those numbers.
+
+    Args:
+        summary: The summary of an analysis.
+        log: The job's log, ``log(level, message)``.
+
+    Returns:
+        A copy, of numbers that JSON can hold.
+    """
     finite, names = nullified(summary)
     if names:
         log("warning", f"summary: {reason(names)}")

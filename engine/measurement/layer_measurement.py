@@ -82,7 +82,18 @@ class _SharedSides(dict[int, Side]):
 
 
 def measured_layers(workspace: Workspace) -> Iterator[Measured]:
-    """Every covered layer, the largest first; the second analysis of a job gets the first one's."""
+    """Measure every covered layer, the largest first; later analyses of the job get the same records.
+
+    Args:
+        workspace: The job: its model or stored factors, options, machine and ports.
+
+    Returns:
+        Every covered layer once; its factors are not held. Once the last one is measured, the index of the kept factors
+        is written.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
     known = workspace.results.of(_MeasuredLayers)
     factors = collected(workspace)
     keep_factors = workspace.inputs.stored is None and (
@@ -334,7 +345,16 @@ def _observed(
 
 
 def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
-    """Return the row of a covered layer with one analysis's metrics; what is not finite is null, as its record says."""
+    """Make the row of a covered layer.
+
+    Args:
+        kind: Name of the analysis.
+        layer: The measured layer.
+        metrics: What the analysis computed of it.
+
+    Returns:
+        The row; what is not finite is null, and the record's ``why`` names those numbers.
+    """
     facts = layer.facts
     metrics, of_metrics = nullified(metrics)
     record, of_record = nullified(layer.record)
@@ -356,7 +376,15 @@ def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
 
 
 def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
-    """A row for every declared layer, after the covered ones."""
+    """Make the rows of the layers that are not covered, after those of the covered ones.
+
+    Args:
+        kind: Name of the analysis.
+        workspace: The job; rows that an earlier attempt has delivered are left out.
+
+    Returns:
+        One row per layer that is not covered, with its reason and without metrics.
+    """
     whole = collected(workspace)
     for place, layer in enumerate(whole.declared):
         ordinal = len(whole.layers) + place

@@ -58,7 +58,16 @@ class Arrived:
 
 
 def ahead_bytes(in_dim: int, out_dim: int, item: int) -> int:
-    """Bytes of the next layer's factors as they come in: both dense, and the larger one's packed triangle."""
+    """Compute the bytes of the next layer's factors while they are read: both dense, and the larger one's packed triangle.
+
+    Args:
+        in_dim: Rows of A.
+        out_dim: Rows of G.
+        item: Bytes of one number.
+
+    Returns:
+        Bytes on the host; a device takes as many.
+    """
     return item * (in_dim**2 + out_dim**2 + max(in_dim, out_dim) ** 2 // 2)
 
 
@@ -71,7 +80,18 @@ def streamed(
     need: Need,
     resident: bool,
 ) -> Generator[Arrived, None, None]:
-    """The factors of ``layers``, in this order; the next ones come in while the caller works on these.
+    """Yield the factors of some layers; the next ones are read while the caller works on the present ones.
+
+    Args:
+        layers: The layers, in the order in which they come.
+        load: Reads one layer's factors by its ordinal, to the host.
+        device: Device that factors are decomposed on.
+        guard: Tells whether the next layer fits beside the present one.
+        need: ``values`` or ``vectors``: what the present layer is decomposed for.
+        resident: Whether all factors are in host memory already; on a CPU no thread is needed then.
+
+    Returns:
+        Each layer's factors, on the host and on ``device``, in the order of ``layers``.
 
     Memory:
         One layer's factors and the next one's, on the host and on the device; what is ``resident``

@@ -25,17 +25,39 @@ _BRANCHES: dict[str, Branch] = {
 
 
 def branch(facts: LayerFacts) -> Branch:
-    """How the layer's curvature is represented: by what stands for G, or by the form of both sides."""
+    """Name how a layer's curvature is represented: by what stands for G, or by the form of both sides.
+
+    Args:
+        facts: The layer.
+
+    Returns:
+        The branch, as the record calls it.
+    """
     return _BRANCHES[facts.form if facts.representation_G == "dense" else facts.representation_G]
 
 
 def branch_counts(layers: Iterable[LayerFacts]) -> dict[str, int]:
-    """Return how many of ``layers`` each branch has; each layer has one."""
+    """Count the layers of each branch; each layer has one.
+
+    Args:
+        layers: Covered layers.
+
+    Returns:
+        Counts by branch, in the order of first appearance.
+    """
     return dict(Counter(branch(facts) for facts in layers))
 
 
 def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
-    """The record's fields on the rows that are kept in place of G; null where none are."""
+    """Collect the record's fields on the rows that are kept in place of G.
+
+    Args:
+        factors: The layer's factors.
+        facts: The layer.
+
+    Returns:
+        Count, dtype and device of the rows, and the sketch's error bound, by the record's names; None where G is dense.
+    """
     side = factors.G
     if isinstance(side, DiagonalSketch):
         rows = None if side.rows is None else side.rows.shape[0]
@@ -57,12 +79,19 @@ def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
 
 
 def factorised(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
-    """How the damped Gram matrix of gradient rows is inverted.
+    """Factorise the damped Gram matrix of a layer's gradient rows.
 
-    None where no analysis of the job decomposes anything, without gradient rows, and without a damping of G's own.
+    Args:
+        workspace: The job: its device, and ``woodbury.eps``, from which the jitter follows.
+        factors: The layer's factors.
+        damping_g: Absolute damping of G; None where it has none of its own.
+
+    Returns:
+        The factorisation, with the jitter that it took; None where no analysis of the job decomposes anything, without
+        gradient rows, and without a damping.
 
     Memory:
-        2 T² numbers in float64.
+        2 T² numbers in float64, for T rows.
     """
     if workspace.options.decomposition == "none" or not isinstance(factors.G, LowRank) or damping_g is None:
         return None
@@ -70,5 +99,13 @@ def factorised(workspace: Workspace, factors: Factors, damping_g: float | None) 
 
 
 def with_factorisation(rungs: tuple[str, ...] | None, taken: Factorised | None) -> tuple[str, ...] | None:
-    """The decomposition's rungs, and the one by which the damped Gram matrix was inverted."""
+    """Append the method that inverted the damped Gram matrix to the solvers of a decomposition.
+
+    Args:
+        rungs: Solvers that were tried; None where nothing was decomposed.
+        taken: The factorisation; None where there is none.
+
+    Returns:
+        Both, in order; ``rungs`` where there is no factorisation.
+    """
     return rungs if taken is None else (*(rungs or ()), taken.rung)

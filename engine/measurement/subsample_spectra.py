@@ -1,4 +1,4 @@
-"""Sample sizes: one layer's spectra and traces after ever more examples, to see whether they have converged."""
+"""Sample sizes: one layer's spectra and traces after more and more examples, to see whether they have converged."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,16 @@ class _SharedSpectra(dict[tuple[int, int], Tensor | None]):
 def smaller_sizes(
     workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_factors: bool
 ) -> tuple[MeasuredSize, ...]:
-    """One layer at every size below the whole that was kept, ascending; factors that the job keeps are written.
+    """Measure one layer at every sample size below the whole, and write the factors that the job keeps.
+
+    Args:
+        workspace: The job: its options, device and artifacts.
+        whole: The factor set, with the sizes that it holds.
+        facts: The layer.
+        keep_factors: Whether factors are written as artifacts.
+
+    Returns:
+        One record per size, ascending; none where no smaller sizes were asked for.
 
     Memory:
         One layer's factors at one size, and their eigenvalues.
@@ -85,7 +94,15 @@ def _spectrum(
 
 
 def trace(factor: Tensor | Structured, scale: float) -> float:
-    """Trace of ``scale`` times a matrix (n, n), or the diagonal one whose diagonal (n,) is given."""
+    """Compute the trace of a factor.
+
+    Args:
+        factor: The factor, dense with shape (n, n), diagonal with shape (n,), or structured.
+        scale: Number that the factor is multiplied by.
+
+    Returns:
+        ``scale`` times the sum of the diagonal, in float64.
+    """
     if isinstance(factor, Structured):
         return factor.trace() * scale
     diagonal = factor if factor.ndim == 1 else factor.diagonal()
@@ -93,7 +110,14 @@ def trace(factor: Tensor | Structured, scale: float) -> float:
 
 
 def frobenius(factor: Tensor | Structured, scale: float) -> float | None:
-    """Frobenius norm of the same; None where only its diagonal is kept.
+    """Compute the Frobenius norm of a factor.
+
+    Args:
+        factor: The factor, dense with shape (n, n), diagonal with shape (n,), or structured.
+        scale: Number that the factor is multiplied by, not negative.
+
+    Returns:
+        ``scale`` times the norm, in float64; None where only the diagonal of a structured factor is kept.
 
     Memory:
         256 rows in float64.
@@ -108,7 +132,14 @@ def frobenius(factor: Tensor | Structured, scale: float) -> float | None:
 
 
 def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] | None:
-    """What the analysis `factors` says of ``sizes``; None where none were asked for."""
+    """Collect the traces at every sample size, for the analysis `factors`.
+
+    Args:
+        sizes: One layer's records, ascending.
+
+    Returns:
+        One row per size; None where no sizes were asked for.
+    """
     rows = tuple(
         NestedTraces(
             examples=size.examples, trace_A=size.trace_A, trace_G=size.trace_G, trace=size.trace_A * size.trace_G
@@ -119,7 +150,14 @@ def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] |
 
 
 def nested_capacity(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedCapacity, ...] | None:
-    """What the analysis `capacity` says of ``sizes``; None where none were asked for."""
+    """Compute trace, participation ratio and effective rank at every sample size, for the analysis `capacity`.
+
+    Args:
+        sizes: One layer's records, ascending.
+
+    Returns:
+        One row per size, with None for a metric whose spectra or norms are missing; None where no sizes were asked for.
+    """
     rows = []
     for size in sizes:
         rank_a, rank_g = (
