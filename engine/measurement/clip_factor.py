@@ -1,4 +1,4 @@
-"""The stabilised factor: one side of a layer rebuilt with a clipped spectrum where it fits, else its clipped eigenbasis."""
+"""The stabilised factor: one side of a layer, rebuilt where that fits, or as its clipped eigenbasis."""
 
 import hashlib
 from dataclasses import dataclass, replace

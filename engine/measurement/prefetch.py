@@ -58,7 +58,7 @@ class Arrived:
 
 
 def ahead_bytes(in_dim: int, out_dim: int, item: int) -> int:
-    """Compute the bytes of the next layer's factors while they are read: both dense, and the larger one's packed triangle.
+    """Compute the bytes of the next layer's factors while they are read: both dense, and one packed triangle.
 
     Args:
         in_dim: Rows of A.
@@ -66,7 +66,7 @@ def ahead_bytes(in_dim: int, out_dim: int, item: int) -> int:
         item: Bytes of one number.
 
     Returns:
-        Bytes on the host; a device takes as many.
+        Bytes on the host, the larger factor's triangle among them; a device takes as many.
     """
     return item * (in_dim**2 + out_dim**2 + max(in_dim, out_dim) ** 2 // 2)
 
