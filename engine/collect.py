@@ -36,9 +36,9 @@ from engine.layers.coverage_check import require_coverage, surveyed, trainable_n
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
-from engine.model.activation_memory import checkpointed
-from engine.model.determinism import Numerics, pinned
-from engine.model.preserve_state import untouched
+from engine.model.activation_memory import set_activation_checkpointing
+from engine.model.determinism import Numerics, set_numerics
+from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
 from engine.planning.model_memory import weigh_model
@@ -89,14 +89,14 @@ def _collect(workspace: Workspace) -> Collected:
     _require_finite(job.model)
     survey = surveyed(job.model, job.collection)
     trainable = trainable_numbers(job.model)
-    with untouched(job.model, job.dtype), pinned(job.numerics, job.heard):
+    with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
         planned = _settle(job, survey, trainable)
         # what the probe held would stay with the process, beside what the passes hold
         give_back_host_memory()
         workspace.machine.guard.hold(planned.plan)
         probed = planned.probed.for_passes(planned.plan.chosen, sizes_of(workspace, job.collection))
-        with checkpointed(job.model, wanted=planned.plan.chosen.activation_checkpointing):
+        with set_activation_checkpointing(job.model, wanted=planned.plan.chosen.activation_checkpointing):
             sums = run_passes(probed, planned.plan)
             plan = dataclasses.replace(planned.plan, chosen=sums.chosen)
             probed = probed.for_passes(plan.chosen, probed.job.sizes)
@@ -150,7 +150,7 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
         _announce_anew(workspace, job.numerics, plan)
         if not plan.fits(workspace.machine.budget):
             plan.require(workspace.machine.budget, smallest_budgets(workspace, planned.probed.probe, planned.less))
-        with checkpointed(job.model, wanted=plan.chosen.activation_checkpointing):
+        with set_activation_checkpointing(job.model, wanted=plan.chosen.activation_checkpointing):
             changed = verification.changes(planned.probed)
         if not changed:
             cut = verification.cuts_padding(planned.probed)

@@ -17,10 +17,10 @@ from engine.layers.coverage_check import surveyed
 from engine.memory.budget import resident_bytes
 from engine.memory.limits import warm_up
 from engine.memory.plan import Plan
-from engine.model.batches import mapped
-from engine.model.determinism import pinned
-from engine.model.meta_device import shapes_alone
-from engine.model.preserve_state import untouched
+from engine.model.batches import map_tensors
+from engine.model.determinism import set_numerics
+from engine.model.meta_device import simulate_device
+from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
 from engine.planning.model_memory import weigh_model
@@ -86,7 +86,7 @@ def _planned(workspace: Workspace) -> PlannedJob:
     warm_up()
     held = resident_bytes()
     first = next(iter(workspace.inputs.batches()))
-    chunk = mapped(tuple(first), lambda tensor: _shape_of(tensor, META))
+    chunk = map_tensors(tuple(first), lambda tensor: _shape_of(tensor, META))
 
     def batches() -> Iterator[tuple[Any, ...]]:
         yield chunk
@@ -95,10 +95,14 @@ def _planned(workspace: Workspace) -> PlannedJob:
     inputs = dataclasses.replace(workspace.inputs, batches=batches, model=_bare(workspace.inputs.model, META))
     machine = dataclasses.replace(workspace.machine, device=META)
     job = PassJob.of(dataclasses.replace(workspace, inputs=inputs, machine=machine), workspace.machine.device)
-    with shapes_alone(workspace.machine.device):
+    with simulate_device(workspace.machine.device):
         # the caller's flags say what is trainable; inside what follows, nothing is
         survey = surveyed(job.model, job.collection)
-    with shapes_alone(workspace.machine.device), untouched(job.model, job.dtype), pinned(job.numerics, job.heard):
+    with (
+        simulate_device(workspace.machine.device),
+        preserve_state(job.model, job.dtype),
+        set_numerics(job.numerics, job.heard),
+    ):
         probed = probe_sizes(probe_functional_layers(probe_model(job, survey)))
         probed = probed.with_probe(dataclasses.replace(probed.probe, resident_bytes=held))
     return choose_plan(workspace, probed)

@@ -27,7 +27,7 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
-from engine.model.batches import counted
+from engine.model.batches import count_examples
 from engine.operators.preconditioning import precondition
 from engine.planning.eigendecomposition_memory import (
     eigendecomposition_bytes as eigendecomposition_bytes,  # noqa: PLC0414 - offered here
@@ -306,7 +306,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             model=model,
             batches=lambda: iter(kept() if callable(kept) else kept),
             task=task if isinstance(task, Task) else Task(type=task),  # type: ignore[arg-type] # validated by the reader
-            examples=counted(kept) if isinstance(kept, (list, tuple)) else None,
+            examples=count_examples(kept) if isinstance(kept, (list, tuple)) else None,
         ),
         options=JobOptions(
             collection=collection or Collection(),

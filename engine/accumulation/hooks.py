@@ -1,6 +1,6 @@
 """Hooks: watch a model's treated layers and hand every call, and its gradient, to their statistics.
 
-No weight gradient is ever computed: ``untouched`` has set every parameter to need none, and an
+No weight gradient is ever computed: ``preserve_state`` has set every parameter to need none, and an
 output that then needs none either is made a leaf that does, so that gradients with respect to
 *outputs* flow and nothing else. They are bitwise the same and cost about half the backward pass.
 """
@@ -25,7 +25,7 @@ from engine.layers.layer import TreatedLayer, Use
 from engine.layers.parameter_slice import Place, Places
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
-from engine.model.tensor_storage import apart
+from engine.model.tensor_storage import detach_view
 from engine.row_layout.attention_masks import RECOMPUTED, Key, MaskBroken, Masking, counted, position_count
 from engine.row_layout.call_shapes import CallShapes
 from engine.row_layout.layer_calls import called, entered_by
@@ -33,9 +33,9 @@ from engine.row_layout.row_order import RowOrders, example_first
 from engine.row_layout.shared_inputs import Sharing
 from engine.row_layout.unbatched_inputs import lacks_examples, spread
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.function_mode import Interception
+from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.parameter_uses import Product
-from engine.tracing.shared_parameters import StandIn, standing_in
+from engine.tracing.shared_parameters import StandIn, install_stand_ins
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Collector:
     _bare: dict[str, LayerStatistics] = field(default_factory=dict)
     """Of the layers that are parameters themselves, by parameter."""
     _watching: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _interception: Interception | None = None
+    _use_mode: ParameterUseMode | None = None
     """Watches the parameters of both; None where there are none."""
 
     def __post_init__(self) -> None:
@@ -108,12 +108,12 @@ class Collector:
         pairs = [(name, leader.layer.name) for name, leader in leaders if leader is not None]
         self._sharing = Sharing.of(pairs)
         if parameters:
-            self._interception = Interception(parameters, self)
+            self._use_mode = ParameterUseMode(parameters, self)
 
     def begin(self, examples: int, mask: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
         """Prepare for one batch, of which ``inputs`` enter the model."""
-        if self._interception is not None:
-            self._interception.begin(inputs, examples, graphed=self.gradients)
+        if self._use_mode is not None:
+            self._use_mode.begin(inputs, examples, graphed=self.gradients)
         self.examples = examples
         self.shapes.begin(examples, inputs)
         self.mask = None if mask is None or bool(mask.all()) else mask
@@ -141,18 +141,18 @@ class Collector:
     def returned(self) -> bool:
         """Close one backward pass; False where a gradient has overflowed, and nothing of it has entered anything."""
         held, self._held = self._held, []
-        interception = self._interception
+        use_mode = self._use_mode
         if self.scale is not None:
-            arrived = [gradient for _, gradient in held] + ([] if interception is None else interception.arrived())
+            arrived = [gradient for _, gradient in held] + ([] if use_mode is None else use_mode.arrived())
             if arrived and not bool(torch.stack([gradient.isfinite().all() for gradient in arrived]).all()):
-                if interception is not None:
-                    interception.forget()
+                if use_mode is not None:
+                    use_mode.forget()
                 return False
         for enter, gradient in held:
             enter(self._unscaled(gradient))
         for meeting in self._meetings.values():
             meeting.close()
-        for name, start, gradients in () if interception is None else interception.returned():
+        for name, start, gradients in () if use_mode is None else use_mode.returned():
             if name in self._bare:
                 self._bare[name].add_example_gradients_(self._unscaled(gradients), start, self.examples)
         return True
@@ -212,10 +212,10 @@ class Collector:
             by_name[stand_in.layer].flaw = by_name[stand_in.layer].flaw or "unforeseen_use"
 
         try:
-            with standing_in([each.layer for each in self.statistics]) as stand_ins:
+            with install_stand_ins([each.layer for each in self.statistics]) as stand_ins:
                 # removed again: a leaf and its hook hold each other, and with them the statistics
                 handles += [each.when_reached(partial(arrived, each)) for each in stand_ins]
-                with self._interception.watching() if self._interception else contextlib.nullcontext():
+                with self._use_mode.watching() if self._use_mode else contextlib.nullcontext():
                     yield
                 for stand_in in stand_ins:
                     if stand_in.replaced:
@@ -393,7 +393,7 @@ class Collector:
 
         if output.requires_grad:
             output.register_hook(arrived)  # type: ignore[no-untyped-call]
-            return apart(output)
+            return detach_view(output)
         leaf = output.detach().requires_grad_()
         leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
         # a copy, since the next operation may work in place and a leaf forbids that

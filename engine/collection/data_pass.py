@@ -28,11 +28,11 @@ from engine.layers.parameter_slice import Places
 from engine.layers.tied import TiedHeadLayer
 from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, staging_numbers
 from engine.model.backward_pass import pull_back
-from engine.model.batches import Batch, batched, tensors
+from engine.model.batches import Batch, make_batches, tensors
 from engine.model.determinism import Numerics
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import directions
-from engine.model.mixed_precision import Precision, usable
+from engine.model.mixed_precision import Precision, choose_precision
 from engine.model.outputs import predict
 from engine.row_layout.attention_masks import Key, Masking
 from engine.row_layout.length_buckets import grouped
@@ -97,7 +97,7 @@ class PassJob:
             dtype=torch.float64 if collection.dtype == "float64" else torch.float32,
             numerics=Numerics.here(device, workspace.resume.numerics),
             heard=set(),
-            precision=usable(collection.amp, device),
+            precision=choose_precision(collection.amp, device),
         )
 
     def batches(self) -> Iterator[Batch]:
@@ -107,7 +107,7 @@ class PassJob:
     def stream(self) -> Iterator[Batch]:
         """The data, anew, in batches where the caller has them."""
         chunks = self.workspace.inputs.batches() if self.workspace.inputs.batches is not None else iter(())
-        return batched(chunks, self.collection.batch_size)
+        return make_batches(chunks, self.collection.batch_size)
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
         """The same job, with the mask not laid on ``calls``; then padding is not cut either."""

@@ -28,10 +28,10 @@ from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
 from engine.model.counter_rng import uniforms
-from engine.model.determinism import pinned
+from engine.model.determinism import set_numerics
 from engine.model.loss_directions import hessian_product, root_product
 from engine.model.outputs import Prediction, predict
-from engine.model.preserve_state import untouched
+from engine.model.preserve_state import preserve_state
 
 _SIGN_KEY = 0x5167
 """Tells the key of a sign from that of a sampled label."""
@@ -96,7 +96,11 @@ class GaussNewton:
     def prepared(self) -> Iterator[None]:
         """Hold the model still, as a collection does."""
         job = self.job
-        with untouched(job.model, job.dtype), pinned(job.numerics, job.heard), _twice_differentiable(job.model):
+        with (
+            preserve_state(job.model, job.dtype),
+            set_numerics(job.numerics, job.heard),
+            _twice_differentiable(job.model),
+        ):
             yield
 
     def products(self, blocks: Sequence[Block], vectors: Sequence[Tensor]) -> list[Tensor]:

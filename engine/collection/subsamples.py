@@ -21,7 +21,7 @@ from engine.collection.collection_state import Gathered, Snapshot
 from engine.collection.normalise import Stored, finished
 from engine.factors.factor_set import LayerFacts, NestedSize
 from engine.factors.spilled_factors import lay_aside
-from engine.model.batches import batched
+from engine.model.batches import make_batches
 from engine.workspace import Artifacts, Workspace
 
 EIGHTHS = (1, 2, 4)
@@ -88,7 +88,7 @@ def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
     total = workspace.inputs.examples
     if total is None:
         stream = workspace.inputs.batches() if workspace.inputs.batches is not None else iter(())
-        total = sum(batch.size for batch in batched(stream, collection.batch_size))
+        total = sum(batch.size for batch in make_batches(stream, collection.batch_size))
     if 8 * collection.batch_size > total:
         workspace.ports.log(
             "warning",

@@ -33,7 +33,7 @@ from engine.gradient_identity.recorded_rows import Recording, gradients_of, reco
 from engine.gradient_identity.reference import narrowest_dtype
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
-from engine.model.batches import Batch, mapped
+from engine.model.batches import Batch, map_tensors
 
 Proof = str
 """`alone`, `single` (batches of one example), `inputs` (no gradients), or `same_forward`."""
@@ -341,4 +341,6 @@ def picked(batch: Batch, places: Sequence[int]) -> Batch:
     def pick(tensor: Tensor) -> Tensor:
         return tensor[index.to(tensor.device)]
 
-    return Batch(inputs=mapped(batch.inputs, pick), targets=mapped(batch.targets, pick), index=pick(batch.index))
+    return Batch(
+        inputs=map_tensors(batch.inputs, pick), targets=map_tensors(batch.targets, pick), index=pick(batch.index)
+    )

@@ -12,7 +12,7 @@ from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.layers.layer import TreatedLayer, Use, of_examples
-from engine.model.backward_pass import drained, pull_back
+from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.counter_rng import normals
 from engine.model.dtype_casts import casts_of
@@ -120,7 +120,7 @@ def _recorded(
     own = subject.moved(batch)
     torch.manual_seed(seed)
     with (
-        drained(subject.device),
+        drain_backward_queue(subject.device),
         unwritten(subject.model),
         collector.attached(),
         torch.set_grad_enabled(subject.has_gradients),

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.gradient_identity.recorded_rows import direction_of, run
-from engine.model.backward_pass import drained
+from engine.model.backward_pass import drain_backward_queue
 from engine.model.batches import Batch
 from engine.model.dtype_casts import casts_of
 
@@ -68,7 +68,12 @@ def pull_back(
                 except Exception as error:  # noqa: BLE001 - raised below: autograd would keep the rest of the graph
                     failures.append(error)
 
-    with drained(subject.device), unwritten(subject.model), _trainable(parameters, accumulated), torch.enable_grad():
+    with (
+        drain_backward_queue(subject.device),
+        unwritten(subject.model),
+        _trainable(parameters, accumulated),
+        torch.enable_grad(),
+    ):
         prediction = run(subject, own)
         if subject.task.likelihood == "model":
             cotangent = direction_of(subject, prediction, own.index)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.model.batches import tensors
-from engine.model.tensor_storage import identity, storage_of
+from engine.model.tensor_storage import storage_identity, storage_of
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments by which a layer hands keys and values on; running it twice would hand them on twice."""
@@ -78,15 +78,15 @@ class _Trace:
         """Count a tensor's storage once."""
         storage = tensor.untyped_storage()
         self.kept.append(storage)
-        if identity(storage) not in known:
-            self.held.setdefault(self.within, {})[identity(storage)] = storage.nbytes()
-            self.order.setdefault(identity(storage), storage.nbytes())
+        if storage_identity(storage) not in known:
+            self.held.setdefault(self.within, {})[storage_identity(storage)] = storage.nbytes()
+            self.order.setdefault(storage_identity(storage), storage.nbytes())
 
     def storages(self, tree: Any) -> dict[int, int]:  # noqa: ANN401 - what a module was given
         """Identity and bytes of each storage of ``tree``."""
         found = [tensor.untyped_storage() for tensor in tensors(tree) if tensor.layout == torch.strided]
         self.kept += found
-        return {identity(storage): storage.nbytes() for storage in found}
+        return {storage_identity(storage): storage.nbytes() for storage in found}
 
     @property
     def plain(self) -> int:
@@ -141,7 +141,7 @@ def checkpointing_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def checkpointed(model: nn.Module, *, wanted: bool) -> Iterator[None]:
+def set_activation_checkpointing(model: nn.Module, *, wanted: bool) -> Iterator[None]:
     """Compute the inside of every checkpointing layer again in the backward pass, where that is ``wanted``."""
     layers = list(checkpointing_layers(model).values()) if wanted else []
     before = [vars(layer).get("forward") for layer in layers]
@@ -174,7 +174,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def traced(
+def trace_saved_bytes(
     run: Callable[[int], object],
     sizes: tuple[int, ...],
     model: nn.Module,

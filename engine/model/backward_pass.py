@@ -45,7 +45,7 @@ def pull_back(
 
 
 @contextlib.contextmanager
-def drained(device: torch.device) -> Iterator[None]:
+def drain_backward_queue(device: torch.device) -> Iterator[None]:
     """Leave nothing of a backward pass that fails inside in autograd's queue, which would hold its graph.
 
     What is queued goes by the age of its operation, the youngest first. An operation that is older than

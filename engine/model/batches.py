@@ -57,18 +57,20 @@ class Batch:
             return own.to(device, dtype, copy=True) if tensor.is_floating_point() else own.to(device, copy=True)
 
         return Batch(
-            inputs=mapped(self.inputs, moved), targets=mapped(self.targets, moved), index=self.index.to(device)
+            inputs=map_tensors(self.inputs, moved),
+            targets=map_tensors(self.targets, moved),
+            index=self.index.to(device),
         )
 
 
-def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+def map_tensors(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     """``tree`` with every tensor changed."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping):
-        return {key: mapped(value, change) for key, value in tree.items()}
+        return {key: map_tensors(value, change) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
-        return tuple(mapped(value, change) for value in tree)
+        return tuple(map_tensors(value, change) for value in tree)
     return tree
 
 
@@ -83,7 +85,7 @@ def tensors(tree: Tree) -> list[Tensor]:
     return []
 
 
-def batched(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Batch]:
+def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Batch]:
     """Re-slice ``stream`` to ``batch_size`` examples.
 
     Raises:
@@ -115,7 +117,7 @@ def batched(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Bat
         raise EmptyData("the data holds no example; give at least one", pointer="/data")
 
 
-def counted(chunks: Iterable[tuple[Tree, ...]]) -> int | None:
+def count_examples(chunks: Iterable[tuple[Tree, ...]]) -> int | None:
     """Examples in ``chunks``, as their first tensors say; None where one has none."""
     firsts = [next(iter(tensors(chunk)), None) for chunk in chunks]
     sizes = [first.shape[0] for first in firsts if first is not None and first.ndim]
@@ -169,7 +171,7 @@ def _joined(pieces: list[Batch]) -> Batch:
 
     def join(trees: list[Tree]) -> Tree:
         columns = [iter(tensors(tree)) for tree in trees]
-        return mapped(trees[0], lambda _: torch.cat([next(column) for column in columns]))
+        return map_tensors(trees[0], lambda _: torch.cat([next(column) for column in columns]))
 
     return Batch(
         inputs=join([piece.inputs for piece in pieces]),
@@ -180,7 +182,7 @@ def _joined(pieces: list[Batch]) -> Batch:
 
 def _sliced(batch: Batch, start: int, stop: int) -> Batch:
     return Batch(
-        inputs=mapped(batch.inputs, lambda tensor: tensor[start:stop]),
-        targets=mapped(batch.targets, lambda tensor: tensor[start:stop]),
+        inputs=map_tensors(batch.inputs, lambda tensor: tensor[start:stop]),
+        targets=map_tensors(batch.targets, lambda tensor: tensor[start:stop]),
         index=batch.index[start:stop],
     )

@@ -73,7 +73,7 @@ def _instructions(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def pinned(numerics: Numerics, heard: set[str]) -> Iterator[None]:
+def set_numerics(numerics: Numerics, heard: set[str]) -> Iterator[None]:
     """Hold ``numerics``, and restore afterwards what the caller had.
 
     Names of operations without a deterministic form are added to ``heard``; every other warning

@@ -85,7 +85,7 @@ class _Attention(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def shapes_alone(device: torch.device) -> Iterator[None]:
+def simulate_device(device: torch.device) -> Iterator[None]:
     """Let models on the meta device run as they would on ``device``; loads torch's tracer, some 100 MB."""
     before = tracer.meta_nonzero_assume_all_nonzero
     tracer.meta_nonzero_assume_all_nonzero = True

@@ -46,7 +46,7 @@ class Precision:
         return LossScale(value, steady) if self.amp == "fp16" else None
 
 
-def usable(asked: Literal["off", "bf16", "fp16"], device: torch.device) -> Precision:
+def choose_precision(asked: Literal["off", "bf16", "fp16"], device: torch.device) -> Precision:
     """What ``device`` can do of what is asked for, rather than imitate at a crawl."""
     if asked == "bf16" and not _has_bfloat16(device):
         name = "this CPU" if device.type == "cpu" else "this device"

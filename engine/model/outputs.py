@@ -66,7 +66,7 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
         NonFiniteLoss: If the outputs hold NaN or Inf.
     """
     own_loss = task.likelihood == "model"
-    returned = answer(model, batch, labelled=own_loss)
+    returned = call_model(model, batch, labelled=own_loss)
     batch = with_virtual_tokens(model, batch, task)
     arrange = {
         "classification": _classified,
@@ -100,7 +100,7 @@ def class_terms(batch: Batch, task: Task, each: int) -> int:
     return int((classes != task.ignore_index).sum()) if isinstance(classes, Tensor) else each * batch.size
 
 
-def answer(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
+def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
     """Return what ``model`` returns for ``batch``, which it is given the targets of where ``labelled``.
 
     Raises:

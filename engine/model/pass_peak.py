@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.model.tensor_storage import identity
+from engine.model.tensor_storage import storage_identity
 
 Line = tuple[int, int]
 """Bytes at any number of examples, and bytes that each adds."""
@@ -41,11 +41,11 @@ class StorageEvents(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - as torch returns
-        before = {identity(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
+        before = {storage_identity(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
         left = func(*args, **(kwargs or {}))
         for tensor in _strided(left):
             storage = tensor.untyped_storage()
-            known = identity(storage)
+            known = storage_identity(storage)
             if known not in self._living and known not in before:
                 self._living.add(known)
                 self.changes.append(storage.nbytes())

@@ -1,4 +1,4 @@
-"""Untouched: run a model for measuring, and leave it exactly as it was found."""
+"""Preserved state: run a model for measuring, and leave it exactly as it was before."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from engine.model.dtype_casts import note_conversion
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Run ``model`` in ``eval()`` at ``dtype`` without parameter gradients; restore everything.
 
     Flags, modes, weights, buffers, `.grad`s, hooks and the generators' state are as before

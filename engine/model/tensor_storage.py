@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 
-def identity(storage: torch.UntypedStorage) -> int:
+def storage_identity(storage: torch.UntypedStorage) -> int:
     """Tells one living storage from another."""
     return int(storage._cdata)  # noqa: SLF001 - torch's own identity of it, with no other name
 
 
 def storage_of(tensor: Tensor) -> int:
     """The identity of a strided tensor's storage."""
-    return identity(tensor.untyped_storage())
+    return storage_identity(tensor.untyped_storage())
 
 
-def apart(tensor: Tensor) -> Tensor:
+def detach_view(tensor: Tensor) -> Tensor:
     """Return ``tensor`` as a view of nothing, over the same numbers.
 
     A hook on a view is passed by where a model writes to another view of the same tensor: autograd then

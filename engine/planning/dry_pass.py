@@ -8,7 +8,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.data_pass import PassJob
 from engine.collection.normalise import foreseen_flaw
 from engine.layers.layer import TreatedLayer
-from engine.model.backward_pass import drained, pull_back
+from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of
 from engine.model.outputs import predict
@@ -51,7 +51,7 @@ def pass_events(
     )
     events = StorageEvents()
     torch.manual_seed(job.collection.seed)
-    with drained(job.workspace.machine.device), collector.attached(), torch.enable_grad(), events.noted():
+    with drain_backward_queue(job.workspace.machine.device), collector.attached(), torch.enable_grad(), events.noted():
         collector.begin(batch.size, batch.mask, tensors(batch.inputs))
         with job.precision.autocast(job.workspace.machine.device):
             prediction = predict(job.model, batch, job.task)

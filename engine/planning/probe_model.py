@@ -20,10 +20,10 @@ from engine.factors.representation import Foreseen, choose
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer
-from engine.model.activation_memory import Saved, traced
-from engine.model.batches import Batch, mapped, tensors
+from engine.model.activation_memory import Saved, trace_saved_bytes
+from engine.model.batches import Batch, map_tensors, tensors
 from engine.model.dtype_casts import casts_of, settle_casts
-from engine.model.outputs import answer, predict
+from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
 from engine.planning.dry_pass import pass_events
@@ -42,9 +42,9 @@ from engine.row_layout.layer_calls import (
 from engine.row_layout.length_buckets import padding_decides_nothing
 from engine.row_layout.row_order import find_row_orders
 from engine.row_layout.unbatched_inputs import proven
-from engine.tracing.function_mode import Interception
+from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses, calls_of, candidates, discovered, places_of
-from engine.tracing.shared_parameters import used_elsewhere
+from engine.tracing.shared_parameters import find_shared_parameters
 
 _DRY_EXAMPLES = (2, 3)
 """One example, repeated. Not once alone: a model may squeeze a batch of one away."""
@@ -113,7 +113,7 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
         torch.manual_seed(job.collection.seed)
         return predict(job.model, batch, job.task).outputs
 
-    elsewhere = used_elsewhere(
+    elsewhere = find_shared_parameters(
         [layer for layer in survey.treated if layer.name in called], survey.aliases, run, casts_of(job.model)
     )
     if not elsewhere:
@@ -184,7 +184,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
 
     def run(examples: int) -> Tensor:
         part = _repeated(batch, examples)
-        seen_by = Interception(stepped, Uses(examples=examples)) if stepped else None
+        seen_by = ParameterUseMode(stepped, Uses(examples=examples)) if stepped else None
         if seen_by is not None:
             seen_by.begin(tensors(part.inputs), examples)
         with job.precision.autocast(job.workspace.machine.device), seen_by or contextlib.nullcontext():
@@ -194,7 +194,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     # a direction that overflows is pulled back again, through the same graph; and so is another direction
     repeated = job.precision.amp == "fp16"
     retained = repeated or job.collection.fisher == "type2" or job.collection.samples > 1
-    saved, recomputed, met, normalised = traced(
+    saved, recomputed, met, normalised = trace_saved_bytes(
         run, sizes, job.model, watched, copied, padded=padded, retained=retained
     )
     if saved.of(1) == 0:
@@ -241,7 +241,7 @@ def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
 def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
     """What ``parameters`` do with ``batch``, and the calls of the modules."""
     uses = Uses(examples=batch.size)
-    interception = Interception(parameters, uses, proving=True)
+    interception = ParameterUseMode(parameters, uses, proving=True)
     interception.begin(tensors(batch.inputs), batch.size)
     spread = [module for role, module in called(survey.treated) if role.name in job.tables]
     with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception.watching():
@@ -279,7 +279,7 @@ def _run(job: PassJob, survey: Survey) -> Run:
         # a model that draws numbers draws the same ones
         torch.manual_seed(job.collection.seed)
         with torch.no_grad(), watched(survey.treated, trial.size, job.tables) as calls:
-            returned = answer(job.model, trial, labelled=job.task.likelihood == "model")
+            returned = call_model(job.model, trial, labelled=job.task.likelihood == "model")
         return calls, tensors(returned)
 
     return run
@@ -290,7 +290,9 @@ def _repeated(batch: Batch, times: int) -> Batch:
         return tensor[:1].repeat_interleave(times, 0)
 
     return Batch(
-        inputs=mapped(batch.inputs, repeated), targets=mapped(batch.targets, repeated), index=repeated(batch.index)
+        inputs=map_tensors(batch.inputs, repeated),
+        targets=map_tensors(batch.targets, repeated),
+        index=repeated(batch.index),
     )
 
 

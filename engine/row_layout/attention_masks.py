@@ -23,7 +23,7 @@ from engine.errors import EngineError, Unwinding
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.embedding import EmbeddingLayer
 from engine.layers.layer import TreatedLayer
-from engine.model.batches import Batch, mapped
+from engine.model.batches import Batch, map_tensors
 from engine.row_layout.layer_calls import Call
 
 Key = tuple[str, int]
@@ -147,7 +147,9 @@ def _with_tail(batch: Batch, mask: Tensor) -> tuple[Batch, Tensor]:
     def picked(tensor: Tensor) -> Tensor:
         return tensor[longest]
 
-    own = Batch(inputs=mapped(batch.inputs, picked), targets=mapped(batch.targets, picked), index=batch.index[longest])
+    own = Batch(
+        inputs=map_tensors(batch.inputs, picked), targets=map_tensors(batch.targets, picked), index=batch.index[longest]
+    )
     inputs = dict(own.inputs)
     inputs["attention_mask"] = inputs["attention_mask"].masked_fill(tail, 0)
     return replace(own, inputs=inputs), tail

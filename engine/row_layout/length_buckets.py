@@ -16,7 +16,7 @@ from torch import Tensor
 
 from catalog.inputs import Task
 from engine.errors import EngineError
-from engine.model.batches import Batch, mapped
+from engine.model.batches import Batch, map_tensors
 from engine.model.outputs import Prediction
 from engine.row_layout.attention_masks import Masking, numbered, position_count
 from engine.row_layout.layer_calls import Call
@@ -113,4 +113,6 @@ def _cut(batch: Batch, rows: list[int], length: int) -> Batch:
         # what is as long as the mask goes along it
         return own[:, :length] if own.ndim > 1 and own.shape[1] == width else own
 
-    return Batch(inputs=mapped(batch.inputs, picked), targets=mapped(batch.targets, picked), index=batch.index[places])
+    return Batch(
+        inputs=map_tensors(batch.inputs, picked), targets=map_tensors(batch.targets, picked), index=batch.index[places]
+    )

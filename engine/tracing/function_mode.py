@@ -1,4 +1,4 @@
-"""Interception: parameters that no treated module covers, seen through the operations they enter.
+"""A function mode for parameters that no treated module covers: it sees the operations they enter.
 
 Module hooks see modules; a parameter that a model uses by itself is seen by a mode that is shown
 every torch operation. A tensor made from such a parameter alone is *derived*: it is followed until
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.out_of_memory import is_unexplained
-from engine.model.tensor_storage import apart, storage_of
+from engine.model.tensor_storage import detach_view, storage_of
 from engine.tracing.batch_provenance import Rows, batch_first
 from engine.tracing.custom_functions import shown
 from engine.tracing.example_contributions import contribution, takes_shapes_alone
@@ -51,7 +51,7 @@ from engine.tracing.torch_functions import (
 )
 
 
-class Interception(Multiplying):
+class ParameterUseMode(Multiplying):
     """Shows ``sink`` what ``parameters`` do while inside.
 
     Args:
@@ -241,7 +241,7 @@ class Interception(Multiplying):
             return self._strange(operation, sources)
         rows = {id(tensor): self._marks.rows(tensor) for tensor in operation.tensors if self._marks.is_data(tensor)}
         left = operation.run(lambda tensor: tensor.detach() if self._marks.sources(tensor) else tensor)
-        stands = apart(left) if isinstance(left, Tensor) else left
+        stands = detach_view(left) if isinstance(left, Tensor) else left
         known = {key: each for key, each in rows.items() if each is not None}
         found = None
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's

@@ -24,7 +24,7 @@ _Key = tuple[Place | None, Place | None]
 
 @dataclass
 class Uses:
-    """What the watched parameters did in one dry run; a sink of ``Interception``."""
+    """What the watched parameters did in one dry run; a sink of ``ParameterUseMode``."""
 
     examples: int = 1
     """N of the run."""

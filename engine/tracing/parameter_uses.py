@@ -1,4 +1,4 @@
-"""Sightings: what an interception tells of the parameters that it watches."""
+"""Uses of parameters in a forward pass: the products they enter, and the interface that is told of them."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Uses elsewhere: parameters that a model reads besides in the calls of the modules that hold them.
+"""Shared parameters: those that a model also reads outside the calls of the modules that hold them.
 
 A head may multiply by its table's weight without being a module, a module may keep another's parameter
 under a name of its own (BERT's prediction head, its decoder's bias), to use it or not, and a model may
@@ -53,7 +53,7 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def standing_in(layers: Sequence[TreatedLayer], aliases: Sequence[Alias] = ()) -> Iterator[list[StandIn]]:
+def install_stand_ins(layers: Sequence[TreatedLayer], aliases: Sequence[Alias] = ()) -> Iterator[list[StandIn]]:
     """Put stand-ins in the place of the layers' parameters, except while a module that holds them is called.
 
     Args:
@@ -81,7 +81,7 @@ def standing_in(layers: Sequence[TreatedLayer], aliases: Sequence[Alias] = ()) -
         yield stand_ins
 
 
-def used_elsewhere(
+def find_shared_parameters(
     layers: Sequence[TreatedLayer],
     aliases: Sequence[Alias],
     run: Callable[[], Tensor],
@@ -99,7 +99,10 @@ def used_elsewhere(
         What autograd saves of a run, from such uses on; and their gradients.
     """
     names = {layer.name for layer in layers}
-    with standing_in(layers, [alias for alias in aliases if alias.layer in names]) as stand_ins, torch.enable_grad():
+    with (
+        install_stand_ins(layers, [alias for alias in aliases if alias.layer in names]) as stand_ins,
+        torch.enable_grad(),
+    ):
         outputs = run()
         replaced = frozenset(each.layer for each in stand_ins if each.replaced)
         if not outputs.requires_grad:

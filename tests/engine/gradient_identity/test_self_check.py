@@ -125,8 +125,8 @@ def nobody_stands_in(*_: object) -> Iterator[list[object]]:
 
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing sees a parameter that is used outside of its module's calls."""
-    monkeypatch.setattr(probe_model, "used_elsewhere", lambda *_: frozenset())
-    monkeypatch.setattr(hooks, "standing_in", nobody_stands_in)
+    monkeypatch.setattr(probe_model, "find_shared_parameters", lambda *_: frozenset())
+    monkeypatch.setattr(hooks, "install_stand_ins", nobody_stands_in)
 
 
 def test_a_parameter_read_elsewhere_is_found_by_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from engine.collect import collected
 from engine.factors.factor_set import Collected
 from engine.factors.kronecker_factors import digest
 from engine.memory.budget import MemoryBudget
-from engine.model.activation_memory import Saved, checkpointed, checkpointing_layers, traced
+from engine.model.activation_memory import Saved, checkpointing_layers, set_activation_checkpointing, trace_saved_bytes
 from engine.planning import job_plan
 from engine.workspace import Workspace
 from tests.oracles import workspace
@@ -42,7 +42,7 @@ class Known(nn.Module):
 @pytest.mark.parametrize("held", [False, True])
 def test_saved_bytes_of_a_known_net(held: bool) -> None:
     model = Known().requires_grad_(False)
-    plain, again, met, _ = traced(
+    plain, again, met, _ = trace_saved_bytes(
         lambda size: model(torch.ones(size, 10)), (2, 5), model, dict.fromkeys(model.children(), held)
     )
     # tanh keeps its output, which is the second layer's input; without weight gradients a linear layer keeps none, but
@@ -67,7 +67,7 @@ def test_what_does_not_grow_is_told_apart() -> None:
             return self.layer(x) * torch.arange(1000.0).view(250, 4).sum(0) * torch.ones(250, 1, 1)
 
     model = Biased().requires_grad_(False)
-    plain, *_ = traced(lambda size: model(torch.ones(size, 4)), (2, 3), model, {model.layer: False})
+    plain, *_ = trace_saved_bytes(lambda size: model(torch.ones(size, 4)), (2, 3), model, {model.layer: False})
     assert plain.fixed_bytes >= 1000
     assert plain.of(3) == plain.fixed_bytes + 3 * plain.example_bytes
 
@@ -154,5 +154,5 @@ def test_where_a_model_offers_none_it_is_said() -> None:
     made.options.memory, made.ports.log = Memory(activation_checkpointing="on"), lambda _, message: said.append(message)
     collected(made)
     assert any("offers none" in message for message in said)
-    with checkpointed(Known(), wanted=True):
+    with set_activation_checkpointing(Known(), wanted=True):
         pass

@@ -14,7 +14,7 @@ from engine.analyses.factors import collect_factors
 from engine.collect import collected
 from engine.collection import checkpoints
 from engine.errors import StopRequested
-from engine.model.determinism import Numerics, pinned
+from engine.model.determinism import Numerics, set_numerics
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -137,7 +137,7 @@ def test_the_words_of_other_machines_are_understood(message: str, named: str | N
     heard: set[str] = set()
     with warnings.catch_warnings(record=True) as others:
         warnings.simplefilter("always")
-        with pinned(HERE, heard):
+        with set_numerics(HERE, heard):
             warnings.warn(message, UserWarning, stacklevel=1)
     assert heard == ({named} if named else set())
     assert len(others) == (named is None)
@@ -168,9 +168,9 @@ def test_kernels_of_attention_are_chosen_on_a_device_alone() -> None:
     on_device = Numerics(
         device="cuda", instructions="sm_90", threads=1, version="2", attention=("math", "flash"),
     )  # fmt: skip
-    with pinned(on_device, set()):
+    with set_numerics(on_device, set()):
         assert settings()[4] == [True, True, False, False]
-    with pinned(HERE, set()):
+    with set_numerics(HERE, set()):
         assert settings()[4] == before[4]
     assert settings()[:5] == before[:5]
 
@@ -179,9 +179,9 @@ def test_holding_them_loads_no_compiler() -> None:
     """It would take 70 MB of the host and a second, of every job."""
     program = (
         "import sys\n"
-        "from engine.model.determinism import Numerics, pinned\n"
+        "from engine.model.determinism import Numerics, set_numerics\n"
         "import torch\n"
-        "with pinned(Numerics.here(torch.device('cpu')), set()):\n"
+        "with set_numerics(Numerics.here(torch.device('cpu')), set()):\n"
         "    assert torch.are_deterministic_algorithms_enabled()\n"
         "assert not torch.are_deterministic_algorithms_enabled()\n"
         "print([name for name in sys.modules if name.startswith('torch._inductor')])\n"

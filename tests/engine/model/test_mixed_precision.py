@@ -17,7 +17,7 @@ from engine.factors.factor_set import Collected, read_collected
 from engine.factors.kronecker_factors import digest
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.model import mixed_precision
-from engine.model.mixed_precision import LossScale, Precision, usable
+from engine.model.mixed_precision import LossScale, Precision, choose_precision
 from engine.workspace import Workspace
 from tests.oracles import relative_error, workspace
 
@@ -54,7 +54,7 @@ def digests(whole: Collected) -> list[tuple[str, str]]:
     return [(digest(factors.A), digest(factors.G)) for factors in loaded]
 
 
-@pytest.mark.skipif(usable("bf16", CPU).amp == "off", reason="no bfloat16 units")
+@pytest.mark.skipif(choose_precision("bf16", CPU).amp == "off", reason="no bfloat16 units")
 @pytest.mark.parametrize("fisher", ["empirical", "type2", "forward_only"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("offload", ["off", "on"])
@@ -91,7 +91,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, first: float) -> None:
         def loss_scale(self, value: float, steady: int) -> LossScale | None:
             return LossScale(first if steady == 0 else value, steady)
 
-    monkeypatch.setattr(data_pass, "usable", lambda *_: Scaled())
+    monkeypatch.setattr(data_pass, "choose_precision", lambda *_: Scaled())
 
 
 @pytest.mark.parametrize("options", [

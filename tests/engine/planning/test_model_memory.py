@@ -65,7 +65,7 @@ def test_a_graph_that_is_retained_is_planned_whole_and_its_gradients_wait(
     for amp in ("off", "fp16"):
         precision = Precision(amp=amp)  # type: ignore[arg-type]
         made = space("float32", "float32", "meta" if absent else "cpu", batch_size=6)
-        monkeypatch.setattr(data_pass, "usable", lambda *_, found=precision: found)
+        monkeypatch.setattr(data_pass, "choose_precision", lambda *_, found=precision: found)
         if absent:
             plan = plan_job(made)
         else:

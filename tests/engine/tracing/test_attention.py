@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from engine.factors.factor_set import Collected
-from engine.model.preserve_state import untouched
+from engine.model.preserve_state import preserve_state
 from tests.oracles import collect, ggn_block, kronecker, relative_error, row_vector, stacked
 
 EXACT = 1e-10
@@ -232,12 +232,12 @@ def test_a_checkpointed_encoder_is_covered_alike(again: bool) -> None:
 def test_attention_is_computed_as_before_afterwards() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
     model = Encoded()
-    with untouched(model, torch.float64):
+    with preserve_state(model, torch.float64):
         assert not torch.backends.mha.get_fastpath_enabled()
     assert torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with untouched(model, torch.float64):
+        with preserve_state(model, torch.float64):
             pass
         assert not torch.backends.mha.get_fastpath_enabled()
     finally:

@@ -1,4 +1,4 @@
-"""Interception: what it shows the model is what the plain operation gives, and its own failures stay its own."""
+"""A function mode for parameters: it changes nothing that the model computes, and its own failures stay its own."""
 
 from collections.abc import Callable
 from typing import Any

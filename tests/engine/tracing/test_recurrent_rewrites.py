@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from engine.collect import collected
 from engine.errors import EngineError
 from engine.factors.factor_set import Collected
-from engine.tracing.function_mode import Interception
+from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses
 from tests.oracles import collect, relative_error, summed_loss, workspace
 
@@ -240,7 +240,7 @@ def test_what_stands_for_a_kernel_computes_what_it_computes(kind: str, options: 
         model = (Packed if packed else Read)(module, width).eval().to(dtype)
         given = (torch.randn(4, LONGEST, 3, dtype=dtype), *([torch.tensor([2, 5, 3, 1])] if packed else []))
         plain = model(*given)
-        watched = Interception(dict(model.named_parameters()), Uses())
+        watched = ParameterUseMode(dict(model.named_parameters()), Uses())
         watched.begin(given, 4)
         with watched:
             seen = model(*given)
