@@ -19,7 +19,7 @@ from engine.analyses.metrics.kronecker_metrics import Sides
 from engine.analyses.metrics.layer_metrics import ordered, scalar_metrics
 from engine.factors.clipped_operator import ClippedOperator
 from engine.factors.softmax_fisher import SoftmaxFisher
-from engine.linalg.damping import Damping, clipping, counted_clipping
+from engine.linalg.damping import Clipping, Damping
 
 CLASSES, TERMS, KAPPA_MAX = 6000, 64, 1e6
 PARAMS = CapacityParams()
@@ -100,7 +100,7 @@ def main() -> None:
     clipped = values.clamp_min(floor)
     exact = (vectors / clipped) @ (vectors.T @ right)
     kappa = float(clipped[-1] / clipped[0])
-    kappas = [clipping(spectrum[0], KAPPA_MAX).kappa_clipped, counted_clipping(counted, KAPPA_MAX).kappa_clipped]
+    kappas = [Clipping.at(spectrum[0], KAPPA_MAX).kappa_clipped, Clipping.at(counted, KAPPA_MAX).kappa_clipped]
     slack = ZERO * float(values[-1])
     outside = int(((counted.lower > values + slack) | (counted.upper < values - slack)).sum())
     results_file.write(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import mirrored_
+from engine.linalg.damping import clipping_floor
 from engine.linalg.panels import Arrivals, wide_product
 from engine.memory.host_accumulation import Staging
 
@@ -117,9 +118,8 @@ def stabilise_(
     size, largest = factor.shape[0], float(values[-1])
     if not bool(torch.isfinite(values).all()):
         raise NonFiniteFactor("the factor's eigenvalues hold NaN or Inf")
-    floor = max(largest, 0.0) / kappa_max
-    below = values / largest < 1 / kappa_max if largest > 0 else torch.zeros_like(values, dtype=torch.bool)
-    clipped = int(below.sum())
+    floor = clipping_floor(largest, kappa_max)
+    clipped = int((values < floor).sum())
     plan = None if clipped == 0 or vectors is None else _planned(factor, values, vectors, floor, clipped, placement)
     if plan is not None:
         _carry_out_(factor, plan, placement, device or factor.device, scratch_bytes)

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.factors.clipped_operator import ClippedOperator
 from engine.factors.kronecker_factors import unpacked
+from engine.linalg.damping import clipping_floor
 
 PREFIX = {"A": "activation", "G": "gradient"}
 """Of the names that each side's tensors are stored by."""
@@ -54,7 +55,7 @@ class StabilisedSide:
         """
         if not bool(torch.isfinite(values).all()):
             raise NonFiniteFactor("the eigenvalues hold NaN or Inf")
-        floor = max(float(values.max()), 0.0) / kappa_max
+        floor = clipping_floor(float(values.max()), kappa_max)
         if vectors is None:
             return cls(values=values.to(torch.float64).clamp_min(floor), vectors=None, floor=floor)
         size, width = vectors.shape

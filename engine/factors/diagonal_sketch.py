@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.errors import BrokenFactors, NotConverged
 from engine.factors.kronecker_factors import digest, mirrored_
+from engine.linalg.damping import clipping_floor
 from engine.linalg.gram import add_gram_
 from engine.linalg.largest_eigenvalue import largest_eigenvalue, largest_eigenvalues
 from engine.linalg.linear_operator import Structured
@@ -139,7 +140,7 @@ class DiagonalSketch(Structured):
         if self.rows is None:
             return None
         largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
-        floor = None if kappa_max is None else largest[0] / kappa_max
+        floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         found = counted_spectrum(self.update(), largest, residual, floor=floor)
         bound = self.bound or 0.0
         # of probabilities S ≤ S̃: the sketch takes away too little

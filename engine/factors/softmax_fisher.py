@@ -44,6 +44,7 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.factors.kronecker_factors import digest, mirrored_
 from engine.factors.softmax_bytes import NUMBERS_AT_ONCE, dense_head_bytes, softmax_head_bytes
+from engine.linalg.damping import clipping_floor
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.gram import add_gram_
 from engine.linalg.largest_eigenvalue import largest_eigenvalue, largest_eigenvalues
@@ -140,7 +141,7 @@ class SoftmaxFisher(RowSide):
     def counted(self, kappa_max: float | None) -> Counted:
         """All V eigenvalues between bounds; that of the vector 1 is zero where there is no excess."""
         largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
-        floor = None if kappa_max is None else largest[0] / kappa_max
+        floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         return counted_spectrum(self.update(), largest, residual, floor=floor)
 
     @property

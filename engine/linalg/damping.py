@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class Damping:
 
 @dataclass(frozen=True, kw_only=True)
 class Clipping:
-    """Conditioning of one factor under κ_max."""
+    """Conditioning of one factor under κ_max; null throughout where the factor is zero or its spectrum unknown."""
 
     kappa: float | None
     """λ_max/λ_min; null where the factor is singular."""
@@ -47,6 +48,54 @@ class Clipping:
     """The same once eigenvalues below λ_max/κ_max are raised to it."""
     clipped: int | None
     """Eigenvalues below the floor."""
+
+    @classmethod
+    def at(cls, spectrum: Tensor | Counted | None, kappa_max: float | None) -> Self:
+        """Return the condition of a factor before and after clipping at κ_max.
+
+        Args:
+            spectrum: Its eigenvalues, shape (n,), float64, ascending; or all of them between bounds, counted with
+                ``clipping_floor`` as the floor. None if they are unknown.
+            kappa_max: Largest condition number after clipping, above 1; None clips nothing.
+
+        Returns:
+            The condition numbers and how many eigenvalues are raised. κ of a counted spectrum is null where the
+            smallest eigenvalue may be zero.
+        """
+        values = spectrum.values if isinstance(spectrum, Counted) else spectrum
+        if values is None or float(values[-1]) <= 0:
+            return cls(kappa=None, kappa_clipped=None, clipped=None)
+        smallest, largest = float(values[0]), float(values[-1])
+        surely_positive = float(spectrum.lower[0]) > 0 if isinstance(spectrum, Counted) else smallest > 0
+        kappa = _finite(largest / smallest) if surely_positive else None
+        if kappa_max is None:
+            return cls(kappa=kappa, kappa_clipped=kappa, clipped=0)
+        if isinstance(spectrum, Counted):
+            clipped = spectrum.below_floor
+        else:
+            clipped = int((values < clipping_floor(largest, kappa_max)).sum())
+        return cls(
+            kappa=kappa,
+            kappa_clipped=kappa_max if kappa is None else min(kappa, kappa_max),
+            clipped=clipped,
+        )
+
+
+def clipping_floor(largest: float, kappa_max: float) -> float:
+    """Return f = max(λ_max, 0)/κ_max: an eigenvalue is clipped, that is raised to f, if and only if it is below f.
+
+    Every comparison is with this float64 number, because it is what the result is rebuilt with and what an inertia
+    count is asked about. Comparing λ/λ_max with 1/κ_max rounds otherwise: at the boundary it would count an
+    eigenvalue as clipped that is not below f.
+
+    Args:
+        largest: λ_max of the factor, in any unit; negative by rounding alone.
+        kappa_max: Condition number to clip at, above 1.
+
+    Returns:
+        f, in the unit of ``largest``; 0, below which no eigenvalue lies, if it underflows.
+    """
+    return max(largest, 0.0) / kappa_max
 
 
 def damping(mean_a: float, mean_g: float, options: Stabilisation, *, block: bool) -> Damping:
@@ -107,38 +156,6 @@ def identity_warnings(
             f"layer `{layer}`: λ = {found.joint:.3g} exceeds λ_max = {largest:.3g}; "
             "the damped inverse is the identity there: lower `stabilisation.damping` or take `relative`"
         )
-
-
-def clipping(spectrum: Tensor | None, kappa_max: float | None) -> Clipping:
-    """Condition of a factor with ascending eigenvalues (n,), before and after clipping at λ_max/κ_max."""
-    if spectrum is None:
-        return Clipping(kappa=None, kappa_clipped=None, clipped=None)
-    smallest, largest = float(spectrum[0]), float(spectrum[-1])
-    if largest <= 0:
-        return Clipping(kappa=None, kappa_clipped=None, clipped=None)
-    kappa = _finite(largest / smallest) if smallest > 0 else None
-    if kappa_max is None:
-        return Clipping(kappa=kappa, kappa_clipped=kappa, clipped=0)
-    return Clipping(
-        kappa=kappa,
-        kappa_clipped=kappa_max if kappa is None else min(kappa, kappa_max),
-        clipped=int((spectrum / largest < 1 / kappa_max).sum()),
-    )
-
-
-def counted_clipping(spectrum: Counted, kappa_max: float | None) -> Clipping:
-    """The same of eigenvalues between bounds; κ is null where the smallest may be zero."""
-    largest = float(spectrum.values[-1])
-    if largest <= 0:
-        return Clipping(kappa=None, kappa_clipped=None, clipped=None)
-    kappa = _finite(largest / float(spectrum.values[0])) if float(spectrum.lower[0]) > 0 else None
-    if kappa_max is None:
-        return Clipping(kappa=kappa, kappa_clipped=kappa, clipped=0)
-    return Clipping(
-        kappa=kappa,
-        kappa_clipped=kappa_max if kappa is None else min(kappa, kappa_max),
-        clipped=spectrum.below_floor,
-    )
 
 
 def _finite(value: float) -> float | None:

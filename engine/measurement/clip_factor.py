@@ -14,6 +14,7 @@ from engine.factors.clipped_inverse import StabilisedSide
 from engine.factors.clipped_operator import ClippedOperator
 from engine.factors.clipping_check import Reached, checking_bytes, reached, relative_difference
 from engine.factors.kronecker_factors import digest
+from engine.linalg.damping import clipping_floor
 from engine.memory.guard import Rung
 from engine.workspace import Workspace
 
@@ -90,7 +91,7 @@ def rebuilt(
     if vectors is None:
         raise ValueError(f"layer `{layer}`: a matrix is stabilised by its eigenvectors, and none were made")
     size, largest = factor.shape[0], float(values[-1])
-    clipped = int((values < max(largest, 0.0) / kappa_max).sum())
+    clipped = int((values < clipping_floor(largest, kappa_max)).sum())
     chosen = workspace.resume.chosen if workspace.results.plan is None else workspace.results.plan.chosen
     planned = None if chosen is None else chosen.placement.get(layer)
     rungs = []

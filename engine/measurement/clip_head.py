@@ -5,6 +5,7 @@ from torch import Tensor
 
 from catalog.reconstruction import ReconstructedSide
 from engine.factors.clipped_operator import ClippedOperator
+from engine.linalg.damping import clipping_floor
 from engine.linalg.linear_operator import Structured
 from engine.measurement.clip_factor import Made, in_eigenbasis, not_stabilised
 from engine.measurement.layer_measurement import Measured
@@ -34,7 +35,7 @@ def clipped_structured(layer: Measured, side: Structured, kappa_max: float) -> M
 
 def _operator(layer: Measured, side: Structured, values: Tensor, kappa_max: float) -> Made:
     largest = max(float(values[-1]), 0.0)
-    kept = ClippedOperator(side=side, floor=largest / kappa_max, largest=largest)
+    kept = ClippedOperator(side=side, floor=clipping_floor(largest, kappa_max), largest=largest)
     below = values[values < kept.floor]
     clipped = int(below.numel()) if layer.clipping_G.clipped is None else layer.clipping_G.clipped
     smallest = max(float(values[0]), kept.floor)

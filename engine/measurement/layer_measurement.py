@@ -19,7 +19,7 @@ from engine.collect import collected
 from engine.factors.factor_set import Collected, Kept, LayerFacts, write_factors, write_index, write_run
 from engine.factors.kronecker_factors import Corrected, Factors, digest
 from engine.layers.coverage import DeclaredLayer
-from engine.linalg.damping import Clipping, Damping, clipping, counted_clipping, damping, identity_warnings
+from engine.linalg.damping import Clipping, Damping, damping, identity_warnings
 from engine.linalg.eigendecomposition import Decomposition
 from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
@@ -179,10 +179,10 @@ def _measure(
         facts.name, damped, workspace.options.stabilisation, side_a.largest, side_g.largest
     ):
         workspace.ports.log("warning", warning)
-    clipped_a = clipping(spectrum_a, workspace.options.stabilisation.kappa_max)
     kappa_max = workspace.options.stabilisation.kappa_max
     counted = side_g.counted
-    clipped_g = clipping(spectrum_g, kappa_max) if counted is None else counted_clipping(counted, kappa_max)
+    clipped_a = Clipping.at(spectrum_a, kappa_max)
+    clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max)
     taken = factorised(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
     after = _bytes(workspace.machine.device)
@@ -221,7 +221,7 @@ def _measure(
             lambda_G=damped.G,
             lambda_A_relative=damped.relative_A,
             lambda_G_relative=damped.relative_G,
-            kappa_max=workspace.options.stabilisation.kappa_max,
+            kappa_max=kappa_max,
             kappa_A=clipped_a.kappa,
             kappa_G=clipped_g.kappa,
             kappa_A_clipped=clipped_a.kappa_clipped,

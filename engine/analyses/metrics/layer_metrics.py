@@ -20,7 +20,7 @@ from engine.analyses.metrics.quantile_bounds import intervals, reasons
 from engine.errors import NonFiniteFactor
 from engine.factors.factor_set import Collected
 from engine.factors.kronecker_factors import Factors
-from engine.linalg.damping import clipping, counted_clipping
+from engine.linalg.damping import Clipping
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.kronecker_quantiles import Products, histogram, quantile
 from engine.linalg.linear_operator import Structured
@@ -113,12 +113,9 @@ def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None)
         effective = SCALARS["effective_dimension"](sides)
         found["effective_dimension_share"] = None if effective is None else effective / sides.dimension
     if "kappa_clipped" in names:
-        right = (
-            clipping(sides.spectrum_G, kappa_max)
-            if sides.counted_G is None
-            else counted_clipping(sides.counted_G, kappa_max)
-        )
-        found["kappa_clipped"] = _product(clipping(sides.spectrum_A, kappa_max).kappa_clipped, right.kappa_clipped)
+        right = sides.spectrum_G if sides.counted_G is None else sides.counted_G
+        clipped = [Clipping.at(side, kappa_max).kappa_clipped for side in (sides.spectrum_A, right)]
+        found["kappa_clipped"] = _product(*clipped)
     return found
 
 

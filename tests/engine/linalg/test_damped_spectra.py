@@ -11,9 +11,10 @@ from catalog.capacity import CapacityParams
 from catalog.collection import Stabilisation
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
+from engine.factors.clip_eigenvalues import stabilise_
 from engine.linalg import kronecker_spectrum as spectrum
 from engine.linalg import kronecker_sums
-from engine.linalg.damping import clipping, damping, identity_warnings
+from engine.linalg.damping import Clipping, clipping_floor, damping, identity_warnings
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.kronecker_sums import effective_dimensions, logdet_damped
 from engine.linalg.spectrum_quadrature import condensed
@@ -94,11 +95,22 @@ def test_a_side_whose_own_damping_exceeds_it_is_warned_of() -> None:
 
 def test_clipping_counts_what_lies_below_the_floor() -> None:
     values = torch.tensor([0.0, 1e-9, 1e-5, 1.0]).double()
-    found = clipping(values, 1e6)
+    found = Clipping.at(values, 1e6)
     assert (found.kappa, found.clipped) == (None, 2)
     assert found.kappa_clipped == pytest.approx(1e6)
-    assert clipping(values[2:], 1e6).kappa == pytest.approx(1e5)
-    assert clipping(values, None).clipped == 0
+    assert Clipping.at(values[2:], 1e6).kappa == pytest.approx(1e5)
+    assert Clipping.at(values, None).clipped == 0
+
+
+def test_clipping_compares_with_the_floor_that_it_raises_to() -> None:
+    """At the boundary λ/λ_max < 1/κ_max rounds otherwise than λ < λ_max/κ_max."""
+    for largest in (1.0 + torch.rand(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).tolist():
+        floor = clipping_floor(largest, 1e6)
+        around = [math.nextafter(floor, 0.0), floor, math.nextafter(floor, 1.0), largest]
+        values = torch.tensor(around, dtype=torch.float64)
+        done = stabilise_(values.clone(), values, None, 1e6)
+        assert (Clipping.at(values, 1e6).clipped, done.clipped, done.floor) == (1, 1, floor)
+        assert done.mass > 0
 
 
 def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +131,8 @@ def test_extreme_spectra_give_null_and_no_error(a: list[float], g: list[float], 
     product = float(left.mean()) * float(right.mean()) * 1e-4
     assert found.joint == (pytest.approx(product) if product > 1e-307 else None)
     assert spectrum.rank(left, right, 1e-15) == rank
-    assert clipping(left, 1e30).kappa_clipped == pytest.approx(min(float(left[-1] / left[0]), 1e30))
-    assert clipping(torch.tensor([0.0, 1e-300], dtype=torch.float64), 1e30).kappa_clipped == 1e30
+    assert Clipping.at(left, 1e30).kappa_clipped == pytest.approx(min(float(left[-1] / left[0]), 1e30))
+    assert Clipping.at(torch.tensor([0.0, 1e-300], dtype=torch.float64), 1e30).kappa_clipped == 1e30
 
 
 @pytest.mark.parametrize("analysis", ["factors", "both"])
