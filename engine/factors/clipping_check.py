@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.linalg.lanczos import smallest_eigenvalue
 from engine.linalg.panels import PANEL_NUMBERS, wide_product, wide_transposed_product
 
 EXACT_ROWS = 1024
@@ -117,24 +118,10 @@ class _Definition:
 
 
 def _smallest_ratio(matrix: Tensor, definition: _Definition, start: Tensor) -> float:
-    """Smallest eigenvalue of ``D^-½ N D^-½`` by Lanczos, every vector held orthogonal to all before it."""
-    held = [start / start.norm()]
-    alphas: list[float] = []
-    betas: list[float] = []
-    for _ in range(min(_STEPS, start.shape[0])):
-        inner = definition.power(held[-1], -0.5).to(matrix.device)
-        made = definition.power(wide_product(matrix, inner).to(start.device), -0.5)
-        alphas.append(float((made * held[-1]).sum()))
-        basis = torch.cat(held, 1)
-        for _again in range(2):
-            made = made - basis @ (basis.mT @ made)
-        betas.append(float(made.norm()))
-        # rounding alone is left: the space is exhausted
-        if betas[-1] <= 1e-14 * abs(alphas[-1]):
-            break
-        held.append(made / betas[-1])
-    size = len(alphas)
-    small = torch.diag(torch.tensor(alphas, dtype=torch.float64))
-    for place in range(size - 1):
-        small[place, place + 1] = small[place + 1, place] = betas[place]
-    return float(torch.linalg.eigvalsh(small)[0])
+    """Smallest eigenvalue of ``D^-½ N D^-½``."""
+
+    def apply(column: Tensor) -> Tensor:
+        inner = definition.power(column, -0.5).to(matrix.device)
+        return definition.power(wide_product(matrix, inner).to(start.device), -0.5)
+
+    return smallest_eigenvalue(apply, start, steps=_STEPS)

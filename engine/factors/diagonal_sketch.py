@@ -28,7 +28,7 @@ from engine.errors import BrokenFactors, NotConverged
 from engine.factors.kronecker_factors import digest, mirrored_
 from engine.linalg.damping import clipping_floor
 from engine.linalg.gram import add_gram_
-from engine.linalg.largest_eigenvalue import largest_eigenvalue, largest_eigenvalues
+from engine.linalg.lanczos import largest_eigenvalues
 from engine.linalg.linear_operator import Structured
 from engine.linalg.shift_interpolation import far_above, over_shifts
 from engine.linalg.spectrum_counts import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
@@ -124,7 +124,7 @@ class DiagonalSketch(Structured):
 
     def spectral_norm(self) -> float:
         """The largest eigenvalue, to a residual of 1e-10 of it."""
-        return largest_eigenvalue(self.apply, self._start())[0]
+        return largest_eigenvalues(self.apply, self._start())[0][0]
 
     def _start(self) -> Tensor:
         """(n,) a vector that the largest eigenvalues' iteration begins with."""
@@ -139,7 +139,7 @@ class DiagonalSketch(Structured):
         """All n eigenvalues of S̃ between bounds that S has too, by inertia counts; None without a sketch."""
         if self.rows is None:
             return None
-        largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
+        largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
         floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         found = counted_spectrum(self.update(), largest, residual, floor=floor)
         bound = self.bound or 0.0

@@ -47,7 +47,7 @@ from engine.factors.softmax_bytes import NUMBERS_AT_ONCE, dense_head_bytes, soft
 from engine.linalg.damping import clipping_floor
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.gram import add_gram_
-from engine.linalg.largest_eigenvalue import largest_eigenvalue, largest_eigenvalues
+from engine.linalg.lanczos import largest_eigenvalues
 from engine.linalg.linear_operator import RowSide
 from engine.linalg.shift_interpolation import far_above, over_shifts
 from engine.linalg.spectrum_counts import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
@@ -111,11 +111,7 @@ class SoftmaxFisher(RowSide):
 
     def spectral_norm(self) -> float:
         """The largest eigenvalue, to a residual of 1e-10 of it."""
-        return self.largest_eigenvalue()[0]
-
-    def largest_eigenvalue(self) -> tuple[float, float]:
-        """With a bound of its error."""
-        return largest_eigenvalue(self.apply, self._start())
+        return largest_eigenvalues(self.apply, self._start())[0][0]
 
     def _start(self) -> Tensor:
         """(V,) a vector that the largest eigenvalues' iteration begins with."""
@@ -140,7 +136,7 @@ class SoftmaxFisher(RowSide):
 
     def counted(self, kappa_max: float | None) -> Counted:
         """All V eigenvalues between bounds; that of the vector 1 is zero where there is no excess."""
-        largest, residual = largest_eigenvalues(self.apply, self._start(), LARGEST_KNOWN, LARGEST_STEPS)
+        largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
         floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         return counted_spectrum(self.update(), largest, residual, floor=floor)
 

@@ -1,26 +1,121 @@
-"""The largest eigenvalue of a symmetric matrix known by its products alone, with a bound on the error.
+"""Extreme eigenvalues of a symmetric matrix known by its products alone, with a bound on the error.
 
-Lanczos with full reorthogonalisation, every coefficient of the projection ``H = Qᵀ F Q`` computed, so that
-a basis that has reached its length is replaced by its best Ritz vectors and goes on (a thick restart).
-With ``H s = θ s`` and the part ``β`` of ``F q`` that the basis does not hold, the residual of the Ritz pair is
-``‖F y − θ y‖ = β |s_last|``: an eigenvalue of F lies within that of θ, and θ never exceeds the largest one.
+Lanczos with full reorthogonalisation: of an orthonormal basis Q the projection ``H = Qᵀ F Q``, whose eigenvalues θ
+are the Ritz values. With ``H s = θ s`` and the norm ``β`` of the part of ``F q`` that the basis does not hold, the
+residual of a Ritz pair is ``‖F y − θ y‖ = β |s_last|``: an eigenvalue of F lies within that of θ, the largest θ
+never exceeds the largest eigenvalue, and the smallest is never below the smallest one. As many eigenvalues as there
+are Ritz values lie within the root of the sum of their squared residuals of them.
+
+    ``largest_eigenvalues``   a growing basis in float64, until the residuals are below the tolerance
+    ``smallest_eigenvalue``   the same for a fixed number of steps, of a matrix with few distinct eigenvalues
+    ``Lanczos``               a basis of fixed length in any precision, for a caller who makes the products of many
+                              matrices in one pass; every coefficient of H is computed, so that a basis that has
+                              reached its length is replaced by its best Ritz vectors and goes on (a thick restart)
 
 References:
     Wu & Simon (2000), Thick-restart Lanczos method for large symmetric eigenvalue problems
-    Parlett (1998), The symmetric eigenvalue problem
+    Parlett (1998), The symmetric eigenvalue problem, chapters 11 and 13
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 _PANEL = 2**20
+_EVERY = 5
+"""Steps between two looks at the Ritz values, each of which waits for the device."""
+
+
+def largest_eigenvalues(
+    apply: Callable[[Tensor], Tensor], start: Tensor, *, count: int = 1, steps: int = 400, tolerance: float = 1e-10
+) -> tuple[list[float], float]:
+    """Return the largest eigenvalues of a positive semidefinite operator; one that is multiple is found once.
+
+    Args:
+        apply: The operator's product with a float64 column, (n, 1) -> (n, 1).
+        start: Vector to start from, shape (n,), float64, any norm; zero stands for the zero operator.
+        count: How many to look for.
+        steps: Products at most; some 30 are made where the largest eigenvalue stands apart.
+        tolerance: Residual, over the largest eigenvalue, up to which a Ritz value counts as found: its error is the
+            square of its residual over the gap to the next.
+
+    Returns:
+        The Ritz values found, descending, between one and ``count`` (those that have not converged are left out, but
+        for the first), and the root of the sum of their squared residuals.
+
+    Memory:
+        The basis: as many columns of n numbers as there are products.
+    """
+    norm = float(start.norm())
+    if norm == 0:
+        return [0.0], 0.0
+    basis, along, beside = [start / norm], [], []
+    values = residuals = torch.zeros(1, dtype=torch.float64)
+    last = min(steps, start.numel())
+    for step in range(1, last + 1):
+        vector = apply(basis[-1][:, None])[:, 0]
+        along.append(vector @ basis[-1])
+        for _ in range(2):
+            for known in basis:
+                vector = vector - known * (known @ vector)
+        beside.append(vector.norm())
+        if step % _EVERY == 0 or step == last:
+            off = torch.stack(beside).cpu()
+            ascending, vectors = torch.linalg.eigh(_tridiagonal(torch.stack(along).cpu(), off))
+            values, residuals = ascending.flip(0)[:count], (off[-1] * vectors[-1].abs()).flip(0)[:count]
+            if bool((residuals <= tolerance * values[0]).all()) and (values.numel() == count or step == last):
+                break
+        basis.append(vector / beside[-1].clamp_min(torch.finfo(vector.dtype).tiny))
+    settled = int((residuals <= tolerance * values[0]).to(torch.int64).cumprod(0).sum())
+    kept = slice(max(settled, 1))
+    return values[kept].tolist(), math.sqrt(float(residuals[kept].square().sum()))
+
+
+def smallest_eigenvalue(
+    apply: Callable[[Tensor], Tensor], start: Tensor, *, steps: int, tolerance: float = 1e-14
+) -> float:
+    """Return the smallest Ritz value of a symmetric operator, which its smallest eigenvalue does not exceed.
+
+    Args:
+        apply: The operator's product with a float64 column, (n, 1) -> (n, 1).
+        start: Column to start from, shape (n, 1), float64, not zero.
+        steps: Products at most.
+        tolerance: β over the last diagonal entry of H up to which only rounding is left of the next vector.
+
+    Returns:
+        θ, an estimate from above.
+
+    Memory:
+        Twice ``steps`` columns of n numbers.
+    """
+    held = [start / start.norm()]
+    along: list[float] = []
+    beside: list[float] = []
+    for _ in range(min(steps, start.shape[0])):
+        made = apply(held[-1])
+        along.append(float((made * held[-1]).sum()))
+        basis = torch.cat(held, 1)
+        for _again in range(2):
+            made = made - basis @ (basis.mT @ made)
+        beside.append(float(made.norm()))
+        if beside[-1] <= tolerance * abs(along[-1]):
+            break
+        held.append(made / beside[-1])
+    wide = (torch.tensor(numbers, dtype=torch.float64) for numbers in (along, beside))
+    return float(torch.linalg.eigvalsh(_tridiagonal(*wide))[0])
+
+
+def _tridiagonal(along: Tensor, beside: Tensor) -> Tensor:
+    """H (k, k), from its diagonal (k,) and what stands beside it (k,), the last of which is outside."""
+    return torch.diag(along) + torch.diag(beside[:-1], 1) + torch.diag(beside[:-1], -1)
 
 
 @dataclass(kw_only=True)
 class Lanczos:
-    """The search for one matrix's largest eigenvalue; whoever knows the matrix hands in ``F q`` for each ``q``.
+    """A search for one matrix's largest eigenvalue, whose caller hands in ``F q`` for each ``q``.
 
     Memory:
         ``length`` vectors where ``start`` is, two more while one enters.
@@ -30,6 +125,8 @@ class Lanczos:
     """(n,), of any norm; a zero vector says that F is zero."""
     length: int
     """Vectors kept at once, three or more: two Ritz vectors and what comes next."""
+    tolerance: float | None = None
+    """Residual over the value at which the search has converged; None is the root of the vectors' precision."""
     value: float = 0.0
     """The largest Ritz value so far."""
     residual: float = 0.0
@@ -59,16 +156,20 @@ class Lanczos:
 
     @property
     def converged(self) -> bool:
-        """Whether the residual is below the root of the precision: θ is then exact to the precision itself, or nearly.
+        """Whether the residual is below the tolerance.
 
-        The error of a Ritz value is at most its residual squared over the gap to the next eigenvalue.
+        The error of a Ritz value is at most its residual squared over the gap to the next eigenvalue: at the root of
+        the precision θ is exact to the precision itself, or nearly.
         """
-        return self.done or (
-            self.products > 0 and self.residual <= torch.finfo(self._basis.dtype).eps ** 0.5 * self.value
-        )
+        tolerance = torch.finfo(self._basis.dtype).eps ** 0.5 if self.tolerance is None else self.tolerance
+        return self.done or (self.products > 0 and self.residual <= tolerance * self.value)
 
     def advance(self, product: Tensor) -> None:
-        """Take ``F q`` (n,) for the last ``vector``; it is overwritten."""
+        """Extend the basis by one product.
+
+        Args:
+            product: ``F q`` for the last ``vector``, shape (n,), its dtype and device; it is overwritten.
+        """
         self.products += 1
         basis = self._basis[: self._held]
         coefficients = basis @ product
