@@ -23,7 +23,7 @@ from engine.factors.factor_set import read_collected
 from engine.measurement import decompose_layer, subsample_spectra
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
-from engine.planning import decomposition_memory, head_representation
+from engine.planning import choose_plan, decomposition_memory
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -379,7 +379,7 @@ def drained(rows: Any) -> tuple[list[Any], Any]:
 def test_a_head_beyond_the_eigensolvers_is_never_a_dense_matrix_whatever_the_memory(
     monkeypatch: pytest.MonkeyPatch, *, approximate: bool
 ) -> None:
-    for module in (head_representation, decomposition_memory, decompose_layer):
+    for module in (choose_plan, decomposition_memory, decompose_layer):
         monkeypatch.setattr(module, "LARGEST", 600)
     made = space(approximate=approximate)
     plans: list[Any] = []
@@ -399,7 +399,7 @@ def test_a_head_beyond_the_eigensolvers_is_never_a_dense_matrix_whatever_the_mem
 
 
 def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (head_representation, decomposition_memory, decompose_layer):
+    for module in (choose_plan, decomposition_memory, decompose_layer):
         monkeypatch.setattr(module, "LARGEST", 600)
     made = space(approximate=False)
     made.options.kinds, made.options.decomposition = ("capacity", "reconstruction"), "vectors"
@@ -422,7 +422,7 @@ def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monk
 def test_the_plan_counts_what_a_sketch_takes_and_not_a_dense_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {}
     for largest in (600, 800):
-        for module in (head_representation, decomposition_memory, decompose_layer):
+        for module in (choose_plan, decomposition_memory, decompose_layer):
             monkeypatch.setattr(module, "LARGEST", largest)
         made = space(approximate=True)
         made.options.woodbury = Woodbury(sketch_rank=2)
@@ -436,7 +436,7 @@ def test_the_plan_counts_what_a_sketch_takes_and_not_a_dense_matrix(monkeypatch:
 def test_what_needs_eigenvectors_beyond_the_solvers_is_refused_before_anything_is_collected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head_representation, "LARGEST", 600)
+    monkeypatch.setattr(choose_plan, "LARGEST", 600)
     made = space(approximate=True)
     made.options.collection = dataclasses.replace(made.options.collection, ekfac=True)
     plans: list[Any] = []
@@ -447,7 +447,7 @@ def test_what_needs_eigenvectors_beyond_the_solvers_is_refused_before_anything_i
 
 
 def test_smaller_sample_sizes_of_a_dense_factor_beyond_the_solvers_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (head_representation, decomposition_memory, decompose_layer, subsample_spectra):
+    for module in (choose_plan, decomposition_memory, decompose_layer, subsample_spectra):
         monkeypatch.setattr(module, "LARGEST", 600)
     made = space(approximate=False)
     made.options.woodbury = Woodbury(policy="dense", approximate=False)
