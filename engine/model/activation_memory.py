@@ -38,12 +38,26 @@ class Saved:
     """What is held at other moments: bytes at any size, and bytes for each example."""
 
     def of(self, examples: int) -> int:
-        """Bytes for so many examples, at the moment when they are most."""
+        """Return the bytes held for a number of examples, at the moment when they are most.
+
+        Args:
+            examples: Examples of one pass.
+
+        Returns:
+            The largest of ``fixed + examples · each`` over the moments that were traced, in bytes.
+        """
         lines = ((self.fixed_bytes, self.example_bytes), *self.others)
         return max(fixed + examples * each for fixed, each in lines)
 
     def within(self, modules: Iterable[nn.Module]) -> "Saved":
-        """The same where only ``modules`` are treated."""
+        """Return the bytes that are held where only some modules are treated.
+
+        Args:
+            modules: The treated modules; those among ``inputs`` that are not treated hold no input.
+
+        Returns:
+            The same lines without the inputs of all other modules.
+        """
         mine = set(modules)
         absent = [own for module, own in self.inputs.items() if module not in mine]
         fixed, each = sum(own.fixed_bytes for own in absent), sum(own.example_bytes for own in absent)
@@ -129,7 +143,14 @@ class _Trace:
 
 
 def checkpointing_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's repeated layers that offer to be computed again, by name; told by name, as torch suffices here."""
+    """Find the model's repeated layers that offer to be computed again.
+
+    Args:
+        model: Any model; the base class is recognised by its name, so that transformers is not imported.
+
+    Returns:
+        Modules by their names in the model; empty where it has none.
+    """
     return {
         name: module
         for name, module in model.named_modules()
@@ -142,7 +163,15 @@ def checkpointing_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def set_activation_checkpointing(model: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """Compute the inside of every checkpointing layer again in the backward pass, where that is ``wanted``."""
+    """Compute the inside of every checkpointing layer again in the backward pass.
+
+    Args:
+        model: The model; its layers' ``forward`` is replaced inside, and restored afterwards.
+        wanted: False leaves the model as it is.
+
+    Returns:
+        A context manager; passes inside it save what enters each checkpointing layer, and nothing of its inside.
+    """
     layers = list(checkpointing_layers(model).values()) if wanted else []
     before = [vars(layer).get("forward") for layer in layers]
     try:
@@ -184,12 +213,21 @@ def trace_saved_bytes(
     padded: bool = False,
     retained: bool = False,
 ) -> tuple[Saved, Saved | None, Saved, Saved]:
-    """What ``run`` of so many examples saves; with checkpointing, where offered; and what is held on the way back.
+    """Trace what a forward pass saves for its backward pass, as lines in the number of examples.
 
-    The latter where the gradients of a layer's input and output stand beside each other, and where those of one that
-    is ``copied`` do. ``watched`` are the modules of treated layers, and whether their inputs are held, too; ``copied``
-    says of some how many times its output one takes in all. Of what is ``padded`` the positions that count are copied.
-    A ``retained`` graph lets go of nothing on the way.
+    Args:
+        run: Runs a forward pass of so many examples and returns what holds its graph.
+        sizes: One number of examples or two, ascending; a single one gives lines through the origin.
+        model: The model that ``run`` runs; its parameters and buffers are not counted.
+        watched: Modules of treated layers; True where their inputs are held until the backward pass has ended.
+        copied: By module, how many times the bytes of its output are taken where its gradients arrive. None, or a
+            module that is missing: the bytes of its input and output.
+        padded: Positions that count are copied from the padded ones, which takes the output's bytes twice.
+        retained: The graph serves several backward passes, so that nothing of it is released on the way.
+
+    Returns:
+        What is saved; the same with checkpointing, None where no layer offers it; the most at the arrival of the
+        gradients of a layer that is not in ``copied``, and of one that is.
 
     Memory:
         What is saved of the largest of ``sizes``.

@@ -48,8 +48,14 @@ def pull_back(
 def drain_backward_queue(device: torch.device) -> Iterator[None]:
     """Leave nothing of a backward pass that fails inside in autograd's queue, which would hold its graph.
 
-    What is queued goes by the age of its operation, the youngest first. An operation that is older than
-    all of the pass is therefore reached last, once everything that was left has been thrown away.
+    What is queued goes by the age of its operation, the youngest first. An operation that is older than all of the pass
+    is therefore reached last, once everything that was left has been thrown away.
+
+    Args:
+        device: Device whose queue is drained: the one that the pass runs on.
+
+    Returns:
+        A context manager to enter before the forward pass, since the older operation is made on entry.
     """
     with torch.enable_grad():
         oldest = torch.zeros((), device=device, requires_grad=True) * 1

@@ -42,14 +42,28 @@ class Batch:
         return None
 
     def slices(self, size: int) -> Iterator["Batch"]:
-        """The same examples, at most ``size`` at a time."""
+        """Slice the batch on dimension 0.
+
+        Args:
+            size: Examples of a slice, at least 1.
+
+        Yields:
+            Batches of ``size`` examples in order, the last one of those that are left.
+        """
         for start in range(0, self.size, size):
             yield _sliced(self, start, min(start + size, self.size))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """A copy on ``device``, floating-point numbers as ``dtype``.
+        """Copy the batch to a device.
 
         The model may write to its inputs, and a gradient must not reach the caller's tensors.
+
+        Args:
+            device: Destination of inputs, targets and index.
+            dtype: Precision of floating-point inputs and targets; integers and booleans keep their dtype.
+
+        Returns:
+            A detached copy; only the index may share memory with this batch.
         """
 
         def moved(tensor: Tensor) -> Tensor:
@@ -64,7 +78,15 @@ class Batch:
 
 
 def map_tensors(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """``tree`` with every tensor changed."""
+    """Replace every tensor of a tree.
+
+    Args:
+        tree: A tensor of any shape, None, or a tuple, list or mapping of such.
+        change: Returns what stands in a tensor's place.
+
+    Returns:
+        A tree of the same structure; mappings come back as dicts, lists as tuples, anything else as it is.
+    """
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping):
@@ -75,7 +97,14 @@ def map_tensors(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """Every tensor of ``tree``, in order."""
+    """List the tensors of a tree.
+
+    Args:
+        tree: A tensor of any shape, None, or a tuple, list or mapping of such.
+
+    Returns:
+        Its tensors, depth first in the order of its entries; whatever is not a tensor is passed over.
+    """
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, Mapping):
@@ -86,10 +115,18 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Batch]:
-    """Re-slice ``stream`` to ``batch_size`` examples.
+    """Re-slice a stream of chunks to batches of one size.
+
+    Args:
+        stream: Chunks ``(inputs, targets)`` or ``(inputs, targets, index)``, examples on dimension 0 of every tensor;
+            an index is (N,) integers, without it examples are numbered as they come.
+        batch_size: Examples of a batch, at least 1.
+
+    Yields:
+        Batches of ``batch_size`` examples; fewer at the end, and where the next chunk has other shapes or dtypes.
 
     Raises:
-        WrongShape: If a chunk's tensors disagree on the number of examples.
+        WrongShape: If a chunk is not such a tuple, or its tensors disagree on the number of examples.
         EmptyData: If the stream holds no example.
     """
     waiting: list[Batch] = []
@@ -118,7 +155,14 @@ def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterato
 
 
 def count_examples(chunks: Iterable[tuple[Tree, ...]]) -> int | None:
-    """Examples in ``chunks``, as their first tensors say; None where one has none."""
+    """Count the examples of chunks by their first tensors.
+
+    Args:
+        chunks: Tuples as ``make_batches`` takes them.
+
+    Returns:
+        The sum over the chunks of dimension 0 of the first tensor; None where a chunk has no tensor with dimensions.
+    """
     firsts = [next(iter(tensors(chunk)), None) for chunk in chunks]
     sizes = [first.shape[0] for first in firsts if first is not None and first.ndim]
     return sum(sizes) if len(sizes) == len(firsts) else None

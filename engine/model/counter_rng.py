@@ -41,7 +41,15 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def uniforms(seed: int, *key: Tensor | int) -> Tensor:
-    """Uniform float64 numbers in [0, 1), one per broadcast element of the integer ``key`` parts."""
+    """Draw uniform numbers that are a function of the seed and a key.
+
+    Args:
+        seed: Seed of the job; its lowest 64 bits count.
+        key: Integers or int64 tensors of shapes that broadcast with each other; their order matters.
+
+    Returns:
+        Numbers in [0, 1), float64, one per element of the broadcast shape, on the device of the key's first tensor.
+    """
     device = next((part.device for part in key if isinstance(part, Tensor)), torch.device("cpu"))
     state = _mixed(torch.tensor(_signed(seed), dtype=torch.int64, device=device))
     for part in key:
@@ -50,16 +58,31 @@ def uniforms(seed: int, *key: Tensor | int) -> Tensor:
 
 
 def normals(seed: int, *key: Tensor | int) -> Tensor:
-    """Standard normal float64 numbers, one per broadcast element of ``key`` (Box & Muller)."""
+    """Draw standard normal numbers that are a function of the seed and a key (Box & Muller).
+
+    Args:
+        seed: Seed of the job.
+        key: Parts of the key, as for ``uniforms``.
+
+    Returns:
+        Numbers of mean 0 and variance 1, float64, one per element of the key's broadcast shape.
+    """
     radius = torch.sqrt(-2 * torch.log1p(-uniforms(seed, *key, 0)))
     return radius * torch.cos(2 * math.pi * uniforms(seed, *key, 1))
 
 
 def categories(probability: Tensor, uniform: Tensor) -> Tensor:
-    """Class indices (…,) drawn from ``probability`` (…, C) by inverting the distribution.
+    """Draw class indices by inverting the distribution function.
 
-    First the block of classes is found, then the class within it, so that all probabilities are
-    read once. Blocks are summed up in float64: in float32 a vocabulary of 50,000 loses its tail.
+    First the block of classes is found, then the class within it, so that all probabilities are read once. Blocks are
+    summed up in float64: in float32 a vocabulary of 50,000 loses its tail.
+
+    Args:
+        probability: Probabilities, shape (…, C), any float dtype; they need not sum to exactly one.
+        uniform: Numbers in [0, 1), shape (…), float64.
+
+    Returns:
+        Classes, shape (…), int64, none of which has probability zero.
 
     Memory:
         C / 64 + 128 float64 numbers for each of at most 32 Ki drawn classes.

@@ -42,7 +42,16 @@ class Numerics:
 
     @classmethod
     def here(cls, device: torch.device, earlier: Mapping[str, Any] | None = None) -> "Numerics":
-        """This machine's; what can be chosen is chosen as ``earlier`` (of the job's plan) says."""
+        """Read the numerics of this machine, and choose those that can be chosen.
+
+        Args:
+            device: Device that the job computes on.
+            earlier: Numerics in the plan of the job's first attempt, whose attention kernels are taken again; None for
+                a first attempt.
+
+        Returns:
+            The numerics to hold and to record.
+        """
         chosen = (earlier or {}).get("attention")
         on_device = device.type == "cuda"
         default = _ATTENTION if on_device else ("torch's own choice",)
@@ -55,7 +64,14 @@ class Numerics:
         )
 
     def not_replayed(self, earlier: Mapping[str, Any] | None) -> tuple[str, ...]:
-        """What differs from ``earlier``, in words, each with both values."""
+        """Describe what differs from the numerics of an earlier attempt.
+
+        Args:
+            earlier: Numerics as the earlier plan recorded them; None where there was none.
+
+        Returns:
+            One phrase per field that differs, with both values; empty where nothing does.
+        """
         own = {**asdict(self), "attention": list(self.attention)}
         return tuple(
             f"{name}: {_said(earlier[name])} then, {_said(value)} now"
@@ -74,10 +90,15 @@ def _instructions(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def set_numerics(numerics: Numerics, heard: set[str]) -> Iterator[None]:
-    """Hold ``numerics``, and restore afterwards what the caller had.
+    """Compute with given numerics inside, and restore the caller's afterwards.
 
-    Names of operations without a deterministic form are added to ``heard``; every other warning
-    goes where it would have gone.
+    Args:
+        numerics: Attention kernels to allow; deterministic algorithms are taken wherever torch has them.
+        heard: Receives the names of operations that ran without a deterministic form. Other warnings are shown as
+            before.
+
+    Returns:
+        A context manager.
     """
     fill: Any = torch.utils.deterministic
     before = (

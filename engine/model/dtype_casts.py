@@ -68,7 +68,13 @@ _CONVERTED: "weakref.WeakKeyDictionary[nn.Module, OwnCasts]" = weakref.WeakKeyDi
 
 
 def note_conversion(model: nn.Module, kept: frozenset[torch.dtype], dtype: torch.dtype) -> None:
-    """Remember that ``model``, whose tensors are of the dtypes ``kept``, is now measured in ``dtype``."""
+    """Remember the precision that a model is kept in, and the one that it is measured in.
+
+    Args:
+        model: The model that is being converted.
+        kept: Dtypes of those of its floating-point tensors that are converted; empty where none is.
+        dtype: What they are converted to.
+    """
     before = _CONVERTED.get(model)
     if not kept:
         _CONVERTED.pop(model, None)
@@ -77,9 +83,11 @@ def note_conversion(model: nn.Module, kept: frozenset[torch.dtype], dtype: torch
 
 
 def settle_casts(model: nn.Module, trial: Callable[[], object]) -> None:
-    """Find out by one ``trial`` run of a converted model whether its casts fail; others are not run.
+    """Find out by a trial run whether a converted model's own casts fail.
 
-    Whatever else goes wrong in it is left to the run that counts.
+    Args:
+        model: The model; one that was not converted, or whose casts are known to fail, is not run.
+        trial: Runs its forward pass once. Errors of any other kind are left to the run that counts.
     """
     casts = _CONVERTED.get(model)
     if casts is None or casts.wanted:
@@ -92,13 +100,27 @@ def settle_casts(model: nn.Module, trial: Callable[[], object]) -> None:
 
 
 def casts_of(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Where the forward pass of ``model`` runs."""
+    """Return the context in which a model's forward pass runs.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Its ``OwnCasts`` where a trial has shown that it needs them, else a context that does nothing.
+    """
     casts = _CONVERTED.get(model)
     return casts if casts is not None and casts.wanted else contextlib.nullcontext()
 
 
 def is_mismatch(error: BaseException | None) -> bool:
-    """Whether torch has refused operands of two precisions."""
+    """Tell whether torch has refused operands of two precisions.
+
+    Args:
+        error: What a forward pass raised, or None.
+
+    Returns:
+        True for a RuntimeError with such a message.
+    """
     return isinstance(error, RuntimeError) and _MISMATCH.search(str(error)) is not None
 
 

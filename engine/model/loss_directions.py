@@ -37,7 +37,17 @@ from engine.model.outputs import Prediction, label_weights
 
 
 def directions(prediction: Prediction, index: Tensor, task: Task, collection: Collection) -> Iterator[Tensor]:
-    """Vectors (N, R, C) to pull back through the graph of ``prediction.outputs``; none for `forward_only`.
+    """Yield the vectors to pull back through the graph of a prediction.
+
+    Args:
+        prediction: Outputs, shape (N, R, C), with the terms that count and their weights.
+        index: Index of each example, shape (N,), int64, which keys its sampled labels.
+        task: The likelihood, class weights and label smoothing.
+        collection: The Fisher, its number of samples and the seed.
+
+    Yields:
+        Vectors v, shape (N, R, C), dtype of the outputs: ``samples`` of them for `mc`, one for `empirical`, at most R ·
+        C for `type2`, none for `forward_only`.
 
     Raises:
         WrongShape: If `empirical` is asked for and the data has no targets.
@@ -168,7 +178,15 @@ def _column(outputs: Tensor, component: int, loss: Loss) -> Tensor:
 
 
 def root_product(prediction: Prediction, probe: Tensor, task: Task) -> Tensor:
-    """``S u`` for a ``probe`` u (N, R, C) and the root ``S Sᵀ = H`` of the summed loss's Hessian, all terms at once.
+    """Compute ``S u`` for the root ``S Sᵀ = H`` of the summed loss's Hessian, all terms at once.
+
+    Args:
+        prediction: Outputs, shape (N, R, C), with the terms that count and their weights.
+        probe: The vector u, shape (N, R, C).
+        task: The likelihood.
+
+    Returns:
+        The product, shape (N, R, C); zero in terms that do not count.
 
     Raises:
         NoLikelihood: If the loss is the model's own.
@@ -187,7 +205,15 @@ def root_product(prediction: Prediction, probe: Tensor, task: Task) -> Tensor:
 
 
 def hessian_product(prediction: Prediction, vector: Tensor, task: Task) -> Tensor:
-    """``H x`` for the summed loss's Hessian with respect to the outputs and a ``vector`` x (N, R, C).
+    """Compute ``H x`` for the summed loss's Hessian H with respect to the outputs.
+
+    Args:
+        prediction: Outputs, shape (N, R, C), with the terms that count and their weights.
+        vector: The vector x, shape (N, R, C).
+        task: The likelihood.
+
+    Returns:
+        The product, shape (N, R, C); zero in terms that do not count.
 
     Raises:
         NoLikelihood: If the loss is the model's own.

@@ -86,7 +86,16 @@ class _Attention(TorchFunctionMode):
 
 @contextlib.contextmanager
 def simulate_device(device: torch.device) -> Iterator[None]:
-    """Let models on the meta device run as they would on ``device``; loads torch's tracer, some 100 MB."""
+    """Run models on the meta device as they would run on another one.
+
+    Entering loads torch's tracer, some 100 MB.
+
+    Args:
+        device: The device whose fused attention kernel is taken; it need not exist on this machine.
+
+    Returns:
+        A context manager, in which a flag on the meta device is true and a number one.
+    """
     before = tracer.meta_nonzero_assume_all_nonzero
     tracer.meta_nonzero_assume_all_nonzero = True
     try:

@@ -36,18 +36,42 @@ class Precision:
     """Why it is not what was asked for."""
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Where the forward pass runs; shapes alone are planned at full width, since there torch has no such cast."""
+        """Return the context in which the forward pass runs.
+
+        Args:
+            device: Device of the model. On the meta device passes run at full width, since torch has no such cast
+                there.
+
+        Returns:
+            Torch's autocast to 16 bits, or a context that does nothing.
+        """
         if self.amp == "off" or device.type == "meta":
             return contextlib.nullcontext()
         return torch.autocast(device.type, torch.bfloat16 if self.amp == "bf16" else torch.float16)
 
     def loss_scale(self, value: float, steady: int) -> "LossScale | None":
-        """The scale to go on with; None where directions need none."""
+        """Make the scale that directions are multiplied by.
+
+        Args:
+            value: The scale to begin with, a power of two.
+            steady: Directions without overflow since it last changed.
+
+        Returns:
+            The scale; None in bfloat16 and at full width, where directions need none.
+        """
         return LossScale(value, steady) if self.amp == "fp16" else None
 
 
 def choose_precision(asked: Literal["off", "bf16", "fp16"], device: torch.device) -> Precision:
-    """What ``device`` can do of what is asked for, rather than imitate at a crawl."""
+    """Choose what the model computes in: as asked for where the device has units for it, else full width.
+
+    Args:
+        asked: The job's ``collection.amp``.
+        device: Device that the job computes on.
+
+    Returns:
+        The precision, with the reason where it is not what was asked for.
+    """
     if asked == "bf16" and not _has_bfloat16(device):
         name = "this CPU" if device.type == "cpu" else "this device"
         return Precision(fallback=f"{name} has no bfloat16 units")

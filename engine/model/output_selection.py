@@ -51,6 +51,12 @@ def output_of(returned: Any, task: Task, usual: str) -> Tensor:  # noqa: ANN401 
 def loss_of(returned: Any) -> Tensor:  # noqa: ANN401 - models return anything
     """Return the loss that the model computed: its field ``loss``, the tensor itself or the first of a tuple.
 
+    Args:
+        returned: What the model's forward returned.
+
+    Returns:
+        The loss, of the shape that the model gave it: () or (1,) where it is a mean.
+
     Raises:
         WrongShape: If there is none.
     """

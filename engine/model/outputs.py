@@ -58,7 +58,15 @@ class Prediction:
 
 
 def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
-    """Run ``model`` on ``batch`` and arrange its outputs for ``task``.
+    """Run a model on a batch and arrange its outputs for a task.
+
+    Args:
+        model: The model, in the mode and precision that it is measured in.
+        batch: Its inputs and targets, on its device.
+        task: Decides which output is taken, which terms there are and which of them count.
+
+    Returns:
+        The prediction, whose outputs (N, R, C) are attached to the graph.
 
     Raises:
         ModelRefused: If the model raises; the message quotes it.
@@ -91,7 +99,16 @@ def _finite(outputs: Tensor) -> bool:
 
 
 def class_terms(batch: Batch, task: Task, each: int) -> int:
-    """Loss terms of a batch that is to be classified, told without the model; ``each`` an example where it has none."""
+    """Count the loss terms of a batch that is to be classified, without running the model.
+
+    Args:
+        batch: Inputs and targets.
+        task: A task with classes for targets.
+        each: Terms of an example, taken where neither targets nor token ids say.
+
+    Returns:
+        Terms that count.
+    """
     classes = batch.targets
     if task.type == "causal_lm":
         classes = (_ids(batch) if classes is None else classes)[:, 1:]
@@ -101,7 +118,15 @@ def class_terms(batch: Batch, task: Task, each: int) -> int:
 
 
 def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
-    """Return what ``model`` returns for ``batch``, which it is given the targets of where ``labelled``.
+    """Return what a model returns for a batch.
+
+    Args:
+        model: The model.
+        batch: Inputs as a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        labelled: Whether the model is given the targets too: by name as ``labels``, else as the last argument.
+
+    Returns:
+        Whatever its forward returns.
 
     Raises:
         ModelRefused: If the model raises; the message quotes it.
@@ -259,7 +284,15 @@ def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
 
 
 def label_weights(weights: tuple[float, ...], field: str, outputs: Tensor) -> Tensor:
-    """``weights`` as a tensor (C,) beside ``outputs`` (…, C).
+    """Make a tensor of weights for the outputs of a term.
+
+    Args:
+        weights: One number per output.
+        field: Name of the weights in the task, for the message.
+        outputs: Outputs, shape (…, C); dtype and device are taken from them.
+
+    Returns:
+        The weights, shape (C,).
 
     Raises:
         WrongShape: If there is not one for each output.

@@ -13,10 +13,17 @@ from engine.model.dtype_casts import note_conversion
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run ``model`` in ``eval()`` at ``dtype`` without parameter gradients; restore everything.
+    """Run a model in ``eval()`` without parameter gradients, and restore it afterwards.
 
-    Flags, modes, weights, buffers, `.grad`s, hooks and the generators' state are as before
-    afterwards, whatever happens inside.
+    Flags, modes, weights, buffers, `.grad`s, hooks and the generators' state are as before afterwards, whatever happens
+    inside.
+
+    Args:
+        model: The model.
+        dtype: Precision that its floating-point parameters and buffers have inside.
+
+    Returns:
+        A context manager.
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
