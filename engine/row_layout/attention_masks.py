@@ -54,7 +54,14 @@ class Masking:
     """Those of which a batch has shown that the mask is not theirs."""
 
     def covers(self, key: Key) -> bool:
-        """Whether the mask is laid on this call of a module."""
+        """Tell whether the mask is laid on a call.
+
+        Args:
+            key: The call; one that activation checkpointing runs again has no number of its own.
+
+        Returns:
+            True where the call has the mask's positions and no batch has shown otherwise.
+        """
         name, number = key
         if number != RECOMPUTED:
             return key in self.proven and key not in self.refused
@@ -62,18 +69,39 @@ class Masking:
         return any(name == own for own, _ in self.proven) and self.permits(key)
 
     def permits(self, key: Key) -> bool:
-        """Whether no batch has shown that the mask is not this call's."""
+        """Tell whether the mask has not been refused for a call.
+
+        Args:
+            key: The call, proven or not.
+
+        Returns:
+            False where a batch has shown that the mask is not this call's.
+        """
         if key[1] == RECOMPUTED:
             return all(key[0] != name for name, _ in self.refused)
         return key not in self.refused
 
     def without(self, refused: Iterable[Key]) -> "Masking":
-        """The same, with more calls refused."""
+        """Refuse the mask for more calls.
+
+        Args:
+            refused: Calls of which a batch has shown that the mask is not theirs.
+
+        Returns:
+            A copy that refuses them too.
+        """
         return replace(self, refused=self.refused | frozenset(refused))
 
 
 def numbered(calls: Iterable[Call]) -> Iterator[tuple[Key, Call]]:
-    """``calls`` of one forward pass, each with its key."""
+    """Number the calls of one forward pass.
+
+    Args:
+        calls: Calls in the order of the pass.
+
+    Yields:
+        Each call with its key, the layer's name and the number of its earlier calls.
+    """
     before: Counter[str] = Counter()
     for call in calls:
         yield (call.layer.name, before[call.layer.name]), call
@@ -81,12 +109,29 @@ def numbered(calls: Iterable[Call]) -> Iterator[tuple[Key, Call]]:
 
 
 def position_count(layer: TreatedLayer, entered: Tensor) -> int:
-    """Positions of a call's input."""
+    """Count the positions of a call's input.
+
+    Args:
+        layer: The called layer.
+        entered: Its input: ids of any shape for an embedding, else (…, d) with d the layer's fan-in.
+
+    Returns:
+        P, the rows that the input is read as.
+    """
     return entered.numel() if isinstance(layer, EmbeddingLayer) else entered.numel() // max(layer.fan_in, 1)
 
 
 def counted(layer: TreatedLayer, entered: Tensor, dropped: Tensor | None) -> Tensor | None:
-    """(P,) booleans of the positions that count for a call, of which the mask drops some; None where all do."""
+    """Mark the positions that count for a call.
+
+    Args:
+        layer: The called layer; an embedding's padding id does not count, since its row gets no gradient.
+        entered: Its input, P positions of any shape.
+        dropped: Positions that the mask drops, shape (P,), bool; None where no mask is laid on the call.
+
+    Returns:
+        Positions that count, shape (P,), bool; None where all do.
+    """
     kept = None if dropped is None else ~dropped
     if isinstance(layer, EmbeddingLayer) and layer.module.padding_idx is not None:
         # the padding row gets no gradient, whatever arrives at it
@@ -96,13 +141,16 @@ def counted(layer: TreatedLayer, entered: Tensor, dropped: Tensor | None) -> Ten
 
 
 def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
-    """Find the calls that have the positions of ``batch``'s mask.
+    """Find the calls that have the positions of a batch's mask.
 
     Args:
         batch: Examples with an attention mask, of which the two longest are tried.
         run: Runs the model on a batch.
         gradients: Gradients will be looked at in every batch. Without them no call has the mask's positions where
             masked content reaches other outputs.
+
+    Returns:
+        The calls that the mask is laid on; none where the batch has no mask or the trial fails.
 
     Memory:
         The inputs of all calls for two examples, twice.

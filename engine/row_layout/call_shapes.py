@@ -20,13 +20,25 @@ class CallShapes:
     """Sizes that the model's inputs have, by what they are the size of."""
 
     def begin(self, examples: int, inputs: Sequence[Tensor]) -> None:
-        """Prepare for a forward pass of ``examples`` on ``inputs``."""
+        """Prepare for a forward pass.
+
+        Args:
+            examples: Examples N of the batch.
+            inputs: Tensors that enter the model, of any shapes; a size that is one of theirs is written as that.
+        """
         self._examples = examples
         self._sizes = {size: f"in{axis}" for each in inputs for axis, size in enumerate(each.shape)}
         self._sizes[examples] = "N"
 
     def note(self, layer: str, number: int, entered: Tensor, *, picked: bool = False) -> None:
-        """Note call ``number`` of ``layer`` with ``entered``, whose rows were ``picked`` by the data or were not."""
+        """Note the shape of one call.
+
+        Args:
+            layer: Name of the called layer.
+            number: How often it was called before in this pass.
+            entered: Its input, of any shape.
+            picked: The number of rows is decided by the data, as an expert's is, and is not written.
+        """
         first, *others = entered.shape or (1,)
         sizes = ["rows" if picked else self._written(first), *map(self._written, others)]
         self._found.add(f"{layer}#{number}({','.join(sizes)})")

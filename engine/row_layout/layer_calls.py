@@ -39,9 +39,17 @@ def watched(
     tables: frozenset[str] = frozenset(),
     disturb: str | None = None,
 ) -> Iterator[list[Call]]:
-    """List every call of ``layers``, in order; holds the tensors until the list is dropped.
+    """List every call of some layers, in order.
 
-    The ``tables`` are spread over the ``examples``, and the last example's copy of ``disturb`` is disturbed.
+    Args:
+        layers: Layers to watch.
+        examples: Examples N of the batch.
+        tables: Names of embeddings that are looked up once for a batch; what they return is spread over the examples.
+        disturb: The table whose copy for the last example is disturbed; None for none.
+
+    Returns:
+        A context manager with a list that grows as calls are made. It holds their inputs and outputs until it is
+        dropped.
     """
     calls: list[Call] = []
 
@@ -71,7 +79,14 @@ def watched(
 
 
 def called(layers: Iterable[TreatedLayer]) -> Iterator[tuple[TreatedLayer, nn.Module]]:
-    """Every module that is called for one of ``layers``, with the part that it plays."""
+    """List the modules that are called for some layers.
+
+    Args:
+        layers: Treated layers, one of which may consist of several parts.
+
+    Yields:
+        Each part of a layer with each module that holds its parameters.
+    """
     for layer in layers:
         for role in layer.roles:
             for module in (role.module, *role.also.values()):
@@ -79,7 +94,18 @@ def called(layers: Iterable[TreatedLayer]) -> Iterator[tuple[TreatedLayer, nn.Mo
 
 
 def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a module was called with first."""
+    """Return the tensor that a module was called with first.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Its keyword arguments, whose first counts where there are no positional ones.
+
+    Returns:
+        The tensor, of any shape.
+
+    Raises:
+        TypeError: If the first argument is not a tensor.
+    """
     entered = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(entered, Tensor):
         raise TypeError(f"a treated layer was called with {type(entered).__name__} instead of a tensor")
@@ -87,7 +113,14 @@ def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """Writes to ``tensor`` so far; an inference tensor does not count them."""
+    """Return how often a tensor was written to.
+
+    Args:
+        tensor: A tensor of any shape.
+
+    Returns:
+        Autograd's count; 0 for an inference tensor, which keeps none.
+    """
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own guard, with no other name
 
 
@@ -100,7 +133,12 @@ class InputOverwritten(Unwinding):
 
 
 def require_unwritten(entered: Tensor, read: int, layer: str) -> None:
-    """Require that nothing was written to ``entered`` since it had ``read`` writes.
+    """Require that nothing was written to an input since it was read.
+
+    Args:
+        entered: The input of a call, of any shape.
+        read: Its ``version`` when it was read.
+        layer: Name of the layer that it entered.
 
     Raises:
         InputOverwritten: If something was.
@@ -110,16 +148,29 @@ def require_unwritten(entered: Tensor, read: int, layer: str) -> None:
 
 
 def overwritten(calls: list[Call]) -> frozenset[str]:
-    """Layers whose input the model wrote to after their call, and before the end of the forward pass."""
+    """Find the layers whose input the model wrote to after their call.
+
+    Args:
+        calls: Calls of one forward pass, which has ended.
+
+    Returns:
+        Names of these layers.
+    """
     return frozenset(call.layer.name for call in calls if version(call.entered) != call.version)
 
 
 def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, str]:
-    """Layers that are fed by the very tensor that another one is fed by: follower → leader.
+    """Find the layers that are fed by the very tensor that another one is fed by.
 
-    Only linear layers with the same column of ones share; identity of the tensor decides, unless
-    it was written to in between, and never equality of its values. The leader is the first of
-    ``layers``, whichever is called first.
+    Only linear layers with the same column of ones share; identity of the tensor decides, unless it was written to in
+    between, and never equality of its values.
+
+    Args:
+        calls: Calls of one forward pass; a layer that is called twice shares with no other.
+        layers: Treated layers in the order of the model, the first of which leads, whichever is called first.
+
+    Returns:
+        By the follower's name that of its leader.
     """
     count = Counter(call.layer.name for call in calls)
     own = {call.layer.name: call for call in calls if count[call.layer.name] == 1}
@@ -136,11 +187,18 @@ def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, 
 
 
 def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int]) -> frozenset[str]:
-    """Layers whose positions do not belong to one example each.
+    """Find the layers whose positions do not belong to one example each.
 
-    ``fewer`` and ``more`` are the calls for one example, repeated as often as ``examples`` says. A
-    layer that is called once for the whole batch (a table of positions that is then broadcast),
-    or has the examples elsewhere than first, sees other sizes than in proportion to them.
+    A layer that is called once for the whole batch (a table of positions that is then broadcast), or has the examples
+    elsewhere than first, sees other sizes than in proportion to them.
+
+    Args:
+        fewer: Calls for the smaller batch, one example repeated.
+        more: Calls for the larger batch, the same example repeated.
+        examples: Examples of the two batches, in this order.
+
+    Returns:
+        Names of these layers.
     """
     mixed = {
         call.layer.name
@@ -153,7 +211,15 @@ def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int])
 
 
 def shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
-    """Embeddings that were called alike for fewer and for more examples, each time without a dimension for them."""
+    """Find the embeddings that are looked up once for a whole batch.
+
+    Args:
+        fewer: Calls for the smaller batch.
+        more: Calls for the larger batch.
+
+    Returns:
+        Names of embeddings whose ids had the same sizes in both, and never a dimension for the examples.
+    """
     sizes: dict[str, list[list[int]]] = {}
     refused: set[str] = set()
     for place, calls in enumerate((fewer, more)):

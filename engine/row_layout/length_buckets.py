@@ -29,7 +29,16 @@ _POSITIONS = 512
 
 
 def grouped(batch: Batch, task: Task) -> Iterator[Batch]:
-    """``batch`` in groups of like length, each cut to its longest; itself where its padding is not all at the end."""
+    """Group the examples of a batch by length, and cut each group to its longest.
+
+    Args:
+        batch: Examples with an attention mask.
+        task: Its ignored targets may be cut off, those that count are not.
+
+    Yields:
+        Batches that hold each example once, the longest first; the batch itself where its padding is not all at the
+        end.
+    """
     lengths = _lengths(batch, task)
     if lengths is None:
         yield batch
@@ -41,10 +50,19 @@ def grouped(batch: Batch, task: Task) -> Iterator[Batch]:
 def padding_decides_nothing(
     batch: Batch, task: Task, calls: list[Call], examples: int, masking: Masking, run: Callable[[Batch], Prediction]
 ) -> bool:
-    """Whether ``run`` gives a padded example of ``batch`` the same outputs without its padding.
+    """Tell whether the model gives a padded example the same outputs without its padding.
 
-    ``calls`` are those of a run of ``examples`` examples as long as the batch; those on which the mask is not laid
-    must have one position per example. False too where no example is padded, since nothing can be tried out then.
+    Args:
+        batch: Examples with an attention mask, of which the shortest is tried.
+        task: Decides which outputs count.
+        calls: Calls of a run of examples as long as the batch; those on which the mask is not laid must have one
+            position per example.
+        examples: Examples of that run.
+        masking: The calls on which the mask is laid.
+        run: Runs the model on a batch.
+
+    Returns:
+        False too where no example is padded, since nothing can be tried out then, and for the model's own loss.
     """
     lengths = _lengths(batch, task)
     if lengths is None or task.likelihood == "model" or batch.mask is None:

@@ -36,20 +36,42 @@ class RowOrders:
     """Parts of layers of which some call has rows in an order of their own, by name."""
 
     def by_positions(self, key: Key) -> bool:
-        """Whether the rows of this call stand position by position."""
+        """Tell whether the rows of a call stand position by position.
+
+        Args:
+            key: The call; one that activation checkpointing runs again stands as any other call of its layer does.
+
+        Returns:
+            True where they do, False where they stand example by example or are not known to.
+        """
         if key[1] == RECOMPUTED:
             return any(key[0] == name for name, _ in self.by_position)
         return key in self.by_position
 
     def unordered_among(self, layers: Iterable[TreatedLayer]) -> frozenset[str]:
-        """Names of ``layers`` of which some call has rows in an order of their own."""
+        """Select the layers whose rows stand in an order of their own.
+
+        Args:
+            layers: Treated layers.
+
+        Returns:
+            Names of those of which some part has such a call.
+        """
         return frozenset(
             layer.name for layer in layers if not self.unordered.isdisjoint(role.name for role in layer.roles)
         )
 
 
 def example_first(tensor: Tensor, examples: int) -> Tensor:
-    """Put the rows (l·N, …) of ``tensor``, position by position, in the order of their N ``examples``: (N·l, …)."""
+    """Put rows that stand position by position in the order of their examples.
+
+    Args:
+        tensor: Rows, shape (l·N, …): the first of each example, then the second of each, and so on.
+        examples: N, which divides the number of rows.
+
+    Returns:
+        The same rows, shape (N·l, …), the l rows of one example behind each other.
+    """
     return tensor.reshape(-1, examples, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
 
 
@@ -61,6 +83,9 @@ def find_row_orders(batch: Batch, calls: Sequence[Call], examples: int, run: Run
         calls: Calls of a run of ``examples`` examples, in which no call is in doubt whose examples lead.
         examples: Examples of that run.
         run: Runs the model on a batch.
+
+    Returns:
+        The calls whose rows do not stand example by example; none where the batch has fewer than two examples.
 
     Memory:
         The inputs of all calls for four examples, and for one.

@@ -37,7 +37,14 @@ class Sharing:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[str, str]]) -> "Sharing":
-        """The sharing of ``pairs`` (follower, leader)."""
+        """Make the check of some pairs of layers.
+
+        Args:
+            pairs: Names of a follower and its leader, whose A the follower shares.
+
+        Returns:
+            A check that has seen no call yet.
+        """
         sharing = cls()
         for pair in pairs:
             for name in pair:
@@ -49,7 +56,12 @@ class Sharing:
         self._seen.clear()
 
     def check(self, name: str, entered: Tensor, *, masked: bool) -> None:
-        """Compare the input of layer ``name`` with what the layers that share its A were called with.
+        """Compare the input of a layer with what the layers that share its A were called with.
+
+        Args:
+            name: Name of the layer.
+            entered: Its input, of any shape; only its identity counts.
+            masked: Whether a mask is laid on this call.
 
         Raises:
             SharingBroken: If that was another tensor, the same one since overwritten, one of which other positions

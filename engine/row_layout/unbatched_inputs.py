@@ -20,18 +20,41 @@ Run = Callable[[frozenset[str], str | None], Tensor]
 
 
 def lacks_examples(ids: Tensor) -> bool:
-    """Whether ``ids`` are (1, …), (T,) or a single one."""
+    """Tell whether ids have no dimension for the examples.
+
+    Args:
+        ids: Ids of a lookup, of any shape.
+
+    Returns:
+        True for the shapes (1, …), (T,) and ().
+    """
     return ids.ndim <= 1 or ids.shape[0] == 1
 
 
 def spread(values: Tensor, ids: Tensor, examples: int) -> Tensor:
-    """``values`` of ``ids``, (1, …) or (T, …), as a view (N, …) or (N, T, …) that repeats them."""
+    """Repeat what was looked up once for each example, without copying it.
+
+    Args:
+        values: Vectors of the ids, or the ids themselves, shape (1, …) or (T, …).
+        ids: The ids, shape (1, …) or (T,).
+        examples: Examples N.
+
+    Returns:
+        A view, shape (N, …) or (N, T, …).
+    """
     repeated = values.shape[1:] if ids.shape[:1] == (1,) else values.shape
     return values.expand(examples, *repeated)
 
 
 def disturbed(copies: Tensor) -> Tensor:
-    """``copies`` (N, T, d) with other numbers in the last one, which neither a shift nor a scaling undoes."""
+    """Put other numbers in the last copy, which neither a shift nor a scaling undoes.
+
+    Args:
+        copies: Copies of what was looked up, shape (N, T, d).
+
+    Returns:
+        A tensor of the same shape that differs in the last example.
+    """
     pattern = torch.arange(copies.shape[-1], device=copies.device).to(copies.dtype).sin() + 1
     changed = copies.clone()
     changed[-1] = -2 * changed[-1] + pattern * (1 + copies.abs().max())
@@ -39,7 +62,15 @@ def disturbed(copies: Tensor) -> Tensor:
 
 
 def proven(tables: Iterable[str], run: Run) -> frozenset[str]:
-    """Those of ``tables`` that can be spread without a change, each copy answering for its own example."""
+    """Find the tables that can be spread without a change, each copy answering for its own example.
+
+    Args:
+        tables: Names of embeddings that a batch shares.
+        run: Runs the model with some of them spread, and returns its outputs, shape (N, …).
+
+    Returns:
+        Names of those that can be spread together; none where the model does not return outputs by example.
+    """
     found: frozenset[str] = frozenset()
     try:
         plain = run(found, None)
@@ -58,7 +89,15 @@ def proven(tables: Iterable[str], run: Run) -> frozenset[str]:
 
 
 def close(left: Tensor, right: Tensor) -> bool:
-    """Whether outputs are the same but for rounding."""
+    """Tell whether outputs are the same but for rounding.
+
+    Args:
+        left: Outputs of any shape, floating point.
+        right: Outputs to compare them with; their largest number and their dtype set the tolerance.
+
+    Returns:
+        True where shapes agree and no number differs by more than √eps of the largest.
+    """
     if left.shape != right.shape:
         return False
     tolerance = math.sqrt(torch.finfo(right.dtype).eps)
