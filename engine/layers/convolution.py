@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.layers.layer import TreatedLayer
-from engine.layers.patch_moments import Geometry, Patches, in_parameter_order_
+from engine.layers.patch_moments import Geometry, Patches
 
 _FORWARDS = {cls.forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 _COMPUTES = {cls._conv_forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
@@ -54,7 +54,14 @@ class ConvolutionLayer(TreatedLayer):
         return self.module.out_channels // self.groups
 
     def geometry(self, shape: Sequence[int]) -> Geometry:
-        """The windows of an input of that shape."""
+        """Return the windows of an input.
+
+        Args:
+            shape: Shape of the module's input, (N, C, *sizes).
+
+        Returns:
+            Their geometry over the padded image; a kernel of one place without padding sees only what its stride reads.
+        """
         module, axes = self.module, range(len(self.module.kernel_size))
         skipped = self._skipped()
         widths = module._reversed_padding_repeated_twice  # noqa: SLF001 - what the module's own forward pads with
@@ -71,7 +78,15 @@ class ConvolutionLayer(TreatedLayer):
         )
 
     def patches(self, entered: Tensor, dtype: torch.dtype) -> Patches:
-        """The windows of one call, held as the padded input."""
+        """Return the windows of one call, held as the padded input.
+
+        Args:
+            entered: The module's input, shape (N, C, *sizes).
+            dtype: Precision that sums over the windows are taken in.
+
+        Returns:
+            The windows over an image of shape (N, *extents, C).
+        """
         shape, mode = self.geometry(entered.shape), self.module.padding_mode
         inner = entered[(slice(None), slice(None), *(slice(None, None, step) for step in self._skipped()))]
         widths = self.module._reversed_padding_repeated_twice  # noqa: SLF001 - likewise
@@ -87,14 +102,44 @@ class ConvolutionLayer(TreatedLayer):
         return [stride if kernel == 1 and not before + after else 1 for kernel, stride, before, after in alone]
 
     def in_parameter_order_(self, total: Tensor) -> Tensor:
-        """Turn sums over ``patches`` into the order of the weight's columns, in place; the ones stay last."""
+        """Bring sums over ``patches`` from kernel-first to the order of the weight's columns, channels before kernel.
+
+        A transposed convolution's kernel is also turned around, as it is stored.
+
+        Args:
+            total: Sums, shape (…, n, n), contiguous, changed in place; the column of ones stays last.
+
+        Returns:
+            ``total``.
+
+        Memory:
+            2²⁰ numbers, or one row of every matrix.
+        """
         width = self.fan_in if self.weight else 0
-        return in_parameter_order_(
-            total, width, math.prod(self.module.kernel_size), reverse=bool(self.module.transposed)
-        )
+        kernel = math.prod(self.module.kernel_size)
+        if kernel == 1:
+            return total
+        order = torch.arange(width, device=total.device).view(kernel, -1)
+        order = (order.flip(0) if self.module.transposed else order).T.reshape(-1)
+        matrices = total.view(-1, *total.shape[-2:])
+        size = matrices.shape[-1]
+        step = max(1, 2**20 // (matrices.shape[0] * size))
+        for start in range(0, size, step):
+            rows = matrices[:, start : start + step, :width]
+            rows.copy_(rows[..., order])
+        for start in range(0, size, step):
+            columns = matrices[:, :width, start : start + step]
+            columns.copy_(columns[:, order])
+        return total
 
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Patches of every output position.
+        """Write out the patch of every output position.
+
+        Args:
+            entered: The module's input, shape (N, C, *sizes).
+
+        Returns:
+            Patches, shape (P, groups · d_in), P = N · output positions, channels before kernel axes.
 
         Memory:
             P · C·k numbers, k the kernel's volume.
@@ -110,7 +155,13 @@ class ConvolutionLayer(TreatedLayer):
         )
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Output channels of every position.
+        """Read the gradient as rows of output channels.
+
+        Args:
+            gradient: Gradient of the module's output, shape (N, C_out, *sizes).
+
+        Returns:
+            One row per output position, shape (P, groups · d_out).
 
         Memory:
             A copy of the gradient, unless its channels lie last.
@@ -122,7 +173,15 @@ class ConvolutionLayer(TreatedLayer):
         return gradient.transpose(0, 1).reshape(gradient.shape[1], -1).T
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Inputs are (N, C, …)."""
+        """Tell whether an input has a dimension for the examples, and it comes first.
+
+        Args:
+            entered: The module's input.
+            examples: Examples N of the batch.
+
+        Returns:
+            True for the shape (N, C, *sizes).
+        """
         return entered.ndim == len(self.module.kernel_size) + 2 and entered.shape[0] == examples
 
 
@@ -131,7 +190,14 @@ class TransposedConvolutionLayer(ConvolutionLayer):
     """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d``."""
 
     def geometry(self, shape: Sequence[int]) -> Geometry:
-        """The windows over an input of that shape, spread out."""
+        """Return the windows over an input that is spread out.
+
+        Args:
+            shape: Shape of the module's input, (N, C, *sizes).
+
+        Returns:
+            Their geometry, of stride 1 over the spread-out and padded image.
+        """
         module, axes = self.module, range(len(self.module.kernel_size))
         starts, ends = self._overhangs()
         return Geometry(
@@ -146,12 +212,27 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         )
 
     def patches(self, entered: Tensor, dtype: torch.dtype) -> Patches:
-        """The windows of one call, held as the input spread out and padded."""
+        """Return the windows of one call, held as the input spread out and padded.
+
+        Args:
+            entered: The module's input, shape (N, C, *sizes).
+            dtype: Precision that sums over the windows are taken in.
+
+        Returns:
+            The windows over an image of shape (N, *extents, C).
+        """
         shape = self.geometry(entered.shape)
         return Patches(image=_placed(entered, shape, self._overhangs()[0], dtype, self.module.stride), shape=shape)
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Exchange the channels: the weight is stored (groups · d_in, d_out, kernel)."""
+        """Exchange the channels, since the weight is stored (groups · d_in, d_out, kernel).
+
+        Args:
+            weight: In row-vector convention, shape (groups, d_out, d_in · kernel), each group's by itself.
+
+        Returns:
+            A view, shape (groups, d_in, d_out, kernel).
+        """
         groups, out, _ = weight.shape
         return weight.view(groups, out, -1, math.prod(self.module.kernel_size)).transpose(1, 2)
 
@@ -162,7 +243,13 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         return starts, [starts[axis] + module.output_padding[axis] for axis in axes]
 
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Patches of every output position, in the order of the stored kernel.
+        """Write out the patch of every output position, in the order of the stored kernel.
+
+        Args:
+            entered: The module's input, shape (N, C, *sizes).
+
+        Returns:
+            Patches, shape (P, groups · d_in), P = N · output positions.
 
         Memory:
             P · C·k numbers, and the spread-out input.
@@ -217,7 +304,14 @@ def _patches(
 
 
 def treats_convolution(module: nn.modules.conv._ConvNd) -> str | None:
-    """None where ``module`` is treated, else why not."""
+    """Tell why a convolution cannot be treated.
+
+    Args:
+        module: A convolution in one to three dimensions, transposed or not.
+
+    Returns:
+        The reason; None where it is treated.
+    """
     if module.transposed:
         return None if type(module).forward in _TRANSPOSED_FORWARDS else "overridden_forward"
     plain = type(module).forward in _FORWARDS and getattr(type(module), "_conv_forward", None) in _COMPUTES

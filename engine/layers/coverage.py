@@ -87,7 +87,14 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """Sort every trainable parameter of ``model``, in the order of its modules."""
+    """Sort every trainable parameter of a model into treated layers and declared ones.
+
+    Args:
+        model: The model, in the mode that it is measured in.
+
+    Returns:
+        Layers and declared rows in the order of the model's modules, each parameter in one of them.
+    """
     own, aliases = _own_parameters(model)
     treated: list[TreatedLayer] = []
     declared: list[DeclaredLayer] = []
@@ -200,7 +207,15 @@ def _covering(bundle: list[_Own]) -> tuple[tuple[TreatedLayer, ...], list[str | 
 
 
 def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:
-    """Declare a treated layer whose statistics could not be gathered."""
+    """Declare a treated layer whose statistics could not be gathered.
+
+    Args:
+        layer: The layer.
+        reason: One of the reasons above.
+
+    Returns:
+        A row with the layer's parameters and their count.
+    """
     return DeclaredLayer(
         name=layer.name,
         module=type(layer.module).__name__,

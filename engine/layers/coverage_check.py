@@ -18,7 +18,14 @@ from engine.layers.layer import TreatedLayer
 
 
 def surveyed(model: nn.Module, collection: Collection) -> Survey:
-    """Survey ``model`` as it will be measured, in evaluation, and leave its modes as they were.
+    """Survey a model as it will be measured, in evaluation, and leave its modes as they were.
+
+    Args:
+        model: The model, in any mode.
+        collection: Its ``min_coverage`` is held against what can be covered at best.
+
+    Returns:
+        The survey.
 
     Raises:
         NothingToAnalyse: If no layer can be treated.
@@ -47,12 +54,26 @@ def surveyed(model: nn.Module, collection: Collection) -> Survey:
 
 
 def trainable_numbers(model: nn.Module) -> int:
-    """Trainable numbers of ``model``, a shared parameter once."""
+    """Count the trainable numbers of a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Their count, a shared parameter once.
+    """
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def reason_counts(declared: Iterable[DeclaredLayer]) -> dict[str, int]:
-    """How many numbers each reason declares, in the order of the layers."""
+    """Count the numbers that each reason declares.
+
+    Args:
+        declared: Rows of layers that are not covered.
+
+    Returns:
+        Numbers by reason, in the order in which the reasons first come.
+    """
     counts: Counter[str] = Counter()
     for layer in declared:
         counts[layer.reason] += layer.parameter_count
@@ -65,11 +86,17 @@ def require_coverage(
     declared: Iterable[DeclaredLayer],
     collection: Collection,
 ) -> None:
-    """Hold the law, and what ``collection`` asks for, against what is covered and declared so far.
+    """Require that covered and declared numbers are all trainable ones, and that enough are covered.
+
+    Args:
+        trainable: Trainable numbers of the model.
+        covered: Layers that are covered, or may still be.
+        declared: Rows of those that are not.
+        collection: Its ``min_coverage`` is the share asked for, between 0 and 1; None asks for none.
 
     Raises:
-        CoverageTooLow: If the covered share is below ``collection.min_coverage``; the message names the
-            share, the reasons with their counts, and the remedy.
+        CoverageTooLow: If the covered share is below ``collection.min_coverage``; the message names the share, the
+            reasons with their counts, and the remedy.
         CoverageBroken: If the parts do not add up to ``trainable``.
     """
     numbers = sum(layer.parameter_count for layer in covered)

@@ -73,9 +73,23 @@ class BareLayer(TreatedLayer):
         return (self.parameter,)
 
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """A one for each example, (N, 1)."""
+        """Return a one for each example.
+
+        Args:
+            entered: A tensor with the examples first, shape (N, …).
+
+        Returns:
+            Ones, shape (N, 1).
+        """
         return entered.new_ones(entered.shape[0], 1)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Gradients of the examples (N, *shape) as (N, numbers)."""
+        """Flatten the gradient of each example.
+
+        Args:
+            gradient: Gradients with respect to the parameter, shape (N, *parameter's shape).
+
+        Returns:
+            One row per example, shape (N, count).
+        """
         return gradient.reshape(gradient.shape[0], self.count)

@@ -42,23 +42,52 @@ class EmbeddingLayer(TreatedLayer):
         return scale_of(self.module) or 1.0
 
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Ids of every position, (P,)."""
+        """Return the ids of every position, which stand for one-hot rows.
+
+        Args:
+            entered: Ids, any shape, int64 or int32.
+
+        Returns:
+            Ids, shape (P,).
+        """
         return entered.reshape(-1)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Gradients of every position's vector."""
+        """Return the gradient of every position's stored vector.
+
+        Args:
+            gradient: Gradient of the module's output, shape (…, d).
+
+        Returns:
+            One row per position, shape (P, d), multiplied by the scale c.
+        """
         rows, scale = gradient.reshape(-1, gradient.shape[-1]), self.scale
         return rows if scale == 1.0 else rows * scale
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Ids are (N, …) or flat."""
+        """Tell whether ids can be told apart by example.
+
+        Args:
+            entered: Ids, any shape.
+            examples: Examples N of the batch.
+
+        Returns:
+            True for the shapes (N, …) and (N · l,).
+        """
         if entered.ndim == 1:
             return entered.shape[0] % examples == 0
         return entered.shape[0] == examples
 
 
 def treats_embedding(module: nn.Embedding) -> str | None:
-    """None where ``module`` is treated, else why not."""
+    """Tell why an embedding cannot be treated.
+
+    Args:
+        module: An embedding, of whatever subclass.
+
+    Returns:
+        The reason; None where it is treated.
+    """
     if module.max_norm is not None or module.scale_grad_by_freq:
         return "embedding_renormalised"
     if type(module).forward is not nn.Embedding.forward and scale_of(module) is None:

@@ -49,7 +49,7 @@ class FunctionalLinearLayer(LinearLayer):
 
     @property
     def watched(self) -> Mapping[str, Tensor]:
-        """Those it is a part of."""
+        """The parameters, of any shape, that its weight and bias are places in, by name."""
         return self.tensors
 
     @property
@@ -69,6 +69,14 @@ class FunctionalLinearLayer(LinearLayer):
         return tuple(label_of(place, self.tensors[place.parameter]) for place in places if place is not None)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Its rows are told apart by the provenance of what enters it."""
+        """Tell that rows can be told apart by example: the provenance of what enters shows it, not its shape.
+
+        Args:
+            entered: The input of a product, shape (P, d_in); not looked at.
+            examples: Examples N of the batch; not looked at.
+
+        Returns:
+            True.
+        """
         del entered, examples
         return True

@@ -40,7 +40,18 @@ class Use:
         return replace(self, entered=None)
 
     def of_examples(self, start: int, stop: int) -> "Use":
-        """The same call for the examples from ``start`` to ``stop``, which must lie example by example."""
+        """Restrict the call to a run of examples.
+
+        Args:
+            start: The first example.
+            stop: The example after the last one.
+
+        Returns:
+            The same call with views of their positions.
+
+        Raises:
+            ValueError: If the positions do not lie example by example.
+        """
         if self.owners is not None:
             raise ValueError("the positions of this call do not lie example by example")
         return replace(
@@ -52,14 +63,24 @@ class Use:
 
     @property
     def input(self) -> Tensor:
-        """What entered; it must still be held."""
+        """The module's input, of any shape, which must still be held."""
         if self.entered is None:
             raise ValueError("the input of this call was let go")
         return self.entered
 
 
 def of_examples(tensor: Tensor, examples: int, start: int, stop: int) -> Tensor:
-    """The rows of the examples from ``start`` to ``stop``: a view, dimension 0 holding N equal runs."""
+    """Take the rows of a run of examples.
+
+    Args:
+        tensor: Rows of N examples, shape (N · l, …), the l rows of one example behind each other.
+        examples: N.
+        start: The first example.
+        stop: The example after the last one.
+
+    Returns:
+        A view, shape ((stop − start) · l, …).
+    """
     each = tensor.shape[0] // examples
     return tensor[start * each : stop * each]
 
@@ -87,7 +108,7 @@ class TreatedLayer(ABC):
 
     @property
     def watched(self) -> Mapping[str, Tensor]:
-        """Parameters to be followed through operations, by name; none where the module's calls show everything."""
+        """Parameters, of any shape, to follow through operations; none where the module's calls show everything."""
         return {}
 
     @property
@@ -161,14 +182,36 @@ class TreatedLayer(ABC):
 
     @abstractmethod
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """``a`` as (P, groups · d_in) from the module's input."""
+        """Read an input as rows of positions.
+
+        Args:
+            entered: The module's input, shape as the module takes it.
+
+        Returns:
+            ``a`` without the column of ones, shape (P, groups · d_in).
+        """
 
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """``g`` as (P, groups · d_out) from the gradient of the module's output."""
+        """Read an output gradient as rows of positions.
+
+        Args:
+            gradient: Gradient of the loss with respect to the module's output, of the output's shape.
+
+        Returns:
+            ``g``, shape (P, groups · d_out).
+        """
 
     def pair(self, use: Use, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """``a`` (P, d_in without the ones) and ``g`` (P, d_out) of one call, row by row the same positions."""
+        """Return both sides of one call, row by row the same positions.
+
+        Args:
+            use: The call, its input still held.
+            gradient: Gradient of its output, of the output's shape.
+
+        Returns:
+            ``a`` without the ones, shape (P, groups · d_in), and ``g``, shape (P, groups · d_out).
+        """
         return self.activation_rows(use.input), self.gradient_rows(gradient)
 
     def as_stored(self, weight: Tensor) -> Tensor:
@@ -183,7 +226,15 @@ class TreatedLayer(ABC):
         return weight.reshape(-1)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Whether rows of the input can be told apart by example."""
+        """Tell whether rows of an input can be told apart by example.
+
+        Args:
+            entered: The module's input.
+            examples: Examples N of the batch.
+
+        Returns:
+            True for the shapes (N · l, d) and (N, …, d).
+        """
         if entered.ndim == 2:
             return entered.shape[0] % examples == 0
         return entered.ndim > 2 and entered.shape[0] == examples
@@ -210,15 +261,37 @@ class BlockLayer(TreatedLayer):
         return self.fan_out * (int(self.weight) + int(self.bias))
 
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """The normalised input x̂ as (P, d)."""
+        """Return the normalised input x̂.
+
+        Args:
+            entered: The module's input, shape as the module takes it.
+
+        Returns:
+            x̂, shape (P, d).
+        """
         return self.normalised(entered)
 
     @abstractmethod
     def normalised(self, entered: Tensor) -> Tensor:
-        """x̂ as (P, d): what the affine weight multiplies."""
+        """Normalise an input: x̂ is what the affine weight multiplies.
+
+        Args:
+            entered: The module's input, shape as the module takes it.
+
+        Returns:
+            x̂ without the affine part, shape (P, d).
+        """
 
     def example_gradients(self, use: Use, gradient: Tensor) -> Tensor:
-        """Gradient of each example's loss with respect to (weight, bias), as (N, out_dim)."""
+        """Compute the gradient of each example's loss with respect to (weight, bias), ``(Σ_t x̂_t ∘ g_t, Σ_t g_t)``.
+
+        Args:
+            use: The call, its input still held; positions that do not count add nothing.
+            gradient: Gradient of its output, of the output's shape.
+
+        Returns:
+            One row per example, shape (N, out_dim).
+        """
         rows = self.gradient_rows(gradient)
         if use.kept is not None:
             rows = rows * use.kept[:, None]

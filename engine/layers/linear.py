@@ -22,12 +22,26 @@ class LinearLayer(TreatedLayer):
         return int(self.module.out_features)  # type: ignore[arg-type]
 
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Features of every position."""
+        """Read the features of every position.
+
+        Args:
+            entered: The module's input, shape (…, d_in).
+
+        Returns:
+            A view where the input is contiguous, shape (P, d_in).
+        """
         # a width of zero leaves -1 open
         return entered.reshape(entered.shape[:-1].numel(), entered.shape[-1])
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Output gradients of every position."""
+        """Read the output gradient of every position.
+
+        Args:
+            gradient: Gradient of the module's output, shape (…, d_out).
+
+        Returns:
+            A view where the gradient is contiguous, shape (P, d_out).
+        """
         return gradient.reshape(-1, gradient.shape[-1])
 
 
@@ -46,17 +60,38 @@ class TransposedLinearLayer(LinearLayer):
         return int(self.module.weight.shape[1])  # type: ignore[index]
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Transpose: the weight is stored (d_in, d_out)."""
+        """Transpose, since the weight is stored (d_in, d_out).
+
+        Args:
+            weight: In row-vector convention, shape (1, d_out, d_in).
+
+        Returns:
+            A view, shape (d_in, d_out).
+        """
         return weight[0].T
 
 
 def treats_linear(module: nn.Module) -> str | None:
-    """None where ``module`` is treated as linear, else why not."""
+    """Tell why a linear layer cannot be treated.
+
+    Args:
+        module: An ``nn.Linear`` or a subclass of it.
+
+    Returns:
+        The reason; None where it is treated.
+    """
     # a subclass that overrides forward (an adapter, say) computes something else
     return None if type(module).forward is nn.Linear.forward else "overridden_forward"
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is Hugging Face's ``Conv1D``, told by name so that torch suffices here."""
+    """Tell whether a module is Hugging Face's ``Conv1D``, by its name, so that transformers is not imported.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True for that class itself; subclasses are not recognised.
+    """
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.")

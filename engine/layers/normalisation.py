@@ -32,16 +32,38 @@ class LayerNormLayer(BlockLayer):
         return self.fan_in
 
     def normalised(self, entered: Tensor) -> Tensor:
-        """x̂ without the affine part."""
+        """Normalise over the last dimensions, without the affine part.
+
+        Args:
+            entered: The module's input, shape (…, *normalized_shape).
+
+        Returns:
+            x̂, shape (P, d), d the numbers normalised together.
+        """
         plain = functional.layer_norm(entered, self.module.normalized_shape, eps=self.module.eps)
         return plain.reshape(-1, self.fan_in)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Gradients of every position."""
+        """Read the gradient of every position.
+
+        Args:
+            gradient: Gradient of the module's output, shape (…, *normalized_shape).
+
+        Returns:
+            One row per position, shape (P, d).
+        """
         return gradient.reshape(-1, self.fan_in)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Leading dimension is the example, or positions lie flat."""
+        """Tell whether rows of an input can be told apart by example.
+
+        Args:
+            entered: The module's input, shape (…, *normalized_shape).
+            examples: Examples N of the batch.
+
+        Returns:
+            True for the leading shapes (N · l,) and (N, …).
+        """
         leading = entered.ndim - len(self.module.normalized_shape)
         if leading == 1:
             return entered.shape[0] % examples == 0
@@ -66,15 +88,37 @@ class RMSNormLayer(BlockLayer):
         return self.fan_in
 
     def normalised(self, entered: Tensor) -> Tensor:
-        """x̂, divided by the root mean square."""
+        """Divide by the root mean square, ``x̂ = x / √(mean x² + ε)``.
+
+        Args:
+            entered: The module's input, shape (…, *weight's shape).
+
+        Returns:
+            x̂, shape (P, d), d the numbers normalised together.
+        """
         return _root_mean_square(entered.reshape(-1, self.fan_in), _epsilon(self.module, entered.dtype))
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Gradients of every position."""
+        """Read the gradient of every position.
+
+        Args:
+            gradient: Gradient of the module's output, shape (…, *weight's shape).
+
+        Returns:
+            One row per position, shape (P, d).
+        """
         return gradient.reshape(-1, self.fan_in)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Leading dimension is the example, or positions lie flat."""
+        """Tell whether rows of an input can be told apart by example.
+
+        Args:
+            entered: The module's input, shape (…, *weight's shape).
+            examples: Examples N of the batch.
+
+        Returns:
+            True for the leading shapes (N · l,) and (N, …).
+        """
         leading = entered.ndim - (self.module.weight.ndim if isinstance(self.module.weight, Tensor) else 1)
         if leading == 1:
             return entered.shape[0] % examples == 0
@@ -98,16 +142,38 @@ class GroupNormLayer(BlockLayer):
         return self.fan_in
 
     def normalised(self, entered: Tensor) -> Tensor:
-        """x̂ by each example's own groups."""
+        """Normalise each example's groups of channels, without the affine part.
+
+        Args:
+            entered: The module's input, shape (N, C, *sizes).
+
+        Returns:
+            x̂, shape (P, C), P = N · the product of the sizes.
+        """
         groups = self.module.num_groups if isinstance(self.module, nn.GroupNorm) else self.fan_in
         return _channels_last(functional.group_norm(entered, groups, eps=self.module.eps))
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Gradients of every position's channels."""
+        """Read the gradient of every position's channels.
+
+        Args:
+            gradient: Gradient of the module's output, shape (N, C, *sizes).
+
+        Returns:
+            One row per position, shape (P, C).
+        """
         return _channels_last(gradient)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Inputs are (N, C, …)."""
+        """Tell whether the examples come first.
+
+        Args:
+            entered: The module's input.
+            examples: Examples N of the batch.
+
+        Returns:
+            True for the shape (N, …).
+        """
         return entered.shape[0] == examples
 
 
@@ -128,7 +194,17 @@ class BatchNormLayer(BlockLayer):
         return self.module.num_features
 
     def normalised(self, entered: Tensor) -> Tensor:
-        """x̂ by the running statistics."""
+        """Normalise by the running statistics, without the affine part.
+
+        Args:
+            entered: The module's input, shape (N, C, *sizes).
+
+        Returns:
+            x̂, shape (P, C), P = N · the product of the sizes.
+
+        Raises:
+            ValueError: If the module keeps no running statistics; ``treats_batch_norm`` refuses it before.
+        """
         mean, variance = self.module.running_mean, self.module.running_var
         if mean is None or variance is None:  # treats_batch_norm has refused it
             raise ValueError(f"layer `{self.name}` keeps no running statistics")
@@ -136,11 +212,26 @@ class BatchNormLayer(BlockLayer):
         return (rows - mean) * torch.rsqrt(variance + self.module.eps)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Gradients of every position's channels."""
+        """Read the gradient of every position's channels.
+
+        Args:
+            gradient: Gradient of the module's output, shape (N, C, *sizes).
+
+        Returns:
+            One row per position, shape (P, C).
+        """
         return _channels_last(gradient)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Inputs are (N, C, …)."""
+        """Tell whether the examples come first.
+
+        Args:
+            entered: The module's input.
+            examples: Examples N of the batch.
+
+        Returns:
+            True for the shape (N, …).
+        """
         return entered.shape[0] == examples
 
 
@@ -165,15 +256,29 @@ def _root_mean_square(rows: Tensor, epsilon: float) -> Tensor:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is torch's RMSNorm or, by its name, one of a model library's."""
+    """Tell whether a module calls itself an RMSNorm.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True for torch's own, and for a class of a model library with such a name.
+    """
     return isinstance(module, nn.RMSNorm) or type(module).__name__.endswith("RMSNorm")
 
 
 def treats_rms_norm(module: nn.Module) -> str | None:
-    """None where ``module`` is treated, else why not.
+    """Tell why an RMSNorm cannot be treated.
 
-    Libraries write their own, some with ``1 + w`` for the weight, some with more in it: how the
-    output moves with the weight on samples of all magnitudes decides, not the name.
+    Libraries write their own, some with ``1 + w`` for the weight, some with more in it: how the output moves with the
+    weight on samples of all magnitudes decides, not the name.
+
+    Args:
+        module: A module for which ``is_rms_norm`` holds; it is called on samples, with other weights in place of its
+            own.
+
+    Returns:
+        The reason; None where it is treated.
     """
     own = module._parameters  # noqa: SLF001 - those of the module itself
     parameter = own.get("weight")
@@ -201,7 +306,14 @@ def treats_rms_norm(module: nn.Module) -> str | None:
 
 
 def treats_group_norm(module: nn.Module) -> str | None:
-    """None where ``module`` is treated, else why not."""
+    """Tell why a group or instance norm cannot be treated.
+
+    Args:
+        module: An ``nn.GroupNorm``, an ``nn.InstanceNorm`` or a subclass of one.
+
+    Returns:
+        The reason; None where it is treated.
+    """
     if isinstance(module, nn.GroupNorm):
         return None if type(module).forward is nn.GroupNorm.forward else "overridden_forward"
     if type(module).forward is not nn.InstanceNorm2d.forward:
@@ -212,12 +324,26 @@ def treats_group_norm(module: nn.Module) -> str | None:
 
 
 def treats_layer_norm(module: nn.LayerNorm) -> str | None:
-    """None where ``module`` is treated, else why not."""
+    """Tell why a layer norm cannot be treated.
+
+    Args:
+        module: An ``nn.LayerNorm`` or a subclass of it.
+
+    Returns:
+        The reason; None where it is treated.
+    """
     return None if type(module).forward is nn.LayerNorm.forward else "overridden_forward"
 
 
 def treats_batch_norm(module: nn.Module) -> str | None:
-    """None where ``module`` is treated, else why not."""
+    """Tell why a batch norm cannot be treated.
+
+    Args:
+        module: A batch norm, in the mode that it is measured in.
+
+    Returns:
+        The reason; None where it is treated.
+    """
     if getattr(module, "running_mean", None) is None or module.training:
         # without frozen statistics one example's output depends on the others: there is no per-example gradient
         return "batch_statistics"

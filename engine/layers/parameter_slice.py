@@ -26,11 +26,22 @@ class Place:
         return math.prod(self.shape)
 
     def mark_(self, seen: Tensor) -> None:
-        """Count one more sight of each number shown, in ``seen`` (numbers of the parameter,)."""
+        """Count one more use of each number shown.
+
+        Args:
+            seen: Counts, shape (numbers of the parameter,), changed in place.
+        """
         seen.as_strided(self.shape, self.strides, self.offset).add_(1)
 
     def moved(self, numbers: int) -> "Place":
-        """The same window, ``numbers`` further on."""
+        """Move the window.
+
+        Args:
+            numbers: Numbers of the parameter's storage to move it by.
+
+        Returns:
+            A window of the same shape and strides.
+        """
         return Place(parameter=self.parameter, offset=self.offset + numbers, shape=self.shape, strides=self.strides)
 
 
@@ -39,7 +50,16 @@ Places = frozenset[tuple[Place | None, Place | None]]
 
 
 def place_of(view: Tensor, parameter: Tensor, name: str) -> Place | None:
-    """The place of ``view`` in ``parameter``; None where it is not a view of it."""
+    """Find the place of a view in a parameter.
+
+    Args:
+        view: A tensor of any shape.
+        parameter: A strided parameter of any shape.
+        name: The parameter's qualified name.
+
+    Returns:
+        The place; None where ``view`` is not a view of the parameter, or shows it in another dtype.
+    """
     if view.dtype != parameter.dtype or view.layout != torch.strided or storage_of(view) != storage_of(parameter):
         return None
     # a stride of a dimension of one says nothing
@@ -49,13 +69,30 @@ def place_of(view: Tensor, parameter: Tensor, name: str) -> Place | None:
 
 
 def slices_of(place: Place, parameter: Tensor) -> int | None:
-    """How many slices like this one the parameter has; None where it is no slice along the first dimension."""
+    """Count the slices of a parameter that are like a place.
+
+    Args:
+        place: A place in the parameter.
+        parameter: The parameter, shape (n, …).
+
+    Returns:
+        n, where the place is one whole slice along the first dimension, transposed or not; else None.
+    """
     alike = sorted(place.shape) == sorted(parameter.shape[1:]) and place.offset % max(place.count, 1) == 0
     return parameter.shape[0] if alike and len(place.shape) == parameter.ndim - 1 else None
 
 
 def label_of(place: Place, parameter: Tensor) -> str:
-    """The parameter's name, and which part of it this is."""
+    """Name a place: the parameter's name, and which part of it this is.
+
+    Args:
+        place: A place in the parameter.
+        parameter: The parameter, of any shape.
+
+    Returns:
+        ``name`` of the whole, ``name[i]`` of a slice, ``name[i:j]`` of several, ``name[offset+shape]`` of anything
+        else.
+    """
     if place.count == parameter.numel():
         return place.parameter
     if slices_of(place, parameter) is not None:

@@ -13,7 +13,7 @@ For another stride, or where strips cost more than they save, windows are writte
 examples at a time. Which way is taken follows from shapes alone.
 
 The order of rows is kernel before channels here, so that every block is contiguous;
-``in_parameter_order_`` makes it the weight's own, channels before kernel.
+``ConvolutionLayer.in_parameter_order_`` makes it the weight's own, channels before kernel.
 """
 
 import itertools
@@ -112,7 +112,14 @@ class Geometry:
         )
 
     def by_shifts(self, device: torch.device) -> bool:
-        """Whether shifts are quicker than writing windows out, on this kind of device."""
+        """Tell whether shifts are quicker than writing windows out.
+
+        Args:
+            device: Device of the image; CPUs and GPUs have their own rates.
+
+        Returns:
+            False too for any stride other than 1, where shifts are not possible.
+        """
         if set(self.stride) != {1}:
             return False
         rates = _RATES["cuda" if device.type == "cuda" else "cpu"]
@@ -124,7 +131,14 @@ class Geometry:
         return min(self.examples, max(1, _AT_ONCE // max(each, 1)))
 
     def scratch(self, device: torch.device) -> int:
-        """Numbers held at most, besides the sums: the padded image, and what the way taken needs."""
+        """Count the numbers held at most besides the sums: the padded image, and what the way taken needs.
+
+        Args:
+            device: Device of the image, which decides the way.
+
+        Returns:
+            Numbers, each of the image's dtype.
+        """
         image = self.examples * math.prod(self.extents) * self.channels
         if not self.by_shifts(device):
             each = math.prod(self.windows) * self.width * self.groups
@@ -147,7 +161,13 @@ class Patches:
     shape: Geometry
 
     def add_gram_(self, total: Tensor, staging: Staging | None = None) -> None:
-        """Add ``Σ windowᵀ window`` to the upper triangle of ``total`` ([groups,] width, width), in place.
+        """Add ``Σ windowᵀ window`` to the upper triangle of a sum, in place.
+
+        Args:
+            total: The sum, shape (width, width), or (groups, width, width) for several groups; rows are kernel before
+                channels.
+            staging: Buffers through which blocks that are made on the device reach a sum on the host; None where both
+                are on one device.
 
         Memory:
             As ``Geometry.scratch`` says.
@@ -159,13 +179,21 @@ class Patches:
             self._add_by_slices_(total, staging)
 
     def means(self) -> Tensor:
-        """Mean window of each example, as (N, groups · width)."""
+        """Average the windows of each example.
+
+        Returns:
+            Mean windows, shape (N, groups · width).
+        """
         axes = tuple(range(1, 1 + len(self.shape.kernel)))
         means = torch.stack([seen.mean(axes) for seen in self._seen(self.image)], 1)
         return self._by_group(means)
 
     def sums(self) -> Tensor:
-        """Sum of all windows, as (groups, width)."""
+        """Sum all windows.
+
+        Returns:
+            Sums, shape (groups, width).
+        """
         # all examples first: what remains is small
         image = self.image.sum(0, keepdim=True)
         axes = tuple(range(1, 1 + len(self.shape.kernel)))
@@ -255,30 +283,6 @@ class Patches:
 def _add_signed_(found: list[tuple[int, Tensor]], block: Tensor) -> None:
     for sign, product in found:
         block.add_(product, alpha=sign)
-
-
-def in_parameter_order_(total: Tensor, width: int, kernel: int, *, reverse: bool) -> Tensor:
-    """Bring the first ``width`` rows and columns of ``total`` (…, n, n) from kernel-first to channels-first order.
-
-    ``reverse`` also turns the kernel's places around, as a transposed convolution stores them.
-
-    Memory:
-        2²⁰ numbers, or one row of every matrix.
-    """
-    if kernel == 1:
-        return total
-    order = torch.arange(width, device=total.device).view(kernel, -1)
-    order = (order.flip(0) if reverse else order).T.reshape(-1)
-    matrices = total.view(-1, *total.shape[-2:])
-    size = matrices.shape[-1]
-    step = max(1, 2**20 // (matrices.shape[0] * size))
-    for start in range(0, size, step):
-        rows = matrices[:, start : start + step, :width]
-        rows.copy_(rows[..., order])
-    for start in range(0, size, step):
-        columns = matrices[:, :width, start : start + step]
-        columns.copy_(columns[:, order])
-    return total
 
 
 def _product(left: Tensor, other: Tensor | None, groups: int) -> Tensor:

@@ -63,22 +63,48 @@ class TiedHeadLayer(TreatedLayer):
         )
 
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """``a`` of the head."""
+        """Return ``a`` of the head.
+
+        Args:
+            entered: The head's input, shape (…, d).
+
+        Returns:
+            Rows, shape (P, d).
+        """
         return self.head.activation_rows(entered)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """``g`` of the head."""
+        """Return ``g`` of the head.
+
+        Args:
+            gradient: Gradient of the head's output, shape (…, V).
+
+        Returns:
+            Rows, shape (P, V).
+        """
         return self.head.gradient_rows(gradient)
 
     def pair(self, use: Use, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """``a`` and ``g`` of one call of either, in that one's own orientation: ids and vectors, of the table."""
+        """Return both sides of one call of either, in that one's own orientation.
+
+        Args:
+            use: The call, its role the table or the head; None stands for the head.
+            gradient: Gradient of its output, shape (…, d) of the table, (…, V) of the head.
+
+        Returns:
+            ``a`` (P, d) and ``g`` (P, V) of the head; ids (P,) and gradients of their vectors (P, d) of the table.
+        """
         return (use.role or self.head).pair(replace(use, role=None), gradient)
 
 
 def untied(layers: Sequence[TreatedLayer]) -> tuple[TreatedLayer, ...] | None:
-    """Layers that cover what ``layers``, of one module each, share and do not share; each number once.
+    """Make layers of modules that share parameters, each number in one of them.
 
-    None where some use is not of a kind that is known.
+    Args:
+        layers: One layer per module, all of one group that shares parameters, directly or through others.
+
+    Returns:
+        Layers that cover what these share and do not share; None where some use is not of a kind that is known.
     """
     weights = _holders([layer for layer in layers if layer.weight], "weight")
     biases = _holders([layer for layer in layers if layer.bias], "bias")
