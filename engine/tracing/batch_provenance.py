@@ -40,13 +40,26 @@ class Rows:
     """The rows that these were picked from, where they were."""
 
     def owners(self, examples: int) -> Tensor | None:
-        """(K,) the example of each picked index; None where none were picked."""
+        """Return the example of each picked index.
+
+        Args:
+            examples: N.
+
+        Returns:
+            Examples, shape (K,), int64; None where none were picked.
+        """
         return None if self.labels is None else (self.labels // self.minor) % examples
 
     def example_first(self, tensor: Tensor, examples: int) -> Tensor:
-        """``tensor`` with its examples leading, unless its rows were picked: then as it is.
+        """Bring the examples of a tensor to the front.
 
-        ``tensor`` may be another than the one described, of the same sizes up to ``dim``.
+        Args:
+            tensor: The tensor described, or another of the same shape up to ``dim``.
+            examples: N.
+
+        Returns:
+            The tensor with its examples leading, shape (N, …); the tensor as it is where they lead, or its rows were
+            picked.
         """
         if self.labels is not None or (self.dim == 0 and self.size == self.minor * examples):
             return tensor
@@ -55,7 +68,16 @@ class Rows:
         return tensor.reshape(shape).movedim(self.dim + 1, 0)
 
     def of_example(self, tensor: Tensor, example: int, examples: int) -> Tensor:
-        """The indices of one example among those of ``tensor``, which has them where the one described has."""
+        """Take the part of one example.
+
+        Args:
+            tensor: A tensor, any shape, whose examples are where those of the one described are.
+            example: The example, from 0 to N − 1.
+            examples: N.
+
+        Returns:
+            The indices of that example along ``dim``, all other dimensions whole.
+        """
         owners = self.owners(examples)
         if owners is not None:
             return tensor.index_select(self.dim, (owners == example).nonzero()[:, 0])
@@ -66,7 +88,15 @@ class Rows:
         return tensor.reshape(shape).select(self.dim + 1, example).flatten(self.dim, self.dim + 1)
 
     def per_example(self, tensor: Tensor, examples: int) -> Tensor:
-        """``tensor`` summed over the indices of each example: (N, …), the other dimensions in order."""
+        """Sum a tensor over the indices of each example.
+
+        Args:
+            tensor: A tensor, any shape, whose examples are where those of the one described are.
+            examples: N.
+
+        Returns:
+            Sums, shape (N, …), the other dimensions in order.
+        """
         front = tensor.movedim(self.dim, 0)
         owners = self.owners(examples)
         if owners is not None:
@@ -76,7 +106,15 @@ class Rows:
 
 
 def batch_first(tensor: Tensor, examples: int) -> Rows | None:
-    """The rows of a tensor of which nothing is known but that its examples lead; None if they cannot."""
+    """Describe a tensor of which nothing is known but that its examples lead.
+
+    Args:
+        tensor: A tensor of any shape.
+        examples: N.
+
+    Returns:
+        Its rows, for the shapes (N, …), (N · l,) and (N · l, d); None where its examples cannot lead.
+    """
     if tensor.ndim == 0 or tensor.shape[0] % examples:
         return None
     if tensor.ndim > 2 and tensor.shape[0] != examples:

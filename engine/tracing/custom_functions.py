@@ -23,7 +23,10 @@ def shown(wanted: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
     """Show custom functions to the modes while inside.
 
     Args:
-        wanted: Whether a function of these tensors is to be shown as one operation; else its inside is shown.
+        wanted: Whether a function of these tensors, of any shapes, is to be shown as one operation; else its inside is.
+
+    Returns:
+        A context manager; torch's ``Function.apply`` is replaced inside, and restored afterwards.
     """
     original = vars(Function)[_APPLY]
 

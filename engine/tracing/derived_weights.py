@@ -78,13 +78,16 @@ class Picked(Derivation):
 def derivation_of(
     operation: Operation, left: Tensor, leaf: View, is_derived: Callable[[Tensor], bool]
 ) -> Derivation | None:
-    """Return how ``operation`` made ``left`` of derived tensors and constants; None where it is not of these kinds.
+    """Return how an operation made a tensor of derived tensors and constants.
 
     Args:
         operation: Not one that writes.
-        left: What it returned.
+        left: What it returned, of any shape.
         leaf: What stands for a derived tensor in operations of our own.
         is_derived: Whether a tensor was made of parameters.
+
+    Returns:
+        The derivation; None where the operation is not of these kinds.
 
     Memory:
         A few times the numbers of ``left``.
@@ -106,13 +109,16 @@ def derivation_of(
 
 
 def viewed(made: Derivation, view: View, transposed: View, left: Tensor) -> Derivation | None:
-    """Return how a view of a derived tensor is made of views of its parts; None where it is not.
+    """Return how a view of a derived tensor is made of views of its parts.
 
     Args:
         made: How the tensor was made.
         view: The same view of another tensor, followed.
         transposed: The transpose of a matrix, followed.
-        left: The view.
+        left: The view, of any shape.
+
+    Returns:
+        The view's derivation; None where it is not such views.
     """
     if isinstance(made, Sum):
         parts = tuple(map(view, made.parts))

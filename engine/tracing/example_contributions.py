@@ -28,7 +28,15 @@ _NUMBERS_AT_ONCE = 2**22
 
 
 def examples_at_once(examples: int, numbers: int) -> int:
-    """How many of ``examples`` are pulled back together, each with respect to ``numbers`` of parameters."""
+    """Choose how many examples are pulled back together.
+
+    Args:
+        examples: Examples of the batch.
+        numbers: Numbers of the parameters that gradients are taken with respect to.
+
+    Returns:
+        At least 1 and at most ``examples``, so that their gradients have some 4 million numbers.
+    """
     return max(1, min(examples, _NUMBERS_AT_ONCE // max(numbers, 1)))
 
 
@@ -65,12 +73,16 @@ class Contribution:
             return all(self._agrees(example, self._alone(example, leaves)) for example in range(self.examples))
 
     def gradients(self, gradient: Tensor, start: int, stop: int) -> list[Tensor] | None:
-        """Return the gradient of each of ``derived`` by example, (n, *shape); None where an example does not agree.
+        """Return the gradient of each of ``derived`` by example.
 
         Args:
-            gradient: That of the result, its examples where the result's are.
-            start: First example.
-            stop: The one after the last.
+            gradient: Gradient of the result, of its shape, its examples where the result's are.
+            start: The first example.
+            stop: The example after the last one.
+
+        Returns:
+            One tensor (n, *shape) for each of ``derived``, n = stop − start; None where an example alone does not give
+            its slice, or what entered was overwritten.
         """
         if self._versions() != self.versions[:-1]:
             # what entered was overwritten since
@@ -117,7 +129,15 @@ class Contribution:
 
 
 def takes_shapes_alone(operation: Operation, derived: Sequence[Tensor]) -> bool:
-    """Whether nothing of ``derived`` but shapes and types, or nothing that has a gradient, enters the result."""
+    """Tell whether no gradient flows from an operation to the tensors made of parameters.
+
+    Args:
+        operation: An operation with its data detached; it is run once more.
+        derived: Those of its tensors that were made of parameters, of any shapes.
+
+    Returns:
+        True where it takes nothing but shapes and types from them, or returns nothing that has a gradient.
+    """
     leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in derived}
     with torch.enable_grad():
         left = operation.run(lambda tensor: leaves.get(id(tensor), tensor))
@@ -131,14 +151,17 @@ def contribution(
     left: object,
     examples: int,
 ) -> Contribution | None:
-    """Return what ``derived`` add to ``left`` in ``operation``; None where the examples cannot be told apart in it.
+    """Return what tensors made of parameters add to the result of an operation.
 
     Args:
-        operation: With the data detached.
-        derived: Those of its tensors that were made of parameters.
+        operation: An operation with its data detached.
+        derived: Those of its tensors that were made of parameters, of any shapes.
         rows: Where the examples of the data among its tensors are, by identity.
         left: What it returned.
         examples: N.
+
+    Returns:
+        The contribution; None where the examples cannot be told apart in the result.
     """
     if not isinstance(left, Tensor) or not left.is_floating_point():
         return None

@@ -67,7 +67,13 @@ class ParameterUseMode(Multiplying):
         self._pullback = Pullback(self._parameters)
 
     def begin(self, inputs: Sequence[Tensor], examples: int, *, graphed: bool = True) -> None:
-        """Prepare for one forward pass on ``inputs``, whose examples lead, with gradients or without."""
+        """Prepare for one forward pass.
+
+        Args:
+            inputs: Tensors that enter the model, shape (N, …) each.
+            examples: N.
+            graphed: Whether gradients are wanted of the pass.
+        """
         self._marks.begin(examples)
         self._graphed = graphed
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
@@ -84,11 +90,15 @@ class ParameterUseMode(Multiplying):
             yield
 
     def enters(self, tensor: Tensor) -> None:
-        """Take ``tensor`` for data, whose examples lead."""
+        """Take a tensor for data whose examples lead.
+
+        Args:
+            tensor: A tensor that enters the model, shape (N, …).
+        """
         self._marks.put(tensor, rows=batch_first(tensor, self._marks.examples))
 
     def arrived(self) -> list[Tensor]:
-        """What the backward pass has brought so far, in whatever form."""
+        """Return the gradients that the backward pass has brought so far, of any shapes."""
         return [each.gradient for each in self._pullback.arrived]
 
     def forget(self) -> None:
@@ -96,7 +106,11 @@ class ParameterUseMode(Multiplying):
         self._pullback.arrived.clear()
 
     def returned(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Close one backward pass: (name, first example, gradients (n, numbers)) of what it reached."""
+        """Close one backward pass.
+
+        Yields:
+            Name of a parameter, first example, and gradients of the examples from there on, shape (n, numbers).
+        """
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
             if self._pullback.escaped:
                 self._sink.strange(frozenset(self._pullback.escaped), "")

@@ -43,7 +43,14 @@ class Uses:
     """Those that entered an operation that is not understood, and its name."""
 
     def multiplied(self, product: Product) -> Tensor:
-        """Note it."""
+        """Note a product.
+
+        Args:
+            product: The product.
+
+        Returns:
+            Its result as it is, shape (…, out).
+        """
         self.products.append(product)
         for place in (product.weight, product.bias):
             if place is not None:
@@ -53,30 +60,68 @@ class Uses:
         return product.left
 
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
-        """Every product may be a layer, as far as is known yet."""
+        """Take every product for a layer, as far as is known yet.
+
+        Args:
+            weight: Place of the matrix; not looked at.
+            bias: Place of its bias; not looked at.
+
+        Returns:
+            True.
+        """
         del weight, bias
         return True
 
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Note it; a dry run wants no gradients."""
+        """Note an operation whose examples never meet.
+
+        Args:
+            names: Parameters that entered it.
+            numbers: Numbers of each example that are held until its gradient is there; counted for one of the
+                parameters.
+
+        Returns:
+            False: a dry run wants no gradients.
+        """
         for name in names:
             # held once, whoever of them is asked
             self.held[name] = self.held.get(name, 0) + (numbers if name == min(names) else 0)
         return False
 
     def broadcast(self, names: frozenset[str]) -> bool:
-        """Note it; a dry run wants no gradients."""
+        """Note a broadcast over the examples.
+
+        Args:
+            names: Parameters that were broadcast.
+
+        Returns:
+            False: a dry run wants no gradients.
+        """
         self.spread |= names
         return False
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
-        """Note it; another number of examples will show whether it is chance."""
+        """Note parameters that may have a dimension for the examples.
+
+        Args:
+            names: The parameters.
+            examples: Length of the dimension; not looked at, since another number of examples shows whether it is
+                chance.
+
+        Returns:
+            True.
+        """
         del examples
         self.leading |= names
         return True
 
     def strange(self, names: frozenset[str], operation: str) -> None:
-        """Note it."""
+        """Note an operation that is not understood.
+
+        Args:
+            names: Parameters that entered it, of which the first such operation is kept.
+            operation: Its name.
+        """
         for name in names:
             self.unknown.setdefault(name, operation)
 
@@ -90,8 +135,15 @@ def candidates(
 ) -> dict[str, Tensor]:
     """Return the trainable parameters whose layers the operations may show, by name.
 
-    Of modules that no family treats, of treated ones that were not ``called``, of those that
-    cannot tell their examples apart by the shape of what enters them, and of the ``forced``.
+    Args:
+        model: The model.
+        survey: Its survey; the open rows among those declared are candidates.
+        called: Treated layers of which a module was called; those that were not are candidates.
+        mixed: Names of layers that cannot tell their examples apart by the shape of what enters them: candidates too.
+        forced: Names of layers that are candidates whatever else is known of them.
+
+    Returns:
+        Parameters of any shape, each under one of its names.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = [row for row in survey.declared if row.open]
@@ -115,9 +167,18 @@ def discovered(
     mixed: frozenset[str],
     forced: frozenset[str] = frozenset(),
 ) -> Survey:
-    """Return ``survey`` with the layers that ``uses`` show in the place of what they cover.
+    """Return a survey with the layers that operations show in the place of what they cover.
 
-    A layer among the ``forced`` is never kept: it is covered by its operations, or declared.
+    Args:
+        model: The model.
+        survey: Its survey by modules.
+        watched: Parameters of any shape that the dry runs watched, by name.
+        uses: What they did in each dry run.
+        mixed: Names of layers that cannot tell their examples apart.
+        forced: Names of layers that are never kept: they are covered by their operations, or declared.
+
+    Returns:
+        The survey in the order of the model's modules.
     """
     found = _Found(dict(model.named_modules()), watched, uses)
     layers = list(found.layers())
@@ -151,13 +212,28 @@ def discovered(
 
 
 def places_of(survey: Survey) -> Places:
-    """The places of all layers that are places."""
+    """List the places of all layers that are places in parameters.
+
+    Args:
+        survey: A survey of which operations have shown some layers.
+
+    Returns:
+        Pairs of the weight's place and the bias's, either of them None where it is not trainable.
+    """
     layers = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
     return frozenset((layer.weight_place, layer.bias_place) for layer in layers)
 
 
 def calls_of(uses: Uses, survey: Survey) -> list[Call]:
-    """The products of a dry run as calls of the layers they are."""
+    """Return the products of a dry run as calls of the layers they are.
+
+    Args:
+        uses: What the watched parameters did in it.
+        survey: The survey that holds these layers.
+
+    Returns:
+        Calls in the order of the run; products that are no layer of their own are left out.
+    """
     layers = {
         (layer.weight_place, layer.bias_place): layer
         for layer in survey.treated

@@ -29,7 +29,17 @@ class Multiplying(Marking):
         """Gradients are wanted of the pass."""
 
     def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401 - NotImplemented where it is none
-        """``entered Wᵀ + b`` with W (out, in) or b derived, or NotImplemented."""
+        """Show the sink the product ``entered Wᵀ + b``.
+
+        Args:
+            entered: Data, shape (…, in).
+            weight: W, shape (out, in); it, or the bias, is made of watched parameters.
+            bias: b, shape (out,); None for none.
+            run: Computes the product without a gradient for W and b.
+
+        Returns:
+            What stands for the result, shape (…, out); NotImplemented where it is not such a product.
+        """
         if self._marks.sources(entered):
             return NotImplemented
         rows = self._marks.rows(entered)

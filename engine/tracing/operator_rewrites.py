@@ -23,25 +23,80 @@ class Watch(AbstractContextManager["Watch"], Protocol):
     """Who shows the operations: entered, the operations within are shown too."""
 
     def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401
-        """``entered Wᵀ + b`` with W (out, in) or b derived, or NotImplemented."""
+        """Show the product ``entered Wᵀ + b``.
+
+        Args:
+            entered: Data, shape (…, in).
+            weight: W, shape (out, in); it, or the bias, is derived.
+            bias: b, shape (out,); None for none.
+            run: Computes the product without a gradient for W and b.
+
+        Returns:
+            What stands for the result, shape (…, out); NotImplemented where it is not such a product.
+        """
 
     def is_derived(self, tensor: object) -> bool:
-        """Whether a tensor was made of the watched parameters alone."""
+        """Tell whether a tensor was made of the watched parameters alone.
+
+        Args:
+            tensor: A tensor, or anything else.
+
+        Returns:
+            False too for what is not a tensor.
+        """
 
     def is_data(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on what entered the model."""
+        """Tell whether a tensor depends on what entered the model.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            False for constants and derived tensors.
+        """
 
     def leads(self, tensor: Tensor) -> bool:
-        """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
+        """Tell whether the examples of a tensor are along its first dimension, or unknown.
+
+        Args:
+            tensor: Data of any shape.
+
+        Returns:
+            False in a pass of one example, which is along every dimension.
+        """
 
     def rows_of(self, tensor: Tensor) -> Rows | None:
-        """Where the examples of data are, if that is known."""
+        """Return where the examples of a tensor are.
+
+        Args:
+            tensor: Data of any shape.
+
+        Returns:
+            Its rows; None where they are not known.
+        """
 
     def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
-        """Where the examples of a result are that ``index`` put the rows of ``source`` into; None where they meet."""
+        """Return where the examples of a result are that the rows of another tensor were put into.
+
+        Args:
+            source: Data of any shape, whose rows were put.
+            index: Places in the result, shape (K,).
+            left: The result, of any shape.
+
+        Returns:
+            The rows of the result; None where examples meet in it.
+        """
 
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
-        """``tensor``, its examples known to be where ``rows`` say."""
+        """Note where the examples of a tensor are.
+
+        Args:
+            tensor: Data of any shape.
+            rows: Its rows; None where they are not known.
+
+        Returns:
+            The tensor.
+        """
 
 
 def _linear(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
@@ -137,7 +192,16 @@ def _einsum(mode: Watch, equation: str, *operands: Any) -> Any:  # noqa: ANN401
 
 
 def expansion_of(tensor: Tensor, *times: Any, repeats: Sequence[int] | None = None) -> Tensor | None:  # noqa: ANN401
-    """Return ``tensor.repeat(*times)`` as an expansion, its copies alike by their stride; None where it is none."""
+    """Return ``tensor.repeat(*times)`` as an expansion, whose copies are alike by their stride.
+
+    Args:
+        tensor: A tensor of any shape.
+        times: Repetitions of each dimension of the result, as numbers or as one sequence of them.
+        repeats: The same by torch's keyword; None where they are positional.
+
+    Returns:
+        A view of the repetition's shape; None where a dimension longer than one is repeated.
+    """
     given = repeats if repeats is not None else times[0] if isinstance(times[0], (tuple, list)) else times
     shape = [1] * (len(given) - tensor.ndim) + list(tensor.shape)
     if any(size != 1 and time != 1 for size, time in zip(shape, given, strict=True)):

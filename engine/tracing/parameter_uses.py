@@ -24,22 +24,62 @@ class Sink(Protocol):
     """Who is told what the parameters do."""
 
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
-        """Whether products with a matrix and its bias are a layer of A and G."""
+        """Decide whether products with a matrix and its bias are a layer of A and G.
+
+        Args:
+            weight: Place of the matrix; None where it is not watched.
+            bias: Place of its bias; None where there is none, or it is not watched.
+
+        Returns:
+            False to have the parameters taken as a whole.
+        """
 
     def multiplied(self, product: Product) -> Tensor:
-        """A matrix, or its bias, entered a product; returns what stands for its result from now on."""
+        """Receive a product that a matrix, or its bias, entered.
+
+        Args:
+            product: The product.
+
+        Returns:
+            What stands for its result from now on, of the result's shape (…, out).
+        """
 
     def broadcast(self, names: frozenset[str]) -> bool:
-        """Parameters were broadcast over examples; returns whether their gradients are wanted."""
+        """Receive parameters that were broadcast over the examples.
+
+        Args:
+            names: Their names.
+
+        Returns:
+            Whether their gradients are wanted.
+        """
 
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Parameters entered an operation whose examples never meet; returns whether their gradients are wanted.
+        """Receive parameters that entered an operation whose examples never meet.
 
-        ``numbers`` of each example are held until its gradient is there.
+        Args:
+            names: Their names.
+            numbers: Numbers of each example that are held until its gradient is there.
+
+        Returns:
+            Whether their gradients are wanted.
         """
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
-        """Parameters have one dimension as long as there are ``examples``, all alike: are those the examples?"""
+        """Receive parameters with one dimension as long as there are examples, along which all is alike.
+
+        Args:
+            names: Their names.
+            examples: Length of the dimension.
+
+        Returns:
+            Whether it is the dimension of the examples.
+        """
 
     def strange(self, names: frozenset[str], operation: str) -> None:
-        """Parameters entered an operation that is not understood."""
+        """Receive parameters that entered an operation that is not understood.
+
+        Args:
+            names: Their names.
+            operation: The operation's name; empty where none was seen.
+        """

@@ -45,7 +45,16 @@ class Arrived:
 
 
 def outliving(operation: Operation, marks: Marks, leaf: Callable[[Tensor], Tensor]) -> tuple[Operation, list[Derived]]:
-    """Return ``operation`` in a form that outlives the forward pass, its data detached, and its derived tensors."""
+    """Bring an operation into a form that outlives the forward pass.
+
+    Args:
+        operation: An operation of derived tensors and data, of any shapes.
+        marks: Marks of the pass.
+        leaf: What stands for a derived tensor in operations of our own.
+
+    Returns:
+        The operation with its data detached, and its derived tensors, each once.
+    """
     plain: dict[int, Tensor] = {}
     derived: list[Derived] = []
     for tensor in operation.tensors:
@@ -81,9 +90,14 @@ class Pullback:
         self.escaped.add(name)
 
     def close(self, examples: int) -> Iterator[tuple[str, int, Tensor] | Arrived]:
-        """Close one backward pass: (name, first example, gradients (n, numbers)) of what it reached.
+        """Close one backward pass.
 
-        In their place a use that is not the operation of each example alone.
+        Args:
+            examples: Examples N of the pass.
+
+        Yields:
+            Name of a parameter, first example, and gradients of the examples from there on, shape (n, numbers); in
+            their place a use that is not the operation of each example alone.
 
         Memory:
             Three times the gradients of a few examples, of those parameters together that were used together.

@@ -19,7 +19,16 @@ SCATTERS = frozenset({"scatter", "scatter_add", "scatter_reduce", "index_add", "
 
 
 def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tensor, Tensor] | None:
-    """Return dimension, index and source of one of ``SCATTERS``; None where a number is put everywhere."""
+    """Read the arguments of one of ``SCATTERS``.
+
+    Args:
+        args: Its positional arguments, the first of which is written into.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Dimension, index, shape (K,) or that of the source, and source, of any shape; None where a number is put
+        everywhere.
+    """
     given = dict(zip(("dim", "index", "source"), args[1:], strict=False)) | dict(kwargs)
     source = given.get("source", given.get("src"))
     if not isinstance(given.get("dim"), int) or not isinstance(source, Tensor):
@@ -28,7 +37,7 @@ def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tens
 
 
 def scattered(source: Rows, into: Rows | None, index: Tensor, dim: int, left: Tensor, examples: int) -> Rows | None:
-    """Return the rows of a result that ``index`` put the rows of a source into; None where examples meet.
+    """Return the rows of a result that an index put the rows of a source into.
 
     Args:
         source: Where the examples of the source are, along ``dim``.
@@ -37,6 +46,9 @@ def scattered(source: Rows, into: Rows | None, index: Tensor, dim: int, left: Te
         dim: The dimension along which rows are put.
         left: The result.
         examples: N.
+
+    Returns:
+        The rows of the result; None where examples meet in it.
     """
     places = index.movedim(dim, 0).flatten(1) if index.ndim > 1 else index[:, None]
     known = _owners(source, examples, index.device)[: places.shape[0], None]
@@ -79,7 +91,16 @@ def _received(places: Tensor, known: Tensor, size: int, dim: int, examples: int)
 
 
 def joined(parts: Sequence[Rows], examples: int, device: torch.device) -> Rows:
-    """Return the rows of tensors that are put one behind the other along the dimension of their examples."""
+    """Return the rows of tensors that are put one behind the other along the dimension of their examples.
+
+    Args:
+        parts: The rows of each tensor, all along the same dimension.
+        examples: N.
+        device: Device of the labels, where the rows come in an order of their own.
+
+    Returns:
+        The rows of the result, by a layout of examples where it has one, else by labels.
+    """
     owners = torch.cat([_owners(part, examples, device) for part in parts])
     count = owners.shape[0]
     for minor in (1, count // examples):

@@ -35,17 +35,32 @@ class StandIn:
         self.leaf = nn.Parameter(kept.detach())
 
     def when_reached(self, call: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call ``call`` with the leaf when a gradient has reached it."""
+        """Call a function when a gradient has reached the leaf.
+
+        Args:
+            call: Receives the leaf, of the parameter's shape, its ``grad`` set.
+
+        Returns:
+            A handle that removes the hook.
+        """
         handle: RemovableHandle = self.leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
         return handle
 
     def lay(self, *_: object) -> None:
-        """Put the stand-in there."""
+        """Put the stand-in in the parameter's place, unless something else is there.
+
+        Args:
+            _: What torch gives a forward hook; not looked at.
+        """
         if self._own[self._key] is self._kept:
             self._own[self._key] = self.leaf
 
     def lift(self, *_: object) -> None:
-        """Put the parameter back."""
+        """Put the parameter back, and note where something else has been put in its place.
+
+        Args:
+            _: What torch gives a forward pre-hook; not looked at.
+        """
         if self._own[self._key] is self.leaf:
             self._own[self._key] = self._kept
         elif self._own[self._key] is not self._kept:
@@ -59,6 +74,9 @@ def install_stand_ins(layers: Sequence[TreatedLayer], aliases: Sequence[Alias] =
     Args:
         layers: Layers that modules' calls show.
         aliases: Second names of their parameters, on modules that are taken not to use them.
+
+    Returns:
+        A context manager with the stand-ins; the parameters are put back afterwards.
     """
     stand_ins: list[StandIn] = []
     with contextlib.ExitStack() as stack:
@@ -87,13 +105,16 @@ def find_shared_parameters(
     run: Callable[[], Tensor],
     within: contextlib.AbstractContextManager[object] | None = None,
 ) -> frozenset[str]:
-    """Return those of ``layers``, by name, whose parameters ``run`` reads outside their modules' calls.
+    """Find the layers whose parameters a model also reads outside their modules' calls.
 
     Args:
         layers: Layers that modules' calls show.
         aliases: Second names of their parameters.
-        run: Makes the outputs, with a graph.
-        within: What ``run`` runs the model in, for what activation checkpointing runs again.
+        run: Runs the model and returns its outputs, shape (N, …), with a graph.
+        within: What ``run`` runs the model in, for what activation checkpointing runs again; None for nothing.
+
+    Returns:
+        Names of these layers.
 
     Memory:
         What autograd saves of a run, from such uses on; and their gradients.

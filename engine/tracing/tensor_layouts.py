@@ -27,11 +27,14 @@ def layout_of(run: Callable[[Callable[[Tensor], Tensor]], Any]) -> Tensor:
 
 
 def arranged(left: Tensor, layout: Tensor) -> Tensor:
-    """Return ``left`` in the order of ``layout``'s strides, copied where its own order differs.
+    """Arrange a tensor in the order of other strides.
 
     Args:
         left: What a rewrite returned, any shape.
         layout: A tensor of that shape, with strides as torch's own result has them.
+
+    Returns:
+        The tensor itself where its order is the same, else a copy of the same shape.
     """
     if left.shape != layout.shape or _steps(left) == _steps(layout):
         return left

@@ -47,11 +47,22 @@ class Marks:
         """N of the pass."""
 
     def begin(self, examples: int) -> None:
-        """Forget all marks, for a forward pass of that many examples."""
+        """Forget all marks, for another forward pass.
+
+        Args:
+            examples: Examples N of the pass.
+        """
         self.examples, self._epoch = examples, object()
 
     def of(self, tensor: Tensor) -> Mark | None:
-        """Return the tensor's mark, if it has one of this pass."""
+        """Return the mark of a tensor.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            Its mark of this pass; None where it has none.
+        """
         mark = vars(tensor).get(_MARK)
         return mark if isinstance(mark, Mark) and mark.epoch is self._epoch else None
 
@@ -63,30 +74,67 @@ class Marks:
         expansion: Tensor | None = None,
         made: Derivation | None = None,
     ) -> None:
-        """Mark ``tensor`` in the place of what was known of it."""
+        """Mark a tensor in the place of what was known of it.
+
+        Args:
+            tensor: A tensor of any shape.
+            sources: Names of the parameters that it was made of alone; None for data.
+            rows: Where the examples of data are; None where that is not known.
+            expansion: The same numbers as an expansion, of the tensor's shape; None for what is not a repetition.
+            made: How it is linear in other derived tensors; None where that is not known.
+        """
         written = 0 if expansion is None and made is None else version(tensor)
         vars(tensor)[_MARK] = Mark(self._epoch, sources, rows, expansion, written, made)
 
     def made(self, tensor: Tensor) -> Derivation | None:
-        """Return how a derived tensor was made, unless it or its parts were written to since."""
+        """Return how a derived tensor was made.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            Its derivation; None where none is known, or the tensor or a part of it was written to since.
+        """
         mark = self.of(tensor)
         if mark is None or mark.made is None or mark.version != version(tensor) or not mark.made.holds:
             return None
         return mark.made
 
     def expanded(self, tensor: Tensor) -> Tensor:
-        """Return the expansion of a repetition that has not been written to since; any other tensor itself."""
+        """Return a repetition as its expansion.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            The expansion of a repetition that has not been written to since, of the same shape; any other tensor
+            itself.
+        """
         mark = self.of(tensor)
         if mark is None or mark.expansion is None or mark.version != version(tensor):
             return tensor
         return mark.expansion
 
     def parameter(self, tensor: Tensor) -> str | None:
-        """Return the name of the watched parameter that ``tensor`` is."""
+        """Return the name of a watched parameter.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            The name; None for any other tensor.
+        """
         return self._names.get(id(tensor))
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
-        """Return the parameters that ``tensor`` was made of alone; none for data and constants."""
+        """Return the parameters that a tensor was made of alone.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            Their names; none for data and constants.
+        """
         name = self.parameter(tensor)
         if name is not None:
             return frozenset({name})
@@ -94,18 +142,37 @@ class Marks:
         return frozenset() if mark is None or mark.sources is None else mark.sources
 
     def is_data(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on what entered the model."""
+        """Tell whether a tensor depends on what entered the model.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            False for constants and derived tensors; True for what requires a gradient without a mark.
+        """
         if self.sources(tensor):
             return False
         return tensor.requires_grad or self.of(tensor) is not None
 
     def rows(self, tensor: Tensor) -> Rows | None:
-        """Return where the examples of data are; what came out of an operation that no mode sees leads with them."""
+        """Return where the examples of data are.
+
+        Args:
+            tensor: Data of any shape; what came out of an operation that no mode sees is taken to lead with them.
+
+        Returns:
+            Its rows; None where they are not known.
+        """
         mark = self.of(tensor)
         return batch_first(tensor, self.examples) if mark is None else mark.rows
 
     def follow(self, operation: Operation, left: object) -> None:
-        """Mark the results of an operation on data."""
+        """Mark the results of an operation on data.
+
+        Args:
+            operation: The operation; one without data marks nothing.
+            left: What it returned.
+        """
         data = [tensor for tensor in operation.tensors if self.of(tensor) is not None]
         if not data or (operation.name in ("to", "type_as") and operation.args[0] is not data[0]):
             # a constant that takes only its type from the data stays one
@@ -165,34 +232,87 @@ class Marking(TorchFunctionMode):
         self._marks = Marks(parameters)
 
     def is_data(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on what entered the model."""
+        """Tell whether a tensor depends on what entered the model.
+
+        Args:
+            tensor: A tensor of any shape.
+
+        Returns:
+            False for constants and derived tensors.
+        """
         return self._marks.is_data(tensor)
 
     def is_derived(self, tensor: object) -> bool:
-        """Whether a tensor was made of the watched parameters alone."""
+        """Tell whether a tensor was made of the watched parameters alone.
+
+        Args:
+            tensor: A tensor, or anything else.
+
+        Returns:
+            False too for what is not a tensor.
+        """
         return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
 
     def leads(self, tensor: Tensor) -> bool:
-        """Whether the examples of ``tensor`` are along its first dimension, or unknown; one alone is everywhere."""
+        """Tell whether the examples of a tensor are along its first dimension, or unknown.
+
+        Args:
+            tensor: Data of any shape.
+
+        Returns:
+            False in a pass of one example, which is along every dimension.
+        """
         return self._marks.examples > 1 and getattr(self._marks.rows(tensor), "dim", 0) == 0
 
     def rows_of(self, tensor: Tensor) -> Rows | None:
-        """Where the examples of data are, if that is known."""
+        """Return where the examples of a tensor are.
+
+        Args:
+            tensor: Data of any shape.
+
+        Returns:
+            Its rows; None where they are not known.
+        """
         return self._marks.rows(tensor)
 
     def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
-        """Where the examples of a result are that ``index`` put the rows of ``source`` into; None where they meet."""
+        """Return where the examples of a result are that the rows of another tensor were put into.
+
+        Args:
+            source: Data of any shape, whose rows were put.
+            index: Places in the result, shape (K,).
+            left: The result, of any shape.
+
+        Returns:
+            The rows of the result; None where examples meet in it.
+        """
         rows = self._marks.rows(source)
         return None if rows is None else scattered(rows, None, index, rows.dim, left, self._marks.examples)
 
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
-        """``tensor``, its examples known to be where ``rows`` say."""
+        """Note where the examples of a tensor are.
+
+        Args:
+            tensor: Data of any shape.
+            rows: Its rows; None where they are not known.
+
+        Returns:
+            The tensor.
+        """
         self._marks.put(tensor, rows=rows)
         return tensor
 
 
 def alike_along(tensor: Tensor, examples: int) -> int | None:
-    """Return the one dimension along which ``tensor`` holds ``examples`` copies; None where none or several do."""
+    """Find the dimension along which a tensor holds a copy for each example.
+
+    Args:
+        tensor: A tensor of any shape; copies are told by a stride of zero.
+        examples: Examples N.
+
+    Returns:
+        The dimension; None where none or several hold that many copies, and for one example.
+    """
     sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
     alike = [dim for dim, (size, stride) in sizes if stride == 0 and size == examples > 1]
     return alike[0] if len(alike) == 1 else None

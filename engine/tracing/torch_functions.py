@@ -39,13 +39,28 @@ class Operation:
         self.tensors = list(tensors_of((self.args, *self.kwargs.values())))
 
     def run(self, change: Callable[[Tensor], Tensor] | None = None) -> Any:  # noqa: ANN401 - as torch returns
-        """Do it, every tensor among the arguments changed first."""
+        """Run the operation.
+
+        Args:
+            change: Returns what stands in the place of a tensor, of any shape, among the arguments; None changes
+                nothing.
+
+        Returns:
+            What torch's function returns.
+        """
         if change is None:
             return self.func(*self.args, **self.kwargs)
         return self.func(*with_tensors(tuple(self.args), change), **with_tensors(dict(self.kwargs), change))
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Operation":
-        """The same operation on other tensors."""
+        """Return the same operation on other tensors.
+
+        Args:
+            change: Returns what stands in the place of a tensor, of any shape, among the arguments.
+
+        Returns:
+            The operation, not run.
+        """
         args, kwargs = with_tensors(tuple(self.args), change), with_tensors(dict(self.kwargs), change)
         return Operation(self.func, self.name, args, kwargs)
 
@@ -63,19 +78,40 @@ class Operation:
 
 
 def operation_name(func: Callable[..., Any]) -> str:
-    """The operation's name, without what says that it is a method, private or in place."""
+    """Name an operation.
+
+    Args:
+        func: Torch's function or method.
+
+    Returns:
+        Its name, without what says that it is a method, private or in place.
+    """
     return func.__name__.partition(".")[0].strip("_")
 
 
 def hides(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` is written in Python and, shown to a mode, would show it nothing of its inside."""
+    """Tell whether a function would show a mode nothing of its inside.
+
+    Args:
+        func: Torch's function or method.
+
+    Returns:
+        True for one that is written in Python and asks whether a mode is there.
+    """
     return isinstance(func, types.FunctionType) and any(
         name.startswith("has_torch_function") for name in func.__code__.co_names
     )
 
 
 def visible(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func`` without the question whether a mode is there, so that the mode sees what is inside."""
+    """Return a function without the question whether a mode is there, so that the mode sees what is inside.
+
+    Args:
+        func: Torch's function or method.
+
+    Returns:
+        A twin of the same code; any function that does not ask, itself.
+    """
     if not hides(func) or not isinstance(func, types.FunctionType):
         return func
     asked = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
@@ -91,7 +127,14 @@ def _never(*_: object) -> bool:
 
 
 def tensors_of(tree: object) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """List the tensors in nested tuples, lists and mappings.
+
+    Args:
+        tree: Any object.
+
+    Yields:
+        Tensors of any shape, in order.
+    """
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -102,7 +145,15 @@ def tensors_of(tree: object) -> Iterator[Tensor]:
 
 
 def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
-    """``tree`` with every tensor changed."""
+    """Replace every tensor in nested tuples, lists and mappings.
+
+    Args:
+        tree: Any object; other classes than tuple, list and dict are not entered.
+        change: Returns what stands in the place of a tensor, of any shape.
+
+    Returns:
+        A tree of the same structure.
+    """
     if isinstance(tree, Tensor):
         return change(tree)
     if type(tree) in (tuple, list):
