@@ -106,6 +106,10 @@ def damping(mean_a: float, mean_g: float, options: Stabilisation, *, block: bool
         mean_g: Mean eigenvalue of G.
         options: Damping, its mode and its split.
         block: Whether G is the layer's exact block (A = 1), which is damped in G alone.
+
+    Returns:
+        λ, λ_A and λ_G in the units of F, A and G, and the last two relative to the mean eigenvalues; all null where a
+        factor is zero or λ is outside of float64's normal range.
     """
     if mean_a <= 0 or mean_g <= 0:
         return Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)
@@ -133,14 +137,17 @@ def identity_warnings(
 ) -> Iterator[str]:
     """Yield a sentence where a damping exceeds the largest eigenvalue: the damped inverse is the identity there.
 
-    Damped one by one (`each`), a side can be the identity where the whole is not.
+    With the split `each`, one side's inverse can be the identity although that of the whole is not.
 
     Args:
         layer: The layer's name.
         found: Its damping in absolute numbers; λ_A is 0 where A = 1.
         options: How it was split.
-        largest_a: The largest eigenvalue of A, or what it cannot exceed.
+        largest_a: The largest eigenvalue of A, or an upper bound of it.
         largest_g: The same of G.
+
+    Yields:
+        One sentence per side with the split `each`, at most one otherwise.
     """
     if options.damping_split == "each" and found.A:
         for name, value, largest in (("A", found.A, largest_a), ("G", found.G, largest_g)):

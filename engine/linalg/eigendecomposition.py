@@ -76,7 +76,7 @@ def rungs(
     smallest_ratio: float = 0.0,
     rank_bound: int | None = None,
 ) -> tuple[RungCost, ...]:
-    """What each rung takes beside the factor itself, the preferred first; none where n is beyond LAPACK.
+    """Return the cost of each solver beside the factor itself, the preferred first; none where n is beyond LAPACK.
 
     Args:
         n: Rows.
@@ -85,18 +85,37 @@ def rungs(
         dtype: Precision that the factor is kept in.
         smallest_ratio: As for ``decompose``.
         rank_bound: As for ``decompose``.
+
+    Returns:
+        Name, bytes on device and host with their formula, and equivalent operations of every solver that
+        ``decompose`` would try, in its order.
     """
     single = smallest_ratio >= SINGLE_SUFFICES
     return tuple(each.cost for each in solvers(n, need, device, dtype, single=single, rank_bound=rank_bound))
 
 
 def kept_dtype(factor: torch.dtype) -> torch.dtype:
-    """Precision that vectors are laid aside in: float32, unless the factor itself is kept in float64."""
+    """Return the precision that vectors are spilled in: float32, unless the factor itself is kept in float64.
+
+    Args:
+        factor: Precision of the factor.
+
+    Returns:
+        ``torch.float64`` or ``torch.float32``.
+    """
     return torch.float64 if factor == torch.float64 else torch.float32
 
 
 def basis_bytes(n: int, factor: torch.dtype) -> int:
-    """Bytes of a basis (n, n) as it is laid aside, of a factor kept in that precision."""
+    """Return the bytes of a spilled basis (n, n).
+
+    Args:
+        n: Rows of the factor.
+        factor: Precision that the factor is kept in, which determines that of the basis (``kept_dtype``).
+
+    Returns:
+        4 n² or 8 n² bytes.
+    """
     return n * n * kept_dtype(factor).itemsize
 
 
@@ -117,18 +136,21 @@ def decompose(
         factor: (n, n) symmetric, (n,) the diagonal of a diagonal matrix, or a side that is never made dense.
         layer: Name for the messages.
         need: Values alone take a workspace of O(n); vectors 2 n² more.
-        rank_bound: Most nonzero eigenvalues there can be, where known.
+        rank_bound: Most nonzero eigenvalues there can be; None if that is not known.
         smallest_ratio: Smallest eigenvalue that the caller looks at, over the largest; 0 looks at all.
-        guard: Knows what memory is free; without it every rung is thought to fit.
-        begin: The rung that a plan chose to begin with.
+        guard: Knows what memory is free; None assumes that every solver fits.
+        begin: The solver that a plan chose to begin with; None begins with the first that fits.
         what: The work, for messages.
 
+    Returns:
+        Values (n,) and, where asked for, vectors, with the solvers tried and the residual.
+
     Memory:
-        As ``rungs`` says of the rung that is taken.
+        The cost in ``rungs`` of the solver that is taken.
 
     Raises:
         NonFiniteFactor: If the factor holds NaN or Inf.
-        NotConverged: If every rung failed, or the factor is beyond LAPACK.
+        NotConverged: If every solver failed, or the factor is beyond LAPACK.
         BudgetExceeded: If none fits into what is free.
     """
     if isinstance(factor, Structured):
@@ -200,7 +222,21 @@ def _not_finite(factor: Tensor, layer: str) -> NonFiniteFactor:
 def decompose_structured(
     factor: Structured, layer: str, *, need: Need = "values", guard: Guard | None = None
 ) -> Decomposition | None:
-    """The same of a side that is never made dense; None where its spectrum is not to be had without n×n."""
+    """Decompose a side that is never made dense.
+
+    Args:
+        factor: The side, of n rows.
+        layer: The layer's name, for messages.
+        need: Whether the eigenvectors of the r nonzero eigenvalues are wanted besides all n values.
+        guard: Knows what memory is free; None assumes that everything fits.
+
+    Returns:
+        Values (n,) and, where asked for and available, vectors (n, r); None if the side has no spectrum without an
+        (n, n) matrix.
+
+    Raises:
+        NotConverged: If the eigenvectors do not reproduce the side to a relative residual of 1e-9.
+    """
     found = factor.spectrum(layer, guard)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a metric is heading as the sample grows, and whether it has arrived.
+"""The limit of a metric as the sample grows, and whether the metric has converged to it.
 
 A smooth function of a sample covariance is off by c/N to leading order, so two sizes give the
 value at infinitely many examples: v∞ = (N·v(N) − M·v(M))/(N − M), which for M = N/2 is the value
@@ -25,13 +25,16 @@ def extrapolated(
     floor: float | None = None,
     ceiling: float | None = None,
 ) -> float | None:
-    """The value at infinitely many examples, from the last two sizes; None where one has none.
+    """Return v∞ = v(N) + (v(N) − v(M))·M/(N − M), the value at infinitely many examples, from the last two sizes.
 
     Args:
         examples: Sizes, ascending.
-        values: The metric at each.
-        floor: What it cannot fall below, where there is such a thing.
-        ceiling: What it cannot exceed, likewise.
+        values: The metric at each; None where it has no value.
+        floor: What it cannot fall below; None if it has no lower bound.
+        ceiling: What it cannot exceed; None if it has no upper bound.
+
+    Returns:
+        v∞ in the metric's unit, within the bounds; None with fewer than two values, or beyond float64.
     """
     if len(values) < 2 or values[-1] is None or values[-2] is None or examples[-1] <= examples[-2]:
         return None
@@ -44,12 +47,15 @@ def extrapolated(
 
 
 def not_converged(value: float | None, limit: float | None, scale: float | None = None) -> bool | None:
-    """Whether ``value`` lies further than the tolerance from where it is heading; None where that is unknown.
+    """Return whether a metric differs from its limit by more than ``TOLERANCE``.
 
     Args:
-        value: At the largest size.
-        limit: Its extrapolation.
-        scale: What the distance is measured in; by default the extrapolation itself.
+        value: The metric at the largest size; None if it has no value.
+        limit: Its extrapolation (``extrapolated``); None if there is none.
+        scale: Unit that the difference is measured in; None is the size of the limit itself.
+
+    Returns:
+        Whether |limit − value| > 0.05·scale; None where either is unknown.
     """
     if value is None or limit is None:
         return None

@@ -22,11 +22,18 @@ _CAST = 2**22
 
 
 def add_gram_(total: Tensor, rows: Tensor, staging: Staging | None = None) -> Tensor:
-    """Add ``rowsᵀ rows`` to the upper triangle of ``total`` (n, n), for ``rows`` (P, n), in place.
+    """Add ``rowsᵀ rows`` to the upper triangle of ``total``, in place.
+
+    Args:
+        total: Sum so far, shape (n, n); blocks below the diagonal keep whatever they held.
+        rows: Shape (P, n); rows of another precision are brought to that of ``total`` 4 Mi numbers at a time.
+        staging: Buffer for a ``total`` on another device than ``rows``; None where both are on one device.
+
+    Returns:
+        ``total``.
 
     Memory:
-        Nothing besides its arguments; rows of another precision than the sum's are brought to it
-        4 Mi numbers at a time.
+        Nothing besides its arguments and, where the precisions differ, 4 Mi numbers.
     """
     size = total.shape[0]
     if rows.dtype != total.dtype:
@@ -77,7 +84,15 @@ def _product(left: Tensor, right: Tensor, made: Tensor) -> None:
 
 
 def add_grams_(totals: Tensor, rows: Tensor, staging: Staging | None = None) -> Tensor:
-    """Add ``rowsᵀ rows`` of each group of columns to ``totals`` (groups, n, n), for ``rows`` (P, groups · n), in place.
+    """Add ``rowsᵀ rows`` of each group of columns to ``totals``, in place.
+
+    Args:
+        totals: Sums so far, shape (groups, n, n), of which the upper triangles count.
+        rows: Shape (P, groups · n), the columns of a group next to one another.
+        staging: Buffer for ``totals`` on another device than ``rows``; None where both are on one device.
+
+    Returns:
+        ``totals``.
 
     Memory:
         Nothing besides its arguments; for groups of one column P · groups numbers.

@@ -90,7 +90,14 @@ class Products:
         self._sample, self._ranks = self._sampled()
 
     def at_most(self, threshold: float) -> int:
-        """Products at most ``threshold``."""
+        """Count the products that do not exceed a threshold.
+
+        Args:
+            threshold: Any float; no product is negative.
+
+        Returns:
+            Their number, between 0 and ``size``; it is remembered.
+        """
         if threshold < 0:
             return 0
         if self._all is not None:
@@ -104,7 +111,13 @@ class Products:
         return self._counts[place]
 
     def smallest(self, rank: int) -> float:
-        """The ``rank``-th smallest product, from 1.
+        """Return the product of a given rank, exactly as a full sort would have it.
+
+        Args:
+            rank: From 1, for the smallest, to ``size``.
+
+        Returns:
+            The ``rank``-th smallest product.
 
         Memory:
             At most 32 Ki products at once.
@@ -130,7 +143,14 @@ class Products:
             slow = 0 if slow == 2 or left <= among / 2 else slow + 1
 
     def top(self, count: int) -> Tensor:
-        """The ``count`` largest products, descending."""
+        """Return the largest products.
+
+        Args:
+            count: How many, k.
+
+        Returns:
+            Shape (min(k, size),), float64, descending.
+        """
         found = [largest(pair, count) for pair in self._pairs]
         together = torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
         return together.topk(min(count, together.numel())).values
@@ -222,21 +242,44 @@ def _thinned(spectrum: Tensor, count: int) -> Tensor:
 
 
 def quantile_rank(level: float, size: int) -> int:
-    """Rank, from 1, of the smallest of ``size`` values that ``level`` of them do not exceed."""
+    """Return the rank of a quantile: ⌈level · size⌉, computed with the decimal that ``level`` is written as.
+
+    Args:
+        level: Between 0 and 1.
+        size: Number of values.
+
+    Returns:
+        Rank, from 1, of the smallest value that at least ``level`` of all do not exceed.
+    """
     # 0.1 of 10 is the first, though the float64 nearest to 0.1 is a little more
     return max(1, math.ceil(Fraction(repr(level)) * size))
 
 
 def quantile(products: Products, level: float) -> float | None:
-    """The smallest product that at least ``level`` of them do not exceed; None where there is none."""
+    """Return a quantile of the products.
+
+    Args:
+        products: All products of one or more layers.
+        level: Between 0 and 1.
+
+    Returns:
+        The smallest product that at least ``level`` of them do not exceed; None where there are none.
+    """
     return products.smallest(quantile_rank(level, products.size)) if products.size else None
 
 
 def largest(pair: Pair, count: int) -> Tensor:
-    """The ``count`` largest products, descending: (k,).
+    """Return the largest products of one pair of spectra.
 
     The p-th largest of one times the q-th largest of the other is exceeded by p·q − 1 products at
     least, so only those with p·q ≤ k can be among them.
+
+    Args:
+        pair: Eigenvalues (n,) and (m,), ascending, float64.
+        count: How many, k.
+
+    Returns:
+        Shape (min(k, n·m),), descending.
 
     Memory:
         About k·log k products.
@@ -248,10 +291,16 @@ def largest(pair: Pair, count: int) -> Tensor:
 
 
 def histogram(products: Products, decades: int, bins: int) -> tuple[list[float], list[int], int]:
-    """Products in ``bins`` equal steps of the logarithm over the ``decades`` below the largest.
+    """Count the products in equal steps of the logarithm below the largest.
+
+    Args:
+        products: All products of one or more layers.
+        decades: Range in powers of ten that the steps cover, down from the largest product.
+        bins: Number of steps.
 
     Returns:
-        Edges (bins + 1), counts in (left, right], and how many products lie at or below the first edge.
+        Edges (bins + 1), counts in (left, right], and how many products lie at or below the first edge; no edges and
+        no counts if all products are zero.
     """
     if products.largest <= 0:
         return [], [], products.size

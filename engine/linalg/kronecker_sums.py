@@ -25,7 +25,15 @@ _PRODUCTS_AT_ONCE = 2**18
 
 
 def logdet_damped(a: Condensed, g: Condensed, damping: float) -> float | None:
-    """Log det(F + λI); None where λ is beyond float64 beside the largest eigenvalue.
+    """Return log det(F + λI) = Σᵢⱼ log(λᵢμⱼ + λ), over the nodes of two condensed spectra.
+
+    Args:
+        a: Spectrum of A, of n eigenvalues.
+        g: Spectrum of G, of m eigenvalues.
+        damping: λ > 0.
+
+    Returns:
+        The natural logarithm; None where λ is beyond float64 beside the largest eigenvalue.
 
     Memory:
         At most 256 Ki products at once.
@@ -47,7 +55,15 @@ def logdet_damped(a: Condensed, g: Condensed, damping: float) -> float | None:
 
 
 def effective_dimensions(a: Condensed, g: Condensed, dampings: Sequence[float]) -> list[float | None]:
-    """Σ λᵢμⱼ/(λᵢμⱼ + λ) at each λ; None where λ is beyond float64 beside the largest eigenvalue.
+    """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ, over the nodes of two condensed spectra.
+
+    Args:
+        a: Spectrum of A, of n eigenvalues.
+        g: Spectrum of G, of m eigenvalues.
+        dampings: Each λ > 0, in the unit of F's eigenvalues.
+
+    Returns:
+        A number between 0 and n·m for each λ; None where λ is beyond float64 beside the largest eigenvalue.
 
     Memory:
         At most 256 Ki products at once.
@@ -73,11 +89,25 @@ class Answering:
     """Its eigenvalues, as they were counted; None where nothing is known below ``lowest``."""
 
     def reached(self, shifts: Tensor) -> Tensor:
-        """Which of ``shifts`` can be answered."""
+        """Return which shifts can be answered.
+
+        Args:
+            shifts: Positive numbers, any shape, float64 on the host.
+
+        Returns:
+            Bool, the shape of ``shifts``: all true where the counted eigenvalues are known.
+        """
         return (shifts >= self.lowest) | (self.counted is not None)
 
     def logdets(self, shifts: Tensor) -> Tensor:
-        """``log det(G + s·I)`` (k,); below ``lowest`` what changes from there is of the counted eigenvalues."""
+        """Return ``log det(G + s·I)`` at each shift; the change below ``lowest`` is that of the counted eigenvalues.
+
+        Args:
+            shifts: Positive shifts s that are ``reached``, shape (k,), float64 on the host.
+
+        Returns:
+            Shape (k,), float64 on the host.
+        """
         found = self.side.logdets(shifts.clamp(min=self.lowest)).to("cpu", torch.float64)
         low = shifts < self.lowest
         if self.counted is not None and bool(low.any()):
@@ -88,7 +118,14 @@ class Answering:
         return found
 
     def effective_dimensions(self, shifts: Tensor) -> Tensor:
-        """``tr G(G + s·I)⁻¹`` (k,), alike."""
+        """Return ``tr G(G + s·I)⁻¹`` at each shift; the change below ``lowest`` is that of the counted eigenvalues.
+
+        Args:
+            shifts: Positive shifts s that are ``reached``, shape (k,), float64 on the host.
+
+        Returns:
+            Shape (k,), float64 on the host, each between 0 and m.
+        """
         # all at once: a side may answer many shifts from few of its own
         found = self.side.effective_dimensions(shifts.clamp(min=self.lowest)).to("cpu", torch.float64)
         low = shifts < self.lowest
@@ -99,7 +136,16 @@ class Answering:
 
 
 def logdet_damped_structured(a: Condensed, g: Answering, damping: float) -> float | None:
-    """Log det(F + λI) where G answers for itself; None where it would be asked what it does not know."""
+    """Return log det(F + λI) for a G that is never made dense.
+
+    Args:
+        a: Spectrum of A.
+        g: G's own log-determinants at shifts.
+        damping: λ > 0.
+
+    Returns:
+        The natural logarithm; None where G cannot answer one of the shifts λ/x of A's nodes x.
+    """
     nodes = a.values
     shifts = damping / nodes
     if not bool(g.reached(shifts).all()):
@@ -110,7 +156,16 @@ def logdet_damped_structured(a: Condensed, g: Answering, damping: float) -> floa
 
 
 def effective_dimensions_structured(a: Condensed, g: Answering, dampings: Sequence[float]) -> list[float | None]:
-    """Σ λᵢμⱼ/(λᵢμⱼ + λ) at each λ where G answers for itself; None where it would be asked what it does not know."""
+    """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ for a G that is never made dense.
+
+    Args:
+        a: Spectrum of A.
+        g: G's own effective dimensions at shifts.
+        dampings: Each λ > 0, in the unit of F's eigenvalues.
+
+    Returns:
+        A number for each λ; None where G cannot answer one of the shifts λ/x of A's nodes x.
+    """
     shifts = torch.tensor(dampings, dtype=torch.float64)[:, None] / a.values
     reached = g.reached(shifts).all(1)
     inner = g.effective_dimensions(shifts[reached].flatten())

@@ -54,14 +54,21 @@ class Structured(ABC):
 
     @abstractmethod
     def to(self, device: torch.device) -> Self:
-        """The same side, whose arithmetic is done on ``device``; what is large stays where it stands."""
+        """Return the same side with its arithmetic on another device; large tensors stay where they are.
+
+        Args:
+            device: Where products and solves are computed.
+
+        Returns:
+            A side that shares its tensors with this one.
+        """
 
     @abstractmethod
     def trace(self) -> float:
         """Sum of the eigenvalues."""
 
     def kept_trace(self) -> float:
-        """The same of what is kept, where that is not ``S`` itself but near it."""
+        """Return the trace of the stored approximation, which differs from ``trace`` where that is not ``S`` itself."""
         return self.trace()
 
     @abstractmethod
@@ -78,12 +85,18 @@ class Structured(ABC):
 
     @abstractmethod
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
-        """All n eigenvalues, ascending, float64 on the host, and the rungs taken; None if not to be had without n×n.
+        """Return all n eigenvalues. Zeros that the representation knows of are exact.
 
-        Zeros that the representation knows of are exact.
+        Args:
+            layer: The layer's name, for messages.
+            guard: Knows what memory is free; None assumes that everything fits.
+
+        Returns:
+            Eigenvalues (n,), ascending, float64 on the host, and the names of the solvers tried; None if computing them
+            takes an (n, n) matrix.
 
         Raises:
-            NonFiniteFactor: If what is held is not finite; the message names ``layer``.
+            NonFiniteFactor: If the stored tensors are not finite.
         """
 
     @property
@@ -96,54 +109,107 @@ class Structured(ABC):
         return None
 
     def counted(self, kappa_max: float | None) -> Counted | None:
-        """All n eigenvalues between bounds, where ``spectrum`` has none; None where there are no bounds either.
+        """Return bounds of all n eigenvalues for a side without a ``spectrum``.
 
         Args:
-            kappa_max: Asks how many eigenvalues lie below ``λ_max / kappa_max``; None does not ask.
+            kappa_max: Condition number for whose floor ``λ_max / kappa_max`` the eigenvalues below it are counted; None
+                counts none.
+
+        Returns:
+            Estimates between bounds; None where there are no bounds either.
         """
         del kappa_max
         return None
 
     @abstractmethod
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """The r nonzero eigenvalues (r,), ascending, and orthonormal eigenvectors (n, r); float64.
+        """Return the r nonzero eigenvalues and their eigenvectors.
+
+        Args:
+            layer: The layer's name, for messages.
+
+        Returns:
+            Values (r,), ascending, and orthonormal vectors (n, r), one a column; float64.
 
         Raises:
-            NotConverged: If they are not to be had without n×n.
+            NotConverged: If computing them takes an (n, n) matrix.
         """
 
     @abstractmethod
     def apply(self, right: Tensor) -> Tensor:
-        """``S right``, for ``right`` (n, k)."""
+        """Return the product ``S right``.
+
+        Args:
+            right: Columns to multiply, shape (n, k).
+
+        Returns:
+            Shape (n, k).
+        """
 
     @abstractmethod
     def solve(self, right: Tensor, damping: float) -> Tensor:
-        """``(S + damping·I)⁻¹ right``, for ``right`` (n, k)."""
+        """Return ``(S + damping·I)⁻¹ right``.
+
+        Args:
+            right: Right-hand sides, shape (n, k).
+            damping: Positive, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (n, k).
+        """
 
     @abstractmethod
     def logdets(self, shifts: Tensor) -> Tensor:
-        """``log det(S + s·I)`` for each positive s of ``shifts`` (k,); float64 on the host."""
+        """Return ``log det(S + s·I)`` at each shift.
+
+        Args:
+            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
+
+        Returns:
+            Natural logarithms, shape (k,), float64 on the host.
+        """
 
     @abstractmethod
     def effective_dimensions(self, shifts: Tensor) -> Tensor:
-        """``tr S(S + s·I)⁻¹`` for each positive s of ``shifts`` (k,); float64 on the host."""
+        """Return ``tr S(S + s·I)⁻¹`` at each shift.
+
+        Args:
+            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
+
+        Returns:
+            Shape (k,), float64 on the host, each between 0 and n.
+        """
 
     @abstractmethod
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """S itself (n, n), for tests and for a small n."""
+        """Return S itself, for tests and for a small n.
+
+        Args:
+            dtype: Precision of the result.
+
+        Returns:
+            Shape (n, n).
+        """
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by the names that it is stored by; on the host."""
+        """Return the stored tensors, on the host, by the names they are stored by; each kind has its own shapes."""
 
     @abstractmethod
     def metadata(self) -> dict[str, str]:
-        """What ``read`` needs besides the tensors."""
+        """Return the strings that ``read`` needs besides the tensors."""
 
     @classmethod
     @abstractmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """The inverse of ``tensors`` and ``metadata``.
+        """Restore a side from its stored tensors and strings.
+
+        Args:
+            tensors: As ``tensors`` returned them, in the shapes of the kind.
+            metadata: As ``metadata`` returned them.
+
+        Returns:
+            A side that computes on the host.
 
         Raises:
             BrokenFactors: If something is missing or of another shape.
@@ -178,5 +244,12 @@ class RowSide(Structured):
         return self.rows.dtype
 
     def to(self, device: torch.device) -> Self:
-        """The same rows, taken to ``device`` a part at a time."""
+        """Return the same rows, taken to another device a part at a time.
+
+        Args:
+            device: Where products and solves are computed.
+
+        Returns:
+            A side that shares its rows with this one.
+        """
         return replace(self, computes_on=device)

@@ -42,7 +42,11 @@ class Arrivals:
         self._sent: list[_Slot] = []
 
     def send(self, panel: Tensor) -> None:
-        """Send rows off; what was taken before the last ``take`` is overwritten."""
+        """Send a panel off; the panel taken before the last ``take`` is overwritten.
+
+        Args:
+            panel: Shape (at most ``rows``, ``width``), on any device, of any precision.
+        """
         slot = self._slots[0]
         self._slots.reverse()
         slot.rows = panel.shape[0]
@@ -60,7 +64,7 @@ class Arrivals:
         self._sent.append(slot)
 
     def take(self) -> Tensor:
-        """The panel sent first of those not yet taken, on the device."""
+        """Return the panel sent first of those not yet taken, shape (its rows, ``width``), on the device."""
         slot = self._sent.pop(0)
         if slot.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(slot.copied)
@@ -68,7 +72,14 @@ class Arrivals:
 
 
 def wide_product(matrix: Tensor, right: Tensor) -> Tensor:
-    """``matrix`` (n, m) of any precision times ``right`` (m, k) in float64.
+    """Return ``matrix right``, computed in float64 a panel of rows at a time.
+
+    Args:
+        matrix: Shape (n, m), any precision.
+        right: Shape (m, k), float64, on the same device.
+
+    Returns:
+        Shape (n, k), float64.
 
     Memory:
         16 MiB beside the result, where ``matrix`` is not float64 itself.
@@ -82,7 +93,18 @@ def wide_product(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def wide_transposed_product(matrix: Tensor, right: Tensor) -> Tensor:
-    """``matrixᵀ right`` likewise, for ``matrix`` (n, m) and ``right`` (n, k)."""
+    """Return ``matrixᵀ right``, computed in float64 a panel of rows at a time.
+
+    Args:
+        matrix: Shape (n, m), any precision.
+        right: Shape (n, k), float64, on the same device.
+
+    Returns:
+        Shape (m, k), float64.
+
+    Memory:
+        16 MiB beside the result, where ``matrix`` is not float64 itself.
+    """
     if matrix.dtype == torch.float64:
         return matrix.mT @ right
     rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))

@@ -36,7 +36,15 @@ class Decay:
 
 
 def decay(products: Products, rank: int) -> Decay | None:
-    """Fit the decay of a spectrum of numerical ``rank``; None where the range is too short."""
+    """Fit the exponent α of λ_k ∝ k^−α to a spectrum.
+
+    Args:
+        products: The eigenvalues.
+        rank: Numerical rank; the fit ends at a quarter of it.
+
+    Returns:
+        The fit; None where the range is shorter than half a decade, or an eigenvalue in it is zero.
+    """
     last = rank // _LAST_SHARE
     if last < _FIRST * math.sqrt(10):
         return None

@@ -26,7 +26,17 @@ _FAR = 1e6
 
 
 def far_above(size: int, trace: float, frobenius: float, shift: float) -> tuple[float, float] | None:
-    """``log det(S + sI)`` and ``tr S(S + sI)⁻¹`` by their series in λ/s; None where ``shift`` is not far above S."""
+    """Return ``log det(S + sI)`` and ``tr S(S + sI)⁻¹`` by their series in λ/s.
+
+    Args:
+        size: n, rows of S.
+        trace: Σλ.
+        frobenius: Root of Σλ².
+        shift: s, in the unit of the eigenvalues.
+
+    Returns:
+        The two numbers, to a relative 1e-12 of the first term; None unless s exceeds the trace a million times.
+    """
     if shift <= _FAR * trace:
         return None
     ratio, square = trace / shift, (frobenius / shift) ** 2
@@ -34,7 +44,15 @@ def far_above(size: int, trace: float, frobenius: float, shift: float) -> tuple[
 
 
 def over_shifts(evaluate: Callable[[float], tuple[float, float]], shifts: Tensor) -> Tensor:  # (k,) -> (k, 2)
-    """``evaluate`` at each of the ``shifts`` ≥ 0, float64 on the host."""
+    """Evaluate two functions at many shifts, by interpolation where a panel of eight octaves has many of them.
+
+    Args:
+        evaluate: The two functions of one shift, analytic in its logarithm.
+        shifts: Shape (k,), nonnegative, any float dtype and device.
+
+    Returns:
+        Shape (k, 2), float64 on the host: the two functions at each shift.
+    """
     wide = shifts.to("cpu", torch.float64)
     found = torch.empty(wide.numel(), 2, dtype=torch.float64)
     logs = wide.log2()

@@ -60,11 +60,26 @@ class Counted:
     """Eigenvalues less than the floor that was asked about."""
 
     def times(self, scale: float) -> Self:
-        """The spectrum of ``scale ≥ 0`` times the matrix."""
+        """Return the spectrum of a multiple of the matrix.
+
+        Args:
+            scale: Nonnegative factor.
+
+        Returns:
+            Estimates and bounds times ``scale``; the counts are as they were.
+        """
         return replace(self, values=self.values * scale, lower=self.lower * scale, upper=self.upper * scale)
 
     def widened(self, below: float, above: float) -> Self:
-        """Bounds that hold also for a matrix between ``S − below·I`` and ``S + above·I``, positive semidefinite too."""
+        """Return bounds that hold also for a positive semidefinite matrix between ``S − below·I`` and ``S + above·I``.
+
+        Args:
+            below: Nonnegative, in the unit of the eigenvalues.
+            above: Nonnegative, likewise.
+
+        Returns:
+            The same estimates between wider bounds, the lower ones not negative.
+        """
         return replace(self, lower=(self.lower - below).clamp_min_(0), upper=self.upper + above)
 
 

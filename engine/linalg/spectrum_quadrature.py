@@ -30,7 +30,15 @@ NODES = math.ceil(36 / math.asinh(math.pi / _HALF_WIDTH))
 
 
 def times_power(values: Tensor, exponents: Tensor) -> Tensor:
-    """``values · 2^exponents``, rounded once even where that is denormal."""
+    """Return ``values · 2^exponents``, rounded once even where that is denormal.
+
+    Args:
+        values: Any shape, float64.
+        exponents: Integers, a shape that broadcasts with it, within ±2100.
+
+    Returns:
+        Float64, the common shape.
+    """
     # torch.ldexp takes its power in float32 of an integer; exponents reach ±2100
     half = torch.div(exponents, 2, rounding_mode="floor")
     return values * torch.exp2(half.to(torch.float64)) * torch.exp2((exponents - half).to(torch.float64))
@@ -53,12 +61,18 @@ class Condensed:
 
     @property
     def values(self) -> Tensor:
-        """(K,) the nodes in the spectrum's own scale."""
+        """The nodes in the spectrum's own scale, shape (K,), float64."""
         return times_power(self.nodes, torch.tensor(self.exponent))
 
 
 def condensed(spectrum: Tensor) -> Condensed:
-    """Condense ascending, nonnegative eigenvalues (n,), float64.
+    """Condense a spectrum to nodes and weights.
+
+    Args:
+        spectrum: Eigenvalues, shape (n,), float64, ascending, nonnegative.
+
+    Returns:
+        At most ``NODES`` nodes for each panel of six octaves; the eigenvalues themselves where a panel has fewer.
 
     Memory:
         A few times n numbers.
