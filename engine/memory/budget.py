@@ -35,7 +35,15 @@ class MemoryBudget:
 
     @classmethod
     def measure(cls, memory: Memory, device: torch.device, bounds: "MemoryBudget | None" = None) -> "MemoryBudget":
-        """Turn the document's budgets into bytes on this machine, now, of which no more than ``bounds`` are the job's.
+        """Return the budget of a job on this machine, from what is free now.
+
+        Args:
+            memory: The job's amounts: bytes, fractions of what is free, or `auto`.
+            device: Where the job computes; without a CUDA device there is no limit to device bytes.
+            bounds: Upper limits of the job's part, such as a worker's slot; None sets none.
+
+        Returns:
+            Bytes of each place, in which the memory that this process holds already is counted as free.
 
         Raises:
             FieldError: If an amount cannot be read.
@@ -56,8 +64,12 @@ class MemoryBudget:
     def named(cls, memory: Memory) -> "MemoryBudget":
         """Return the budget of a job that is planned here for a device of another machine.
 
-        The device's bytes must be named, as there is nothing to measure; the host's are this machine's where they
-        are not.
+        Args:
+            memory: The job's amounts. The device's must be bytes, as there is nothing to measure; the host's are taken
+                from this machine's memory unless they are bytes.
+
+        Returns:
+            Bytes of each place.
 
         Raises:
             FieldError: If an amount cannot be read, or the device's is `auto` or a fraction.
@@ -71,7 +83,14 @@ class MemoryBudget:
         )
 
     def remedy(self, place: Literal["device", "host"]) -> str:
-        """What gives a job more of one place, up to the number of bytes that follows it."""
+        """Return the advice that gives a job more memory; messages append ``to`` and a number of bytes.
+
+        Args:
+            place: The memory that was too small.
+
+        Returns:
+            An imperative phrase; for a host shared by several slots, one that names them.
+        """
         if place == "host" and self.host_shared_by > 1:
             return (
                 f"the host's memory is shared by the worker's {self.host_shared_by} slots: it takes fewer of them "
@@ -81,7 +100,14 @@ class MemoryBudget:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Bytes this process could still take on a CUDA device; what its allocator holds unused counts as free."""
+    """Return the bytes that this process could still take on a CUDA device.
+
+    Args:
+        device: A CUDA device.
+
+    Returns:
+        The driver's free bytes and those that torch's allocator holds unused.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + int(torch.cuda.memory_reserved(device)) - int(torch.cuda.memory_allocated(device))
 
@@ -103,7 +129,14 @@ def free_host_bytes() -> int:
 
 
 def status_bytes(entry: str) -> int:
-    """One entry of the kernel's account of this process, such as `VmData`; 0 where the platform does not tell."""
+    """Return one entry of the kernel's account of this process.
+
+    Args:
+        entry: Its name in /proc/self/status, such as `VmData`.
+
+    Returns:
+        Bytes; 0 where the platform has no such entry.
+    """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:")), 0)
@@ -118,7 +151,14 @@ def resident_bytes() -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Highest resident set so far on a CPU; highest reserved bytes on a device."""
+    """Return the highest memory use so far.
+
+    Args:
+        device: A CUDA device, or the CPU.
+
+    Returns:
+        Bytes reserved by torch's allocator on a CUDA device; the resident set of this process on a CPU.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     # not ru_maxrss first: that one remembers the parent's peak from before this program was loaded
@@ -126,7 +166,14 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def begin_peak(device: torch.device) -> bool:
-    """Let ``peak_bytes`` begin anew; whether the kernel allows it for the host."""
+    """Reset the peaks that ``peak_bytes`` returns.
+
+    Args:
+        device: Where the job computes; the host's peak is reset in any case.
+
+    Returns:
+        Whether the kernel allowed it for the host.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -137,7 +184,14 @@ def begin_peak(device: torch.device) -> bool:
 
 
 def highest_bytes(device: torch.device) -> tuple[int | None, int]:
-    """Most held since ``begin_peak`` on the device (none on a CPU), and on the host."""
+    """Return the highest memory use since ``begin_peak``.
+
+    Args:
+        device: Where the job computes.
+
+    Returns:
+        Bytes reserved on the device, None on a CPU; and the largest resident set on the host.
+    """
     reserved = int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
     return reserved, peak_bytes(torch.device("cpu"))
 
@@ -153,7 +207,14 @@ def give_back_host_memory() -> None:
 
 
 def device_bytes(device: torch.device) -> tuple[int | None, int | None]:
-    """Bytes (allocated, reserved) on the device; nothing on a CPU."""
+    """Return the bytes that torch holds on the device now.
+
+    Args:
+        device: Where the job computes.
+
+    Returns:
+        Bytes allocated to tensors and bytes reserved by the allocator; None for both on a CPU.
+    """
     if device.type != "cuda":
         return None, None
     return int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device))

@@ -45,7 +45,14 @@ class Pace:
 
 
 def usual_pace(device: torch.device) -> Pace:
-    """What is taken where nothing was measured."""
+    """Return the figures that are assumed where nothing was measured.
+
+    Args:
+        device: What computes; only its type counts.
+
+    Returns:
+        Round numbers for a GPU or a CPU.
+    """
     if device.type == "cuda":
         return Pace(
             operations_per_second=2e13,
@@ -66,12 +73,15 @@ def usual_pace(device: torch.device) -> Pace:
 
 
 def measured_pace(device: torch.device, scratch: Path | None = None, seconds: float = MEASURING_SECONDS) -> Pace:
-    """Measure ``device``, each figure once more after a first time to warm up.
+    """Measure a device, each figure once more after a first time to warm up.
 
     Args:
         device: What computes.
-        scratch: A folder on the disk that factors wait on; the system's own for such files where there is none.
-        seconds: What the measuring may take in all.
+        scratch: A folder on the disk that factors are spilled to; None is the system's own for temporary files.
+        seconds: Limit of the whole measurement; a slow machine is measured at smaller sizes.
+
+    Returns:
+        The rates found, all positive.
 
     Memory:
         72 MiB on the device, 96 MiB on the host, 32 MiB on the disk.

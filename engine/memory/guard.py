@@ -112,14 +112,25 @@ class Guard:
         return cls(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda _, __: None)
 
     def hold(self, plan: Plan | None = None) -> None:
-        """Hold the budget from here on, for a ``plan`` that fits it: what comes before must still be able to say so."""
+        """Enforce the budget from now on; a plan that does not fit must have been refused before.
+
+        Args:
+            plan: The plan that fits the budget, for reports; None if the job has none.
+        """
         self.plan = plan
         if self.by_kernel:
             limit = hold_host(self.budget)
             self.log("debug", f"the kernel holds this process to {readable_bytes(limit)} of data")
 
     def free_bytes(self, place: Literal["device", "host"]) -> int:
-        """Bytes that may still be taken: of the budget, and of what the machine has left now."""
+        """Return the bytes that the job may still take.
+
+        Args:
+            place: The device's memory or the host's.
+
+        Returns:
+            The smaller of the rest of the budget and what the machine has free now; never negative.
+        """
         if place == "device":
             if self.device.type != "cuda":
                 return self.budget.device_bytes
@@ -130,26 +141,37 @@ class Guard:
         return max(0, min(self.budget.host_bytes - resident_bytes(), free_host_bytes()))
 
     def fits(self, *, device_bytes: int = 0, host_bytes: int = 0) -> bool:
-        """Whether so much can still be taken; what was freed and not given back is given back before it cannot."""
+        """Return whether an allocation fits; freed host memory is returned to the system before the answer is no.
+
+        Args:
+            device_bytes: Bytes to take on the device.
+            host_bytes: Bytes to take on the host.
+
+        Returns:
+            Whether both fit.
+        """
         return self._lacking(device_bytes, host_bytes) is None
 
     def descend(
         self, rungs: Sequence[Rung[T]], *, what: str, layer: str | None, stage: str, begin: str | None = None
     ) -> Descended[T]:
-        """Do the work by the first rung that fits, or by a lower one where that fails.
+        """Do the work by the first fallback that fits, or by a lower one where that fails.
 
         Args:
             rungs: From the fastest to the one that takes least.
             what: The work, for messages: `the eigenvectors of G`.
-            layer: Whose.
-            stage: Of the job.
-            begin: The rung that the plan chose: those above it are not considered. One that is not on this
-                ladder is no choice.
+            layer: The layer's name; None for work on no single layer.
+            stage: Stage of the job.
+            begin: The fallback that the plan chose: those above it are not considered. None, or a name that is not
+                among them, begins with the first.
+
+        Returns:
+            The result, the fallbacks that were tried and refused on the way to it, and planning errors.
 
         Raises:
-            BudgetExceeded: If no rung fits into what is free.
-            OutOfMemory: If one was foreseen to fit, ran out of memory, and no lower one gave a result.
-            RungFailed: If the last rung that was tried failed otherwise; the message lists each.
+            BudgetExceeded: If none fits into what is free.
+            OutOfMemory: If one was predicted to fit, ran out of memory, and no lower one gave a result.
+            RungFailed: If the last one that was tried failed otherwise; the message lists each.
         """
         start = next((place for place, rung in enumerate(rungs) if rung.name == begin), 0)
         taken: list[str] = []
@@ -214,7 +236,11 @@ class Guard:
             return _Ended(first_line(error), exhausted=True)
 
     def missed(self, error: PlanningError) -> None:
-        """Record that memory ran out where it was foreseen to suffice."""
+        """Record that memory ran out although it was predicted to suffice; log and announce it.
+
+        Args:
+            error: What was predicted, what was free and what the allocator said.
+        """
         self.planning_errors.append(error)
         where = f" of layer `{error.layer}`" if error.layer else ""
         self.log(
@@ -224,13 +250,25 @@ class Guard:
         self.announce(self.plan, self.planning_errors)
 
     def replan(self, chosen: Chosen) -> None:
-        """What the job is done by from here on, in place of what its plan had chosen."""
+        """Replace what the plan chose, and announce the plan as it is from now on.
+
+        Args:
+            chosen: The choices that the job continues with.
+        """
         if self.plan is not None:
             self.plan = replace(self.plan, chosen=chosen)
         self.announce(self.plan, self.planning_errors)
 
     def exhausted(self, missed: PlanningError, remedy: str) -> OutOfMemory:
-        """The end of a ladder: what to raise, with the report."""
+        """Return the error for work that ran out of memory and has no fallback left.
+
+        Args:
+            missed: The last attempt.
+            remedy: What the user can do, an imperative phrase.
+
+        Returns:
+            The error to raise, its message with the whole report.
+        """
         asked = Rung(
             name=missed.rung,
             formula=missed.said,
@@ -279,7 +317,15 @@ class Guard:
         )
 
     def report(self, asked: Rung[Any], stage: str) -> str:
-        """What was requested by which formula, what is held and free, and the plan's largest terms, in a sentence."""
+        """Describe a shortage: the request and its formula, what is held and free, and the plan's largest terms.
+
+        Args:
+            asked: The attempt that did not fit.
+            stage: Stage of the job, whose terms of the plan are quoted.
+
+        Returns:
+            Clauses joined by semicolons.
+        """
         allocated, reserved = device_bytes(self.device)
         held = f"{readable_bytes(resident_bytes())} are resident and {readable_bytes(self.free_bytes('host'))} free"
         parts = [

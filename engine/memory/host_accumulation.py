@@ -1,4 +1,4 @@
-"""Offload: sums that stand on the host, while what is added to them is computed on the device.
+"""Host accumulation: sums that are kept on the host, while what is added to them is computed on the device.
 
 A contribution is made panel by panel. Each is computed into one of two staging buffers on the
 device, copied to its twin in pinned host memory on a side stream, and added there to the sum when
@@ -19,7 +19,14 @@ ROW_STAGING_NUMBERS = 2**22
 
 
 def staging_numbers(sides: Iterable[tuple[int, int]]) -> int:
-    """Numbers that a staging buffer needs for factors of (groups, rows): no more than the largest has."""
+    """Return how many numbers a staging buffer needs.
+
+    Args:
+        sides: Groups and rows of each factor, whose sum has the shape (groups, rows, rows).
+
+    Returns:
+        The size of the largest factor, at most 16 Mi, but never less than one row of each of its groups.
+    """
     known = list(sides)
     largest = max((groups * side * side for groups, side in known), default=1)
     longest = max((groups * side for groups, side in known), default=1)
@@ -57,9 +64,11 @@ class Staging:
         ]
 
     def add_(self, target: Tensor, compute: Callable[[Tensor], object]) -> None:
-        """Add to ``target``, a part of a sum on the host, what ``compute`` writes into a tensor of its shape.
+        """Add a contribution to a sum on the host, at the next but one call or at ``settle``.
 
-        The addition is done by the next but one call, or by ``settle``.
+        Args:
+            target: Part of a sum on the host, of any shape with at most ``numbers`` entries.
+            compute: Writes the contribution into a tensor of the shape of ``target`` on the device.
         """
         slot = self._free()
         count = target.numel()
@@ -69,9 +78,11 @@ class Staging:
         slot.target, slot.adds = target, True
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Put ``source`` in the place of ``target``, both contiguous and of one dtype, whichever that is.
+        """Copy a tensor from the device to the host; the last part arrives at the next but one call or at ``settle``.
 
-        The last of it is there by the next but one call, or by ``settle``.
+        Args:
+            target: Contiguous, on the host, of any shape and dtype.
+            source: Contiguous, on the device, of the shape and dtype of ``target``.
         """
         read, written = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
         at_once = self.numbers * self._slots[0].made.element_size()

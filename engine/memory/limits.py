@@ -18,9 +18,15 @@ _STACK_BYTES = 8 * 2**20
 
 
 def hold_host(budget: MemoryBudget) -> int:
-    """Limit this process's data to its host budget from now on; returns the limit in bytes.
+    """Limit this process's data to its host budget from now on.
 
     Call it once libraries are loaded and warm: their threads and buffers are then part of what is held already.
+
+    Args:
+        budget: Its host bytes count the resident set that the process has now.
+
+    Returns:
+        The limit of ``RLIMIT_DATA``, in bytes.
     """
     warm_up()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -32,7 +38,12 @@ def hold_host(budget: MemoryBudget) -> int:
 
 
 def hold_device(budget: MemoryBudget, device: torch.device) -> None:
-    """Let torch's allocator refuse what would exceed the device budget; other libraries' own memory comes on top."""
+    """Limit torch's allocator to the device budget; memory that other libraries allocate is not limited.
+
+    Args:
+        budget: Its device bytes.
+        device: Where the job computes; nothing is done on a CPU.
+    """
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory

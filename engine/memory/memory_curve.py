@@ -48,7 +48,13 @@ class MemoryCurve:
     _begun: float | None = None
 
     def sample(self, operation: str, moment: Literal["before", "within", "after"], device: torch.device) -> None:
-        """Look at what is held now; reads counters only, and waits for no device."""
+        """Record what is held now. It reads counters only, and waits for no device.
+
+        Args:
+            operation: Name of the operation.
+            moment: Whether the operation is about to begin, runs, or has ended.
+            device: Where the job computes.
+        """
         now = self.clock()
         self._begun = now if self._begun is None else self._begun
         allocated, reserved = device_bytes(device)
@@ -66,7 +72,14 @@ class MemoryCurve:
             self.samples = thinned(self.samples)
 
     def as_json(self, device: torch.device) -> dict[str, Any]:
-        """The curve as it is stored."""
+        """Return the document that the curve is stored as.
+
+        Args:
+            device: Where the job computed.
+
+        Returns:
+            The format's name, peaks in bytes, planned and measured, each stage's row, and every sample.
+        """
         plan = self.stages.plan
         return {
             "format": FORMAT,
@@ -82,7 +95,14 @@ class MemoryCurve:
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
-    """Fewer samples: the first, the last, and of each run of neighbours the lowest and highest of each series."""
+    """Return fewer samples, among them the first, the last, and both extremes of each series in every run of 12.
+
+    Args:
+        samples: In order.
+
+    Returns:
+        At most about half of them, in order.
+    """
     kept: list[Sample] = []
     for start in range(0, len(samples), _BLOCK):
         block = samples[start : start + _BLOCK]

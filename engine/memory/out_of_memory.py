@@ -1,4 +1,4 @@
-"""Exhaustion: telling a failed allocation from every other failure, and letting go of what can be let go of.
+"""Exhaustion: how a failed allocation differs from every other failure, and what can be freed after one.
 
 Torch has a type for a device's memory and none for the host's; its libraries each say it in their own
 words. After an asynchronous fault of the device nothing more can be computed in the process, whatever is freed.
@@ -25,14 +25,28 @@ _DEVICE_FAULT = ("CUDA error", "device-side assert", "CUDA driver error")
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` tells of an allocation that failed; not of a device that is lost."""
+    """Return whether an error reports a failed allocation, on the device or the host.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        True for torch's and Python's own types and for the libraries' messages; not for a lost device.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _SAID)
 
 
 def lost_device(error: BaseException) -> bool:
-    """Whether the device failed asynchronously: its context is broken, and only another process gets a new one."""
+    """Return whether the device failed asynchronously: its context is broken, and only another process gets a new one.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        True for the accelerator's errors that are not failed allocations.
+    """
     kind = getattr(torch, "AcceleratorError", None)
     told = kind is not None and isinstance(error, kind)
     told = told or (isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_FAULT))
@@ -40,25 +54,40 @@ def lost_device(error: BaseException) -> bool:
 
 
 def is_unexplained(error: BaseException) -> bool:
-    """Whether ``error`` is none of the engine's own, no failed allocation and no lost device.
+    """Return whether an error has no known cause here.
 
-    Nor what ends the second run of a checkpointed part early, once everything is there that the backward pass needs.
+    Args:
+        error: What was raised.
+
+    Returns:
+        False for the engine's own errors, a failed allocation, a lost device, and the exception by which torch ends the
+        recomputation of a checkpointed part early.
     """
     ours = isinstance(error, (EngineError, Unwinding, _RECOMPUTED))
     return not (ours or ran_out_of_memory(error) or lost_device(error))
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short enough for a record."""
+    """Return an error's message, short enough for a record.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        Its first line, at most 300 characters; the type's name if there is no message.
+    """
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
 
 
 def free_memory(device: torch.device) -> None:
-    """Collect what nobody refers to, and return what allocators keep of it to the device and the system.
+    """Collect unreachable objects, and return what allocators keep of them to the device and the system.
 
-    For the ladder alone: a step that did so each time would allocate everything anew each time. Call it outside of
+    It is for fallbacks alone: a step that did so each time would allocate everything anew each time. Call it outside of
     any ``except`` block, whose traceback refers to every tensor of the frames it went through.
+
+    Args:
+        device: Where the job computes.
     """
     gc.collect()
     if device.type == "cuda":

@@ -71,13 +71,28 @@ class Chosen:
     """Of each layer that is reconstructed, where: `panels`, `device` or `host`."""
 
     def rung(self, layer: str, side: Literal["A", "G"]) -> str | None:
-        """The rung that one factor's decomposition begins with; None where nothing was decided."""
+        """Return the fallback that one factor's decomposition begins with.
+
+        Args:
+            layer: The layer's name.
+            side: The factor.
+
+        Returns:
+            Its name; None where nothing was decided.
+        """
         pair = self.rungs.get(layer)
         return None if pair is None else pair["AG".index(side)] or None
 
     @classmethod
     def read(cls, plan: Mapping[str, Any]) -> "Chosen":
-        """What the plan document of an earlier attempt chose."""
+        """Restore the choices of an earlier attempt.
+
+        Args:
+            plan: The plan document, as ``Plan.as_json`` made it; choices that an older one lacks have their defaults.
+
+        Returns:
+            What that attempt chose.
+        """
         parts, corrections = (
             tuple(tuple(str(name) for name in part) for part in plan.get(key) or ()) for key in ("parts", "corrections")
         )
@@ -129,11 +144,27 @@ class Plan:
         return tuple(stage for stage in STAGES if any(term.stage == stage for term in self.terms))
 
     def peak_bytes(self, place: Place) -> int:
-        """Bytes held at once in one place, in the stage that holds most."""
+        """Return the largest of the stages' bytes.
+
+        Args:
+            place: Device, host or disk.
+
+        Returns:
+            Bytes held at once in that place, in the stage that holds most.
+        """
         return max((self.stage_bytes(place, stage) for stage in self.stages), default=self.stage_bytes(place, "model"))
 
     def stage_bytes(self, place: Place, stage: Stage) -> int:
-        """Bytes held at once in one place during one stage, in the layer that takes most of it."""
+        """Return the bytes held at once during one stage.
+
+        Args:
+            place: Device, host or disk.
+            stage: A stage of the job.
+
+        Returns:
+            The sum of its terms and of those held throughout; of terms that belong to a layer, those of the layer that
+            takes most.
+        """
         here = [term for term in self.terms if term.place == place and term.stage in (stage, "throughout")]
         layers: dict[str, int] = {}
         for term in here:
@@ -177,11 +208,22 @@ class Plan:
         }
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Whether both places hold what the plan needs of them."""
+        """Return whether device and host hold what the plan needs of them.
+
+        Args:
+            budget: Bytes of each place.
+
+        Returns:
+            True if no peak exceeds its budget.
+        """
         return self.peak_bytes("device") <= budget.device_bytes and self.peak_bytes("host") <= budget.host_bytes
 
     def require(self, budget: MemoryBudget, smallest: Mapping[Budgeted, Enough | None]) -> None:
-        """Refuse what does not fit; ``smallest`` has the budget of each place that would do.
+        """Refuse a plan that does not fit.
+
+        Args:
+            budget: Bytes of each place.
+            smallest: The budget of each place that would do, for the message; None if it is unknown.
 
         Raises:
             BudgetExceeded: The message lists the largest terms and the remedy.
@@ -201,7 +243,14 @@ class Plan:
 
 
 def readable_bytes(size_bytes: int) -> str:
-    """Bytes as a person reads them."""
+    """Write a number of bytes as a person reads it.
+
+    Args:
+        size_bytes: Not negative.
+
+    Returns:
+        Three digits and a binary unit, such as `1.5 GiB`.
+    """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= size:
             return f"{size_bytes / size:.3g} {unit}"
@@ -209,11 +258,26 @@ def readable_bytes(size_bytes: int) -> str:
 
 
 def written_bytes(size_bytes: int) -> str:
-    """At least so many bytes, as a document's budget is written."""
+    """Write a number of bytes as a document's budget is written.
+
+    Args:
+        size_bytes: Not negative.
+
+    Returns:
+        Whole MiB, rounded up, such as `512MiB`.
+    """
     return f"{-(-size_bytes // 2**20)}MiB"
 
 
 def largest(terms: Iterable[Term], place: str) -> list[str]:
-    """The four that hold most in one place, in words."""
+    """Return the four terms that hold most in one place, in words.
+
+    Args:
+        terms: Terms of a plan, of any place.
+        place: Device, host or disk.
+
+    Returns:
+        Name, bytes and formula of each, the largest first.
+    """
     here = sorted((term for term in terms if term.place == place), key=lambda term: -term.size_bytes)
     return [f"{term.name} {readable_bytes(term.size_bytes)} ({term.formula})" for term in here[:4]]

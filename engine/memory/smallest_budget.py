@@ -25,13 +25,16 @@ def smallest_budget(
     *,
     below: Enough | None = None,
 ) -> Enough | None:
-    """Bytes of ``place``, in whole MiB, from which ``planned`` fits; None where the other place is too small anyway.
+    """Return the smallest budget of one place, in whole MiB, that some plan fits.
 
     Args:
         planned: Chooses a plan for a budget.
-        budget: What the other place has.
-        place: Whose budget is asked for.
-        below: A budget that does already: None where no smaller one fits.
+        budget: Bytes of the other place.
+        place: The place whose budget is wanted.
+        below: A budget that does already, to look for a smaller one; None if none is known.
+
+    Returns:
+        The budget; None where no smaller one than ``below`` fits, or the other place is too small anyway.
     """
 
     def within(size_bytes: int) -> MemoryBudget:
@@ -55,12 +58,15 @@ def smallest_budget(
 
 
 def named_budget(enough: Enough, plan: Plan, place: Literal["device", "host"]) -> Enough:
-    """Return the budget to name in place of ``enough``: one that ``plan`` fits also if measured again.
+    """Return the budget to name in place of the smallest: one that the plan fits also if measured again.
 
     Args:
         enough: The smallest that fits now.
-        plan: Whose measured terms may come out otherwise in another process.
-        place: Whose budget it is.
+        plan: A plan that fits it, whose measured terms may differ in another process.
+        place: The place that the budget is for.
+
+    Returns:
+        ``enough`` and 4 % of the measured terms, in whole MiB.
     """
     measured = sum(term.size_bytes for term in plan.terms if term.place == place and term.source == "measured")
     return dataclasses.replace(enough, size_bytes=enough.size_bytes + math.ceil(_SPREAD * measured / _STEP) * _STEP)

@@ -1,7 +1,7 @@
-"""Stage peaks: what each stage of a job took, beside what its plan had foreseen.
+"""Stage peaks: the bytes and seconds that each stage of a job took, beside those that its plan predicted.
 
-The kernel and the allocator remember the most that was held; both are told to forget at the beginning of a stage. These
-are observations: no two runs have the same, and nothing under a digest hangs on them.
+The kernel's and the allocator's peaks are reset at the beginning of a stage. These are observations: no two runs have
+the same, and nothing under a digest depends on them.
 """
 
 import contextlib
@@ -46,7 +46,15 @@ class StagePeaks:
 
     @contextlib.contextmanager
     def within(self, stage: Stage, device: torch.device) -> Iterator[None]:
-        """Look at what is taken meanwhile; one stage at a time."""
+        """Measure the seconds and the peaks of a stage, one stage at a time.
+
+        Args:
+            stage: The stage that the body belongs to; one that is entered again is added to.
+            device: Where the job computes.
+
+        Yields:
+            Nothing.
+        """
         apart = self._forget(device)
         begun = self.clock()
         try:
@@ -59,7 +67,14 @@ class StagePeaks:
             found.host_bytes = _most(found.host_bytes, on_host if apart else None)
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Most held since the process began: on a device there, else on the host."""
+        """Return the highest memory use since the process began.
+
+        Args:
+            device: Where the job computes.
+
+        Returns:
+            Bytes reserved on a CUDA device, or resident on the host of a CPU.
+        """
         on_device, on_host = (
             _most(one, other) or 0 for one, other in zip(self._before, highest_bytes(device), strict=True)
         )
