@@ -1,7 +1,7 @@
-"""Later stages: what the analyses hold and take once there are factors, and where each layer is rebuilt.
+"""Analysis memory: the bytes that the analyses hold once there are factors, and the place where each layer is rebuilt.
 
-Each takes one layer at a time, beside what the decompositions have left. What clipping takes depends on how
-many eigenvalues it clips, which nobody knows beforehand: the plan counts the most expensive number.
+Each takes one layer at a time, beside what the decompositions have left. The bytes of clipping depend on how
+many eigenvalues are clipped, which is not known beforehand: the plan counts the most expensive number.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,14 @@ class Phase:
     device: tuple[tuple[str, str, int], ...] = ()
 
     def bytes(self, place: Where) -> int:
-        """Held in one place."""
+        """Return the bytes held in one place.
+
+        Args:
+            place: The device's memory or the host's.
+
+        Returns:
+            The sum over what is held there.
+        """
         return sum(size for _, _, size in (self.host if place == "host" else self.device))
 
 
@@ -64,7 +71,17 @@ def with_later_stages(
     probe: Probe,
     budget: MemoryBudget,
 ) -> Plan:
-    """``plan`` with the stages of the analyses of ``workspace`` that follow on the collection and decompositions."""
+    """Add the bytes of the stages that follow the decompositions: capacity, cross-check, reconstruction and disk.
+
+    Args:
+        plan: Collection and decompositions.
+        workspace: The job, whose analyses are planned.
+        probe: Layers and representations, as the probe found them.
+        budget: Bytes of each place, within which each layer's placement is chosen.
+
+    Returns:
+        The plan with those terms and placements; one that a previous attempt chose is kept.
+    """
     if "capacity" in workspace.options.kinds:
         plan = _with_capacity(plan, workspace, probe)
         params = workspace.options.of("capacity") or CapacityParams()
@@ -203,7 +220,17 @@ def _with_reconstruction(
 def rebuilt_sides(
     layer: TreatedLayer, probe: Probe, wanted: Literal["both", "A", "G"], *, follows: bool
 ) -> tuple[Side, ...]:
-    """The factors of each part of ``layer`` that are stabilised, in the order in which they are."""
+    """Return the factors of each part of a layer that are stabilised, in the order of the work.
+
+    Args:
+        layer: A covered layer.
+        probe: The representation of its G.
+        wanted: Sides that the request asks for.
+        follows: Whether its A is another layer's, which stabilises it.
+
+    Returns:
+        No side, one, or A and G.
+    """
     found = []
     if wanted != "G" and not follows and layer.form not in ("block", "diagonal_block"):
         found.append(Side("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal"))
@@ -228,7 +255,19 @@ def layer_phase(
     rebuilt: bool,
     written: bool,
 ) -> Phase:
-    """What one layer's stabilisation holds at its peak, beside its factors."""
+    """Return what one layer's stabilisation holds at its peak, beside its factors.
+
+    Args:
+        sides: The factors that are stabilised.
+        kept: Precision that factors are kept in.
+        placement: Place of factor and basis during an update.
+        device: Where the job computes.
+        rebuilt: Whether the matrices are rebuilt; otherwise eigenbases are kept.
+        written: Whether the results are kept as artifacts.
+
+    Returns:
+        Host and device contents, each at its own peak.
+    """
     item, wide = kept.itemsize, kept_dtype(kept).itemsize
     phases: list[Phase] = []
     there: tuple[tuple[str, str, int], ...] = ()

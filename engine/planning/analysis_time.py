@@ -1,4 +1,4 @@
-"""Later seconds: what the stages after the decompositions take, from each layer's sizes and a device's pace."""
+"""Analysis time: the seconds of the stages after the decompositions, from each layer's sizes and a device's speed."""
 
 from dataclasses import replace
 
@@ -32,7 +32,17 @@ def with_later_seconds(
     probe: Probe,
     work: Work,
 ) -> Plan:
-    """``plan`` with the seconds of the analyses' own stages."""
+    """Add the predicted seconds of the analyses' own stages.
+
+    Args:
+        plan: The plan, with the placement of each layer that is rebuilt.
+        workspace: The job, whose analyses are planned.
+        probe: Layers and representations, as the probe found them.
+        work: Operations for each example, and the device's speed.
+
+    Returns:
+        The plan with those seconds.
+    """
     seconds = dict(plan.seconds)
     if "capacity" in workspace.options.kinds:
         seconds["capacity"] = _OF_A_LAYER * (1 + sum(layer.groups for layer in probe.layers))

@@ -30,7 +30,16 @@ from engine.workspace import Workspace
 
 
 def head_choice(job: PassJob, survey: Survey, probe: Probe) -> dict[str, Representation]:
-    """How the head keeps its G, by its name; empty where it has no say."""
+    """Return how the loss's head keeps its G, if it keeps the probabilities of its loss terms.
+
+    Args:
+        job: The data, the options and the loss.
+        survey: The layers to be collected.
+        probe: The head, and the width of the model's outputs.
+
+    Returns:
+        One representation by the head's name; empty where the head keeps G as any other layer does.
+    """
     layer = next((layer for layer in survey.treated if probe.head is not None and probe.head in layer.roles), None)
     most = 0 if layer is None else _most_terms(job, layer)
     if layer is None or most == 0:

@@ -1,6 +1,6 @@
-"""Terms: the bytes of one collection under one choice, from the shapes that a dry run showed.
+"""Collection memory: the bytes of one collection under one choice, from the shapes that a dry run showed.
 
-On a CPU everything is held by the host. The activations are traced (see ``activations``), what a
+On a CPU everything is held by the host. The activations are traced (``activation_memory``), what a
 library decides is estimated; the rest follows from shapes.
 """
 
@@ -37,7 +37,18 @@ def plan_of(
     held_bytes: int,
     chosen: Chosen,
 ) -> Plan:
-    """What the collection and the decompositions hold with ``chosen``, beside ``held_bytes`` of the process."""
+    """Return the plan of the collection under one choice.
+
+    Args:
+        workspace: The job's options, ports and device.
+        probe: Layers, calls and traced activations.
+        groups: Bytes of the sums of layers that stay together, by their names.
+        held_bytes: Resident bytes of the process before the job.
+        chosen: Passes, slices, place of the sums and activation checkpointing.
+
+    Returns:
+        Its terms, those of held factors and weights included, without seconds.
+    """
     place: Literal["device", "host"] = "device" if workspace.machine.device.type == "cuda" else "host"
     sides = [side for layer in probe.layers for side in probe.sides(layer, follows=layer.name in probe.shared)]
     largest = max((side for side, dense in sides if dense), default=0)
@@ -278,7 +289,18 @@ def corrected_plan(
     place: Literal["device", "host"],
     parts: tuple[tuple[str, ...], ...],
 ) -> Plan:
-    """``plan`` with the passes ``parts`` that re-estimate the eigenvalues."""
+    """Add the passes that re-estimate the eigenvalues (EK-FAC).
+
+    Args:
+        plan: The plan of the collection.
+        groups: Bytes of bases and corrected eigenvalues of layers that stay together, by their names.
+        treated: All covered layers.
+        place: Where the passes compute.
+        parts: Layers of each further pass.
+
+    Returns:
+        The plan with the terms of those passes and ``parts`` among its choices.
+    """
     largest = max((side for layer in treated for side, dense in sides_of(layer, follows=False) if dense), default=0)
     most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
     # the data passes through as it did before
@@ -305,7 +327,16 @@ def corrected_plan(
 
 
 def correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
-    """Bases and corrected eigenvalues of one layer; whoever follows has another's Q_A."""
+    """Return the bytes of the bases and the corrected eigenvalues of one layer.
+
+    Args:
+        layer: A covered layer.
+        item: Bytes of a number.
+        follows: Whether its A, and so Q_A, is another layer's, which holds it.
+
+    Returns:
+        Bytes over all groups of the layer.
+    """
     if layer.form == "diagonal_block":
         # its diagonal is the correction, and no basis goes with it
         return layer.out_dim * item

@@ -1,4 +1,4 @@
-"""Duration: the seconds of each stage under one choice, from the work that a dry run showed and a device's pace.
+"""Collection time: the seconds of each stage under one choice, from a dry run's work and a device's speed.
 
 Each pass takes the model forward and back; each slice of a batch reads and writes every sum once for
 A and once a direction for G, and costs the start of every operation anew. So fewer slices are faster
@@ -63,7 +63,17 @@ def work_of(
     sums_bytes: int,
     varied_bytes: int = 0,
 ) -> Work:
-    """The work of one job."""
+    """Return the work of one job, from the sizes of its calls.
+
+    Args:
+        workspace: The job's data, options and machine.
+        probe: Layers, calls and representations.
+        sums_bytes: Bytes of all sums.
+        varied_bytes: Bytes of the sums that are set aside in each batch for their variance.
+
+    Returns:
+        Operations, bytes and counts; with an unknown number of examples, those of 16 batches.
+    """
     collection = workspace.options.collection
     outputs = max(1, probe.outputs // probe.examples)
     directions = {"mc": collection.samples, "empirical": 1, "forward_only": 0}.get(collection.fisher, outputs)
@@ -107,7 +117,15 @@ def _gradient_products(kept: Representation, size: int) -> int:
 
 
 def with_seconds(plan: Plan, work: Work) -> Plan:
-    """``plan`` with what is foreseen of each stage's duration."""
+    """Add the predicted seconds of collection, correction and the factors' way over the disk.
+
+    Args:
+        plan: The plan and its choices.
+        work: Operations for each example, and the device's speed.
+
+    Returns:
+        The plan with those seconds, the part of the self-check, and whether the speed was measured.
+    """
     pace, chosen = work.pace, plan.chosen
     batches = -(-work.examples // work.batch)
     slices = -(-work.batch // (chosen.micro_batch or work.batch)) * batches
@@ -140,10 +158,17 @@ def with_seconds(plan: Plan, work: Work) -> Plan:
 
 
 def calibrated(workspace: Workspace, plan: Plan) -> bool:
-    """Measure the pace for a job whose ``plan`` is long enough to be worth it; whether another forecast is due.
+    """Measure the device's speed for a job that is long enough to be worth it.
 
-    Not where the budget leaves little, nor where an earlier attempt has chosen already: numbers follow
-    the choice, and a choice that is made is done again whatever the pace.
+    It is not measured where the budget leaves little, nor where an earlier attempt has chosen: a choice
+    that was made is repeated whatever the speed.
+
+    Args:
+        workspace: The job, whose machine receives the speed.
+        plan: The plan under the usual speed.
+
+    Returns:
+        Whether a speed was measured, so that another forecast is due.
     """
     if (
         workspace.machine.speed is not None

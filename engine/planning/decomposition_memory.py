@@ -1,7 +1,7 @@
-"""Decompositions: what a plan holds and takes while one layer's factors are decomposed, by the ladder's own figures.
+"""Decomposition memory: the bytes and seconds of the layers' decompositions, by the solvers' own figures.
 
-Layers come one at a time: each is read back where it was laid aside, and each side taken by the first
-rung that fits beside everything else. The plan names that rung, so that a later attempt takes it too.
+Layers come one at a time: each is read back where it was spilled, and each side taken by the first
+solver that fits beside everything else. The plan names that solver, so that a later attempt takes it too.
 """
 
 from dataclasses import replace
@@ -45,7 +45,18 @@ def with_decompositions(
     budget: MemoryBudget,
     pace: Pace,
 ) -> Plan:
-    """``plan`` with the terms and seconds of every layer's decompositions, and the rungs that they begin with."""
+    """Add the bytes and seconds of every layer's decompositions, and the solvers that they begin with.
+
+    Args:
+        plan: The plan of the collection; solvers that an earlier attempt chose are among its choices.
+        workspace: The job's options, ports and device.
+        probe: Layers, calls and representations.
+        budget: Bytes of each place.
+        pace: Speed of the device; on a GPU the host's is the usual one.
+
+    Returns:
+        The plan with those terms, seconds and choices.
+    """
     kept, need = kept_as(workspace, probe.dtype), workspace.options.decomposition
     several = len(plan.chosen.parts) > 1
     cuda = workspace.machine.device.type == "cuda"
@@ -115,7 +126,14 @@ def with_decompositions(
 
 
 def beyond_solvers(probe: Probe) -> str:
-    """Which factors no eigensolver takes, in words; empty where there are none."""
+    """Name the factors that no eigensolver takes.
+
+    Args:
+        probe: Layers and representations.
+
+    Returns:
+        A clause for the plan's reason; empty where there are none.
+    """
     found = [
         f"{side.name} of `{layer.name}` ({side.size} rows)"
         for layer in probe.layers
@@ -128,14 +146,31 @@ def beyond_solvers(probe: Probe) -> str:
 
 
 def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
-    """Precision of the factors, of sums in ``dtype``."""
+    """Return the precision that factors are kept in.
+
+    Args:
+        workspace: The job's options.
+        dtype: Precision of the sums.
+
+    Returns:
+        The document's `storage_dtype`, or ``dtype`` without one.
+    """
     storage = workspace.options.collection.storage_dtype
     kept: torch.dtype = dtype if storage is None else getattr(torch, storage)
     return kept
 
 
 def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:
-    """Bytes of the factors of one part of ``layer`` as they come back from where they were laid aside."""
+    """Return the bytes of the factors of one part of a layer as they are read back.
+
+    Args:
+        layer: A covered layer.
+        probe: The representation of its G.
+        kept: Precision that factors are kept in.
+
+    Returns:
+        Bytes of A and G, unpacked; a shared A counts for each layer that reads it.
+    """
     size = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer) // layer.groups
     # whoever follows has a copy of the A that it shares
     for side in _sides(layer, probe, follows=False):

@@ -21,7 +21,17 @@ def with_disk(
     kept: torch.dtype,
     probe: Probe,
 ) -> Plan:
-    """``plan`` with what stands on the disk in each of its stages, of factors kept in ``kept``."""
+    """Add the bytes on the disk in each stage: spilled factors, checkpoints, and kept artifacts.
+
+    Args:
+        plan: The plan and its choices.
+        workspace: The job's options and ports.
+        kept: Precision that factors are kept in.
+        probe: Layers and representations.
+
+    Returns:
+        The plan with those terms.
+    """
     packed = sum(
         _packed_bytes(layer, probe, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers
     )

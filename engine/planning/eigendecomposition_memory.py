@@ -1,6 +1,6 @@
-"""Decomposition bytes: what one matrix's eigendecomposition holds, for whoever asks about a matrix and not a job.
+"""Bytes of one matrix's eigendecomposition, for a caller who asks about a matrix and not about a job.
 
-The figures are those of the ladder's rungs (``eigenbasis``), by which plans are made and jobs decompose.
+The figures are the solvers' own (``eigensolvers``), by which plans are made and jobs decompose.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,9 @@ def eigendecomposition_bytes(
         dtype: Precision that it is kept in; the arithmetic is float64.
         device: Where it stands. It need not be one of this machine's.
         vectors: Whether the eigenvectors are wanted too.
+
+    Returns:
+        Bytes of the solver that is tried first, and every solver with its cost.
 
     Raises:
         ValueError: If n is not positive, or beyond what LAPACK counts.

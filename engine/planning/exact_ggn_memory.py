@@ -1,4 +1,4 @@
-"""What the cross-check takes: vectors of the covered parameters, P bytes each, beside the graph of a slice."""
+"""Bytes of the cross-check: vectors of the covered parameters, P bytes each, beside the graph of a slice."""
 
 _AT_ONCE = 8
 _SHORT_BASIS = 8
@@ -7,25 +7,58 @@ _SHORTEST_BASIS = 3
 
 
 def probes_at_once(probes: int, vector_bytes: int, free_bytes: int) -> int:
-    """Probes of one pass: a quarter of what is free, as the graph of a slice is to stand beside them."""
+    """Return how many probes one pass takes.
+
+    Args:
+        probes: Probes asked for.
+        vector_bytes: P, bytes of one vector of the covered parameters.
+        free_bytes: Bytes that may still be taken.
+
+    Returns:
+        From 1 to 8, taking a quarter of the free bytes, as the graph of a slice is held beside them.
+    """
     return max(1, min(probes, _AT_ONCE, free_bytes // max(8 * vector_bytes, 1)))
 
 
 def probe_bytes(at_once: int, vector_bytes: int) -> int:
-    """Of so many probes in one pass: each one's sum and what enters it, the gradients, and the first one's vector."""
+    """Return the bytes of several probes in one pass.
+
+    Args:
+        at_once: k, probes in the pass.
+        vector_bytes: P, bytes of one vector of the covered parameters.
+
+    Returns:
+        (2 k + 2) P: each probe's sum and what enters it, the gradients, and the first probe's vector.
+    """
     return (2 * at_once + 2) * vector_bytes
 
 
 def search_lengths(iterations: int) -> tuple[int, ...]:
-    """Lengths of a Lanczos basis, the longest first."""
+    """Return the lengths of a Lanczos basis that are tried, the longest first.
+
+    Args:
+        iterations: Products asked for.
+
+    Returns:
+        Up to three numbers of vectors, none above ``iterations``.
+    """
     return tuple(dict.fromkeys(min(iterations, longest) for longest in (iterations, _SHORT_BASIS, _SHORTEST_BASIS)))
 
 
 def search_bytes(length: int, vector_bytes: int, *, on_device: bool, cuda: bool) -> tuple[int, int]:
-    """Bytes on the device and on the host of bases of ``length``, the layers' and the model's.
+    """Return the bytes of the Lanczos bases of all layers and of the whole model.
 
-    Beside the bases stand where each begins, what is summed for each and what is gathered for it, two P
+    Beside the bases there are, for each, its start, its sum and what is gathered for it, two P
     each; and the gradients of the whole model, with what differentiates them, three P.
+
+    Args:
+        length: Vectors in each basis.
+        vector_bytes: P, bytes of one vector of the covered parameters.
+        on_device: Whether the bases are held on the device.
+        cuda: Whether the job computes on a CUDA device.
+
+    Returns:
+        Bytes on the device and on the host.
     """
     around = 9
     if not cuda:

@@ -23,12 +23,18 @@ from engine.workspace import Workspace
 
 
 def forecast(workspace: Workspace, probe: Probe) -> Plan:
-    """Return the plan for a job on the layers of ``probe``.
+    """Return the plan for a job on the layers of the probe.
 
-    Whole batches, slices of a batch, one pass or as few as fit of neighbouring layers whose factors are
-    laid aside, sums in place or on the host, with activation checkpointing and without: whatever the
-    document leaves open is weighed, and of what fits the fastest is taken. What an earlier attempt
-    chose is done again.
+    Whole batches or slices, one pass or as few as fit of neighbouring layers whose factors are spilled,
+    sums in place or on the host, with activation checkpointing and without: whatever the document leaves
+    open is weighed, and of what fits the fastest is taken. The choice of an earlier attempt is repeated.
+
+    Args:
+        workspace: The job, with its budget.
+        probe: Layers, calls and representations.
+
+    Returns:
+        The plan, which may not fit.
     """
     return _Ways.of(workspace, probe).chosen()
 
@@ -55,9 +61,16 @@ def smallest_budgets(
     probe: Probe,
     less: Narrower | None,
 ) -> dict[Budgeted, Enough | None]:
-    """For each place, the least budget from which the job fits, the other place's being as it is.
+    """Return the smallest budget of each place that the job fits, the other place's budget unchanged.
 
-    Where the job may keep ``less`` of its head's G, and takes less memory then, that is counted and said.
+    Args:
+        workspace: The job, with its budget.
+        probe: Layers, calls and representations.
+        less: The job with less of its head's G, which is counted and named if it takes less memory; None if there is no
+            such job.
+
+    Returns:
+        A budget for device and host; None where no budget of that place alone suffices.
     """
 
     def planning(probe: Probe) -> Callable[[MemoryBudget], Plan]:

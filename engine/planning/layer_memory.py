@@ -18,7 +18,15 @@ branches, what is handed on, and copies of both, centred, and their product."""
 
 
 def members_of(treated: Sequence[TreatedLayer], shared: dict[str, str]) -> dict[tuple[str, ...], list[TreatedLayer]]:
-    """Layers of one shared A stay together, in the order of the first."""
+    """Group the layers that share one A.
+
+    Args:
+        treated: Covered layers, in the model's order.
+        shared: Names of layers whose A is another's, and the other's name.
+
+    Returns:
+        Layers by the names of their group, in the order of each group's first.
+    """
     members: dict[str, list[TreatedLayer]] = {}
     for layer in treated:
         members.setdefault(shared.get(layer.name, layer.name), []).append(layer)
@@ -30,9 +38,16 @@ def group_bytes(
     device: torch.device,
     varied: Collection | None = None,
 ) -> dict[tuple[str, ...], int]:
-    """Bytes of the sums and gradient rows of layers that stay together, where the sums stand.
+    """Return the bytes of the sums and gradient rows of each group of layers that stay together, where the sums are.
 
-    With ``varied``, the collection that they are made by, those of a second set where it asks for their variance.
+    Args:
+        probe: Layers and representations.
+        device: Where the job computes.
+        varied: Options of the collection, to count the second set of sums that the batch variance asks for; None leaves
+            it out.
+
+    Returns:
+        Bytes by the names of the group.
     """
     return {
         names: sum(
@@ -78,7 +93,17 @@ def kept_terms(
     offload: bool,
     several: bool,
 ) -> list[Term]:
-    """Gradient rows that stand on the host, and factors that are not laid aside."""
+    """Return the terms of gradient rows on the host and of factors that are not spilled.
+
+    Args:
+        workspace: The job's options and device.
+        probe: Layers and representations.
+        offload: Whether the sums are on the host.
+        several: Whether there are several passes, each of which spills its factors.
+
+    Returns:
+        No more than two terms.
+    """
     terms: list[Term] = []
     apart = sum(
         _row_bytes(layer, probe) for layer in probe.layers if _elsewhere(layer, probe, workspace.machine.device)
@@ -101,7 +126,14 @@ def kept_terms(
 
 
 def row_sizes(probe: Probe) -> list[tuple[str, str, int, Source, Stage]]:
-    """What gradient rows take besides themselves."""
+    """Return the further bytes of gradient rows: Gram matrices, bases and merged rows.
+
+    Args:
+        probe: Layers and representations.
+
+    Returns:
+        Name, formula, bytes, source and stage of each term; none without gradient rows.
+    """
     kept = [(layer, probe.kept(layer)) for layer in probe.layers if probe.kept(layer).kind != "dense"]
     if not kept:
         return []

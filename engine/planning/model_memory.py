@@ -1,4 +1,4 @@
-"""Model bytes: what a model's weights take while it is measured, its own and those converted beside them.
+"""Model memory: the bytes of a model's weights while it is measured, its own and those converted beside them.
 
 A model that is not kept in the precision it is measured in is converted, and what it was stands beside
 that until the measurement ends: it is given back as it was.
@@ -21,9 +21,15 @@ class ModelWeight:
 
 
 def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
-    """Return the bytes of the model's own tensors, of those converted, and whether they have no numbers yet.
+    """Return the bytes of the model's weights; the first answer is kept.
 
-    The first answer stands: while the model is measured its tensors are the converted ones.
+    While the model is measured its tensors are the converted ones, which later calls must not count.
+
+    Args:
+        workspace: The job and its model.
+
+    Returns:
+        Bytes of the model's own tensors, of those converted, and whether they are on the meta device.
     """
     # a search weighs a thousand plans of one model
     weight = workspace.results.of(ModelWeight)
@@ -38,7 +44,15 @@ def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
 
 
 def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
-    """Return the model's own numbers and their copies, where what the process holds does not count them."""
+    """Return the terms of the weights that the resident bytes of the process do not contain.
+
+    Args:
+        workspace: The job and its model.
+        place: Where the job computes.
+
+    Returns:
+        The weights and their converted copies; no term if the model is in host memory already and computes there.
+    """
     if workspace.inputs.model is None:
         return []
     size, converted, absent = weigh_model(workspace)

@@ -1,4 +1,4 @@
-"""Choosing: slices of a batch, passes and places, among plans that fit the budget: the fastest."""
+"""Plan search: the fastest of the plans that fit the budget, among slices of a batch, passes and places."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +13,16 @@ _EVERY_NUMBER = 32
 
 
 def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
-    """Of ``plans`` that fit, the one of which the fewest seconds are foreseen; if none fits, the one that lacks least.
+    """Choose the plan with the fewest predicted seconds among those that fit; if none fits, the one that lacks least.
 
-    Of equally fast ones the first. What is larger in ``budget`` only adds plans, so it never gives a slower one.
+    Of equally fast ones the first is taken. A larger budget only adds plans, so it never gives a slower one.
+
+    Args:
+        plans: One or more.
+        budget: Bytes of each place.
+
+    Returns:
+        That plan, with the reason.
     """
     fitting = [plan for plan in plans if plan.fits(budget)]
     if not fitting:
@@ -33,12 +40,26 @@ def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
 
 
 def total_seconds(plan: Plan) -> float:
-    """Of all stages."""
+    """Return the predicted seconds of all stages.
+
+    Args:
+        plan: A plan with the seconds of its stages.
+
+    Returns:
+        Their sum.
+    """
     return sum(plan.seconds.values())
 
 
 def described(plan: Plan) -> str:
-    """What a plan chose, in words."""
+    """Describe what a plan chose.
+
+    Args:
+        plan: Any plan.
+
+    Returns:
+        Passes and slices, and where they differ from the default the place of the sums and the checkpointing.
+    """
     chosen = plan.chosen
     passes = "one pass" if len(chosen.parts) == 1 else f"{len(chosen.parts)} passes"
     slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch} examples"
@@ -61,14 +82,28 @@ def _lacking(plan: Plan, budget: MemoryBudget) -> tuple[int, int]:
 
 
 def batch_size(workspace: Workspace) -> int:
-    """Examples of a whole batch."""
+    """Return the examples of a whole batch.
+
+    Args:
+        workspace: The job's data and options.
+
+    Returns:
+        The document's batch size, or the number of examples if that is known and smaller.
+    """
     return min(
         workspace.options.collection.batch_size, workspace.inputs.examples or workspace.options.collection.batch_size
     )
 
 
 def slice_sizes(workspace: Workspace) -> list[int]:
-    """Examples at once, from the whole batch to one; each stands for a number of equal slices."""
+    """Return the numbers of examples at once that are weighed; each stands for a number of equal slices.
+
+    Args:
+        workspace: The job's data and options.
+
+    Returns:
+        Descending, from the whole batch to one; only the document's `micro_batch` if it names one.
+    """
     batch = batch_size(workspace)
     asked = workspace.options.memory.micro_batch
     if asked is not None:
@@ -78,7 +113,14 @@ def slice_sizes(workspace: Workspace) -> list[int]:
 
 
 def halved(groups: Mapping[tuple[str, ...], int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Cut two or more ``groups`` once, so that the larger side has the fewest bytes."""
+    """Cut the groups once, so that the larger side has the fewest bytes.
+
+    Args:
+        groups: Two groups or more: layers that stay together, with their bytes.
+
+    Returns:
+        Layers of the two sides, in order.
+    """
     runs, sizes = list(groups), list(groups.values())
     cut = min(range(1, len(runs)), key=lambda place: max(sum(sizes[:place]), sum(sizes[place:])))
     left, right = (tuple(name for names in side for name in names) for side in (runs[:cut], runs[cut:]))
@@ -86,10 +128,14 @@ def halved(groups: Mapping[tuple[str, ...], int]) -> tuple[tuple[str, ...], tupl
 
 
 def partition(groups: Mapping[tuple[str, ...], int], allowed_bytes: int) -> tuple[tuple[str, ...], ...] | None:
-    """Cut ``groups`` (layers that must stay together, with their bytes) into runs of at most ``allowed_bytes``.
+    """Cut the groups into the fewest runs that keep the order: each run is filled before the next is opened.
 
-    Filling each run before the next is opened gives the fewest runs that keep the order. None
-    where a single group is too large.
+    Args:
+        groups: Layers that stay together, with their bytes.
+        allowed_bytes: Bytes of a run at most.
+
+    Returns:
+        Layers of each run; None where a single group is too large.
     """
     parts: list[tuple[str, ...]] = []
     left = -1

@@ -104,7 +104,14 @@ def _without_example(one: Probe) -> frozenset[str]:
 
 
 def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
-    """Exclude layers whose parameters the model also reads where no hook sees it."""
+    """Exclude layers whose parameters the model also reads where no hook sees it.
+
+    Args:
+        probed: The model after its dry run.
+
+    Returns:
+        The model without those layers, which are listed with their reason and may be found again among its operations.
+    """
     job, survey, seen = probed.job, probed.survey, probed.probe
     called = {call.layer.name for call in seen.calls}
     batch = _repeated(next(job.batches()), seen.examples)
@@ -160,7 +167,14 @@ def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozen
 
 
 def probe_sizes(probed: ProbedModel) -> ProbedModel:
-    """Find what passes will hold: shared activations, what autograd saves, and how each layer is to keep its G."""
+    """Find the sizes of passes: shared activations, what autograd saves, and the representation of each layer's G.
+
+    Args:
+        probed: The model with all its layers.
+
+    Returns:
+        The same with those sizes in its probe.
+    """
     job, survey = probed.job, probed.survey
     probe = dataclasses.replace(probed.probe, shared=followers(probed.probe.calls, survey.treated))
     return probed.with_probe(_represented(job, survey, _with_activations(job, survey, probe)))

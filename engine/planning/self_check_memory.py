@@ -1,4 +1,4 @@
-"""Check bytes: what a self-check holds, from the shapes that a dry run showed.
+"""Self-check memory: the bytes of a self-check, from the shapes that a dry run showed.
 
 The rows of ``k`` examples are the inputs of the treated layers, which autograd holds anyway, and the gradients
 of their outputs. The first check comes before the sums are there, later ones stand beside them; the passes
