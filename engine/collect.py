@@ -228,13 +228,8 @@ def _finished(
     names = [found.layer.parts[group] for found, group in parts]
     ordinals = {name: ordinal for ordinal, name in enumerate(names)}
     facts = []
-    sums = torch.device("cpu") if job.offload else job.workspace.machine.device
-    for ordinal, (found, group) in enumerate(parts):
-        leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
-        shared_with = None if leader is None else ordinals[leader.layer.name]
-        # examples of a moving average do not weigh alike, and the formula takes them to
-        ema = job.collection.ema_decay is not None
-        own = _facts(ordinal, found, group, leader, shared_with, ema=ema, sums=sums)
+    for found, group in parts:
+        own = _facts(job, found, group, ordinals)
         facts.append(dataclasses.replace(own, **_proved(job, found.layer), **_varied(job, found, group)))
     factors = [gathered.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
@@ -297,20 +292,16 @@ def _not_covered(job: PassJob, layer: TreatedLayer, reason: str) -> DeclaredLaye
     return refusal(layer, check) if reason == FAILED_CHECK and check is not None else declare(layer, reason)
 
 
-def _facts(
-    ordinal: int,
-    found: LayerStatistics,
-    group: int,
-    leader: LayerStatistics | None,
-    shared_with: int | None,
-    *,
-    ema: bool,
-    sums: torch.device,
-) -> LayerFacts:
+def _facts(job: PassJob, found: LayerStatistics, group: int, ordinals: Mapping[str, int]) -> LayerFacts:
+    """One part of a covered layer; ``ordinals`` are the places of all parts, by name."""
     layer = found.layer
+    leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
     source = leader or found
+    sums = torch.device("cpu") if job.offload else job.workspace.machine.device
+    # examples of a moving average do not weigh alike, and the formula takes them to
+    weighted = job.collection.ema_decay is not None
     return LayerFacts(
-        ordinal=ordinal,
+        ordinal=ordinals[layer.parts[group]],
         name=layer.parts[group],
         module=type(layer.module).__name__,
         form=layer.form,
@@ -326,9 +317,9 @@ def _facts(
         sharing=found.sharing,
         rank_bound_A=(source.rank_bounds[0] or None) if layer.form == "kronecker" else None,
         rank_bound_G=found.rank_bounds[1] or None,
-        shared_A_with=shared_with,
+        shared_A_with=None if leader is None else ordinals[leader.layer.name],
         exact_trace=found.exact_traces[group] if found.exact_traces else None,
         representation_G=found.representation.kind,
         rows_place=found.representation.place(sums),
-        trace_standard_error=None if ema or not found.standard_errors else found.standard_errors[group],
+        trace_standard_error=None if weighted or not found.standard_errors else found.standard_errors[group],
     )

@@ -62,6 +62,18 @@ class Gathered:
     chosen: Chosen = field(default_factory=Chosen)
     """What the passes are made by: the plan's choice, or a lower rung where memory ran out."""
 
+    def snapshot(self, eighths: int, examples: int) -> Snapshot:
+        """Return the snapshot of one sample size, which the first pass that reaches it makes.
+
+        Args:
+            eighths: The size, in eighths of the data.
+            examples: Examples that have entered the sums by then.
+
+        Returns:
+            The snapshot, which the passes that follow add their layers to.
+        """
+        return self.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=examples))
+
     def settled(self) -> dict[str, Any]:
         """What the finished passes have left, for ``restore``."""
         kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "waiting")}

@@ -118,6 +118,19 @@ class PassJob:
         return batch.to(self.workspace.machine.device, self.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedPass:
+    """One pass of a plan: the layers whose sums it gathers, and its place among the passes."""
+
+    layers: tuple[TreatedLayer, ...]
+    mixed: frozenset[str]
+    """Names of layers whose positions belong to no one example."""
+    number: int
+    """The pass, from 0."""
+    count: int
+    """Passes of the plan."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """Batches done over all passes."""
@@ -142,18 +155,29 @@ class Progress:
 
 
 def run_pass(
-    job: PassJob,
-    treated: tuple[TreatedLayer, ...],
-    gathered: Gathered,
-    mixed: frozenset[str],
-    progress: Progress,
-    checkpoints: Checkpoints,
-    found: Resumed | None,
+    job: PassJob, planned: PlannedPass, gathered: Gathered, checkpoints: Checkpoints, found: Resumed | None
 ) -> tuple[LayerStatistics, ...]:
-    """One pass over the data, or the rest of the one that ``found`` was made in."""
+    """Gather the sums of some layers in one pass over the data, or in the rest of it.
+
+    Args:
+        job: The model with its data and task, and how passes run it.
+        planned: The layers of this pass.
+        gathered: State of the collection, which takes the counts of examples and updates, and smaller sample sizes.
+        checkpoints: Saves checkpoints at their interval.
+        found: The checkpoint to go on from; None begins the pass anew.
+
+    Returns:
+        The sums of the layers, in the order of ``planned``.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+        CheckpointForeign: If the checkpoint does not belong to these data.
+        SharingBroken, MaskBroken, InputOverwritten: If a batch contradicts what the probe showed of the layers.
+    """
     job = job.without_masks(gathered.unmasked)
     workspace, collection = job.workspace, job.collection
-    by_name = _allocated(job, treated, gathered.shared, mixed)
+    progress = Progress(workspace, planned.number, planned.count)
+    by_name = _allocated(job, planned, gathered.shared)
     all_statistics = tuple(by_name.values())
     wanted = collection.fisher != "forward_only"
     collector = Collector(
@@ -164,7 +188,7 @@ def run_pass(
         masking=job.masking,
         orders=job.orders,
         overwritten=gathered.overwritten,
-        head=_head(job, treated),
+        head=_head(job, planned.layers),
     )
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
     checked = workspace.saves_checkpoints
@@ -197,7 +221,8 @@ def run_pass(
             cursor.take(arrived, checked=checked)
             eighths = None if job.sizes is None else job.sizes.crossed(before, cursor.read)
             if job.sizes is not None and eighths is not None:
-                keep_size(job.sizes, eighths, cursor.examples, all_statistics, gathered, collection, job.dtype)
+                snapshot = gathered.snapshot(eighths, cursor.examples)
+                keep_size(job.sizes, snapshot, all_statistics, gathered, collection, job.dtype)
             progress.report(cursor.batches, batch_count)
             workspace.machine.curve.sample(f"pass {progress.number + 1}", "within", workspace.machine.device)
             if checkpoints.due():
@@ -240,10 +265,9 @@ def _require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStat
         )
 
 
-def _allocated(
-    job: PassJob, treated: tuple[TreatedLayer, ...], shared: dict[str, str], mixed: frozenset[str]
-) -> dict[str, LayerStatistics]:
+def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> dict[str, LayerStatistics]:
     """Zeroed sums of every layer of a pass."""
+    treated = planned.layers
     by_name: dict[str, LayerStatistics] = {}
     traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
     staging = row_staging = None
@@ -269,7 +293,7 @@ def _allocated(
             representation=representation,
         )
         needs_order = statistics.needs_order or job.collection.ekfac
-        statistics.flaw = foreseen_flaw(layer, job.collection, mixed)
+        statistics.flaw = foreseen_flaw(layer, job.collection, planned.mixed)
         if layer.name in unordered and needs_order and statistics.flaw is None:
             statistics.flaw = "batch_not_first"
         statistics.allocate(job.dtype, job.workspace.machine.device)

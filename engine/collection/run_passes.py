@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
 from engine.collection.collection_state import Cursor, Gathered
-from engine.collection.data_pass import PassJob, Progress, run_pass, statistics_kind
+from engine.collection.data_pass import PassJob, PlannedPass, run_pass, statistics_kind
 from engine.collection.normalise import keep
 from engine.collection.oom_fallback import described, lower
 from engine.collection.probe import ProbedModel
@@ -49,7 +49,7 @@ def run_passes(probed: ProbedModel, plan: Plan) -> Gathered:
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
-    job, surveyed, mixed = probed.job, probed.survey, probed.probe.mixed
+    job, surveyed = probed.job, probed.survey
     conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
 
@@ -62,28 +62,23 @@ def run_passes(probed: ProbedModel, plan: Plan) -> Gathered:
     found = checkpoints.find()
     try:
         gathered = fresh() if found is None else _resumed(job, surveyed, found)
-        return _gather(job, surveyed, gathered, mixed, plan, checkpoints, found)
+        return _gather(probed, plan, gathered, checkpoints, found)
     except CheckpointForeign as foreign:
         checkpoints.discard(str(foreign))
-        return _gather(job, surveyed, fresh(), mixed, plan, checkpoints, None)
+        return _gather(probed, plan, fresh(), checkpoints, None)
 
 
 def _gather(
-    job: PassJob,
-    surveyed: Survey,
-    gathered: Gathered,
-    mixed: frozenset[str],
-    plan: Plan,
-    checkpoints: Checkpoints,
-    found: Resumed | None,
+    probed: ProbedModel, plan: Plan, gathered: Gathered, checkpoints: Checkpoints, found: Resumed | None
 ) -> Gathered:
+    job = probed.job
     number, again = 0 if found is None else found.cursor.number, False
     gathered.chosen = plan.chosen
     if found is not None and number == len(plan.chosen.parts):
         job.workspace.ports.log("info", "collection resumed after its last batch: every factor waits already")
     while number < len(gathered.chosen.parts):
         before = gathered.settled()
-        missed = _attempted(job, surveyed, gathered, mixed, number, checkpoints, found)
+        missed = _attempted(probed, gathered, number, checkpoints, found)
         found = None
         if missed is None:
             number, again = number + 1, False
@@ -99,24 +94,19 @@ def _gather(
         gathered.chosen = _lower(job, gathered, number, missed)
         plan = replace(plan, chosen=gathered.chosen)
         job = replace(job, micro_batch=gathered.chosen.micro_batch)
-        checkpoints.conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}
+        probed = replace(probed, job=job)
+        checkpoints.conditions = _conditions(job, probed.survey, plan) if job.workspace.saves_checkpoints else {}
     return gathered
 
 
 def _attempted(
-    job: PassJob,
-    surveyed: Survey,
-    gathered: Gathered,
-    mixed: frozenset[str],
-    number: int,
-    checkpoints: Checkpoints,
-    found: Resumed | None,
+    probed: ProbedModel, gathered: Gathered, number: int, checkpoints: Checkpoints, found: Resumed | None
 ) -> PlanningError | None:
-    """Make one pass, and its factors; where memory runs out, tell of it and leave nothing of the pass referred to."""
-    guard = job.workspace.machine.guard
+    """Make one pass and its factors; where memory runs out, report it and keep no reference to the pass's tensors."""
+    guard = probed.job.workspace.machine.guard
     free = guard.free_bytes("device"), guard.free_bytes("host")
     try:
-        _pass(job, surveyed, gathered, mixed, number, checkpoints, found)
+        _pass(probed, gathered, number, checkpoints, found)
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
@@ -156,18 +146,13 @@ def _lower(job: PassJob, gathered: Gathered, number: int, missed: PlanningError)
 
 
 def _pass(
-    job: PassJob,
-    surveyed: Survey,
-    gathered: Gathered,
-    mixed: frozenset[str],
-    number: int,
-    checkpoints: Checkpoints,
-    found: Resumed | None,
+    probed: ProbedModel, gathered: Gathered, number: int, checkpoints: Checkpoints, found: Resumed | None
 ) -> None:
     """One pass over the data, or the rest of it, and its factors."""
-    parts = gathered.chosen.parts
-    progress, several = Progress(job.workspace, number, len(parts)), len(parts) > 1
-    layers = tuple(layer for layer in surveyed.treated if layer.name in set(parts[number]))
+    job, parts = probed.job, gathered.chosen.parts
+    several = len(parts) > 1
+    layers = tuple(layer for layer in probed.survey.treated if layer.name in set(parts[number]))
+    planned = PlannedPass(layers=layers, mixed=probed.probe.mixed, number=number, count=len(parts))
     checked = None if job.self_check is None else job.self_check.state()
     while True:
         if job.self_check is not None and checked is not None:
@@ -179,7 +164,7 @@ def _pass(
         here, found = found, None
         try:
             with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
-                statistics = run_pass(job, layers, gathered, mixed, progress, checkpoints, here)
+                statistics = run_pass(job, planned, gathered, checkpoints, here)
             break
         except SharingBroken as broken:
             # rare: a model that feeds its layers differently from batch to batch

@@ -101,19 +101,25 @@ def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
 
 def keep_size(
     sizes: Sizes,
-    eighths: int,
-    examples: int,
+    snapshot: Snapshot,
     statistics: Sequence[LayerStatistics],
     gathered: Gathered,
     collection: Collection,
     dtype: torch.dtype,
 ) -> None:
-    """Lay aside the factors of the sums so far, of the ``examples`` that entered them; the sums go on.
+    """Store the factors of the sums so far as those of a smaller sample size; the sums go on.
+
+    Args:
+        sizes: The sizes of the collection, and where their factors are stored.
+        snapshot: The size that is reached; it takes the places of the factors.
+        statistics: Sums of the layers of the present pass, which are copied.
+        gathered: State of the collection: layers of earlier passes count towards the files' names.
+        collection: Options of the collection.
+        dtype: Precision of the sums.
 
     Memory:
         A copy of one layer's sums, its factors, those A that layers to come share, and one packed triangle.
     """
-    snapshot = gathered.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=examples))
     first = len(gathered.statistics)
     last = {(found.leader or found).layer.name: place for place, found in enumerate(statistics)}
     shared: dict[str, list[Stored]] = {}
@@ -124,7 +130,7 @@ def keep_size(
             if leader is not None and holder not in shared:
                 leader = _copied(leader, None)
             for part, factors in enumerate(finished(_copied(found, leader), collection, dtype, shared)):
-                stem = f"nested/{eighths}/{first + place}.{part}"
+                stem = f"nested/{snapshot.eighths}/{first + place}.{part}"
                 own = None if found.leader is None else snapshot.waiting.get(holder)
                 snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, own)
                 snapshot.rows[factors.layer] = found.rank_bounds
