@@ -29,8 +29,8 @@ from engine.gradient_identity.checked_model import NARROW_TOLERANCE, TOLERANCES,
 from engine.gradient_identity.comparison import Errors, compare_rows, is_finite, relative
 from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.gradients import LayerRows
-from engine.gradient_identity.recorded_rows import Recording, gradients_of, record
-from engine.gradient_identity.reference import narrowest_dtype
+from engine.gradient_identity.recorded_rows import Recording, record
+from engine.gradient_identity.reference import Objective, narrowest_dtype
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, map_tensors
@@ -184,7 +184,7 @@ class BatchCheck:
         except EngineError:
             return dict.fromkeys((layer.name for layer in suspects), tolerance)
         for layer in suspects:
-            compare_rows(errors[layer.name], many, 0, one, layer.name, floor=0.0)
+            compare_rows(errors[layer.name], many.rows(layer.name, 0), one.rows(layer.name, 0), floor=0.0)
             measured = errors[layer.name].independence
             allowed[layer.name] = min(_RAISED * tolerance, max(tolerance, 2 * measured))
         return allowed
@@ -235,7 +235,7 @@ class BatchCheck:
         for name in again.layers:
             differing = Errors()
             for example in range(self.batch.size):
-                compare_rows(differing, together, example, again, name, floor=0.0, other=example)
+                compare_rows(differing, together.rows(name, example), again.rows(name, example), floor=0.0)
             if not differing.independence <= self.subject.tolerance:
                 drawn.add(name)
         return frozenset(drawn)
@@ -261,14 +261,15 @@ class BatchCheck:
         )
         if not subject.has_gradients or together.cotangent is None:
             for layer in layers:
-                compare_rows(errors[layer.name], together, example, one, layer.name, floor=0.0)
+                here, alone = together.rows(layer.name, example), one.rows(layer.name, 0)
+                compare_rows(errors[layer.name], here, alone, floor=0.0)
             return mixes
         rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=example) for layer in layers}
         norm = self._complete(subject, rows, batch, one.cotangent, errors, unseen)
         # gradients that are nothing but rounding beside the model's largest
         floor = subject.negligible(norm) / subject.tolerance
         for layer in layers:
-            compare_rows(errors[layer.name], together, example, one, layer.name, floor=floor)
+            compare_rows(errors[layer.name], together.rows(layer.name, example), one.rows(layer.name, 0), floor=floor)
         return mixes
 
     def _beside_others(
@@ -277,9 +278,7 @@ class BatchCheck:
         """Hold the rows of examples that cannot be run alone against theirs beside others; whether outputs differ."""
         mixes, count = False, self.batch.size
         # gradients that are nothing but rounding beside the largest
-        sizes = [
-            float(row.abs().max()) for name in errors for row in gradients_of(together.layers[name], 0) if len(row)
-        ]
+        sizes = [float(row.abs().max()) for name in errors for row in together.rows(name, 0).gradients() if len(row)]
         floor = subject.negligible(max(sizes, default=0.0)) / subject.tolerance
         for example in self.examples:
             other = example if count == 2 else (example + 1) % count
@@ -293,7 +292,8 @@ class BatchCheck:
                 return mixes
             mixes |= subject.task.likelihood != "model" and relative(theirs - own, own) > subject.tolerance
             for layer in layers:
-                compare_rows(errors[layer.name], together, example, beside, layer.name, floor=floor, other=example)
+                here, there = together.rows(layer.name, example), beside.rows(layer.name, example)
+                compare_rows(errors[layer.name], here, there, floor=floor)
         return mixes
 
     def _same_forward(
@@ -322,7 +322,8 @@ class BatchCheck:
         """Note how far ``rows`` are from plain gradients; returns the norm of the largest layer's."""
         if cotangent is None:
             return 0.0
-        found = completeness(subject, rows, self.others, batch, self.seed, cotangent)
+        objective = Objective(batch=batch, seed=self.seed, cotangent=cotangent)
+        found = completeness(subject, rows, self.others, objective)
         for name, error in found.errors.items():
             errors[name].raise_to("completeness", error)
         unseen |= found.unseen

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.gradient_identity.recorded_rows import Recording, gradients_of, inputs_of
+from engine.gradient_identity.recorded_rows import ExampleRows, Recording
 
 
 @dataclass
@@ -28,25 +28,21 @@ class Errors:
         return max((self.completeness, "completeness"), (self.independence, "independence"))
 
 
-def compare_rows(
-    errors: Errors,
-    together: Recording,
-    example: int,
-    alone: Recording,
-    name: str,
-    *,
-    floor: float,
-    other: int = 0,
-) -> None:
-    """Note how far one example's rows in a batch are from those in ``alone``, whose place is ``other``."""
-    batch, one = together.layers[name], alone.layers[name]
-    for own, theirs in ((inputs_of, 0.0), (gradients_of, floor)):
+def compare_rows(errors: Errors, together: ExampleRows, alone: ExampleRows, *, floor: float) -> None:
+    """Note how far one example's rows in a batch are from those in another recording.
+
+    Args:
+        errors: Differences of the layer so far, raised in place.
+        together: Rows of the example in the batch.
+        alone: Rows of the same example alone, or beside other examples.
+        floor: Norm that is added to those of the gradients in ``alone``, which differences are relative to; inputs
+            are relative to their own norm.
+    """
+    picks = together.recorder.picks
+    for own, theirs in ((ExampleRows.inputs, 0.0), (ExampleRows.gradients, floor)):
         # a call that none of an example's rows enter is no call of the example alone
-        mine, plain = (
-            [rows.reshape(-1) for rows in own(recorder, place) if rows.numel()]
-            for recorder, place in ((batch, example), (one, other))
-        )
-        if own is gradients_of and not (mine and plain):
+        mine, plain = ([rows.reshape(-1) for rows in own(side) if rows.numel()] for side in (together, alone))
+        if own is ExampleRows.gradients and not (mine and plain):
             # no gradient at all is one of zeros
             rest = [rows for rows in (*mine, *plain) if bool(rows.any())]
             errors.raise_to("independence", max((relative(rows, rows, theirs) for rows in rest), default=0.0))
@@ -54,10 +50,10 @@ def compare_rows(
         if [rows.numel() for rows in mine] != [rows.numel() for rows in plain]:
             errors.raise_to("independence", math.inf)
             continue
-        widths = [rows.shape[-1] for rows in own(batch, example) if rows.numel()] if batch.picks else []
+        widths = [rows.shape[-1] for rows in own(together) if rows.numel()] if picks else []
         for place, (a, b) in enumerate(zip(mine, plain, strict=True)):
             error = _difference(a, b, theirs)
-            if error and batch.picks:
+            if error and picks:
                 # who picks rows may pick those of one example in another order, which no sum depends on
                 a, b = (_sorted(rows.view(-1, widths[place])) for rows in (a, b))  # noqa: PLW2901
                 error = min(error, _difference(a, b, theirs))

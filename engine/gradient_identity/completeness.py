@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.gradients import LayerRows, Piece, pieces_of
-from engine.gradient_identity.reference import pull_back
-from engine.model.batches import Batch
+from engine.gradient_identity.reference import Objective, pull_back
 
 _CANCELLING = 100.0
 
@@ -91,19 +90,16 @@ def completeness(
     subject: Subject,
     rows: Mapping[str, LayerRows],
     others: Mapping[str, nn.Parameter],
-    batch: Batch,
-    seed: int,
-    cotangent: Tensor,
+    objective: Objective,
 ) -> Completeness:
-    """Compare ``rows`` with the gradient of ``⟨cotangent, f(batch)⟩``.
+    """Compare ``rows`` with the gradient of ``⟨v, f(x)⟩``.
 
     Args:
         subject: The model, and how it is run.
-        rows: Rows of the examples in ``batch``, by layer.
+        rows: Rows of the examples in the batch, by layer.
         others: Parameters that no layer covers, by name.
-        batch: One example, or all of those whose rows are summed.
-        seed: State of torch's generator at the beginning of the forward pass.
-        cotangent: A vector of the shape of the outputs (N, R, C).
+        objective: The batch x, which is one example or all of those whose rows are summed, and the cotangent v, shape
+            (N, R, C).
 
     Returns:
         Relative differences, largest norm, and parameters with a gradient that no layer covers.
@@ -127,7 +123,7 @@ def completeness(
     def compared(*, at_once: bool = True) -> _Arrivals:
         distances = {name: _Distance(rows=own) for name, own in rows.items()}
         arrivals = _Arrivals(distances, pieces, uncovered, set(pieces))
-        parts = pull_back(subject, list(wanted.values()), batch, seed, cotangent, arrivals, at_once=at_once)
+        parts = pull_back(subject, list(wanted.values()), objective, arrivals, at_once=at_once)
         if parts and at_once:
             return compared(at_once=False)
         arrivals.close()

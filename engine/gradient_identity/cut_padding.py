@@ -14,6 +14,7 @@ from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.gradients import LayerRows
 from engine.gradient_identity.recorded_rows import record
+from engine.gradient_identity.reference import Objective
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
 from engine.row_layout.length_buckets import grouped
@@ -48,7 +49,8 @@ def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], ba
         if cotangent is None:
             return short.cotangent is None
         own = {name: LayerRows(recorder=each, example=0) for name, each in short.layers.items() if each.flaw is None}
-        errors = completeness(subject, own, {}, whole, seed, cotangent).errors
+        objective = Objective(batch=whole, seed=seed, cotangent=cotangent)
+        errors = completeness(subject, own, {}, objective).errors
     except EngineError:
         return False
     return all(error <= subject.tolerance for error in errors.values())

@@ -64,6 +64,34 @@ class RowRecorder(LayerStatistics):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExampleRows:
+    """The rows of one example in the recording of one layer."""
+
+    recorder: RowRecorder
+    example: int
+    """Place in the batch."""
+
+    def inputs(self) -> Iterator[Tensor]:
+        """Yield the example's own part of each call's input."""
+        for use in self.recorder.uses:
+            if use.owners is None:
+                yield use.of_examples(self.example, self.example + 1).input
+            else:
+                entered = use.input
+                yield entered.reshape(-1, entered.shape[-1])[use.owners == self.example]
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield the example's own part of the gradient of each call's output."""
+        for use, gradient in self.recorder.met:
+            if use.owners is None:
+                yield of_examples(gradient, use.examples, self.example, self.example + 1)
+            else:
+                yield gradient.reshape(-1, gradient.shape[-1])[use.owners == self.example]
+        if self.recorder.example_gradients is not None:
+            yield self.recorder.example_gradients[self.example]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recording:
     """The rows of some layers in one forward and backward pass."""
 
@@ -73,6 +101,18 @@ class Recording:
     cotangent: Tensor | None
     """What was pulled back, of the shape of ``outputs``; None where nothing was."""
     examples: int
+
+    def rows(self, layer: str, example: int) -> ExampleRows:
+        """Return the rows of one example.
+
+        Args:
+            layer: Name of a recorded layer.
+            example: Place in the batch.
+
+        Returns:
+            A view of the recording.
+        """
+        return ExampleRows(recorder=self.layers[layer], example=example)
 
 
 def record(
@@ -152,24 +192,3 @@ def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Ten
         drawn = normals(subject.collection.seed, index[:, None], numbers)
         return root_product(prediction, drawn.view(count, terms, width).to(prediction.outputs.dtype), subject.task)
     return next(directions(prediction, index, subject.task, subject.collection))
-
-
-def inputs_of(recorder: RowRecorder, example: int) -> Iterator[Tensor]:
-    """What entered each call for one example: the part of the input that is its own."""
-    for use in recorder.uses:
-        if use.owners is None:
-            yield use.of_examples(example, example + 1).input
-        else:
-            entered = use.input
-            yield entered.reshape(-1, entered.shape[-1])[use.owners == example]
-
-
-def gradients_of(recorder: RowRecorder, example: int) -> Iterator[Tensor]:
-    """The gradient of each call's output for one example."""
-    for use, gradient in recorder.met:
-        if use.owners is None:
-            yield of_examples(gradient, use.examples, example, example + 1)
-        else:
-            yield gradient.reshape(-1, gradient.shape[-1])[use.owners == example]
-    if recorder.example_gradients is not None:
-        yield recorder.example_gradients[example]

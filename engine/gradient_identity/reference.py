@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +20,33 @@ Arrived = Callable[[nn.Parameter, Tensor], None]
 """Gets a parameter and its gradient, which is let go of afterwards."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The number ``⟨v, f(x)⟩`` whose gradient is taken."""
+
+    batch: Batch
+    """x: examples, on any device."""
+    seed: int
+    """State of torch's generator at the beginning of the forward pass."""
+    cotangent: Tensor
+    """v, shape (N, R, C) as the outputs. Where the model computes its own loss, what a collection pulls back takes
+    its place."""
+
+
 def pull_back(
     subject: Subject,
     parameters: Sequence[nn.Parameter],
-    batch: Batch,
-    seed: int,
-    cotangent: Tensor,
+    objective: Objective,
     arrived: Arrived,
     *,
     at_once: bool = True,
 ) -> bool:
-    """Pull ``cotangent`` back to ``parameters``, and hand on each gradient as it arrives.
+    """Pull the cotangent back to ``parameters``, and hand on each gradient as it arrives.
 
     Args:
         subject: The model, and how it is run.
         parameters: Those whose gradients are wanted; whatever gradient they hold stays.
-        batch: Examples, on any device.
-        seed: State of torch's generator at the beginning of the forward pass.
-        cotangent: A vector of the shape of the outputs. Where the model computes its own loss, what
-            a collection pulls back takes its place.
+        objective: Batch, seed and cotangent.
         arrived: Called for each parameter that the outputs depend on.
         at_once: Hand on each gradient as it arrives, and let go of it; else all of them at the end.
 
@@ -47,13 +56,13 @@ def pull_back(
 
     Raises:
         EngineError: If the model refuses the batch.
-        RuntimeError: If its outputs have another shape than ``cotangent``.
+        RuntimeError: If its outputs have another shape than the cotangent.
 
     Memory:
         The gradient of one parameter, beside what the pass itself holds.
     """
-    own = subject.moved(batch)
-    torch.manual_seed(seed)
+    own, cotangent = subject.moved(objective.batch), objective.cotangent
+    torch.manual_seed(objective.seed)
     arrivals: list[nn.Parameter] = []
     failures: list[Exception] = []
 
