@@ -40,7 +40,7 @@ MANIFEST = "checkpoint/checkpoint.json"
 _FILE_BYTES = 64 * 2**20
 """A file holds as many tensors as fit, or one that is larger: what reading back holds at once."""
 _PARTS = (GradientRows, BatchVariance)
-"""What of a layer's statistics has a state of its own."""
+"""Parts of a layer's statistics that have a state of their own."""
 _SHARE = 20
 """No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
 
@@ -51,7 +51,7 @@ class CheckpointForeign(Unwinding):
 
 @dataclass(kw_only=True)
 class Resumed:
-    """What a checkpoint holds, read and verified, without the sums of the pass under way."""
+    """A checkpoint, read and verified, without the sums of the pass under way."""
 
     cursor: Cursor
     passes: int
@@ -67,7 +67,7 @@ class Resumed:
     running: dict[str, dict[str, Any]]
     """Counts of the layers of the pass under way."""
     self_check: dict[str, Any]
-    """What had been proved of the layers."""
+    """Checks of the layers, as ``SelfCheck.state`` returns them."""
     files: dict[str, list[list[str]]]
     """File to (kind, name, field, digest) of its tensors, in order."""
 
@@ -79,11 +79,11 @@ class Checkpoints:
     workspace: Workspace
     model: nn.Module
     conditions: Mapping[str, Any]
-    """What must be equal for a checkpoint to belong: each entry's name says what differs."""
+    """Values that must be equal for a checkpoint to belong: each entry's name says what differs."""
     clock: Callable[[], float] = time.monotonic
     _serial: int = 0
     _files: tuple[str, ...] = ()
-    """Of the checkpoint that stands."""
+    """Files of the valid checkpoint."""
     _saved_at: float = 0.0
     _took: float = 0.0
     _buffers: dict[str, int] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Checkpoints:
         return self.workspace.ports.scratch
 
     def find(self) -> Resumed | None:
-        """The checkpoint of an earlier attempt, if there is one that belongs and reads as written."""
+        """Return the checkpoint of an earlier attempt; None without one that belongs and is intact."""
         if not self.workspace.saves_checkpoints:
             return None
         try:
@@ -114,7 +114,15 @@ class Checkpoints:
             return None
 
     def under_way(self, number: int, gathered: Gathered) -> Resumed | None:
-        """The checkpoint of pass ``number``, where this attempt or an earlier one has made one in its midst."""
+        """Find the checkpoint of one pass that this attempt or an earlier one has saved before the pass ended.
+
+        Args:
+            number: The pass, from 0.
+            gathered: State of the collection, whose shared and unmasked layers the checkpoint must agree with.
+
+        Returns:
+            The checkpoint; None where there is none of this pass, or it was made of other layers.
+        """
         found = self.find()
         inside = found is not None and found.cursor.number == number and bool(found.running)
         if not inside or found is None:
@@ -170,6 +178,14 @@ class Checkpoints:
 
         Generators and buffers come last: passing over the data may draw numbers.
 
+        Args:
+            found: The checkpoint.
+            statistics: Allocated sums of the layers of the pass, by name, which are overwritten.
+            stream: The data of the pass from its beginning; the batches that the checkpoint holds are taken from it.
+
+        Returns:
+            The position in the pass at which the checkpoint was saved.
+
         Raises:
             CheckpointForeign: If a tensor does not read as written, or the batches are others than
                 those in the checkpoint; ``statistics`` are of no use then.
@@ -219,7 +235,11 @@ class Checkpoints:
             raise CheckpointForeign("the data are others than before")
 
     def discard(self, why: str) -> None:
-        """Say that what was found is not used, and begin anew."""
+        """Log that an earlier checkpoint is not used, and begin the first interval.
+
+        Args:
+            why: The reason, as the end of a sentence.
+        """
         self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt is discarded: {why}")
         self._saved_at = self.clock()
 
@@ -233,7 +253,12 @@ class Checkpoints:
         return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= _SHARE * self._took
 
     def save(self, cursor: Cursor, running: Sequence[LayerStatistics], gathered: Gathered) -> None:
-        """Write everything, the manifest last; a disk that refuses leaves the one before.
+        """Write a checkpoint, its manifest last; where the disk refuses, the one before stays valid.
+
+        Args:
+            cursor: Position in the pass under way.
+            running: Sums of that pass; empty between two passes.
+            gathered: State of the collection.
 
         Memory:
             One tensor on the host, where the sums are on a device.
@@ -324,12 +349,24 @@ def _put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.
 
 
 def counts(statistics: LayerStatistics) -> dict[str, Any]:
-    """What of the state is no tensor."""
+    """Return the plain values of a layer's state: counts, weights and flags.
+
+    Args:
+        statistics: Sums of one layer.
+
+    Returns:
+        Every value that is not a tensor, by field.
+    """
     return {name: value for name, value in _state(statistics).items() if not isinstance(value, Tensor)}
 
 
 def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
-    """Put ``counts`` back."""
+    """Put the plain values of a layer's state back.
+
+    Args:
+        statistics: Sums of the layer, whose fields are overwritten.
+        stored: What ``counts`` has returned; fields that the layer does not have are passed over.
+    """
     for name in _state(statistics).keys() & stored.keys():
         owner, _, own = name.partition(".")
         held = getattr(statistics, owner)
@@ -378,7 +415,14 @@ def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[t
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over name, type, shape and checksum of every parameter and buffer."""
+    """Compute a digest of a model's numbers.
+
+    Args:
+        model: The model.
+
+    Returns:
+        SHA-256, in hexadecimal, over name, type, shape and checksum of every parameter and buffer.
+    """
     entries = [
         [name, str(tensor.dtype), list(tensor.shape), bit_sum(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

@@ -1,4 +1,4 @@
-"""What the passes over the data have left so far, and how far the one under way is."""
+"""The state of a collection: the sums and factors of its passes so far, and the position in the one under way."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,32 +21,32 @@ _MASK = 2**63 - 1
 
 @dataclass(kw_only=True)
 class Snapshot:
-    """What the first examples alone have left; plain values, so that a checkpoint can name it."""
+    """Factors of the first examples alone; plain values, so that a checkpoint can name it."""
 
     eighths: int
-    """Of the data."""
+    """The size, in eighths of the data."""
     examples: int
     """Examples that entered."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
-    """Where each layer's factors stand."""
+    """Places of each layer's factors, by name."""
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Rows that had entered its A and its G."""
 
 
 @dataclass(kw_only=True)
 class Gathered:
-    """What the passes over the data have left so far."""
+    """The sums and factors of the passes over the data so far."""
 
     statistics: dict[str, LayerStatistics]
-    """Of every treated layer; without sums once they are laid aside."""
+    """Statistics of every treated layer, by name; without sums once its factors are made."""
     factors: dict[str, Callable[[], Factors]]
-    """Of every covered layer."""
+    """Loads the factors of every covered layer, by name."""
     shared: dict[str, str]
     """Follower → leader of the layers that share one A."""
     unmasked: frozenset[Key] = frozenset()
     """Calls that the mask is not laid on after all."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
-    """Where those factors stand that are laid aside."""
+    """Places of the factors that are spilled, by name."""
     nested: dict[int, Snapshot] = field(default_factory=dict)
     """Smaller sample sizes, by eighths."""
     nondeterministic: set[str] = field(default_factory=set)
@@ -58,9 +58,9 @@ class Gathered:
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards."""
     self_check: SelfCheck | None = None
-    """What has been proved of the layers; None where nothing is checked."""
+    """Checks of the layers so far; None where nothing is checked."""
     chosen: Chosen = field(default_factory=Chosen)
-    """What the passes are made by: the plan's choice, or a lower rung where memory ran out."""
+    """The choice that the passes follow: the plan's, or a fallback where memory ran out."""
 
     def snapshot(self, eighths: int, examples: int) -> Snapshot:
         """Return the snapshot of one sample size, which the first pass that reaches it makes.
@@ -75,14 +75,18 @@ class Gathered:
         return self.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=examples))
 
     def settled(self) -> dict[str, Any]:
-        """What the finished passes have left, for ``restore``."""
+        """Return copies of the state that a pass changes, for ``restore``."""
         kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "waiting")}
         counts = {name: getattr(self, name) for name in ("examples", "updates", "passes", "loss_scale")}
         checked = {} if self.self_check is None else {"checked": self.self_check.state()}
         return {**kept, **counts, **checked}
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Let go of what a pass that did not come to its end has left; that layers share no A stays known."""
+        """Go back to the state before a pass that did not end; which layers share no A stays known.
+
+        Args:
+            before: What ``settled`` returned before the pass.
+        """
         for name, value in before.items():
             if name != "checked":
                 setattr(self, name, value)
@@ -92,7 +96,7 @@ class Gathered:
 
 @dataclass(kw_only=True)
 class Cursor:
-    """How far one pass over the data is."""
+    """The position in one pass over the data."""
 
     number: int
     """The pass, from 0."""
@@ -105,19 +109,28 @@ class Cursor:
     terms: int = 0
     """Loss terms of those examples."""
     loss_scale: float = FIRST_SCALE
-    """What `fp16` multiplies directions by."""
+    """The number that `fp16` multiplies directions by."""
     steady: int = 0
     """Directions since that last changed."""
     data: int = 0
     """A checksum over the batches so far, where one is wanted."""
 
     def note(self, scale: LossScale | None) -> None:
-        """Remember what directions are multiplied by."""
+        """Remember the loss scale.
+
+        Args:
+            scale: The scale that directions are multiplied by; None where there is none.
+        """
         if scale is not None:
             self.loss_scale, self.steady = scale.value, scale.steady
 
     def take(self, batch: Batch, *, checked: bool) -> None:
-        """Count one batch, whether or not it enters the statistics."""
+        """Count one batch, whether or not it enters the statistics.
+
+        Args:
+            batch: The batch, where the caller has it.
+            checked: Whether its numbers enter the checksum, as a checkpoint needs them to.
+        """
         self.batches += 1
         self.read += batch.size
         if checked:
@@ -126,9 +139,13 @@ class Cursor:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes read as 64-bit integers: exact, and another one for other numbers.
+    """Sum a tensor's bytes, read as 64-bit integers: an exact checksum, which differs for other numbers.
 
-    0 for what is not stored densely.
+    Args:
+        tensor: A tensor of any shape, dtype and device.
+
+    Returns:
+        The sum of its 64-bit words modulo 2⁶⁴, plus that of the bytes left over; 0 for what is not stored densely.
     """
     if tensor.layout != torch.strided:
         return 0

@@ -76,7 +76,7 @@ class PassJob:
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards."""
     self_check: SelfCheck | None = None
-    """What has been proved of the layers so far; None where nothing is checked."""
+    """Checks of the layers so far; None where nothing is checked."""
 
     @classmethod
     def of(cls, workspace: Workspace, device: torch.device) -> "PassJob":
@@ -85,6 +85,12 @@ class PassJob:
         Args:
             workspace: The job, with a model, batches and a task.
             device: The device that numerics and precision are chosen for; a plan's tensors stand on another.
+
+        Returns:
+            The job without any row layout, which the probe finds.
+
+        Raises:
+            ValueError: If model, batches or task are missing.
         """
         inputs, collection = workspace.inputs, workspace.options.collection
         if inputs.model is None or inputs.task is None or inputs.batches is None:
@@ -110,11 +116,25 @@ class PassJob:
         return make_batches(chunks, self.collection.batch_size)
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
-        """The same job, with the mask not laid on ``calls``; then padding is not cut either."""
+        """Return the same job with the mask not laid on some calls; padding is not cut either then.
+
+        Args:
+            calls: Calls whose padding takes part; none leaves the job as it is.
+
+        Returns:
+            A copy of the job.
+        """
         return replace(self, masking=self.masking.without(calls), cut_padding=self.cut_padding and not calls)
 
     def moved(self, batch: Batch) -> Batch:
-        """A copy on the device, in the precision of the passes."""
+        """Copy a batch to the device, in the precision of the passes.
+
+        Args:
+            batch: The batch, where the caller has it.
+
+        Returns:
+            A copy, which the model may write to.
+        """
         return batch.to(self.workspace.machine.device, self.dtype)
 
 
@@ -140,14 +160,24 @@ class Progress:
     parts: int
 
     def report(self, done: int, total: int | None) -> None:
-        """Say that ``done`` of ``total`` batches of this pass are done."""
+        """Report the batches of this pass that are done.
+
+        Args:
+            done: Batches of this pass.
+            total: Batches of one pass; None where the data do not say how many they hold.
+        """
         before = 0 if total is None else self.number * total
         self.workspace.ports.report(
             "collection", before + done, None if total is None else self.parts * total, "batches"
         )
 
     def resume(self, done: int, total: int | None) -> None:
-        """Say that an earlier attempt's checkpoint is gone on with."""
+        """Log and report that the collection goes on from an earlier attempt's checkpoint.
+
+        Args:
+            done: Batches of this pass that the checkpoint holds.
+            total: Batches of one pass; None where the data do not say how many they hold.
+        """
         before, whole = (0, "") if total is None else (self.number * total, f" of {self.parts * total}")
         within = f" (pass {self.number + 1} of {self.parts})" if self.parts > 1 else ""
         self.workspace.ports.log("info", f"collection resumed at batch {before + done}{whole}{within}")
@@ -327,15 +357,30 @@ def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
 
 
 def statistics_kind(layer: TreatedLayer) -> type[LayerStatistics]:
-    """What holds a layer's sums."""
+    """Choose the class that holds a layer's sums.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        The class of a tied head, or the general one.
+    """
     return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
 
 
 def update(job: PassJob, batch: Batch, collector: Collector) -> int:
-    """Let one batch enter the statistics, a slice at a time; returns its loss terms.
+    """Let one batch enter the statistics, a slice at a time.
 
     Both factors are sums over examples, of the summed loss: slices change nothing but the order
     of the additions.
+
+    Args:
+        job: The model, and how passes run it; its ``micro_batch`` is the size of a slice.
+        batch: The batch, on the device.
+        collector: The hooks, attached to the model, with the sums of the layers.
+
+    Returns:
+        Loss terms of the batch.
     """
     groups = grouped(batch, job.task) if job.cut_padding else (batch,)
     size = job.micro_batch or batch.size

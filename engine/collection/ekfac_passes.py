@@ -60,14 +60,22 @@ class _Waiting:
 
 
 def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) -> dict[str, Load]:
-    """Corrections of every covered layer's parts, by name; ``parts`` are the layers of each pass.
+    """Re-estimate the eigenvalues of every covered layer in the eigenbases of its factors.
+
+    Args:
+        job: The model with its data and task, and how passes run it.
+        gathered: State of the collection: its factors, and the layers that share an A.
+        parts: Names of the layers of each pass.
+
+    Returns:
+        For each part of a layer, by name, a function that loads its bases and eigenvalues.
 
     Raises:
         EngineError: As ``engine.errors`` lists.
 
     Memory:
         Bases and eigenvalues of one pass's layers; those of all of them on the host, unless they
-        are laid aside, which they are where there are several passes and a scratch place.
+        are spilled, which they are where there are several passes and a scratch place.
     """
     job = job.without_masks(gathered.unmasked)
     scratch = job.workspace.ports.scratch if len(parts) > 1 else None

@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Parameters whose diagonal block of F is looked at."""
+    """Parameters whose diagonal block of F is examined."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -63,11 +63,26 @@ class Block:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def gathered(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The block's numbers of ``gradients`` by parameter, (size,)."""
+        """Join the block's numbers of some gradients.
+
+        Args:
+            gradients: Gradients by parameter, each of its parameter's shape.
+
+        Returns:
+            A vector of shape (size,).
+        """
         return torch.cat([gradients[piece.parameter].reshape(-1)[piece.start : piece.stop] for piece in self.pieces])
 
     def inner(self, gradients: Mapping[str, Tensor], vector: Tensor) -> Tensor:
-        """``Σ g·v`` over the block, differentiable in ``gradients``."""
+        """Compute ``Σ g·v`` over the block, differentiable in the gradients g.
+
+        Args:
+            gradients: Gradients by parameter, each of its parameter's shape.
+            vector: v, shape (size,).
+
+        Returns:
+            A scalar tensor.
+        """
         parts = torch.split(vector, [piece.stop - piece.start for piece in self.pieces])
         return torch.stack(
             [
@@ -104,7 +119,17 @@ class GaussNewton:
             yield
 
     def products(self, blocks: Sequence[Block], vectors: Sequence[Tensor]) -> list[Tensor]:
-        """``F_b v_b`` (size,) of each block b, for one vector each; one pass over the data.
+        """Compute ``F_b v_b`` of each block b in one pass over the data.
+
+        Args:
+            blocks: The blocks.
+            vectors: One vector v_b, shape (size,), for each block, on any device.
+
+        Returns:
+            The products, shape (size,) each, in the order of ``blocks`` and on the devices of their vectors.
+
+        Raises:
+            ModelRefused: If the model cannot be differentiated twice.
 
         Memory:
             One vector each; the graph of one micro-batch twice over, and the gradients of the blocks' parameters.
@@ -128,9 +153,20 @@ class GaussNewton:
         return [total.div_(divisor).to(vector.device) for total, vector in zip(totals, vectors, strict=True)]
 
     def probes(self, blocks: Sequence[Block], numbers: Sequence[int], seed: int) -> list[list[Tensor]]:
-        """``w / √W`` (size,) of each block for each probe; one pass over the data.
+        """Compute ``w / √W`` of each block for each probe in one pass over the data.
 
-        Its squared norm is the probe's estimate of the block's trace, and ``w`` itself lies where F curves most.
+        Its squared norm is the probe's estimate of the block's trace, and ``w`` itself points where F curves most.
+
+        Args:
+            blocks: The blocks.
+            numbers: Numbers of the probes, which key their random signs.
+            seed: Seed of those signs.
+
+        Returns:
+            For each probe one vector per block, shape (size,), on the device of the passes.
+
+        Raises:
+            ModelRefused: If the model refuses a batch.
 
         Memory:
             ``2 · len(numbers)`` vectors of each block.
@@ -289,10 +325,17 @@ def _signs(outputs: Tensor, index: Tensor, seed: int, probe: int) -> Tensor:
 
 
 def block_of(model: nn.Module, name: str, parameters: Sequence[str], count: int) -> Block | None:
-    """The block of a row of the results; None where its part of a parameter is no run of whole rows.
+    """Find the block of F that belongs to a row of the results.
 
-    ``parameters`` are names, of which ``[3]`` is one of equal parts along the first dimension and ``[2:5]`` a range
-    of its rows; ``count`` is how many numbers they hold together.
+    Args:
+        model: The model.
+        name: The row's layer.
+        parameters: Names of the layer's parameters; ``weight[3]`` is one of equal parts along the first dimension, and
+            ``weight[2:5]`` a range of its rows.
+        count: Numbers that they hold together.
+
+    Returns:
+        The block; None where a part of a parameter is not a run of whole rows.
     """
     known = dict(model.named_parameters(remove_duplicate=False))
     named = [_part(label, known) for label in parameters]
@@ -325,7 +368,15 @@ def _rows(part: str | None, parameter: Tensor, parts: int) -> tuple[int, int, in
 
 
 def joined(name: str, blocks: Iterable[Block]) -> Block:
-    """All of ``blocks``, which hold different numbers, as one."""
+    """Join blocks that hold different numbers.
+
+    Args:
+        name: Name of the joint block.
+        blocks: The blocks.
+
+    Returns:
+        One block, with their numbers one after another.
+    """
     return Block(name=name, pieces=tuple(piece for block in blocks for piece in block.pieces))
 
 

@@ -1,7 +1,7 @@
-"""Verification: what follows from the first check of a collection's layers.
+"""Verification: how layers that fail the first check of a collection are treated.
 
 A layer whose rows are not the gradient of each example alone is treated by the operations that its
-parameters enter, in place of its module's calls, and checked again. What still fails is not covered,
+parameters enter, in place of its module's calls, and checked again. A layer that still fails is not covered,
 with the identity that failed and its number as the reason.
 """
 
@@ -34,7 +34,7 @@ DRAWN = "random numbers drawn in evaluation mode"
 
 @dataclass
 class Verification:
-    """The layers that failed so far, and what became of them."""
+    """The layers that failed the first check so far, and how each is treated since."""
 
     self_check: SelfCheck
     forced: frozenset[str] = frozenset()
@@ -46,7 +46,14 @@ class Verification:
 
     @classmethod
     def of(cls, job: PassJob) -> "Verification":
-        """A new one of ``job``."""
+        """Begin the verification of a job; nothing is checked yet.
+
+        Args:
+            job: The model with its data and task, and how passes run it.
+
+        Returns:
+            A verification without any failed layer.
+        """
         guard, size = job.workspace.machine.guard, widened_bytes(job.model)
         on_device = job.workspace.machine.device.type == "cuda"
 
@@ -57,7 +64,14 @@ class Verification:
         return cls(self_check=SelfCheck(subject=subject_of(job), mode=mode, has_room=has_room))
 
     def without_refused(self, probed: ProbedModel) -> ProbedModel:
-        """Return the probed model without the layers that failed for good; they are not covered."""
+        """Leave out the layers that failed for good; they are not covered.
+
+        Args:
+            probed: The model after its probe.
+
+        Returns:
+            The probed model without those layers; the same object where none failed.
+        """
         survey, probe = probed.survey, probed.probe
         gone = {
             layer.name: self.refused[layer.parameters] for layer in survey.treated if layer.parameters in self.refused
@@ -73,7 +87,17 @@ class Verification:
         )
 
     def changes(self, probed: ProbedModel) -> bool:
-        """Check the layers that no check has passed, and return whether the model is to be probed anew."""
+        """Check the layers that no check has passed.
+
+        Args:
+            probed: The model after its probe.
+
+        Returns:
+            Whether a layer failed, so that the model is to be probed anew.
+
+        Raises:
+            EngineError: If the model refuses the first batch.
+        """
         job, survey, mixed = probed.job, probed.survey, probed.probe.mixed
         if self.self_check.mode == "off":
             return False
@@ -113,7 +137,14 @@ class Verification:
         return changed
 
     def cuts_padding(self, probed: ProbedModel) -> bool:
-        """Return whether padding is cut off: it decides no output, and has no gradient in any layer."""
+        """Decide whether padding is cut off: it changes no output, and has no gradient in any layer.
+
+        Args:
+            probed: The model after its probe, which has shown whether padding changes an output.
+
+        Returns:
+            True where batches go through the model without their padding.
+        """
         job, survey, mixed = probed.job, probed.survey, probed.probe.mixed
         if not job.cut_padding or self.self_check.mode == "off":
             return job.cut_padding
@@ -148,7 +179,14 @@ class Verification:
 
 
 def subject_of(job: PassJob) -> Subject:
-    """The model of ``job``, and how it is run."""
+    """Describe a job's model, and how it is run, as checks take it.
+
+    Args:
+        job: The model with its data and task, and how passes run it.
+
+    Returns:
+        The subject of a check.
+    """
     return Subject(
         model=job.model,
         task=job.task,
@@ -164,7 +202,15 @@ def subject_of(job: PassJob) -> Subject:
 
 
 def explained(row: DeclaredLayer, self_check: SelfCheck | None) -> DeclaredLayer:
-    """``row`` with its reason as plain autograd measured it: a gradient that nobody followed, or none at all."""
+    """Correct the reason of a layer that is not covered by the gradient that plain autograd measured.
+
+    Args:
+        row: The layer, with the reason that the survey or the passes found.
+        self_check: The checks of the collection; None where nothing was checked.
+
+    Returns:
+        The layer with the reason that its gradient was not followed, or that there is none; else the same object.
+    """
     if self_check is None or not self_check.layers or not self_check.subject.has_gradients:
         return row
     reached = not self_check.unseen.isdisjoint(row.parameters)

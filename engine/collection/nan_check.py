@@ -1,6 +1,6 @@
-"""Finiteness: notice the first batch that brings a NaN or infinite number, and say where it comes from.
+"""Finiteness: find the first batch that brings a NaN or infinite number, and the module that it comes from.
 
-The sums are looked at once per batch, by the traces of all of them together: a NaN or an infinity
+The sums are tested once per batch, by the traces of all of them together: a NaN or an infinity
 anywhere in the rows of a batch reaches the diagonal of ``Σ row rowᵀ``, and no sum ever recovers.
 Only then is the batch run again, in slices and without a graph, to find the module.
 """
@@ -34,13 +34,21 @@ class Witness:
     """Examples before it."""
 
     def look_at(self, batch: Batch, number: int) -> None:
-        """A new batch arrives."""
+        """Take note of the next batch.
+
+        Args:
+            batch: The batch, on the device.
+            number: Batches before it.
+        """
         if self.batch is not None:
             self.read += self.batch.size
         self.batch, self.number = batch, number
 
     def require_finite(self, statistics: tuple[LayerStatistics, ...]) -> None:
-        """Look at the sums, after a batch.
+        """Test the sums after a batch.
+
+        Args:
+            statistics: Sums of the layers of the pass.
 
         Raises:
             NonFiniteFactor: If a sum holds NaN or Inf; the message names layer and batch.
@@ -65,7 +73,15 @@ class Witness:
             )
 
     def place(self, start: int = 0, stop: int | None = None) -> str:
-        """The batch, and its examples, in words; both are counted from 0."""
+        """Describe the batch and its examples; both are counted from 0.
+
+        Args:
+            start: First example, within the batch.
+            stop: End of the examples, within the batch; None is the end of the batch.
+
+        Returns:
+            Words such as ``batch 3 (examples 96 to 127)``.
+        """
         size = 0 if self.batch is None else self.batch.size
         last = self.read + (size if stop is None else stop) - 1
         return f"batch {self.number} (examples {self.read + start} to {last})"
@@ -73,7 +89,18 @@ class Witness:
 
 @contextlib.contextmanager
 def witnessed(model: nn.Module, task: Task) -> Iterator[Witness]:
-    """Complete the error of outputs that are not finite, by the module that first made them so."""
+    """Complete the error of outputs that are not finite, by the module that first put out such numbers.
+
+    Args:
+        model: The model.
+        task: The task that its outputs are for.
+
+    Returns:
+        A context whose witness is shown each batch before it goes through the model.
+
+    Raises:
+        NonFiniteLoss: Where the block raises it; the message names batch and module.
+    """
     witness = Witness()
     try:
         yield witness

@@ -1,6 +1,6 @@
-"""Finishing: one pass's sums become factors on the host, in memory or laid aside.
+"""Finishing: one pass's sums become factors on the host, in memory or spilled.
 
-A layer that no gradient reached, or that turned out to mix examples, is declared instead; its
+A layer that no gradient reached, or that turned out to mix examples, is not covered; its
 sums are freed with the others.
 """
 
@@ -41,7 +41,14 @@ def keep(
     *,
     aside: bool,
 ) -> None:
-    """Turn one pass's sums into factors on the host, in memory or laid aside: one layer at a time, its sums freed.
+    """Turn one pass's sums into factors on the host, in memory or spilled: one layer at a time, its sums freed.
+
+    Args:
+        workspace: The job: its options and its scratch place.
+        dtype: Precision of the sums.
+        gathered: State of the collection, which takes the factors or their places.
+        statistics: Sums of the layers of the pass; they are overwritten and freed.
+        aside: Whether the factors are spilled, where there is a scratch place.
 
     Memory:
         One factor beyond what is kept, where the sums are on the host and kept in another precision.
@@ -73,9 +80,16 @@ def keep(
 def finished(
     found: LayerStatistics, collection: Collection, dtype: torch.dtype, shared: dict[str, list[Stored]]
 ) -> Iterator[Factors]:
-    """The factors of one layer, or of each group, on the host; its sums are normalised in place and freed.
+    """Yield the factors of one layer, or of each of its groups; its sums are normalised in place and freed.
 
-    ``shared`` collects each A under the name of the layer that held its sum, for those that share it.
+    Args:
+        found: Sums of the layer.
+        collection: Options of the collection, whose ``storage_dtype`` the factors are kept in.
+        dtype: Precision of the sums, which factors keep where there is no ``storage_dtype``.
+        shared: Takes each A under the name of the layer that held its sum, for the layers that share it.
+
+    Returns:
+        Factors on the host, A of shape (in_dim, in_dim) and G of shape (out_dim, out_dim), each with its scale.
 
     Raises:
         NonFiniteFactor: If one holds NaN or Inf, or does so in the precision it is kept in.
@@ -119,7 +133,16 @@ def _same(factors: Factors) -> Factors:
 
 
 def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[str]) -> str | None:
-    """Why a treated layer must be declared, as far as is known before the first pass."""
+    """Tell why a layer cannot be covered, as far as is known before the first pass.
+
+    Args:
+        layer: The layer.
+        collection: Options of the collection.
+        mixed: Names of layers whose positions belong to no one example.
+
+    Returns:
+        The reason; None where nothing stands against the layer.
+    """
     if layer.name in mixed:
         return "batch_not_first"
     exact = layer.form in ("block", "diagonal_block")
@@ -127,7 +150,15 @@ def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[
 
 
 def flaw(found: LayerStatistics, collection: Collection) -> str | None:
-    """Why a treated layer must be declared after all; None where it is covered."""
+    """Tell why a layer cannot be covered after the passes.
+
+    Args:
+        found: Sums of the layer.
+        collection: Options of the collection.
+
+    Returns:
+        The reason; None where the layer is covered.
+    """
     if found.flaw is not None:
         return found.flaw
     reached = found.gradients > 0 or collection.fisher == "forward_only"

@@ -1,8 +1,8 @@
-"""Retreat: how a collection goes on where memory runs out although its plan had fitted.
+"""Fallbacks: how a collection goes on where memory runs out although its plan had fitted.
 
-The rungs below a plan are half as many examples at a time, down to one, and then two passes in place of the one
-that ran out, down to one layer (with those that share its A) in each. A pass begins anew on each of them, so its sums
-are those of a job that had chosen that rung to begin with, and nothing is counted twice.
+The fallbacks of a plan are half as many examples at a time, down to one, and then two passes in place of the one
+that ran out, down to one layer (with those that share its A) in each. A pass begins anew with each of them, so its sums
+are those of a job that had chosen that fallback to begin with, and nothing is counted twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +12,18 @@ from engine.memory.plan import Chosen
 
 
 def lower(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *, aside: bool) -> Chosen | None:
-    """The next rung below ``chosen`` for its pass ``number``; None where there is none.
+    """Choose the next fallback.
 
     Args:
         chosen: What ran out of memory.
         number: The pass in which it did.
         whole: Examples in a whole batch.
         shared: Follower → leader of the layers that share one A, and so one pass.
-        aside: There is a place for what further passes leave.
+        aside: Whether factors of further passes can be spilled.
+
+    Returns:
+        The choice with half as many examples at a time, or with that pass divided in two; None where there is none
+        left.
     """
     size = min(chosen.micro_batch or whole, whole)
     if size > 1:
@@ -33,7 +37,14 @@ def lower(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *,
 
 
 def described(chosen: Chosen) -> str:
-    """A rung in words."""
+    """Describe a choice by its slices and passes.
+
+    Args:
+        chosen: The choice.
+
+    Returns:
+        Words such as ``slices of 8, 2 passes``.
+    """
     slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch}"
     return f"{slices}, {len(chosen.parts)} pass{'es' if len(chosen.parts) > 1 else ''}"
 

@@ -18,7 +18,7 @@ from engine.row_layout.layer_calls import Call
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a forward pass of one repeated example has shown of the layers; sizes and plans follow from it."""
+    """Calls and sizes of the layers in a forward pass of one repeated example; plans follow from them."""
 
     layers: tuple[TreatedLayer, ...]
     """The layers to be collected."""
@@ -37,26 +37,41 @@ class Probe:
     head: TreatedLayer | None = None
     """The linear layer whose output is the loss's logits, if there is one."""
     saved: Saved | None = None
-    """What autograd saves; None where nothing is pulled back."""
+    """Tensors that autograd saves; None where nothing is pulled back."""
     recomputed: Saved | None = None
     """The same with activation checkpointing; None where the model offers none."""
     met: Saved | None = None
-    """What is held where the gradients of a layer arrive: what was saved up to its call, all inputs, and gradients."""
+    """Tensors held where the gradients of a layer arrive: those saved up to its call, all inputs, and gradients."""
     met_normalised: Saved | None = None
     """The same where those of a normalisation do, with all that is made of them."""
     repeated: bool = False
     """A direction is pulled back again until all its gradients are finite, for which they wait for each other."""
     resident_bytes: int | None = None
-    """What the process holds without the plan's own needs; None: what it holds now."""
+    """Bytes that the process holds without the plan's own needs; None takes those that it holds now."""
     representations: Mapping[str, Representation] = field(default_factory=dict)
     """How the layers keep their G; dense where a layer is not named."""
 
     def kept(self, layer: TreatedLayer) -> Representation:
-        """How one layer keeps its G."""
+        """Return how one layer keeps its G.
+
+        Args:
+            layer: The layer.
+
+        Returns:
+            Its representation; dense where the probe names none.
+        """
         return self.representations.get(layer.name, DENSE)
 
     def sides(self, layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
-        """Rows of each factor the layer sums itself, and whether it is dense; no G that is kept as rows."""
+        """Return the factors that a layer sums itself.
+
+        Args:
+            layer: The layer.
+            follows: Whether the layer shares the A of another, and sums none.
+
+        Returns:
+            Rows of each factor, and whether it is dense; a G that is kept as rows is left out.
+        """
         every = sides_of(layer, follows=follows)
         return every if self.kept(layer).kind == "dense" else every[1:]
 
@@ -66,18 +81,33 @@ class ProbedModel:
     """A model after its probe: how passes run it, which of its layers they collect, and how large those are."""
 
     job: PassJob
-    """What passes need, with the row layout that the probe found."""
+    """The model, and how passes run it, with the row layout that the probe found."""
     survey: Survey
     """The layers to be collected, and those that are not, with their reasons."""
     probe: Probe
 
     def with_probe(self, probe: Probe) -> "ProbedModel":
-        """Return the same with another probe, whose representations and head the passes take over."""
+        """Replace the probe.
+
+        Args:
+            probe: The probe whose representations and head the passes take over.
+
+        Returns:
+            A copy of the probed model.
+        """
         job = replace(self.job, representations=probe.representations, head=probe.head)
         return replace(self, job=job, probe=probe)
 
     def for_passes(self, chosen: Chosen, sizes: Sizes | None) -> "ProbedModel":
-        """Return the same with the slices, the place of the sums and the sample sizes that the passes keep."""
+        """Take over what the plan has chosen for the passes.
+
+        Args:
+            chosen: The plan's choice: the slices, and the place of the sums.
+            sizes: The sample sizes that the passes keep; None where they keep none.
+
+        Returns:
+            A copy of the probed model.
+        """
         job = replace(self.job, micro_batch=chosen.micro_batch, offload=chosen.offload, sizes=sizes)
         return replace(self, job=job)
 
@@ -87,7 +117,15 @@ class ProbedModel:
 
 
 def sides_of(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
-    """Rows of each factor the layer holds itself, and whether it is dense."""
+    """Return the factors that a layer holds itself.
+
+    Args:
+        layer: The layer.
+        follows: Whether the layer shares the A of another, and holds none.
+
+    Returns:
+        Rows of each factor, and whether it is dense; G comes first.
+    """
     sides = [(layer.out_dim, layer.form != "diagonal_block")]
     if not follows and layer.form not in ("block", "diagonal_block"):
         sides.append((layer.in_dim, layer.form == "kronecker"))

@@ -1,7 +1,7 @@
-"""Gathering: the passes of a plan one after another, and a lower rung of it where memory runs out in one.
+"""The passes of a plan, one after another, and a fallback where memory runs out in one.
 
 One pass gathers every layer wherever memory allows; else each pass gathers the layers of one part
-of the plan and lays their factors aside before the next begins. The numbers are the same.
+of the plan and spills their factors before the next begins. The numbers are the same.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,14 @@ _CALLED = {"version": "version of torch", "threads": "number of threads"}
 
 
 def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors: Sequence[PlanningError]) -> None:
-    """Tell the job's plan, with what it was wrong about so far."""
+    """Announce the job's plan, with the numerics and what the plan was wrong about so far.
+
+    Args:
+        workspace: The job, whose port takes the plan as JSON.
+        numerics: Numerics of this attempt.
+        plan: The plan; None announces nothing.
+        errors: Places where memory ran out although the plan had fitted.
+    """
     if plan is not None:
         missed = {"planning_errors": [asdict(error) for error in errors]} if errors else {}
         workspace.ports.announce_plan(plan.as_json() | {"numerics": asdict(numerics)} | missed)
@@ -187,7 +194,7 @@ def _pass(
 
 
 def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
-    """What a checkpoint's bits depend on, each entry under the name that a refusal calls it by."""
+    """Everything that a checkpoint's bits depend on, each entry under the name that a refusal calls it by."""
     layers = [[layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim] for layer in surveyed.treated]
     return {
         **job.workspace.resume.conditions,
@@ -202,7 +209,7 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
 
 
 def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
-    """What the finished passes of an earlier attempt have left."""
+    """Restore the state after the finished passes of an earlier attempt."""
     gathered = Gathered(
         statistics={},
         factors={},

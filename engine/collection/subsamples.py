@@ -35,12 +35,24 @@ class HostShelf:
     _held: dict[str, Any] = field(default_factory=dict)
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Hold what ``packed`` has made on the host."""
+        """Hold some tensors.
+
+        Args:
+            name: Name to find them by.
+            tensors: Host tensors by name, of any shape; they are not copied.
+            metadata: Ignored, since nothing is written.
+        """
         del metadata
         self._held[name] = dict(tensors)
 
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Give them back.
+        """Return the tensors of one name.
+
+        Args:
+            name: Their name.
+
+        Returns:
+            Host tensors by name, of any shape.
 
         Raises:
             FileNotFoundError: If nothing has that name.
@@ -48,11 +60,22 @@ class HostShelf:
         return dict(self.load_json(name))
 
     def save_json(self, name: str, value: object) -> None:
-        """Hold a table."""
+        """Hold a table.
+
+        Args:
+            name: Name to find it by.
+            value: The table; it is not copied.
+        """
         self._held[name] = value
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was held
-        """Give it back.
+        """Return what is held under a name.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The same object that was saved.
 
         Raises:
             FileNotFoundError: If nothing has that name.
@@ -62,7 +85,11 @@ class HostShelf:
         return self._held[name]
 
     def remove(self, name: str) -> None:
-        """Let go of it."""
+        """Drop what is held under a name.
+
+        Args:
+            name: Its name; nothing happens where nothing has it.
+        """
         self._held.pop(name, None)
 
 
@@ -75,14 +102,30 @@ class Sizes:
     shelf: Artifacts
 
     def crossed(self, before: int, after: int) -> int | None:
-        """The size whose mark a batch crosses that brings the examples read from ``before`` to ``after``."""
+        """Find the sample size that one batch reaches.
+
+        Args:
+            before: Examples read before the batch.
+            after: Examples read with it.
+
+        Returns:
+            The size in eighths of the data; the larger of two, and None where the batch reaches none, or ends the data.
+        """
         if after >= self.total:
             return None
         return max((each for each in EIGHTHS if 8 * before < each * self.total <= 8 * after), default=None)
 
 
 def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
-    """The sizes asked for; None where none are."""
+    """Set up the sample sizes that a job asks for; the data is counted once where it does not say how much it holds.
+
+    Args:
+        workspace: The job: its data, and the scratch place that factors are spilled to.
+        collection: Options of the collection.
+
+    Returns:
+        The sizes, with a place for their factors; None where none are asked for.
+    """
     if not collection.nested:
         return None
     total = workspace.inputs.examples
@@ -139,7 +182,16 @@ def keep_size(
 
 
 def by_ordinal(sizes: Sizes | None, gathered: Gathered, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
-    """The smaller sample sizes, by the ordinals of the whole."""
+    """Return the smaller sample sizes as a factor set holds them.
+
+    Args:
+        sizes: The sizes of the collection; None where none were asked for.
+        gathered: State of the collection, with the places of their factors.
+        layers: The covered layers, in the order of the factor set.
+
+    Returns:
+        One entry per size, ascending, whose factors are loaded by ordinal.
+    """
     if sizes is None:
         return ()
     shelf = sizes.shelf
