@@ -43,7 +43,7 @@ _RAISED = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCheck:
-    """What a check has found of one layer."""
+    """The result of a check of one layer."""
 
     error: float
     """The largest relative difference."""
@@ -52,7 +52,7 @@ class LayerCheck:
     examples: int
     """Examples held against themselves alone."""
     proof: Proof
-    """What the rows were held against."""
+    """The gradients that the rows were compared with."""
     failed: bool
     mixes: bool = False
     """The model's outputs for one example depend on the others."""
@@ -61,7 +61,7 @@ class LayerCheck:
 
     @property
     def why(self) -> str:
-        """What failed, for a layer that is not covered."""
+        """The identity that failed, for a layer that is not covered."""
         against = "each example alone" if self.proof != "same_forward" else "plain autograd in the same forward pass"
         if self.proof == "same_forward" and self.identity == "independence":
             against = "each example's own beside other examples"
@@ -71,7 +71,7 @@ class LayerCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a check of one batch has found."""
+    """The result of a check of one batch."""
 
     layers: dict[str, LayerCheck]
     draws: frozenset[str]
@@ -102,6 +102,9 @@ class BatchCheck:
 
     def run(self) -> Checked:
         """Check all layers.
+
+        Returns:
+            The check of each layer whose rows are finite, and what was found of the model besides.
 
         Raises:
             EngineError: If the model refuses the whole batch.
@@ -336,7 +339,15 @@ def _own(tensor: Tensor, example: int, examples: int) -> Tensor:
 
 
 def picked(batch: Batch, places: Sequence[int]) -> Batch:
-    """Those examples of ``batch``, in that order."""
+    """Pick examples of a batch.
+
+    Args:
+        batch: The batch.
+        places: Places of the examples, in the order wanted; one may come more than once.
+
+    Returns:
+        A batch of copies of those examples.
+    """
     index = torch.tensor(places, device=batch.index.device)
 
     def pick(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Subject:
     tables: frozenset[str]
     """Embeddings that are looked up once for a batch."""
     orders: RowOrders
-    """Where flat rows are not example by example."""
+    """Calls whose flat rows are not example by example."""
     overwritten: frozenset[str]
     """Layers whose input the model writes to afterwards."""
     places: Places
@@ -66,11 +66,25 @@ class Subject:
         return self.dtype == torch.float64
 
     def negligible(self, norm: float) -> float:
-        """What is but rounding beside the largest gradient, of that ``norm``; in float64 alone, which decides."""
+        """Return the norm below which a gradient is rounding beside the largest one.
+
+        Args:
+            norm: Norm of the largest layer's gradient.
+
+        Returns:
+            That norm in float64, which decides; 0 in any other precision.
+        """
         return 10 * self.rounding * norm if self.is_exact else 0.0
 
     def moved(self, batch: Batch) -> Batch:
-        """A copy of ``batch``, which the model may write to."""
+        """Copy a batch to the device, in the model's precision.
+
+        Args:
+            batch: Examples, on any device.
+
+        Returns:
+            A copy, which the model may write to.
+        """
         return batch.to(self.device, self.dtype)
 
     @contextlib.contextmanager
@@ -95,13 +109,26 @@ class Subject:
 
 
 def widened_bytes(model: nn.Module) -> int:
-    """Bytes that ``Subject.widened`` takes."""
+    """Compute the bytes that ``Subject.widened`` takes.
+
+    Args:
+        model: The model.
+
+    Returns:
+        8 bytes for each floating-point number of it.
+    """
     return 8 * sum(each.numel() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point())
 
 
 @contextlib.contextmanager
 def unwritten(model: nn.Module) -> Iterator[None]:
     """Put the model's buffers back afterwards as they were: each run begins from the same ones.
+
+    Args:
+        model: The model.
+
+    Returns:
+        A context; buffers that are not stored densely are left alone.
 
     Memory:
         A copy of every buffer.

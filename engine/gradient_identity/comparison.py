@@ -1,4 +1,4 @@
-"""Comparison: how far the rows of one recording are from those of another."""
+"""Comparison: the differences between the rows of two recordings."""
 
 import math
 from dataclasses import dataclass
@@ -17,14 +17,19 @@ class Errors:
     independence: float = 0.0
 
     def raise_to(self, identity: str, value: float) -> None:
-        """Note one more difference; NaN is the largest."""
+        """Note one more difference.
+
+        Args:
+            identity: ``completeness`` or ``independence``.
+            value: The relative difference; NaN counts as infinite.
+        """
         if math.isnan(value):
             value = math.inf
         setattr(self, identity, max(getattr(self, identity), value))
 
     @property
     def largest(self) -> tuple[float, str]:
-        """The larger one, and the identity that it is of."""
+        """The larger difference, and the identity that it belongs to."""
         return max((self.completeness, "completeness"), (self.independence, "independence"))
 
 
@@ -71,14 +76,30 @@ def _sorted(rows: Tensor) -> Tensor:
 
 
 def is_finite(recording: Recording) -> bool:
-    """Whether all gradients are."""
+    """Tell whether all gradients of a recording are finite.
+
+    Args:
+        recording: The recording.
+
+    Returns:
+        False where a gradient of any layer holds NaN or Inf.
+    """
     arrived = [gradient for each in recording.layers.values() for _, gradient in each.met]
     arrived += [each.example_gradients for each in recording.layers.values() if each.example_gradients is not None]
     return all(bool(gradient.isfinite().all()) for gradient in arrived)
 
 
 def relative(difference: Tensor, plain: Tensor, floor: float = 0.0) -> float:
-    """Norm of ``difference`` over that of ``plain``, or over ``floor`` where that is more than nothing."""
+    """Compute ``‖difference‖ / (‖plain‖ + floor)``.
+
+    Args:
+        difference: A tensor of any shape.
+        plain: The tensor that it is relative to, of any shape.
+        floor: Norm that is added, not negative.
+
+    Returns:
+        The quotient; 0 where the difference is zero, and infinite where only the denominator is.
+    """
     size = float(torch.linalg.vector_norm(difference))
     if size == 0:
         return 0.0

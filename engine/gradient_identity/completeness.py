@@ -50,7 +50,7 @@ def _squared(tensor: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Completeness:
-    """What one comparison with plain autograd has found."""
+    """The result of one comparison with plain autograd."""
 
     errors: dict[str, float]
     """Relative difference of each layer."""

@@ -25,7 +25,14 @@ class Piece:
     """The part; None is all of it."""
 
     def of(self, gradient: Tensor) -> Tensor:
-        """The part's numbers of a gradient of the whole parameter."""
+        """Return the part's numbers of a gradient of the whole parameter.
+
+        Args:
+            gradient: Gradient of the parameter, of its shape.
+
+        Returns:
+            The gradient itself, or a view of the part's shape; a copy where the strides differ from the parameter's.
+        """
         if self.place is None:
             return gradient
         like = self.parameter
@@ -39,7 +46,14 @@ class Piece:
 
 
 def pieces_of(layer: TreatedLayer) -> tuple[Piece, ...]:
-    """What ``layer`` covers, as tensors."""
+    """List the parameters, or parts of them, that a layer covers.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        Weight before bias; for a bare parameter, the parameters of the layer by name.
+    """
     if isinstance(layer, FunctionalLinearLayer):
         places = (("weight", layer.weight_place), ("bias", layer.bias_place))
         return tuple(
@@ -63,7 +77,16 @@ class LayerRows:
     """None is the whole batch."""
 
     def gradient(self, piece: Piece) -> Tensor:
-        """Return what these rows say of the gradient of ``piece``: a new tensor of its shape.
+        """Compute the gradient of one piece from these rows.
+
+        Args:
+            piece: A parameter of the layer, or a part of one.
+
+        Returns:
+            A new tensor of the piece's shape; zeros where no call uses it.
+
+        Raises:
+            ValueError: If the piece does not belong to the layer.
 
         Memory:
             One gradient of the piece, and the rows of one call.
@@ -82,7 +105,7 @@ class LayerRows:
         return total
 
     def magnitude(self) -> float:
-        """``Σ_t ‖g_t‖ ‖[a_t 1]‖``: what the gradient is at most, were nothing of it to cancel."""
+        """Return ``Σ_t ‖g_t‖ ‖[a_t 1]‖``, the largest norm that the gradient could have if nothing in it cancelled."""
         layer, total = self.recorder.layer, 0.0
         for use, gradient in self._calls():
             if isinstance(layer, BlockLayer):

@@ -1,4 +1,4 @@
-"""Recorded rows: what the hooks of a collection hand to each layer's sums, kept instead of summed."""
+"""Recorded rows: the rows that the hooks of a collection hand to each layer's sums, kept instead of summed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,29 +34,48 @@ class RowRecorder(LayerStatistics):
 
     @property
     def joint(self) -> bool:
-        """Inputs and gradients are wanted together."""
+        """Whether inputs and gradients are wanted together: always."""
         return True
 
     @property
     def picks(self) -> bool:
-        """Whether rows were picked: those of one example stand in no order of their own."""
+        """Whether rows were picked: the rows of one example have no order of their own then."""
         return any(use.owners is not None for use in self.uses)
 
     def add_input_(self, use: Use) -> None:
-        """Keep one call's input."""
+        """Keep one call's input.
+
+        Args:
+            use: The call, with the tensor that entered it.
+        """
         self.uses.append(use)
 
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Count one gradient, which comes again with all calls of the layer."""
+        """Count one gradient, which comes again with all calls of the layer.
+
+        Args:
+            use: The call; ignored.
+            gradient: Gradient of its output, of that output's shape; ignored.
+        """
         del use, gradient
         self.gradients += 1
 
     def add_met_(self, met: Met) -> None:
-        """Keep all calls of one direction."""
+        """Keep all calls of one direction.
+
+        Args:
+            met: Each call of the layer with the gradient of its output.
+        """
         self.met.extend(met)
 
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
-        """Keep the gradients of the examples from ``start`` on with respect to a bare parameter."""
+        """Keep gradients of examples with respect to a bare parameter.
+
+        Args:
+            gradients: Gradients of k examples, shape (k, numbers).
+            start: Place of the first of them in the batch.
+            examples: Examples of the whole batch.
+        """
         self.gradients += 1
         if self.example_gradients is None:
             self.example_gradients = gradients.new_zeros(examples, gradients.shape[1])
@@ -72,7 +91,7 @@ class ExampleRows:
     """Place in the batch."""
 
     def inputs(self) -> Iterator[Tensor]:
-        """Yield the example's own part of each call's input."""
+        """Yield the example's part of each call's input, of its shape, or (rows, d_in) where rows were picked."""
         for use in self.recorder.uses:
             if use.owners is None:
                 yield use.of_examples(self.example, self.example + 1).input
@@ -81,7 +100,7 @@ class ExampleRows:
                 yield entered.reshape(-1, entered.shape[-1])[use.owners == self.example]
 
     def gradients(self) -> Iterator[Tensor]:
-        """Yield the example's own part of the gradient of each call's output."""
+        """Yield the example's part of each output's gradient, of its shape, or (rows, d_out) where rows were picked."""
         for use, gradient in self.recorder.met:
             if use.owners is None:
                 yield of_examples(gradient, use.examples, self.example, self.example + 1)
@@ -99,7 +118,7 @@ class Recording:
     outputs: Tensor
     """(N, R, C), detached."""
     cotangent: Tensor | None
-    """What was pulled back, of the shape of ``outputs``; None where nothing was."""
+    """The vector that was pulled back, of the shape of ``outputs``; None where none was."""
     examples: int
 
     def rows(self, layer: str, example: int) -> ExampleRows:
@@ -178,14 +197,34 @@ def _recorded(
 
 
 def run(subject: Subject, batch: Batch) -> Prediction:
-    """One forward pass; the outputs in the precision of the sums."""
+    """Run one forward pass.
+
+    Args:
+        subject: The model, and how it is run.
+        batch: Examples on the model's device.
+
+    Returns:
+        The prediction, its outputs in the precision of the sums.
+
+    Raises:
+        EngineError: If the model refuses the batch.
+    """
     with subject.precision.autocast(subject.device):
         prediction = predict(subject.model, batch, subject.task)
     return replace(prediction, outputs=prediction.outputs.to(subject.dtype))
 
 
 def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Tensor:
-    """The one vector (N, R, C) that a check pulls back: the collection's first, or a combination of all its columns."""
+    """Choose the vector that a check pulls back: the collection's first direction, or a random one for `type2`.
+
+    Args:
+        subject: The model, and how it is run.
+        prediction: The outputs, shape (N, R, C), and their loss.
+        index: Numbers of the examples in the data, shape (N,), which key what is drawn.
+
+    Returns:
+        The vector, shape (N, R, C), in the precision of the outputs.
+    """
     if subject.collection.fisher == "type2" and subject.task.likelihood != "model":
         count, terms, width = prediction.outputs.shape
         numbers = torch.arange(terms * width, device=index.device)[None, :]

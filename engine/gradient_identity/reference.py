@@ -103,6 +103,13 @@ def narrowest_dtype(subject: Subject, batch: Batch) -> torch.dtype:
     """Find the narrowest precision that the model computes anything in between its inputs and its outputs.
 
     Libraries cast norms and attention scores to float32 whatever the model's own precision is.
+
+    Args:
+        subject: The model, and how it is run.
+        batch: Examples, on any device, for one forward pass.
+
+    Returns:
+        The floating-point type of the largest unit roundoff that an operation has returned, at most the model's own.
     """
     results = _Results(subject.dtype)
     own = subject.moved(batch)

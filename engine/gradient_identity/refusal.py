@@ -1,4 +1,4 @@
-"""The refusal: how a layer that failed its check stands among those that are not covered."""
+"""The refusal: the entry of a layer that failed its check among those that are not covered."""
 
 from dataclasses import replace
 
@@ -13,5 +13,14 @@ MIXED_EXAMPLES = "examples_mix"
 
 
 def refusal(layer: TreatedLayer, check: LayerCheck) -> DeclaredLayer:
-    """Declare ``layer``, which failed ``check``."""
+    """Turn a layer that failed its check into one that is not covered.
+
+    Args:
+        layer: The layer.
+        check: Its failed check.
+
+    Returns:
+        The layer with the reason that its examples mix, or that the gradient identity failed, and the numbers of the
+        check.
+    """
     return replace(declare(layer, MIXED_EXAMPLES if check.mixes else FAILED_CHECK), why=check.why)

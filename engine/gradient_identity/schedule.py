@@ -12,7 +12,7 @@ LATER_EXAMPLES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class CheckWork:
-    """What the checks of one collection compute, in passes there and back."""
+    """The work of the checks of one collection, in passes there and back."""
 
     examples: float
     """Examples that go there and back, weight gradients counted."""
@@ -21,10 +21,17 @@ class CheckWork:
 
 
 def check_work(workspace: Workspace, batches: int) -> CheckWork:
-    """The work of the checks of ``batches`` batches whose shapes are alike.
+    """Count the work of the checks of one collection.
 
     The first check runs four examples together twice, and each of them alone twice, once with the
     gradients of the weights; a later one runs two together and one alone, twice.
+
+    Args:
+        workspace: The job, whose ``self_check`` says which batches are checked.
+        batches: Batches of the data, whose shapes are taken to be alike.
+
+    Returns:
+        Examples and passes of all checks; zero where nothing is checked.
     """
     collection = workspace.options.collection
     if collection.self_check == "off":

@@ -1,10 +1,10 @@
-"""The self-check of one collection: when batches are checked, and what has been found of each layer so far.
+"""The self-check of one collection: the batches to be checked, and the results of each layer so far.
 
 The first batch is checked before any sum is allocated, with up to four different examples of it, so
 that a layer that fails can still be treated in another way, or not at all. While the data passes
 through (`growing`), one example of batches 1, 2, 4, 8 and so on is checked, and one of every batch
-that calls a layer as no batch before it did. What is checked follows from the batch's index alone,
-and no generator, buffer or sum is changed by it: factors have the same bits without.
+that calls a layer as no batch before it did. The examples to be checked follow from the batch's index alone,
+and no generator, buffer or sum is changed by a check: factors have the same bits without.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from engine.model.batches import Batch, tensors
 
 @dataclass
 class SelfCheck:
-    """What has been checked of one collection."""
+    """The checks of one collection so far."""
 
     subject: Subject
     mode: Literal["first", "growing", "off"]
     has_room: Callable[[], bool] = lambda: True
     """Whether there is memory for the model in float64."""
     layers: dict[str, LayerCheck] = field(default_factory=dict)
-    """What has been found of each layer, over all batches."""
+    """The check of each layer, over all batches."""
     drawing: frozenset[str] = frozenset()
     """Layers whose rows change from one run to the next."""
     unseen: frozenset[str] = frozenset()
@@ -70,13 +70,30 @@ class SelfCheck:
         return found.layers
 
     def allows_cutting(self, layers: Sequence[TreatedLayer], batch: Batch) -> bool:
-        """Whether the padding of the first batch may be cut off, as far as the gradients of ``layers`` say."""
+        """Tell whether the padding of the first batch may be cut off, by the gradients of some layers.
+
+        Args:
+            layers: The layers; those that draw random numbers are left out.
+            batch: The whole first batch.
+
+        Returns:
+            False where the most padded example has other gradients without its padding.
+        """
         some = [layer for layer in layers if layer.name not in self.drawing]
         with self._generators_kept():
             return padding_has_no_gradient(self.subject, some, batch, self.subject.collection.seed)
 
     def is_due(self, number: int, shapes: AbstractSet[str]) -> bool:
-        """Whether batch ``number`` is to be checked, whose layers were called with ``shapes``."""
+        """Tell whether a batch is to be checked, and remember the shapes of its calls.
+
+        Args:
+            number: The batch, from 0.
+            shapes: Shapes in which it has called the layers.
+
+        Returns:
+            True in the mode `growing` for batches 1, 2, 4, 8 and so on, and for those with a shape that no batch had
+            before.
+        """
         fresh = not shapes <= self.shapes
         self.shapes |= shapes
         if self.mode != "growing" or number == 0:
@@ -84,7 +101,19 @@ class SelfCheck:
         return fresh or number & (number - 1) == 0
 
     def check_later(self, layers: Sequence[TreatedLayer], batch: Batch, number: int) -> list[str]:
-        """Check ``layers`` on one example of batch ``number``; returns the names of those that fail."""
+        """Check layers on one example of a later batch.
+
+        Args:
+            layers: Layers that are not known to be flawed; none runs no check.
+            batch: The whole batch.
+            number: Its number in the data, from 0, which decides the example.
+
+        Returns:
+            Names of the layers that fail.
+
+        Raises:
+            EngineError: If the model refuses the batch.
+        """
         if not layers:
             return []
         first = number % batch.size
@@ -124,7 +153,7 @@ class SelfCheck:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Everything that a later attempt goes on from, as plain values."""
+        """Return everything that a later attempt goes on from, as plain values."""
         return {
             "layers": {name: asdict(check) for name, check in self.layers.items()},
             "drawing": sorted(self.drawing),
@@ -132,14 +161,26 @@ class SelfCheck:
         }
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Put ``state`` back; what was found since is forgotten, and found again."""
+        """Go back to an earlier state; what was found since is forgotten, and found again.
+
+        Args:
+            stored: What ``state`` returned.
+        """
         self.layers = {name: LayerCheck(**check) for name, check in stored["layers"].items()}
         self.drawing = frozenset(stored["drawing"])
         self.shapes = set(stored["shapes"])
 
 
 def different_examples(batch: Batch, count: int) -> list[int]:
-    """Places of up to ``count`` examples of ``batch`` whose inputs differ; of any, where too few do."""
+    """Choose examples whose inputs differ.
+
+    Args:
+        batch: The batch.
+        count: Number of examples wanted.
+
+    Returns:
+        Ascending places of up to ``count`` examples; equal ones are among them where too few differ.
+    """
     chosen: list[int] = []
     parts = tensors(batch.inputs)
     for place in range(batch.size):
