@@ -54,7 +54,13 @@ class CollectedFactors:
 
 
 def collected(workspace: Workspace) -> Collected:
-    """The job's factors: collected at the first call, read where they are stored, kept for the next analysis.
+    """Return the job's factors: collected at the first call, read where they are stored, kept for the next analysis.
+
+    Args:
+        workspace: The job: its model or stored factors, options, machine and ports.
+
+    Returns:
+        The factor set, the same object at every call within one job.
 
     Raises:
         EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
@@ -262,7 +268,7 @@ def _finished(
 
 
 def _proved(job: PassJob, layer: TreatedLayer) -> dict[str, Any]:
-    """What the self-check has found of a covered layer, by the names of its facts."""
+    """Numbers of a covered layer's self-check, by the names of its facts."""
     check = None if job.self_check is None else job.self_check.layers.get(layer.name)
     if check is None:
         return {}

@@ -1,4 +1,4 @@
-"""What can go wrong in the mathematics, sorted by who must act.
+"""The failures of the mathematics, sorted by who must act.
 
 ::
 
@@ -19,11 +19,11 @@
     │   ├── BeyondSolvers        EK-FAC is asked for, and a factor has more rows than eigensolvers take
     │   ├── BrokenFactors        stored factors do not read as written
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
-    │       └── OutOfMemory      memory ran out although the plan fitted, on every rung down to the last
+    │       └── OutOfMemory      memory ran out although the plan fitted, with every fallback down to the last
     ├── CoverageBroken           covered and declared do not add up to trainable (fatal: a fault of ours)
-    └── NotConverged             every rung of the eigendecomposition failed (fatal: the operator)
+    └── NotConverged             every eigensolver failed (fatal: the operator)
 
-An ``Unwinding`` is no error: it leaves nested calls, the user's model included, for a reason of ours.
+An ``Unwinding`` is not an error: it leaves nested calls, the user's model included, for a reason of ours.
 """
 
 from typing import ClassVar, Literal

@@ -34,7 +34,7 @@ ASSUMED = (
     "no example is padded: a batch is as long as its longest example",
     "tables that a batch shares can be spread over its examples",
 )
-"""What a plan without weights takes for given; each makes it larger, or ends the job before it is large."""
+"""Assumptions of a plan without weights; each makes it larger, or ends the job before it is large."""
 WIDE = "what the model computes in 16 bits is as wide as the sums"
 """The same of a job with `collection.amp`."""
 

@@ -38,46 +38,73 @@ T = TypeVar("T")
 
 
 class Artifacts(Protocol):
-    """Where tensors and tables are kept. Names are relative, with forward slashes."""
+    """A place for tensors and tables. Names are relative, with forward slashes."""
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write host tensors, atomically."""
+        """Write tensors, atomically.
+
+        Args:
+            name: Name of the file.
+            tensors: Host tensors of any shape, by name.
+            metadata: Strings that are written beside them.
+        """
 
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Read them back.
+        """Read tensors back.
+
+        Args:
+            name: Name of the file.
+
+        Returns:
+            Host tensors by name, of the shapes and dtypes that were written.
 
         Raises:
             FileNotFoundError: If nothing has that name.
         """
 
     def save_json(self, name: str, value: object) -> None:
-        """Write a table, atomically."""
+        """Write a table, atomically.
+
+        Args:
+            name: Name of the file.
+            value: Anything that JSON can hold.
+        """
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        """Read it back.
+        """Read a table back.
+
+        Args:
+            name: Name of the file.
+
+        Returns:
+            The table; where it was a file, its tuples are lists.
 
         Raises:
             FileNotFoundError: If nothing has that name.
         """
 
     def remove(self, name: str) -> None:
-        """Let go of what has that name, if anything has."""
+        """Delete a file.
+
+        Args:
+            name: Name of the file; nothing happens where nothing has it.
+        """
 
 
 class FactorCache(Protocol):
     """Factors of collections that were made before, by everything that their bits depend on."""
 
     def find(self) -> tuple[Artifacts, str] | None:
-        """This collection's factors, and whose they are; None where nobody has made it."""
+        """Return this collection's factors, and the job that made them; None where none has."""
 
     def shelf(self) -> Artifacts:
-        """Where they are to be written if nobody has."""
+        """Return the place that the factors are written to where no job has made them."""
 
     def keep(self) -> None:
-        """Everything is written."""
+        """Publish the factors: everything is written."""
 
     def close(self) -> None:
-        """Nothing more is written: what is not kept by now is not wanted."""
+        """End the writing: factors that are not kept by now are not wanted."""
 
 
 def _ignore(*_: object) -> None:
@@ -101,7 +128,7 @@ class ModelInputs:
 
 @dataclass(kw_only=True, slots=True)
 class JobOptions:
-    """What the job document asks for."""
+    """The options of the job document."""
 
     collection: Collection = field(default_factory=Collection)
     stabilisation: Stabilisation = field(default_factory=Stabilisation)
@@ -111,14 +138,21 @@ class JobOptions:
     kinds: tuple[str, ...] = ()
     """All analyses of this job; `factors` among them stores the factors."""
     keep: tuple[str, ...] = ("spectra",)
-    """What is stored besides the rows."""
+    """Artifacts that are stored besides the rows."""
     decomposition: Decomposed = "values"
     """The most that any analysis of this job needs of each factor: eigenvalues, or eigenvectors too."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """The options record of each analysis that has one, by kind."""
 
     def of(self, kind: str) -> Any:  # noqa: ANN401 - each analysis has its own
-        """Return the options record of the analysis ``kind``; None where the job has none."""
+        """Return the options record of one analysis.
+
+        Args:
+            kind: Name of the analysis.
+
+        Returns:
+            Its record; None where the job has none.
+        """
         return self.params.get(kind)
 
 
@@ -144,6 +178,9 @@ class Machine:
         Args:
             name: Name of the operation in the curve.
             stage: Stage of the plan whose peak is measured meanwhile, if any.
+
+        Returns:
+            A context, which takes the second sample also where the operation raises.
         """
         self.curve.sample(name, "before", self.device)
         try:
@@ -158,12 +195,12 @@ class Ports:
     """Connections to the outside: files, reports, the log, cancellation."""
 
     artifacts: Artifacts
-    """Where results are stored."""
+    """Place of the results."""
     scratch: Artifacts | None = None
-    """Where factors are spilled that do not fit into memory together, and where checkpoints are saved;
+    """Place of factors that do not fit into memory together, and of checkpoints;
     without it, factors must fit and nothing is resumed."""
     cache: FactorCache | None = None
-    """Where factors of the same collection may be found, and are kept for the next job."""
+    """Factors of the same collection, from an earlier job or for the next one."""
     report: Callable[[str, int, int | None, str], None] = _ignore
     """``report(stage, done, total, unit)``."""
     log: Callable[[str, str], None] = _ignore
@@ -176,22 +213,22 @@ class Ports:
 
 @dataclass(kw_only=True, slots=True)
 class Resume:
-    """What an earlier attempt at this job decided and completed, and how this attempt saves its own state."""
+    """Decisions and rows of an earlier attempt at this job, and how this attempt saves its own state."""
 
     chosen: Chosen | None = None
-    """What the earlier attempt's plan chose; it is done again, since another choice is another plan."""
+    """The choice of the earlier attempt's plan, which is followed: another choice is another plan."""
     numerics: Mapping[str, Any] | None = None
     """The numerics of the first attempt, from its plan; None in a first attempt."""
     completed: frozenset[tuple[str, int]] = frozenset()
     """Rows ``(kind, ordinal)`` of an earlier attempt, not computed again."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
-    """What must be equal, besides the engine's own conditions, for a checkpoint to be continued."""
+    """Values that must be equal, besides the engine's own conditions, for a checkpoint to be continued."""
     checkpoint_seconds: float = 0.0
     """Seconds between two checkpoints of a collection; 0 saves none and resumes none."""
 
 
 class JobResults:
-    """What one analysis of a job leaves for the next: one record of each type, made when it is first asked for."""
+    """The records that one analysis of a job leaves for the next: one of each type, made when it is first asked for."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None

@@ -54,7 +54,7 @@ class _Run:
     rows: dict[int, ReconstructionMetrics] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What the index says of each layer."""
+    """Entries of the index, by ordinal."""
 
 
 def reconstruct(

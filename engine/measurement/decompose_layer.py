@@ -278,7 +278,7 @@ def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.d
 
 
 def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | None:
-    """What stands under that name; its vectors are an empty matrix where they are there and not asked for."""
+    """Read a stored decomposition; its vectors are an empty matrix where they exist and are not asked for."""
     held = _held(workspace).get(name)
     if held is not None or workspace.ports.scratch is None:
         return held

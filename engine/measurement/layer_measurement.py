@@ -65,7 +65,7 @@ class Measured:
     load_basis: Callable[[Literal["A", "G"]], Decomposition]
     """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them."""
     metadata_G: Mapping[str, str]
-    """What reading a structured G needs besides its tensors; empty for a dense one."""
+    """Strings that reading a structured G needs besides its tensors; empty for a dense one."""
 
     @property
     def status(self) -> Literal["covered", "zero_curvature"]:
@@ -126,7 +126,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
 
 
 def _cache(workspace: Workspace, whole: Collected) -> FactorCache | None:
-    """Where what was collected is to be kept for other jobs, if anywhere.
+    """Return the cache that keeps the factors for other jobs; None where they are not kept.
 
     A head of which only the diagonal fitted is nothing to share: a job with more memory keeps all of it.
     """
@@ -139,7 +139,7 @@ def _cache(workspace: Workspace, whole: Collected) -> FactorCache | None:
 
 
 def _by_size(facts: LayerFacts) -> tuple[int, int]:
-    """What decompositions cost, the largest first: what can not be done is known before the rest is."""
+    """Order by the cost of decompositions, the largest first: a failure is known before the rest is done."""
     dense_a = facts.in_dim if facts.form == "kronecker" else 0
     dense_g = facts.out_dim if facts.form != "diagonal_block" else 0
     return -(dense_a**3 + dense_g**3), facts.ordinal

@@ -1,1 +1,1 @@
-"""What is computed with factors: products with damped inverses."""
+"""Operators made of factors: products with damped inverses."""

@@ -18,12 +18,12 @@ from engine.linalg.spectrum_counts import Counted
 from engine.linalg.spectrum_quadrature import Condensed, condensed
 
 _RESOLVED = 1e-12
-"""Of a structured side's largest eigenvalue: below, its answers are of its rounding, and its factorisations fail."""
+"""Share of a structured side's largest eigenvalue below which its answers are rounding, and factorisations fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """What is known of A and G at one sample size."""
+    """The spectra, traces and norms of A and G that are known at one sample size."""
 
     in_dim: int
     out_dim: int
@@ -42,11 +42,11 @@ class Sides:
     structured_G: Structured | None = None
     """G where it has no eigenvalues to be had and answers for itself."""
     scale_G: float = 1.0
-    """What ``structured_G`` is to be multiplied by."""
+    """Number that ``structured_G`` is multiplied by."""
     counted_G: Counted | None = None
     """G's eigenvalues between bounds, its scale in them, where ``spectrum_G`` is None and there are any."""
     answered: "Answered | None" = None
-    """What ``structured_G`` has answered, for whoever comes when it has been let go of."""
+    """Answers of ``structured_G`` from before it was dropped."""
 
     @property
     def dimension(self) -> int:
@@ -122,7 +122,7 @@ class Sides:
 
     @cached_property
     def lowest_shift(self) -> float:
-        """What ``structured_G`` is not asked below: a side that is not made dense is known to its rounding."""
+        """Smallest shift at which ``structured_G`` is asked: a side that is not made dense is known to its rounding."""
         return 0.0 if self.structured_G is None else _RESOLVED * self.structured_G.spectral_norm()
 
     def answering(self, side: Structured) -> sums.Answering:
@@ -181,7 +181,7 @@ class Answered:
 
     effective_rank: float | None
     logdet: float | None
-    """Of G; None where it is singular, to within the tolerance of the rank."""
+    """Log-determinant of G; None where it is singular, to within the tolerance of the rank."""
 
 
 def scalars(sides: Sides, wanted: Iterable[str]) -> dict[str, float | None]:

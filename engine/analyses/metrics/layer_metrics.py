@@ -29,7 +29,7 @@ from engine.measurement.layer_measurement import Measured
 from engine.measurement.subsample_spectra import nested_capacity
 
 DECADES = 16
-"""Of the density: what float64 resolves below the largest eigenvalue."""
+"""Decades of the density: those that float64 resolves below the largest eigenvalue."""
 SCALAR_METRICS = (*SCALARS, "effective_dimension_share", "kappa_clipped", "decay")
 """Metrics that are one number, of a decay its exponent."""
 

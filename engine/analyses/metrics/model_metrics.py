@@ -107,7 +107,7 @@ def _undefined(layers: Sequence[ModelLayer], values: dict[str, Any]) -> dict[str
 
 
 def _closed(layers: Sequence[ModelLayer]) -> dict[str, float | None]:
-    """What adds up."""
+    """Metrics that follow from those of the layers."""
     traces = [layer.sides.trace for layer in layers]
     tops = [layer.spectral_norm for layer in layers]
     norms = [layer.sides.frobenius_norm for layer in layers]

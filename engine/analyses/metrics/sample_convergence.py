@@ -25,12 +25,12 @@ from engine.measurement.layer_measurement import Measured
 Values = Mapping[str, float | None]
 
 SUMMED = ("trace", "effective_dimension", "logdet_damped")
-"""Of the model: what adds up over its layers."""
+"""Metrics of the model that add up over its layers."""
 _TOGETHER = (
     "frobenius_norm", "spectral_norm", "stable_rank", "participation_ratio", "effective_rank", "rank", "logdet",
     "kappa", "kappa_damped", "decay",
 )  # fmt: skip
-"""Of the model: what is asked of all eigenvalues as one spectrum."""
+"""Metrics of the model that are asked of all eigenvalues as one spectrum."""
 _COUNTS = frozenset(
     {
         "stable_rank", "participation_ratio", "effective_rank", "rank", "effective_dimension",
@@ -39,14 +39,14 @@ _COUNTS = frozenset(
 )  # fmt: skip
 """Numbers of directions, which the dimension bounds."""
 _LOGARITHMS = frozenset({"logdet", "logdet_damped", "logdet_factored"})
-"""Of either sign; everything else is not negative."""
+"""Metrics of either sign; all others are not negative."""
 _FROM_ONE = frozenset(
     {
         "stable_rank", "participation_ratio", "effective_rank", "effective_rank_A", "effective_rank_G",
         "kappa", "kappa_damped", "kappa_factored", "kappa_clipped",
     }
 )  # fmt: skip
-"""What is 1 at least, where it is defined."""
+"""Metrics that are at least 1, where they are defined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Followed:
     values: tuple[Values, ...]
     """The scalar metrics asked for, by name, at each size."""
     layers: tuple[ModelLayer, ...]
-    """What the model's metrics need of it at each size."""
+    """The layer at each size, as the model's metrics need it."""
     convergence: tuple[Convergence, ...]
 
 
