@@ -16,10 +16,10 @@ from torch import nn
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import Gathered
-from engine.collection.data_pass import PassJob
 from engine.collection.ekfac_passes import corrected
 from engine.collection.first_check import DRAWN, Verification, explained
 from engine.collection.normalise import flaw, foreseen_flaw
+from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of

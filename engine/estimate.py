@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.collection.data_pass import PassJob
+from engine.collection.pass_job import PassJob
 from engine.layers.coverage_check import surveyed
 from engine.memory.budget import resident_bytes
 from engine.memory.limits import warm_up

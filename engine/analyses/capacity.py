@@ -15,7 +15,8 @@ from engine.analyses.metrics.sample_convergence import Followed, followed, model
 from engine.analyses.metrics.token_importance import require_head, token_importance
 from engine.collect import collected
 from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import covered_result, declared_results, measured_layers
+from engine.measurement.layer_measurement import measured_layers
+from engine.measurement.layer_results import covered_result, declared_results
 from engine.measurement.representation_record import branch_counts
 from engine.workspace import Workspace
 

@@ -8,7 +8,8 @@ from engine.analyses.coverage_summary import coverage
 from engine.collect import collected
 from engine.factors.factor_set import Collected
 from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import Measured, covered_result, declared_results, measured_layers
+from engine.measurement.layer_measurement import Measured, measured_layers
+from engine.measurement.layer_results import covered_result, declared_results
 from engine.measurement.representation_record import branch_counts
 from engine.measurement.subsample_spectra import nested_traces
 from engine.workspace import Workspace

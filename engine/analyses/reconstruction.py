@@ -30,7 +30,8 @@ from engine.linalg.panels import wide_product
 from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuilt
 from engine.measurement.clip_head import clipped_structured
 from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import Measured, covered_result, declared_results, measured_layers
+from engine.measurement.layer_measurement import Measured, measured_layers
+from engine.measurement.layer_results import covered_result, declared_results
 from engine.measurement.representation_record import branch_counts
 from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import Workspace

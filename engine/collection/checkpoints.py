@@ -12,7 +12,6 @@ One that does not belong (another model, data, plan, version, device, number of 
 not read as written is discarded with a line in the log, never trusted.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -24,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.accumulation.batch_variance import BatchVariance
-from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import Cursor, Gathered, Snapshot, bit_sum
+from engine.collection.statistics_state import counts, put, set_counts, state
 from engine.errors import Unwinding
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import Waiting
@@ -39,8 +37,6 @@ FORMAT = "kronoscope-checkpoint/3"
 MANIFEST = "checkpoint/checkpoint.json"
 _FILE_BYTES = 64 * 2**20
 """A file holds as many tensors as fit, or one that is larger: what reading back holds at once."""
-_PARTS = (GradientRows, BatchVariance)
-"""Parts of a layer's statistics that have a state of their own."""
 _SHARE = 20
 """No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
 
@@ -200,7 +196,7 @@ class Checkpoints:
         surroundings: list[tuple[str, str, Tensor]] = []
         for kind, name, entry, tensor in self._read_tensors(found):
             if kind == "sums":
-                _put(statistics[name], entry, tensor, self.workspace.machine.device)
+                put(statistics[name], entry, tensor, self.workspace.machine.device)
             else:
                 surroundings.append((kind, name, tensor))
         self._pass_over(found.cursor, stream)
@@ -319,7 +315,7 @@ class Checkpoints:
             if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):
                 yield "buffer", name, "", buffer.detach()
         for each in running:
-            for entry, value in _state(each).items():
+            for entry, value in state(each).items():
                 if isinstance(value, Tensor):
                     yield "sums", each.layer.name, entry, value
 
@@ -334,69 +330,6 @@ def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
     waiting = {name: Waiting(**each) for name, each in stored["waiting"].items()}
     rows = {name: (int(a), int(g)) for name, (a, g) in stored["rows"].items()}
     return Snapshot(eighths=stored["eighths"], examples=stored["examples"], waiting=waiting, rows=rows)
-
-
-def _put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.device) -> None:
-    owner, _, own = entry.partition(".")
-    held = getattr(statistics, owner)
-    if isinstance(held, _PARTS):
-        held.put(own, tensor)
-    elif isinstance(held, Tensor) and held.shape == tensor.shape and held.dtype == tensor.dtype:
-        # in place, for whoever holds a view of it
-        held.copy_(tensor)
-    else:
-        setattr(statistics, entry, tensor.to(device))
-
-
-def counts(statistics: LayerStatistics) -> dict[str, Any]:
-    """Return the plain values of a layer's state: counts, weights and flags.
-
-    Args:
-        statistics: Sums of one layer.
-
-    Returns:
-        Every value that is not a tensor, by field.
-    """
-    return {name: value for name, value in _state(statistics).items() if not isinstance(value, Tensor)}
-
-
-def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
-    """Put the plain values of a layer's state back.
-
-    Args:
-        statistics: Sums of the layer, whose fields are overwritten.
-        stored: What ``counts`` has returned; fields that the layer does not have are passed over.
-    """
-    for name in _state(statistics).keys() & stored.keys():
-        owner, _, own = name.partition(".")
-        held = getattr(statistics, owner)
-        if isinstance(held, _PARTS):
-            held.put(own, stored[name])
-        else:
-            setattr(statistics, name, stored[name])
-
-
-def _state(statistics: LayerStatistics) -> dict[str, Any]:
-    """Every field but what a new attempt has of its own: the layer, whose A it shares, its staging, what was chosen.
-
-    Raises:
-        TypeError: If a field is neither a tensor nor a plain value nor a list of numbers: it could not be brought back.
-    """
-    state: dict[str, Any] = {}
-    for entry in dataclasses.fields(statistics):
-        if entry.name in ("layer", "leader", "staging", "row_staging", "representation", "sums_dtype"):
-            continue
-        value = getattr(statistics, entry.name)
-        if isinstance(value, _PARTS):
-            state |= {f"{entry.name}.{name}": held for name, held in value.state().items()}
-            continue
-        numbers = isinstance(value, list) and all(isinstance(each, (float, type(None))) for each in value)
-        if not numbers and not isinstance(value, (Tensor, bool, int, float, str, type(None))):
-            raise TypeError(
-                f"`{entry.name}` of a layer's statistics is a {type(value).__name__}; checkpoints hold none"
-            )
-        state[entry.name] = value
-    return state
 
 
 def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[tuple[str, str, str, Tensor]]]:

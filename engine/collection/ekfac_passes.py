@@ -15,10 +15,11 @@ from torch import Tensor
 from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.checkpoints import counts, set_counts
 from engine.collection.collection_state import Gathered
-from engine.collection.data_pass import PassJob, update
+from engine.collection.data_pass import update
 from engine.collection.normalise import flaw
+from engine.collection.pass_job import PassJob
+from engine.collection.statistics_state import counts, set_counts
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.layers.layer import TreatedLayer

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.collection.data_pass import PassJob
+from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
@@ -273,12 +273,7 @@ class GaussNewton:
 
 
 def _product(
-    block: Block,
-    vector: Tensor,
-    tangent: Tensor,
-    prediction: Prediction,
-    parameters: dict[str, Tensor],
-    job: PassJob,
+    block: Block, vector: Tensor, tangent: Tensor, prediction: Prediction, parameters: dict[str, Tensor], job: PassJob
 ) -> tuple[Tensor, Tensor]:
     """``Σ_n J_nᵀ H_n J_n v`` of the examples behind ``prediction``, and how far ``J`` is from the adjoint of ``Jᵀ``."""
     outputs = prediction.outputs

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from engine.collection.data_pass import PassJob
 from engine.collection.normalise import foreseen_flaw
+from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
 from engine.gradient_identity.check import LayerCheck
 from engine.gradient_identity.checked_model import Subject, widened_bytes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.collection.data_pass import PassJob
+from engine.collection.pass_job import PassJob
 from engine.collection.subsamples import Sizes
 from engine.factors.representation import DENSE, Representation
 from engine.layers.coverage import Survey

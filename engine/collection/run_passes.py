@@ -9,12 +9,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint, set_counts
+from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import Cursor, Gathered
-from engine.collection.data_pass import PassJob, PlannedPass, run_pass, statistics_kind
+from engine.collection.data_pass import run_pass, statistics_kind
 from engine.collection.normalise import keep
 from engine.collection.oom_fallback import described, lower
+from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.probe import ProbedModel
+from engine.collection.statistics_state import set_counts
 from engine.factors.representation import DENSE
 from engine.layers.coverage import Survey
 from engine.memory.guard import PlanningError

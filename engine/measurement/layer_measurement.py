@@ -7,18 +7,16 @@ collection neither decompose nor write anything twice.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from catalog.analysis import LayerResult
 from catalog.layer_record import LayerRecord, Observed
 from engine.collect import collected
 from engine.factors.factor_set import Collected, Kept, LayerFacts, write_factors, write_index, write_run
 from engine.factors.kronecker_factors import Corrected, Factors, digest
-from engine.layers.coverage import DeclaredLayer
 from engine.linalg.damping import Clipping, Damping, damping, identity_warnings
 from engine.linalg.eigendecomposition import Decomposition
 from engine.linalg.linear_operator import Structured
@@ -31,7 +29,6 @@ from engine.measurement.decompose_layer import (
     measured_side,
     refused_rungs,
 )
-from engine.measurement.finite_numbers import nullified, reason
 from engine.measurement.prefetch import Arrived, streamed
 from engine.measurement.representation_record import branch, factorised, row_facts, with_factorisation
 from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
@@ -149,7 +146,7 @@ def _measure(
     workspace: Workspace, whole: Collected, facts: LayerFacts, arriving: Iterator[Arrived], *, keep_factors: bool
 ) -> Measured:
     workspace.ports.raise_if_cancelled()
-    begun, before = time.perf_counter(), _bytes(workspace.machine.device)
+    begun, before = time.perf_counter(), held_bytes(workspace.machine.device)
     # those between were measured by another analysis meanwhile
     arrived = next(each for each in arriving if each.factors.layer == facts.name)
     factors = arrived.factors
@@ -185,7 +182,7 @@ def _measure(
     clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max)
     taken = factorised(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
-    after = _bytes(workspace.machine.device)
+    after = held_bytes(workspace.machine.device)
     complete = MeasuredSize(
         examples=whole.examples,
         spectrum_A=spectrum_a,
@@ -280,7 +277,7 @@ def _measure(
             nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
-        observed=_observed(begun, before, after, workspace, whole, refused_rungs({"A": side_a, "G": side_g})),
+        observed=observe(begun, before, after, workspace, whole, refused_rungs({"A": side_a, "G": side_g})),
         metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
     )
 
@@ -317,11 +314,19 @@ def _size_bytes(factor: Tensor | Structured) -> int:
     return factor.size_bytes if isinstance(factor, Structured) else factor.numel() * factor.element_size()
 
 
-def _bytes(device: torch.device) -> tuple[int | None, int | None, int]:
+def held_bytes(device: torch.device) -> tuple[int | None, int | None, int]:
+    """Read the memory that is held now.
+
+    Args:
+        device: Device of the job.
+
+    Returns:
+        Bytes allocated and reserved on the device, None on a CPU, and bytes of the process on the host.
+    """
     return (*device_bytes(device), resident_bytes())
 
 
-def _observed(
+def observe(
     begun: float,
     before: tuple[int | None, int | None, int],
     after: tuple[int | None, int | None, int],
@@ -329,6 +334,19 @@ def _observed(
     whole: Collected,
     refused: tuple[str, ...] = (),
 ) -> Observed:
+    """Record the time and memory that one layer took.
+
+    Args:
+        begun: Time at which its measurement began, as ``time.perf_counter`` returns it.
+        before: Memory before it, as ``held_bytes`` returns it.
+        after: Memory after it.
+        workspace: The job, whose memory curve knows the peak.
+        whole: The factor set.
+        refused: Solvers that were passed over, in words.
+
+    Returns:
+        The part of a row that differs from run to run.
+    """
     return Observed(
         seconds=time.perf_counter() - begun,
         allocated_before_bytes=before[0],
@@ -341,79 +359,4 @@ def _observed(
         refused_rungs=refused,
         factors_from=whole.reused_from,
         measured_peak_bytes=workspace.machine.curve.stages.peak_bytes(workspace.machine.device),
-    )
-
-
-def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
-    """Make the row of a covered layer.
-
-    Args:
-        kind: Name of the analysis.
-        layer: The measured layer.
-        metrics: What the analysis computed of it.
-
-    Returns:
-        The row; what is not finite is null, and the record's ``why`` names those numbers.
-    """
-    facts = layer.facts
-    metrics, of_metrics = nullified(metrics)
-    record, of_record = nullified(layer.record)
-    if of_metrics or of_record:
-        record = replace(record, why="; ".join(filter(None, (record.why, reason((*of_metrics, *of_record))))))
-    return LayerResult(
-        kind=kind,
-        ordinal=facts.ordinal,
-        layer=facts.name,
-        module=facts.module,
-        status=layer.status,
-        reason=None,
-        parameters=facts.parameters,
-        parameter_count=facts.parameter_count,
-        metrics=metrics,
-        record=record,
-        observed=layer.observed,
-    )
-
-
-def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
-    """Make the rows of the layers that are not covered, after those of the covered ones.
-
-    Args:
-        kind: Name of the analysis.
-        workspace: The job; rows that an earlier attempt has delivered are left out.
-
-    Returns:
-        One row per layer that is not covered, with its reason and without metrics.
-    """
-    whole = collected(workspace)
-    for place, layer in enumerate(whole.declared):
-        ordinal = len(whole.layers) + place
-        if (kind, ordinal) not in workspace.resume.completed:
-            yield _declared_result(kind, ordinal, layer, whole, workspace)
-
-
-def _declared_result(
-    kind: str, ordinal: int, layer: DeclaredLayer, whole: Collected, workspace: Workspace
-) -> LayerResult:
-    blank = dict.fromkeys(LayerRecord.__dataclass_fields__)
-    known = {
-        "branch": "declared",
-        "why": layer.why or layer.reason,
-        "fisher": whole.collection.fisher,
-        "world_size": 1,
-        "planned_peak_bytes": whole.planned_peak_bytes,
-    }
-    now = _bytes(workspace.machine.device)
-    return LayerResult(
-        kind=kind,
-        ordinal=ordinal,
-        layer=layer.name,
-        module=layer.module,
-        status="declared",
-        reason=layer.reason,
-        parameters=layer.parameters,
-        parameter_count=layer.parameter_count,
-        metrics=None,
-        record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
-        observed=_observed(time.perf_counter(), now, now, workspace, whole),
     )

@@ -15,7 +15,7 @@ head that has another one, in this order:
 
 from dataclasses import dataclass, replace
 
-from engine.collection.data_pass import PassJob
+from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel, sides_of
 from engine.errors import BeyondSolvers
 from engine.factors.representation import RATIO, Representation, of_rows

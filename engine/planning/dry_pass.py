@@ -5,8 +5,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.data_pass import PassJob
 from engine.collection.normalise import foreseen_flaw
+from engine.collection.pass_job import PassJob
 from engine.layers.layer import TreatedLayer
 from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors

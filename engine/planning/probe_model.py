@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.accumulation.loss_head import head_of
-from engine.collection.data_pass import PassJob
 from engine.collection.nan_check import witnessed
+from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.errors import EngineError
 from engine.factors.representation import Foreseen, choose

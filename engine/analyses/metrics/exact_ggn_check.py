@@ -18,8 +18,8 @@ from torch import Tensor
 
 from catalog.capacity import CapacityParams
 from catalog.cross_check import CrossCheck
-from engine.collection.data_pass import PassJob
 from engine.collection.exact_ggn import Block, GaussNewton, block_of, joined
+from engine.collection.pass_job import PassJob
 from engine.errors import NonFiniteFactor, UsageError
 from engine.factors.factor_set import Collected
 from engine.linalg.lanczos import Lanczos

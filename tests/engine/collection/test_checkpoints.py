@@ -12,8 +12,9 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.analyses.factors import collect_factors
 from engine.collect import collected
 from engine.collection import checkpoints
-from engine.collection.checkpoints import MANIFEST, counts
+from engine.collection.checkpoints import MANIFEST
 from engine.collection.collection_state import bit_sum
+from engine.collection.statistics_state import counts
 from engine.errors import NonFiniteLoss, StopRequested
 from engine.factors.kronecker_factors import digest
 from engine.memory.plan import Chosen

@@ -17,8 +17,8 @@ from catalog.cross_check import CrossCheck
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval, student_quantile
 from engine.collect import collected
-from engine.collection.data_pass import PassJob
 from engine.collection.exact_ggn import GaussNewton, block_of, joined
+from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, UsageError
 from engine.factors.factor_set import Collected
 from engine.linalg.lanczos import Lanczos

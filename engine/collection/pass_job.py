@@ -1,0 +1,132 @@
+"""The pass job: a model with its data and task, and how passes over the data run it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from catalog.collection import Collection
+from catalog.inputs import Task
+from engine.collection.subsamples import Sizes
+from engine.factors.representation import Representation
+from engine.gradient_identity.self_check import SelfCheck
+from engine.layers.layer import TreatedLayer
+from engine.layers.parameter_slice import Places
+from engine.model.batches import Batch, make_batches
+from engine.model.determinism import Numerics
+from engine.model.mixed_precision import Precision, choose_precision
+from engine.row_layout.attention_masks import Key, Masking
+from engine.row_layout.row_order import RowOrders
+from engine.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassJob:
+    """The parts of a workspace that passes need, all present."""
+
+    workspace: Workspace
+    model: nn.Module
+    task: Task
+    collection: Collection
+    dtype: torch.dtype
+    numerics: Numerics
+    heard: set[str]
+    """Operations without a deterministic form."""
+    micro_batch: int | None = None
+    """Examples that go through the model at once; None is the whole batch."""
+    offload: bool = False
+    """The sums stand on the host."""
+    precision: Precision = field(default_factory=Precision)
+    tables: frozenset[str] = frozenset()
+    """Embeddings that are looked up once for a batch, to be spread over its examples."""
+    places: Places = frozenset()
+    """All places in parameters that are layers."""
+    sizes: Sizes | None = None
+    """Smaller sample sizes to keep."""
+    representations: Mapping[str, Representation] = field(default_factory=dict)
+    """How the layers keep their G; dense where a layer is not named."""
+    head: TreatedLayer | None = None
+    """The linear layer whose outputs are the loss's logits, if there is one."""
+    masking: Masking = field(default_factory=Masking)
+    """The calls that a batch's mask is laid on."""
+    orders: RowOrders = field(default_factory=RowOrders)
+    """The calls whose rows do not stand example by example."""
+    cut_padding: bool = False
+    """Padding decides nothing, so it need not go through the model."""
+    overwritten: frozenset[str] = frozenset()
+    """Layers whose input the model writes to afterwards."""
+    self_check: SelfCheck | None = None
+    """Checks of the layers so far; None where nothing is checked."""
+
+    @classmethod
+    def of(cls, workspace: Workspace, device: torch.device) -> "PassJob":
+        """Return what passes need as far as the document says it, before the model is probed.
+
+        Args:
+            workspace: The job, with a model, batches and a task.
+            device: The device that numerics and precision are chosen for; a plan's tensors stand on another.
+
+        Returns:
+            The job without any row layout, which the probe finds.
+
+        Raises:
+            ValueError: If model, batches or task are missing.
+        """
+        inputs, collection = workspace.inputs, workspace.options.collection
+        if inputs.model is None or inputs.task is None or inputs.batches is None:
+            raise ValueError("a workspace without stored factors needs a model, batches and a task")
+        return cls(
+            workspace=workspace,
+            model=inputs.model,
+            task=inputs.task,
+            collection=collection,
+            dtype=torch.float64 if collection.dtype == "float64" else torch.float32,
+            numerics=Numerics.here(device, workspace.resume.numerics),
+            heard=set(),
+            precision=choose_precision(collection.amp, device),
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        """The data, anew, in batches on the device."""
+        return (self.moved(batch) for batch in self.stream())
+
+    def stream(self) -> Iterator[Batch]:
+        """The data, anew, in batches where the caller has them."""
+        chunks = self.workspace.inputs.batches() if self.workspace.inputs.batches is not None else iter(())
+        return make_batches(chunks, self.collection.batch_size)
+
+    def without_masks(self, calls: frozenset[Key]) -> "PassJob":
+        """Return the same job with the mask not laid on some calls; padding is not cut either then.
+
+        Args:
+            calls: Calls whose padding takes part; none leaves the job as it is.
+
+        Returns:
+            A copy of the job.
+        """
+        return replace(self, masking=self.masking.without(calls), cut_padding=self.cut_padding and not calls)
+
+    def moved(self, batch: Batch) -> Batch:
+        """Copy a batch to the device, in the precision of the passes.
+
+        Args:
+            batch: The batch, where the caller has it.
+
+        Returns:
+            A copy, which the model may write to.
+        """
+        return batch.to(self.workspace.machine.device, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPass:
+    """One pass of a plan: the layers whose sums it gathers, and its place among the passes."""
+
+    layers: tuple[TreatedLayer, ...]
+    mixed: frozenset[str]
+    """Names of layers whose positions belong to no one example."""
+    number: int
+    """The pass, from 0."""
+    count: int
+    """Passes of the plan."""
