@@ -39,11 +39,11 @@ class RelativeVariance:
     """The variance of one factor over batches."""
 
     variance: float | None = None
-    """Of the factor of one batch, ``E‖A_b − A‖² / ‖A‖²``."""
+    """Variance of the factor of one batch, ``E‖A_b − A‖² / ‖A‖²``."""
     standard_error: float | None = None
-    """Of the factor of all, relative to ‖A‖."""
+    """Standard error of the factor of all batches, relative to ‖A‖."""
     why: str | None = None
-    """Why the two are None."""
+    """The reason why the two are None."""
 
 
 @dataclass(eq=False)
@@ -67,26 +67,45 @@ class BatchVariance:
     weight_before: float = 0.0
     """W of the batches before the one under way."""
     variances: list[float | None] = field(default_factory=list)
-    """Of each group, relative, once the pass is done."""
+    """Relative variance of each group, once the pass is done."""
     standard_errors: list[float | None] = field(default_factory=list)
-    """The same of the standard errors."""
+    """Relative standard error of each group, once the pass is done."""
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Return the variance of what ``sums`` (n,), (n, n) or (groups, n, n) will hold."""
+        """Begin the variance of some sums.
+
+        Args:
+            sums: The sums, zeroed, shape (n,), (n, n) or (groups, n, n).
+
+        Returns:
+            A variance with room for a second set of them.
+        """
         groups = sums.shape[0] if sums.ndim == 3 else 1
         squares = torch.zeros(groups, dtype=torch.float64, device=sums.device)
         return cls(before=torch.zeros_like(sums), squares=squares)
 
     def begin_(self, sums: Tensor | None, weight: float) -> None:
-        """Set ``sums`` of ``weight`` aside, so that the next batch is summed by itself."""
+        """Set the sums so far aside, so that the next batch is summed by itself.
+
+        Args:
+            sums: The sums, shape (n,), (n, n) or (groups, n, n), which are zeroed; None where the layer has none of its
+                own.
+            weight: Their count.
+        """
         if self.before is not None and sums is not None:
             self.before.copy_(sums)
             sums.zero_()
             self.weight_before = weight
 
     def end_(self, sums: Tensor | None, weight: float) -> None:
-        """Let the batch that ``sums`` hold enter the variance, and add what was set aside; ``weight`` is of both."""
+        """Let one batch enter the variance, and add to its sums those that were set aside.
+
+        Args:
+            sums: The sums of the batch alone, shape (n,), (n, n) or (groups, n, n), which become those of all batches;
+                None where the layer has none of its own.
+            weight: Count of all batches, this one included.
+        """
         if self.before is None or self.squares is None or sums is None:
             return
         own, past = weight - self.weight_before, self.weight_before
@@ -99,14 +118,24 @@ class BatchVariance:
         sums += self.before
 
     def decay_(self, past: float) -> None:
-        """Weigh every batch so far by ``past``."""
+        """Weigh every batch so far less.
+
+        Args:
+            past: Factor of a moving average, above 0 and at most 1.
+        """
         if self.squares is not None:
             self.squares *= past
         self.counts *= past
         self.weights *= past**2
 
     def end_pass_(self, sums: Tensor | None, weight: float) -> None:
-        """Turn the sums of squares into variances relative to ``sums`` over ``weight``, which outlive them."""
+        """Turn the sums of squares into relative variances, and drop the second set of sums.
+
+        Args:
+            sums: The sums of all batches, shape (n,), (n, n) or (groups, n, n); None where the layer has none of its
+                own.
+            weight: Their count.
+        """
         if self.before is None or self.squares is None or sums is None:
             return
         self.before = None
@@ -121,7 +150,15 @@ class BatchVariance:
         self.squares = None
 
     def relative(self, group: int, why_not: str | None) -> RelativeVariance:
-        """Return what was found of ``group``; ``why_not`` says why nothing was gathered."""
+        """Return the variance of one group.
+
+        Args:
+            group: The group, from 0.
+            why_not: The reason why no variance was gathered; None where it was.
+
+        Returns:
+            Variance and standard error relative to the factor's norm, or the reason why there are none.
+        """
         if why_not is not None or group >= len(self.variances):
             return RelativeVariance(why=why_not or "it was never summed")
         if self.variances[group] is None:
@@ -131,11 +168,16 @@ class BatchVariance:
         return RelativeVariance(variance=self.variances[group], standard_error=self.standard_errors[group])
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds: between two batches nothing is set aside."""
+        """Return everything that a checkpoint holds; between two batches nothing is set aside."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "before"}
 
     def put(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any field
-        """Put one entry of ``state`` back."""
+        """Put one entry of ``state`` back.
+
+        Args:
+            name: Name of the entry.
+            value: Its value; a tensor is copied into the one that is held.
+        """
         held = getattr(self, name)
         if isinstance(held, Tensor) and isinstance(value, Tensor):
             held.copy_(value)
@@ -144,14 +186,30 @@ class BatchVariance:
 
 
 def activation_refusal(layer: TreatedLayer) -> str | None:
-    """Why the A of ``layer`` has no variance over batches; None where it has."""
+    """Tell why the A of a layer has no variance over batches.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        The reason; None where it has one.
+    """
     if isinstance(layer, TiedHeadLayer):
         return "A and G are those of the product nearest to the sum of two"
     return "A is 1 in this form" if layer.form in ("block", "diagonal_block") else None
 
 
 def gradient_refusal(layer: TreatedLayer, kept: str, fisher: str) -> str | None:
-    """Why a G that is ``kept`` so (`dense` or what stands for it) has no variance over batches; None where it has."""
+    """Tell why the G of a layer has no variance over batches.
+
+    Args:
+        layer: The layer.
+        kept: How G is kept: `dense`, or the kind of what stands for it.
+        fisher: The collection's `fisher`.
+
+    Returns:
+        The reason; None where it has one.
+    """
     if isinstance(layer, TiedHeadLayer):
         return activation_refusal(layer)
     if fisher == "forward_only":

@@ -22,7 +22,7 @@ from engine.layers.tied import TiedHeadLayer
 
 @dataclass(eq=False)
 class CorrectionStatistics(LayerStatistics):
-    """Of one layer, λ alone; bases stand still."""
+    """The corrected eigenvalues λ of one layer; its bases do not change."""
 
     basis_A: Tensor | None = None
     """(groups, in_dim, in_dim); None is the identity, of a diagonal A."""
@@ -34,6 +34,10 @@ class CorrectionStatistics(LayerStatistics):
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums.
 
+        Args:
+            dtype: Precision of the sums.
+            device: Device of the sums.
+
         Memory:
             out_dim · in_dim numbers of each group.
         """
@@ -41,24 +45,44 @@ class CorrectionStatistics(LayerStatistics):
         self.eigenvalues = torch.zeros(layer.groups, layer.out_dim, layer.in_dim, dtype=dtype, device=device)
 
     def decay_(self, past: float) -> None:
-        """Weigh everything so far by ``past``."""
+        """Weigh everything so far less.
+
+        Args:
+            past: Factor of a moving average, above 0 and at most 1.
+        """
         if self.eigenvalues is not None:
             self.eigenvalues.mul_(past)
         self.weight_G *= past
 
     @property
     def joint(self) -> bool:
-        """Inputs and gradients are wanted together."""
+        """Whether inputs and gradients are wanted together: always."""
         return True
 
     def add_input_(self, use: Use) -> None:
-        """A is known already."""
+        """Do nothing: A is known already.
+
+        Args:
+            use: The call.
+        """
 
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """G is known already."""
+        """Do nothing: G is known already.
+
+        Args:
+            use: The call.
+            gradient: Gradient of its output, of that output's shape.
+        """
 
     def add_met_(self, met: Met) -> None:
-        """Add the squares of one direction's gradients, rotated."""
+        """Add the squares of one direction's gradients, rotated into the eigenbases.
+
+        Args:
+            met: Each call of the layer with the gradient of its output.
+
+        Raises:
+            ValueError: If the sums or bases are missing.
+        """
         total, basis_G = self.eigenvalues, self.basis_G
         if total is None or basis_G is None:
             raise ValueError(f"layer `{self.layer.name}` has no basis")

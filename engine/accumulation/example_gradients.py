@@ -27,7 +27,6 @@ NUMBERS_AT_ONCE = 2**22
 """Numbers of one temporary."""
 _STRIPS = 4
 """Strips of a Gram matrix of positions, each from its diagonal on: 5/8 of the full product."""
-
 _EVEN = 0.8
 """Examples with at least this part of the longest one's positions are padded to it and go together."""
 
@@ -37,21 +36,27 @@ Met = Sequence[tuple[Use, Tensor]]
 
 @dataclass
 class Meeting:
-    """Where the calls of one layer wait for their gradients."""
+    """Collects the calls of one layer until all of them have their gradients."""
 
     receive: Callable[[Met], None]
     """Gets all calls of one direction together."""
     _met: list[tuple[Use, Tensor]] = field(default_factory=list)
 
     def arrive(self, use: Use, gradient: Tensor, calls: int) -> None:
-        """One gradient has arrived, of a module that was called ``calls`` times."""
+        """Take one call's gradient; the last one hands all of them on.
+
+        Args:
+            use: The call.
+            gradient: Gradient of its output, of that output's shape.
+            calls: Calls of the layer in this forward pass.
+        """
         self._met.append((use, gradient))
         # the last to arrive closes the meeting, so that a layer called once holds nothing longer
         if len(self._met) >= calls:
             self.close()
 
     def close(self) -> None:
-        """Hand on what has arrived; calls that the direction does not reach have no gradient."""
+        """Hand on the gradients that have arrived; calls that the direction does not reach have none."""
         met, self._met = self._met, []
         if met:
             self.receive(met)
@@ -70,7 +75,12 @@ class Rows:
 
 
 def block_gradients(layer: BlockLayer, met: Met) -> Tensor:
-    """Gradient of each example's loss with respect to (weight, bias), all calls summed, as (N, out_dim)."""
+    """Return the gradients of each example's loss by (weight, bias), all calls summed, shape (N, out_dim).
+
+    Args:
+        layer: A layer whose block is exact.
+        met: Each call of it with the gradient of its output.
+    """
     total, *others = (layer.example_gradients(use, gradient) for use, gradient in met)
     for other in others:
         total = total + other
@@ -78,7 +88,15 @@ def block_gradients(layer: BlockLayer, met: Met) -> Tensor:
 
 
 def squared_norms(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> Tensor:
-    """``‖∇ℓ_n‖²`` over weight and bias of every example, as (N, groups) float64.
+    """Compute ``‖∇ℓ_n‖²`` over weight and bias of every example.
+
+    Args:
+        layer: The layer.
+        met: Each call of it with the gradient of its output.
+        dtype: Precision of the products.
+
+    Returns:
+        Squared norms, shape (N, groups), float64.
 
     Memory:
         A few times ``NUMBERS_AT_ONCE`` numbers; for a table of vectors two copies of the gradient.
@@ -98,9 +116,12 @@ def squared_norms(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> Tensor:
 
 
 def squared_norms_numbers(layer: TreatedLayer, examples: int, positions: int) -> int:
-    """Numbers that ``squared_norms`` holds at most beside what it is given: rows of a few examples, and their products.
+    """Return the numbers that ``squared_norms`` holds at most besides: rows of a few examples, and their products.
 
-    ``positions`` are those of one example in all calls of ``layer``.
+    Args:
+        layer: The layer.
+        examples: Examples of a batch.
+        positions: Positions of one example in all calls of the layer.
     """
     products = _numbers(layer)(positions)
     if positions > 1 and gram_is_cheaper(positions, layer.fan_in, layer.fan_out):
@@ -133,9 +154,17 @@ def _tied_squared_norms(layer: TiedHeadLayer, met: Met, dtype: torch.dtype) -> T
 def tied_rows(
     layer: TiedHeadLayer, met: Met, dtype: torch.dtype, numbers: int
 ) -> Iterator[tuple[Rows | None, Rows | None]]:
-    """Rows of the table (``a`` the ids) and of the head, a few of the same examples at a time.
+    """Yield the rows of a table and of the head that holds its weight, a few of the same examples at a time.
 
-    ``numbers`` is how many numbers besides its rows one example will need.
+    Args:
+        layer: The tied layer.
+        met: Each call of either with the gradient of its output.
+        dtype: Precision of the rows.
+        numbers: Numbers besides its rows that one example will need.
+
+    Returns:
+        Rows of the table, whose ``a`` are the ids, shape (n, T, 1), and rows of the head; None where either was not
+        called.
     """
     parts = [(role, [each for each in met if each[0].role is role]) for role in layer.roles]
     examples = met[0][0].examples
@@ -179,7 +208,16 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def gram_is_cheaper(positions: int, fan_in: int, fan_out: int) -> bool:
-    """Whether two Gram matrices of positions take fewer multiplications than the gradient itself."""
+    """Tell whether two Gram matrices of positions take fewer multiplications than the gradient itself.
+
+    Args:
+        positions: T, positions of one example.
+        fan_in: Numbers of one input row.
+        fan_out: Numbers of one gradient row.
+
+    Returns:
+        True where ``5/8 · T (fan_in + fan_out)`` is less than ``fan_in · fan_out``.
+    """
     return positions * (fan_in + fan_out) * (_STRIPS + 1) < 2 * _STRIPS * fan_in * fan_out
 
 
@@ -210,9 +248,16 @@ def _by_product(a: Tensor, g: Tensor) -> Tensor:
 
 
 def example_rows(layer: TreatedLayer, met: Met, dtype: torch.dtype, numbers: Callable[[int], int]) -> Iterator[Rows]:
-    """Rows of all calls, concatenated along each example's positions, a few examples at a time.
+    """Yield the rows of all calls, concatenated along each example's positions, a few examples at a time.
 
-    ``numbers`` says how many numbers besides its rows one example with so many positions will need.
+    Args:
+        layer: The layer.
+        met: Each call of it with the gradient of its output.
+        dtype: Precision of the rows.
+        numbers: Returns the numbers besides its rows that one example with so many positions will need.
+
+    Returns:
+        Rows of a few examples each; examples of unequal lengths are sorted by length and padded with zeros.
     """
     if any(use.owners is not None or use.kept is not None for use, _ in met):
         yield from _uneven_rows(layer, met, dtype, numbers)
@@ -330,7 +375,16 @@ class SummedVectors:
 
 
 def summed_by_id(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> SummedVectors:
-    """Sum the gradients of equal ids of one example, over all calls."""
+    """Sum the gradients of equal ids of one example, over all calls.
+
+    Args:
+        layer: A table of vectors.
+        met: Each call of it with the gradient of its output.
+        dtype: Precision of the sums.
+
+    Returns:
+        One row for each pair of example and id, and zeros behind the last pair.
+    """
     ids, g, which, owners = _flat(layer, met, dtype)
     key = owners * layer.fan_in + ids[which]
     order = torch.argsort(key, stable=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.example_gradients import Met, block_gradients, squared_norms
 from engine.accumulation.gradient_rows import GradientRows
+from engine.accumulation.pooled_rows import pooled_rows, summed_rows
 from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows
 from engine.factors.representation import DENSE, Representation
@@ -51,7 +52,7 @@ class LayerStatistics:
     G: Tensor | None = None
     """None where its rows are kept instead."""
     gradient_rows: GradientRows | None = None
-    """What G is the sum of, row by row."""
+    """The rows whose outer products G sums; None where G itself is summed."""
     weight_A: float = 0.0
     """Positions (or examples, under `reduce`), decayed with the sums."""
     weight_G: float = 0.0
@@ -69,16 +70,16 @@ class LayerStatistics:
     gradients: int = 0
     """Backward hooks that fired."""
     flaw: str | None = None
-    """Why the layer must be declared, once something has shown that it must."""
+    """The reason why the layer is not covered, once one is found."""
     staging: Staging | None = None
     """How contributions reach the sums where these stand on the host."""
     row_staging: Staging | None = None
     """How gradient rows reach the host where they stand there and the sums do not."""
     variance_A: BatchVariance = field(default_factory=BatchVariance)
-    """Of A over batches; a leader's where A is."""
+    """Variance of A over batches; a leader's where A is."""
     variance_G: BatchVariance = field(default_factory=BatchVariance)
     ordered: bool = True
-    """Whose each row is is known."""
+    """Whether the example of each row is known."""
     traced: bool = False
     """The exact trace is wanted."""
     squares: Tensor | None = None
@@ -91,9 +92,9 @@ class LayerStatistics:
     """(N, groups) float64: s of the current batch's examples, as far as its directions are done."""
 
     exact_traces: list[float | None] = field(default_factory=list)
-    """Of each group's block of the curvature of the mean loss, once the pass is done; None where it overflows."""
+    """Trace of each group's block of the curvature of the mean loss, once the pass is done; None where it overflows."""
     standard_errors: list[float | None] = field(default_factory=list)
-    """Of each exact trace, as a sample's; None where one example alone has none."""
+    """Standard error of each exact trace over the examples as a sample; None for one example alone."""
 
     @property
     def rank_bounds(self) -> tuple[int, int]:
@@ -121,6 +122,10 @@ class LayerStatistics:
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums, on the host where there is a staging.
+
+        Args:
+            dtype: Precision of the sums.
+            device: Device of the passes.
 
         Memory:
             in_dim² (or in_dim) and out_dim² numbers of each group, unless A is a leader's; or the foreseen gradient
@@ -161,7 +166,11 @@ class LayerStatistics:
             self.squares = torch.zeros(3, layer.groups, dtype=torch.float64, device=device)
 
     def decay_(self, past: float) -> None:
-        """Weigh everything so far by ``past``."""
+        """Weigh everything so far less.
+
+        Args:
+            past: Factor of a moving average, above 0 and at most 1.
+        """
         for total in (self.A, self.G):
             if total is not None:
                 total.mul_(past)
@@ -185,7 +194,11 @@ class LayerStatistics:
         self.variance_G.end_(self.G, self.weight_G)
 
     def add_input_(self, use: Use) -> None:
-        """Add ``Σ a aᵀ`` of one call."""
+        """Add ``Σ a aᵀ`` of one call.
+
+        Args:
+            use: The call, with the tensor that entered it.
+        """
         layer, entered, kept = self.layer, use.input, use.kept
         if isinstance(layer, BlockLayer):
             self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())
@@ -205,7 +218,7 @@ class LayerStatistics:
             if self.sums_dtype is not None:
                 # a model may compute parts of itself more narrowly (autocast) than the sums are kept
                 rows = rows.to(self.sums_dtype)
-            rows, positions = self._pooled(rows, use)
+            rows, positions = pooled_rows(rows, use)
             self.positions += positions
         else:
             rows = rows if kept is None else rows[kept]
@@ -236,28 +249,6 @@ class LayerStatistics:
                 self._add_small_(self.A[..., :width, width], patches.sums().view(*self.A.shape[:-2], width))
             self.A[..., width, width] += rows
 
-    def _pooled(self, rows: Tensor, use: Use) -> tuple[Tensor, int]:
-        """Mean of ``a`` over each example's positions (N, d), and how many positions there were.
-
-        An example without any position is left out.
-        """
-        examples, kept = use.examples, use.kept
-        if use.owners is not None:
-            owners = use.owners if kept is None else use.owners[kept]
-            numbers = torch.bincount(owners, minlength=examples)
-            means = _summed(rows, use) / numbers.clamp_min(1)[:, None].to(rows.dtype)
-            return means[numbers > 0], owners.shape[0]
-        if rows.shape[0] == 0:
-            # an expert that no token chose
-            return rows, 0
-        grouped = rows.view(examples, -1, rows.shape[-1])
-        if kept is None:
-            return grouped.mean(1), rows.shape[0]
-        weights = kept.view(examples, -1, 1).to(rows.dtype)
-        counts = weights.sum(1)
-        means = (grouped * weights).sum(1) / counts.clamp_min(1)
-        return means[counts[:, 0] > 0], int(kept.sum())
-
     def _add_outer_(self, total: Tensor, rows: Tensor) -> None:
         """Add ``Σ [a 1]ᵀ[a 1]`` without writing the column of ones beside every row."""
         layer = self.layer
@@ -277,14 +268,19 @@ class LayerStatistics:
         return self.traced or isinstance(self.layer, BlockLayer)
 
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Add ``Σ g gᵀ`` of one call and one direction; a block layer's comes with ``add_met_``."""
+        """Add ``Σ g gᵀ`` of one call and one direction; a block layer's comes with ``add_met_``.
+
+        Args:
+            use: The call.
+            gradient: Gradient of its output, of that output's shape, examples first.
+        """
         layer, kept = self.layer, use.kept
         self.gradients += 1
         if self.sums_dtype is None or isinstance(layer, BlockLayer):
             return
         rows = layer.gradient_rows(gradient)
         if self.sharing == "reduce" and layer.form == "kronecker":
-            rows = _summed(rows.to(self.sums_dtype), use)
+            rows = summed_rows(rows.to(self.sums_dtype), use)
         elif kept is not None:
             # dropped before the product: half of a padded batch is often padding
             rows = rows[kept]
@@ -308,7 +304,15 @@ class LayerStatistics:
                 self._add_norms_(norms)
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> None:
-        """Keep the probabilities of a head's loss terms, of ``logits`` (N, R, V)."""
+        """Keep the probabilities of a head's loss terms.
+
+        Args:
+            logits: The head's outputs, shape (N, R, V).
+            terms: The loss terms that count.
+
+        Raises:
+            TypeError: If the layer's representation keeps no probabilities.
+        """
         self.gradients += 1
         if not isinstance(self.gradient_rows, (ProbabilityRows, SketchRows)):
             raise TypeError(f"layer `{self.layer.name}` keeps no probabilities")
@@ -318,7 +322,11 @@ class LayerStatistics:
             self._add_norms_(norms[:, None])
 
     def add_met_(self, met: Met) -> None:
-        """Add what needs inputs and gradients of all calls of one direction together."""
+        """Add what needs inputs and gradients of all calls of one direction together.
+
+        Args:
+            met: Each call of the layer with the gradient of its output.
+        """
         if self.sums_dtype is None:
             return
         if isinstance(self.layer, BlockLayer):
@@ -353,7 +361,12 @@ class LayerStatistics:
         self.norms = norms if self.norms is None else self.norms + norms
 
     def end_batch_(self, shares: Tensor, shares_squared: float) -> None:
-        """Let the batch's squared norms enter the trace; ``shares`` (N,) are the loss terms of each example."""
+        """Let the batch's squared norms enter the trace.
+
+        Args:
+            shares: Loss terms of each example, shape (N,), float64.
+            shares_squared: Sum of their squares.
+        """
         if self.squares is None:
             return
         self.examples += shares.numel()
@@ -378,16 +391,16 @@ class LayerStatistics:
         self.squares = None
 
 
-def _summed(rows: Tensor, use: Use) -> Tensor:
-    """Rows that count, summed over the positions of each example: (N, d)."""
-    counted = rows if use.kept is None else rows * use.kept[:, None]
-    if use.owners is None:
-        return counted.view(use.examples, -1, rows.shape[-1]).sum(1)
-    return rows.new_zeros(use.examples, rows.shape[-1]).index_add_(0, use.owners, counted)
-
-
 def factor_sides(layer: TreatedLayer, *, follows: bool) -> Iterator[tuple[int, int]]:
-    """(groups, rows) of each factor that the layer holds itself; a diagonal one is so many groups of one row."""
+    """Yield the shape of each factor that a layer holds itself.
+
+    Args:
+        layer: The layer.
+        follows: Whether it shares the A of another, and holds none.
+
+    Returns:
+        (groups, rows) of G, then of A; a diagonal factor is so many groups of one row.
+    """
     yield (layer.out_dim, 1) if layer.form == "diagonal_block" else (layer.groups, layer.out_dim)
     if not follows and layer.form not in ("block", "diagonal_block"):
         yield (layer.in_dim, 1) if layer.form == "diagonal" else (layer.groups, layer.in_dim)

@@ -23,7 +23,15 @@ from engine.row_layout.layer_calls import Call, version
 
 
 def head_of(calls: Sequence[Call], logits: Tensor | None) -> TreatedLayer | None:
-    """The linear layer, or the linear part of one, whose only call in this forward pass put out ``logits``."""
+    """Find the linear layer whose only call in this forward pass put out the logits.
+
+    Args:
+        calls: Every call of a layer, with its tensors.
+        logits: The logits of the loss as the model returned them, shape (N, …, V); None where it has none.
+
+    Returns:
+        The linear layer, or the linear part of one; None where there is none, or the model wrote to its output.
+    """
     found = [call for call in calls if call.output is logits]
     if logits is None or len(found) != 1:
         return None
@@ -48,7 +56,7 @@ class _PutOut:
 
 @dataclass(eq=False)
 class LossHead:
-    """Watches one head, and hands on what its loss terms are."""
+    """Watches one head, and returns its loss terms."""
 
     role: TreatedLayer
     """The linear layer."""
@@ -61,7 +69,12 @@ class LossHead:
         self._calls.clear()
 
     def put_out(self, use: Use, output: Tensor) -> None:
-        """Remember one call; ``output`` is what the model goes on with."""
+        """Remember one call.
+
+        Args:
+            use: The call, with the tensor that entered it.
+            output: Its output, of any shape, which the model goes on with.
+        """
         squares = None
         if self.traced:
             rows = self.role.activation_rows(use.input)
@@ -70,7 +83,14 @@ class LossHead:
         self._calls.append(_PutOut(weakref.ref(output), version(output), use.kept, squares))
 
     def drops_terms(self, prediction: Prediction) -> Tensor | None:
-        """Whether positions that do not count have loss terms, () boolean; None where all positions count."""
+        """Tell whether positions that do not count have loss terms.
+
+        Args:
+            prediction: The outputs, and which of their terms are valid.
+
+        Returns:
+            A boolean scalar on the device of the outputs; None where all positions count.
+        """
         kept = self._calls[0].kept if len(self._calls) == 1 else None
         if kept is None:
             return None
@@ -78,7 +98,14 @@ class LossHead:
         return (prediction.valid & ~kept.view(examples, -1)[:, :terms]).any()
 
     def terms(self, prediction: Prediction) -> Terms | None:
-        """The loss terms of ``prediction`` that count; None where the logits are not the head's output this time."""
+        """Return the loss terms that count.
+
+        Args:
+            prediction: The outputs, shape (N, R, V), and which of their terms are valid.
+
+        Returns:
+            Example, position and weight of each term; None where the logits are not the head's output this time.
+        """
         logits = prediction.logits
         if logits is None or len(self._calls) != 1:
             return None

@@ -1,4 +1,4 @@
-"""Arrival: what happens to the gradient of one call's output when it comes back."""
+"""Arrival: the path of one call's output gradient into the sums."""
 
 from collections.abc import Callable
 
@@ -21,18 +21,21 @@ def arrival(
     calls: Callable[[], int],
     look: Callable[[Tensor], None],
 ) -> Callable[[Tensor], None]:
-    """Return what lets one call's gradient enter ``statistics``.
+    """Return the hook that lets one call's gradient enter the sums.
 
     Args:
-        statistics: Of the layer that was called.
+        statistics: Sums of the layer that was called.
         use: The call.
-        meeting: Where the layer's calls wait for their gradients; None where these are wanted alone.
+        meeting: Collects the gradients of the layer's calls; None where these are wanted alone.
         arrange: Puts the examples of the output first; None where they are.
-        calls: How often the layer was called in this forward pass.
+        calls: Returns how often the layer was called in this forward pass.
         look: Is shown the gradient, its examples leading, before it enters.
 
+    Returns:
+        A function of the gradient, a tensor of the output's shape.
+
     Raises:
-        InputOverwritten: When the gradient arrives, if the model has written to what entered the layer.
+        InputOverwritten: When the gradient arrives, if the model has written to the tensor that entered the layer.
     """
     read = None if use.entered is None else version(use.entered)
 
@@ -54,7 +57,14 @@ def arrival(
 def note_reached(
     reached: list[tuple[Key, Tensor]], call: tuple[Key, Tensor] | None, layer: TreatedLayer, gradient: Tensor
 ) -> None:
-    """Note whether ``gradient`` is anything but zero in the positions that the mask drops from ``call``, if any."""
+    """Note whether a gradient is anything but zero in the positions that the mask drops from a call.
+
+    Args:
+        reached: Takes the call's key with a boolean scalar.
+        call: Key of the call, with its dropped positions, shape (P,), boolean; None where the mask drops none.
+        layer: The layer that was called.
+        gradient: Gradient of its output, of that output's shape, examples first.
+    """
     if call is None:
         return
     key, dropped = call

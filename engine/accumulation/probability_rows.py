@@ -1,4 +1,4 @@
-"""Probability rows: what a softmax head put out at each loss term, kept while the head is collected.
+"""Probability rows: the outputs of a softmax head at each loss term, kept while the head is collected.
 
 They come from the forward pass that everything else comes from, in the order in which the batches
 bring them, and stand for the mean over labels of what gradients sample. A moving average weighs the
@@ -40,7 +40,14 @@ class ProbabilityRows(GradientRows):
     """
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> Tensor:  # (N, R, V) -> (P,)
-        """Keep the probabilities of ``terms``; returns the trace of each one's Fisher, ``ω (1 − ‖p‖²)`` in float64.
+        """Keep the probabilities of some loss terms.
+
+        Args:
+            logits: The head's outputs, shape (N, R, V).
+            terms: The P loss terms that count.
+
+        Returns:
+            The trace of each term's Fisher, ``ω (1 − ‖p‖²)``, shape (P,), float64.
 
         Memory:
             A few times 2 Mi numbers.
@@ -55,20 +62,43 @@ class ProbabilityRows(GradientRows):
         return traces
 
     def add_(self, rows: Tensor) -> None:
-        """Gradients are not what is kept here."""
+        """Do nothing: probabilities are kept here, not gradients.
+
+        Args:
+            rows: Gradients, shape (P, V).
+        """
 
     def decay_(self, past: float) -> None:
-        """Weigh what is kept so far by ``past``."""
+        """Weigh the rows so far less.
+
+        Args:
+            past: Factor of a moving average, above 0 and at most 1.
+        """
         self.scales[:, : self.count] *= past
 
     def finished(self, weight: float) -> Sequence[SoftmaxFisher]:
-        """The head's side of ``weight`` loss terms, its rows on the host."""
+        """Make the head's G.
+
+        Args:
+            weight: Loss terms that it is divided by.
+
+        Returns:
+            One side, its rows on the host.
+        """
         rows, weights = self.rows[0, : self.count].to("cpu"), self.scales[0, : self.count].to("cpu")
         return [SoftmaxFisher(rows=rows, weights=weights / weight)]
 
 
 def chunks(logits: Tensor, terms: Terms) -> Iterator[tuple[slice, Tensor]]:
-    """Which of ``terms``, and their probabilities (·, V), a few at a time, from ``logits`` (N, R, V)."""
+    """Yield the probabilities of some loss terms, a few at a time.
+
+    Args:
+        logits: The head's outputs, shape (N, R, V), in any precision.
+        terms: The loss terms that count.
+
+    Returns:
+        Which of the terms these are, and their probabilities, shape (p, V), in float32 or wider.
+    """
     height = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
     for start in range(0, terms.weights.shape[0], height):
         span = slice(start, min(start + height, terms.weights.shape[0]))

@@ -23,7 +23,7 @@ from engine.factors.diagonal_sketch import DiagonalSketch
 
 _NUMBERS_AT_ONCE = 2**21
 _SHORTENED = 1 - 2.0**-20
-"""What a subtracted sketch is multiplied by, so that rounding leaves the difference positive semidefinite."""
+"""Factor of a subtracted sketch, so that rounding leaves the difference positive semidefinite."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,19 @@ class SketchRows(GradientRows):
     def sketching(
         cls, groups: int, size: int, rank: int, dtype: torch.dtype, device: torch.device, *, of_terms: bool
     ) -> Self:
-        """Empty sums of a G of ``size`` rows, on ``device``."""
+        """Allocate the sums of a G that is sketched.
+
+        Args:
+            groups: Groups of the layer.
+            size: n, rows of G.
+            rank: ℓ, rows of the sketch; 0 keeps the diagonal alone.
+            dtype: Precision of the sketch.
+            device: Device of the passes.
+            of_terms: Whether probabilities enter, whose outer products are subtracted from their mean.
+
+        Returns:
+            Empty sums.
+        """
         return cls(
             rows=torch.zeros(groups, 2 * rank, size, dtype=dtype, device=device),
             scales=torch.ones(groups, 2 * rank, dtype=torch.float64, device=device),
@@ -63,7 +75,11 @@ class SketchRows(GradientRows):
         )
 
     def add_(self, rows: Tensor) -> None:
-        """Let gradients (P, groups · n) enter, unless probabilities do."""
+        """Let gradients enter, unless probabilities do.
+
+        Args:
+            rows: Gradients, shape (P, groups · n).
+        """
         if self.of_terms:
             return
         diagonals = self._sums(self.diagonals)
@@ -74,7 +90,15 @@ class SketchRows(GradientRows):
             self._enter_(piece.view(piece.shape[0], -1, self.size))
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> Tensor:  # (N, R, V) -> (P,)
-        """Let the probabilities of ``terms`` enter; returns the trace of each one's Fisher, float64."""
+        """Let the probabilities of some loss terms enter.
+
+        Args:
+            logits: The head's outputs, shape (N, R, V).
+            terms: The P loss terms that count.
+
+        Returns:
+            The trace of each term's Fisher, ``ω (1 − ‖p‖²)``, shape (P,), float64.
+        """
         diagonals, means = self._sums(self.diagonals), self._sums(self.means)
         traces = torch.empty_like(terms.weights)
         for span, probabilities in chunks(logits, terms):
@@ -87,13 +111,24 @@ class SketchRows(GradientRows):
         return traces
 
     def decay_(self, past: float) -> None:
-        """Weigh what is kept so far by ``past``."""
+        """Weigh everything so far less.
+
+        Args:
+            past: Factor of a moving average, above 0 and at most 1.
+        """
         super().decay_(past)
         for sums in (self.diagonals, self.means, self.lowered):
             self._sums(sums).mul_(past)
 
     def finished(self, weight: float) -> Sequence[DiagonalSketch]:
-        """Each group's side of ``weight`` loss terms, on the host."""
+        """Make each group's G.
+
+        Args:
+            weight: Loss terms that it is divided by.
+
+        Returns:
+            One sketched side per group, on the host, with a bound of its error.
+        """
         if self.count > self.rank:
             self._merge_()
         sides = []
@@ -116,17 +151,22 @@ class SketchRows(GradientRows):
         return sides
 
     def copied(self) -> Self:
-        """The same sums, in a place of their own."""
+        """Return a copy of the sums."""
         diagonals, means, lowered = (self._sums(held).clone() for held in (self.diagonals, self.means, self.lowered))
         return replace(super().copied(), diagonals=diagonals, means=means, lowered=lowered)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Return everything that a checkpoint holds."""
         own = {name: self._sums(getattr(self, name)) for name in ("diagonals", "means", "lowered")}
         return {**super().state(), **own}
 
     def put(self, name: str, value: Tensor | int) -> None:
-        """Take one entry of ``state`` back."""
+        """Put one entry of ``state`` back.
+
+        Args:
+            name: Name of the entry.
+            value: A tensor of the shape that was saved, or a count.
+        """
         if name in ("diagonals", "means", "lowered") and isinstance(value, Tensor):
             self._sums(getattr(self, name)).copy_(value)
         else:

@@ -37,7 +37,7 @@ _NUMBERS_AT_ONCE = 2**20
 
 @dataclass(eq=False)
 class TiedHeadStatistics(LayerStatistics):
-    """The head's sums are A and G; beside them the table's."""
+    """Sums of a head, and those of the table that it shares its weight with."""
 
     counts: Tensor | None = None
     """(V,) how often each id was looked up."""
@@ -54,6 +54,10 @@ class TiedHeadStatistics(LayerStatistics):
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the zeroed sums.
 
+        Args:
+            dtype: Precision of the sums.
+            device: Device of the passes, where the table's sums are.
+
         Memory:
             2 V + d² numbers more than the head alone, V of them once the product is made.
         """
@@ -62,7 +66,11 @@ class TiedHeadStatistics(LayerStatistics):
         self.vectors = torch.zeros(self.layer.fan_in, self.layer.fan_in, dtype=dtype, device=device)
 
     def decay_(self, past: float) -> None:
-        """Weigh everything so far by ``past``."""
+        """Weigh everything so far less.
+
+        Args:
+            past: Factor of a moving average, above 0 and at most 1.
+        """
         super().decay_(past)
         for total in (self.counts, self.vectors):
             if total is not None:
@@ -70,7 +78,11 @@ class TiedHeadStatistics(LayerStatistics):
         self.weight_counts *= past
 
     def add_input_(self, use: Use) -> None:
-        """Add one call's input, of either."""
+        """Add one call's input, of the head or of the table.
+
+        Args:
+            use: The call, with the tensor that entered it.
+        """
         if not self._is_lookup(use):
             super().add_input_(use)
             return
@@ -82,7 +94,12 @@ class TiedHeadStatistics(LayerStatistics):
             self.counts += torch.bincount(ids, minlength=self.counts.shape[0]).to(self.counts.dtype)
 
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Add one call's gradient, of either; a table has no `reduce`."""
+        """Add one call's gradient, of the head or of the table, which has no `reduce`.
+
+        Args:
+            use: The call.
+            gradient: Gradient of its output, of that output's shape, examples first.
+        """
         if not self._is_lookup(use):
             super().add_gradient_(use, gradient)
             return
@@ -98,12 +115,12 @@ class TiedHeadStatistics(LayerStatistics):
 
     @property
     def rank_bounds(self) -> tuple[int, int]:
-        """A sum's rank is not bounded by the rows of one of its terms."""
+        """Zero twice: the rank of a sum is not bounded by the rows of one of its terms."""
         return 0, 0
 
     @property
     def explanation(self) -> str:
-        """Who holds the weight, and how well one product describes both uses."""
+        """The layer that holds the weight, and the residual of describing both uses by one product."""
         if self.residual is None:
             return super().explanation
         found = (
@@ -113,9 +130,18 @@ class TiedHeadStatistics(LayerStatistics):
         return "; ".join(filter(None, (found, self.representation.why)))
 
     def nearest_product_(self, A: Tensor, G: HeadSide, *, identity: bool) -> tuple[Tensor, HeadSide]:
-        """A and G of both uses, from the head's normalised ones, which are overwritten; the table's sums are let go.
+        """Compute A and G of both uses, and drop the table's sums.
 
-        ``identity`` sets the gradients of the vectors to the identity, as those of the head are.
+        Args:
+            A: The head's normalised A, shape (d, d), or (d + 1, d + 1) with a bias; overwritten.
+            G: The head's normalised G, shape (V, V), dense or structured; a dense one is overwritten.
+            identity: Whether the gradients of the table's vectors are set to the identity, as the head's are.
+
+        Returns:
+            A and G of the nearest product, of the same shapes.
+
+        Raises:
+            ValueError: If the sums were never allocated.
 
         Memory:
             Nothing of the size of V².
