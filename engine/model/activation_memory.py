@@ -68,6 +68,30 @@ class Saved:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientCopies:
+    """Bytes that a treated layer's statistics take where the gradients of its input and output arrive."""
+
+    outputs: Mapping[nn.Module, int] = field(default_factory=dict)
+    """By module, how many times the bytes of its output are taken; of any other, its input and output once."""
+    padded: bool = False
+    """Positions that count are copied from the padded ones, which takes the output's bytes once more."""
+
+    def bytes_of(self, module: nn.Module, entered: int, left: int) -> int:
+        """Return what one call's gradients take.
+
+        Args:
+            module: The called module.
+            entered: Bytes of its input.
+            left: Bytes of its output.
+
+        Returns:
+            Bytes that are held at once when the gradients arrive.
+        """
+        times = self.outputs.get(module)
+        return entered + (2 if self.padded else 1) * left if times is None else times * left
+
+
 @dataclass
 class _Trace:
     """Storages held by one forward pass, by the checkpointing layer they are saved in (None outside)."""
@@ -208,9 +232,8 @@ def trace_saved_bytes(
     sizes: tuple[int, ...],
     model: nn.Module,
     watched: Mapping[nn.Module, bool],
-    copied: Mapping[nn.Module, int] | None = None,
+    copies: GradientCopies | None = None,
     *,
-    padded: bool = False,
     retained: bool = False,
 ) -> tuple[Saved, Saved | None, Saved, Saved]:
     """Trace what a forward pass saves for its backward pass, as lines in the number of examples.
@@ -220,19 +243,17 @@ def trace_saved_bytes(
         sizes: One number of examples or two, ascending; a single one gives lines through the origin.
         model: The model that ``run`` runs; its parameters and buffers are not counted.
         watched: Modules of treated layers; True where their inputs are held until the backward pass has ended.
-        copied: By module, how many times the bytes of its output are taken where its gradients arrive. None, or a
-            module that is missing: the bytes of its input and output.
-        padded: Positions that count are copied from the padded ones, which takes the output's bytes twice.
+        copies: Bytes taken where gradients arrive; None for each layer's input and output once.
         retained: The graph serves several backward passes, so that nothing of it is released on the way.
 
     Returns:
         What is saved; the same with checkpointing, None where no layer offers it; the most at the arrival of the
-        gradients of a layer that is not in ``copied``, and of one that is.
+        gradients of a layer that is not among ``copies.outputs``, and of one that is.
 
     Memory:
         What is saved of the largest of ``sizes``.
     """
-    traces = [_trace(run, size, model, watched, copied or {}, padded=padded) for size in sizes]
+    traces = [_trace(run, size, model, watched, copies or GradientCopies()) for size in sizes]
     own = [trace.inputs(without=trace.autograd) for trace in traces]
     plain = _fit(sizes, [trace.plain for trace in traces], own)
     met, met_copied = (
@@ -258,9 +279,7 @@ def _trace(
     size: int,
     model: nn.Module,
     watched: Mapping[nn.Module, bool],
-    copied: Mapping[nn.Module, int],
-    *,
-    padded: bool,
+    copies: GradientCopies,
 ) -> _Trace:
     trace = _Trace()
     # weights are there anyway, and counted as such
@@ -287,8 +306,8 @@ def _trace(
             # what the collection does: gradients of outputs alone; the graph begins at a leaf, which it holds
             trace.hold(output, known)
             instead = output.detach().requires_grad_().clone()
-        arriving = copied[module] * left if module in copied else entered + (2 if padded else 1) * left
-        trace.arrivals[module in copied].append((len(trace.order), arriving))
+        arriving = copies.bytes_of(module, entered, left)
+        trace.arrivals[module in copies.outputs].append((len(trace.order), arriving))
         return instead
 
     handles = [module.register_forward_hook(follow) for module in watched]

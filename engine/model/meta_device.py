@@ -7,6 +7,7 @@ text is padded and nothing is NaN. Attention saves what the kernel of the machin
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,20 @@ class _Assumed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True)
+class _AttentionCall:
+    """Arguments of ``scaled_dot_product_attention``, by torch's names and in torch's order."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
 class _Attention(TorchFunctionMode):
     """Takes the fused kernel that ``device`` would take; on the meta device torch writes all scores out."""
 
@@ -48,37 +63,28 @@ class _Attention(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401 - as torch returns
         given = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].is_meta:
-            return self._fused(*args, **given)
+            return self._fused(_AttentionCall(*args, **given))
         return func(*args, **given)
 
-    def _fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if enable_gqa and self._device.type == "cuda":
+    def _fused(self, call: _AttentionCall) -> Tensor:
+        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+        if call.enable_gqa and self._device.type == "cuda":
             key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
-        if query.ndim != 4 or (attn_mask is not None and attn_mask.requires_grad):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device="meta")
+        if query.ndim != 4 or (mask is not None and mask.requires_grad):
             return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale
+                query, key, value, mask, call.dropout_p, is_causal=call.is_causal, scale=call.scale
             )
         aten: Any = torch.ops.aten
         if self._device.type == "cuda":
-            mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+            spread = None if mask is None else mask.expand(*query.shape[:-1], key.shape[-2])
             found = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
-                query, key, value, mask, True, dropout_p, is_causal, scale=scale
+                query, key, value, spread, True, call.dropout_p, call.is_causal, scale=call.scale
             )
         else:
             found = aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+                query, key, value, call.dropout_p, call.is_causal, attn_mask=mask, scale=call.scale
             )
         attended: Tensor = found[0]
         return attended

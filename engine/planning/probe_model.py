@@ -20,7 +20,7 @@ from engine.factors.representation import Foreseen, choose
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer
-from engine.model.activation_memory import Saved, trace_saved_bytes
+from engine.model.activation_memory import GradientCopies, Saved, trace_saved_bytes
 from engine.model.batches import Batch, map_tensors, tensors
 from engine.model.dtype_casts import casts_of, settle_casts
 from engine.model.outputs import call_model, predict
@@ -187,10 +187,11 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     batch = next(job.batches())
     roles = [role for layer in survey.treated for role in layer.roles]
     watched = {role.module: job.collection.exact_trace or isinstance(role, BlockLayer) for role in roles}
-    copied = {role.module: AT_A_NORMALISATION for role in roles if isinstance(role, BlockLayer)}
-
-    # whether any is, the first batch cannot say for the others
-    padded = batch.mask is not None
+    copies = GradientCopies(
+        outputs={role.module: AT_A_NORMALISATION for role in roles if isinstance(role, BlockLayer)},
+        # whether any position is padding, the first batch cannot say for the others
+        padded=batch.mask is not None,
+    )
 
     # a recurrent kernel saves other things than the steps that stand in its place
     kernels = [layer for layer in survey.treated if isinstance(layer.module, (nn.RNNBase, nn.RNNCellBase))]
@@ -208,9 +209,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     # a direction that overflows is pulled back again, through the same graph; and so is another direction
     repeated = job.precision.amp == "fp16"
     retained = repeated or job.collection.fisher == "type2" or job.collection.samples > 1
-    saved, recomputed, met, normalised = trace_saved_bytes(
-        run, sizes, job.model, watched, copied, padded=padded, retained=retained
-    )
+    saved, recomputed, met, normalised = trace_saved_bytes(run, sizes, job.model, watched, copies, retained=retained)
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen

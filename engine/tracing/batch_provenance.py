@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.model.tensor_storage import storage_of
+from engine.tracing.torch_functions import Operation
 
 _PLACES = frozenset(
     {"gather", "scatter", "scatter_add", "scatter_reduce", "index_copy", "index_add", "index_fill", "index_put", "put"}
@@ -122,12 +123,22 @@ def batch_first(tensor: Tensor, examples: int) -> Rows | None:
     return Rows(dim=0, minor=tensor.shape[0] // examples, size=tensor.shape[0])
 
 
-def followed(
-    name: str, entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any], left: Tensor, examples: int
-) -> Rows | None:
-    """The rows of ``left``, which the operation ``name`` made of ``entered``; None where they are not known."""
-    if name in _PLACES and _rearranges(name, args, kwargs, left.ndim, rows.dim):
-        return replace(rows, labels=None) if _puts_back(name, entered, rows, args, left) else None
+def follow_rows(operation: Operation, entered: Tensor, rows: Rows, left: Tensor, examples: int) -> Rows | None:
+    """Follow the rows of a tensor through an operation.
+
+    Args:
+        operation: The operation.
+        entered: Data among its tensors, of any shape.
+        rows: The rows of ``entered``.
+        left: What the operation returned, of any shape.
+        examples: N.
+
+    Returns:
+        The rows of ``left``; None where they are not known.
+    """
+    name, args, kwargs = operation.name, operation.args, operation.kwargs
+    if name in _PLACES and _rearranges(operation, left.ndim, rows.dim):
+        return replace(rows, labels=None) if _puts_back(operation, entered, rows, left) else None
     packing = _PACKINGS.get(name)
     if left is entered or packing is not None:
         return rows if packing is None else packing(rows, args, left)
@@ -140,7 +151,7 @@ def followed(
         return viewed if viewed is not None else _cut(entered, rows, left)
     if name in _RESHAPES and entered.numel() == left.numel():
         return _viewed(entered.shape, _steps(entered.shape), rows, left.shape, _steps(left.shape), examples)
-    return _kept(name, entered, rows, args, kwargs, left)
+    return _kept(operation, entered, rows, left)
 
 
 def _indexed_by(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
@@ -152,17 +163,19 @@ def _selected(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[
     return _picked(rows, index, rows.dim) if dim % entered.ndim == rows.dim else rows
 
 
-def _puts_back(name: str, entered: Tensor, rows: Rows, args: Sequence[Any], left: Tensor) -> bool:
-    """Whether what was picked is put to the very places that it was picked from."""
-    if name not in ("index_add", "index_copy") or rows.labels is None or len(args) < 4:
+def _puts_back(operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> bool:
+    """Tell whether what was picked is put to the very places that it was picked from."""
+    args = operation.args
+    if operation.name not in ("index_add", "index_copy") or rows.labels is None or len(args) < 4:
         return False
     if args[3] is not entered or args[2] is not rows.labels:
         return False
     return bool(args[1] == rows.dim and left.shape[rows.dim] == rows.size)
 
 
-def _rearranges(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dimensions: int, dim: int) -> bool:
-    """Whether one of ``_PLACES`` works along ``dim``, or may."""
+def _rearranges(operation: Operation, dimensions: int, dim: int) -> bool:
+    """Tell whether one of ``_PLACES`` works along ``dim``, or may."""
+    name, args, kwargs = operation.name, operation.args, operation.kwargs
     if name == "setitem":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return _part_at(list(index), dimensions, dim)[0] != slice(None)
@@ -174,10 +187,9 @@ def _rearranges(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dimen
     return any(not isinstance(place, int) or place % dimensions == dim for place in along)
 
 
-def _kept(
-    name: str, entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any], left: Tensor
-) -> Rows | None:
-    """The rule of all other operations: a dimension that keeps its place and size keeps its meaning."""
+def _kept(operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
+    """Apply the rule of all other operations: a dimension that keeps its place and size keeps its meaning."""
+    name, args, kwargs = operation.name, operation.args, operation.kwargs
     here, dim = entered.shape[rows.dim], rows.dim
     if left.ndim < entered.ndim:
         reduced = kwargs.get("dim", args[1] if len(args) > 1 else None)

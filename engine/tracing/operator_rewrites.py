@@ -216,15 +216,14 @@ def _affine(mode: Watch, plain: Tensor, weight: Tensor | None, bias: Tensor | No
         return scaled if bias is None else scaled + bias.view(shape)
 
 
-def _layer_norm(
-    mode: Watch,
-    entered: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,  # noqa: ARG001 - torch's own signature
-) -> Any:  # noqa: ANN401
+def _norm_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None, float]:
+    """Return weight, bias and epsilon, which torch's layer and group norm take after the first two arguments."""
+    given = dict(zip(("weight", "bias", "eps"), args, strict=False)) | dict(kwargs)
+    return given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+
+
+def _layer_norm(mode: Watch, entered: Tensor, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    weight, bias, eps = _norm_options(args, kwargs)
     with mode:
         plain = torch.layer_norm(entered, shape, None, None, eps)
     return _affine(mode, plain, weight, bias, tuple(shape))
@@ -238,32 +237,16 @@ def _rms_norm(
     return _affine(mode, plain, weight, None, tuple(shape))
 
 
-def _group_norm(
-    mode: Watch,
-    entered: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,  # noqa: ARG001 - torch's own signature
-) -> Any:  # noqa: ANN401
+def _group_norm(mode: Watch, entered: Tensor, groups: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    weight, bias, eps = _norm_options(args, kwargs)
     with mode:
         plain = torch.group_norm(entered, groups, None, None, eps)
     return _affine(mode, plain, weight, bias, (1, -1, *[1] * (entered.ndim - 2)))
 
 
-def _batch_norm(
-    mode: Watch,
-    entered: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    *rest: Any,  # noqa: ANN401 - as torch takes them: momentum, eps, whether cudnn may
-) -> Any:  # noqa: ANN401
-    """By running statistics: with those of the batch one example's output depends on the others."""
-    _, eps, _ = rest
+def _batch_norm(mode: Watch, entered: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Any) -> Any:  # noqa: ANN401
+    """Normalise by running statistics: with those of the batch one example's output depends on the others."""
+    mean, variance, training, _, eps, _ = statistics
     if training or mean is None or variance is None or any(map(mode.is_derived, (entered, mean, variance))):
         return NotImplemented
     shape = (1, -1, *[1] * (entered.ndim - 2))

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.memory.out_of_memory import is_unexplained
 from engine.row_layout.layer_calls import version
-from engine.tracing.batch_provenance import Rows, batch_first, followed
+from engine.tracing.batch_provenance import Rows, batch_first, follow_rows
 from engine.tracing.derived_weights import Derivation
 from engine.tracing.scattered_rows import SCATTERS, joined, scattered, source_of
 from engine.tracing.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
@@ -217,7 +217,7 @@ class Marks:
 
     def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
         try:
-            return followed(operation.name, entered, rows, operation.args, operation.kwargs, left, self.examples)
+            return follow_rows(operation, entered, rows, left, self.examples)
         except Exception as error:
             if not is_unexplained(error):
                 raise
