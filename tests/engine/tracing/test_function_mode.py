@@ -115,7 +115,7 @@ def test_an_error_in_the_following_declares_the_parameter_and_blames_nobody(
     if failing == "rewrite":
         monkeypatch.setattr(function_mode, "REWRITES", dict(function_mode.REWRITES, layer_norm=fail))
     else:
-        monkeypatch.setattr(tensor_marks, "followed", fail)
+        monkeypatch.setattr(tensor_marks, "follow_rows", fail)
     model = Queried(lambda own, h: functional.layer_norm(torch.sin(h), (4,), own.p), 4)
     errors, reasons = traces_by_layer(model, *data())
     assert reasons == {"p": "unknown_operation"}
