@@ -15,7 +15,7 @@ from torch import nn
 
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import Gathered
+from engine.collection.collection_state import CollectionState
 from engine.collection.ekfac_passes import corrected
 from engine.collection.first_check import DRAWN, Verification, explained
 from engine.collection.normalise import flaw, foreseen_flaw
@@ -129,7 +129,7 @@ def _warn_of_other_numerics(job: PassJob) -> None:
         log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
 
 
-def _corrections(job: PassJob, sums: Gathered, plan: Plan) -> Mapping[str, Callable[[], Corrected]]:
+def _corrections(job: PassJob, sums: CollectionState, plan: Plan) -> Mapping[str, Callable[[], Corrected]]:
     """Run the passes that re-estimate eigenvalues, where EK-FAC is asked for."""
     if not job.collection.ekfac:
         return {}
@@ -210,14 +210,14 @@ def _finished(
     job: PassJob,
     survey: Survey,
     trainable: int,
-    gathered: Gathered,
+    state: CollectionState,
     plan: Plan,
     corrections: Mapping[str, Callable[[], Corrected]],
 ) -> Collected:
     declared: list[DeclaredLayer] = list(survey.declared)
     covered: list[LayerStatistics] = []
     for layer in survey.treated:
-        found = gathered.statistics[layer.name]
+        found = state.statistics[layer.name]
         reason = flaw(found, job.collection)
         if reason is None:
             covered.append(found)
@@ -237,7 +237,7 @@ def _finished(
     for found, group in parts:
         own = _facts(job, found, group, ordinals)
         facts.append(dataclasses.replace(own, **_proved(job, found.layer), **_varied(job, found, group)))
-    factors = [gathered.factors[name] for name in names]
+    factors = [state.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return Collected(
         layers=tuple(facts),
@@ -247,9 +247,9 @@ def _finished(
             )
         ),
         trainable_parameters=trainable,
-        examples=gathered.examples,
-        updates=gathered.updates,
-        passes=gathered.passes,
+        examples=state.examples,
+        updates=state.updates,
+        passes=state.passes,
         collection=dataclasses.replace(job.collection),
         woodbury=job.workspace.options.woodbury,
         device="cpu",
@@ -257,13 +257,13 @@ def _finished(
         micro_batch=plan.chosen.micro_batch,
         amp=job.precision.amp,
         amp_fallback=job.precision.fallback,
-        loss_scale=gathered.loss_scale if job.precision.amp == "fp16" else None,
+        loss_scale=state.loss_scale if job.precision.amp == "fp16" else None,
         planned_peak_bytes=plan.largest_peak_bytes,
-        nondeterministic=tuple(sorted(gathered.nondeterministic)),
+        nondeterministic=tuple(sorted(state.nondeterministic)),
         not_replayed=job.numerics.not_replayed(job.workspace.resume.numerics),
         load=lambda ordinal: factors[ordinal](),
         load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
-        nested=by_ordinal(job.sizes, gathered, tuple(facts)),
+        nested=by_ordinal(job.sizes, state, tuple(facts)),
     )
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import Cursor, Gathered, Snapshot, bit_sum
-from engine.collection.statistics_state import counts, put, set_counts, state
+from engine.collection.collection_state import CollectionState, Cursor, Snapshot, bit_sum
+from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.errors import Unwinding
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import Waiting
@@ -109,12 +109,12 @@ class Checkpoints:
             self.discard(str(foreign))
             return None
 
-    def under_way(self, number: int, gathered: Gathered) -> Resumed | None:
+    def under_way(self, number: int, state: CollectionState) -> Resumed | None:
         """Find the checkpoint of one pass that this attempt or an earlier one has saved before the pass ended.
 
         Args:
             number: The pass, from 0.
-            gathered: State of the collection, whose shared and unmasked layers the checkpoint must agree with.
+            state: State of the collection, whose shared and unmasked layers the checkpoint must agree with.
 
         Returns:
             The checkpoint; None where there is none of this pass, or it was made of other layers.
@@ -123,7 +123,7 @@ class Checkpoints:
         inside = found is not None and found.cursor.number == number and bool(found.running)
         if not inside or found is None:
             return None
-        return found if (found.shared, found.unmasked) == (gathered.shared, gathered.unmasked) else None
+        return found if (found.shared, found.unmasked) == (state.shared, state.unmasked) else None
 
     def _read(self) -> Resumed:
         """Read the manifest.
@@ -248,13 +248,13 @@ class Checkpoints:
         """Whether a checkpoint now costs little against the time since the last, whatever the interval."""
         return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= _SHARE * self._took
 
-    def save(self, cursor: Cursor, running: Sequence[LayerStatistics], gathered: Gathered) -> None:
+    def save(self, cursor: Cursor, running: Sequence[LayerStatistics], state: CollectionState) -> None:
         """Write a checkpoint, its manifest last; where the disk refuses, the one before stays valid.
 
         Args:
             cursor: Position in the pass under way.
             running: Sums of that pass; empty between two passes.
-            gathered: State of the collection.
+            state: State of the collection.
 
         Memory:
             One tensor on the host, where the sums are on a device.
@@ -269,15 +269,15 @@ class Checkpoints:
                 "serial": serial,
                 "conditions": self.conditions,
                 "cursor": asdict(cursor),
-                "passes": gathered.passes,
-                "shared": gathered.shared,
-                "unmasked": sorted(gathered.unmasked),
-                "finished": {name: counts(each) for name, each in gathered.statistics.items()},
-                "waiting": {name: asdict(each) for name, each in gathered.waiting.items()},
-                "nondeterministic": sorted(gathered.nondeterministic),
-                "nested": [asdict(each) for each in gathered.nested.values()],
+                "passes": state.passes,
+                "shared": state.shared,
+                "unmasked": sorted(state.unmasked),
+                "finished": {name: counts(each) for name, each in state.statistics.items()},
+                "waiting": {name: asdict(each) for name, each in state.waiting.items()},
+                "nondeterministic": sorted(state.nondeterministic),
+                "nested": [asdict(each) for each in state.nested.values()],
                 "running": {each.layer.name: counts(each) for each in running},
-                "self_check": {} if gathered.self_check is None else gathered.self_check.state(),
+                "self_check": {} if state.self_check is None else state.self_check.state(),
                 "files": files,
             }
             self._scratch.save_json(MANIFEST, {"body": body, "sha256": _sha256(body)})
@@ -315,7 +315,7 @@ class Checkpoints:
             if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):
                 yield "buffer", name, "", buffer.detach()
         for each in running:
-            for entry, value in state(each).items():
+            for entry, value in state_of(each).items():
                 if isinstance(value, Tensor):
                     yield "sums", each.layer.name, entry, value
 

@@ -34,7 +34,7 @@ class Snapshot:
 
 
 @dataclass(kw_only=True)
-class Gathered:
+class CollectionState:
     """The sums and factors of the passes over the data so far."""
 
     statistics: dict[str, LayerStatistics]

@@ -12,7 +12,7 @@ from engine.accumulation.layer_statistics import LayerStatistics, factor_sides
 from engine.accumulation.loss_head import LossHead
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.checkpoints import Checkpoints, Resumed
-from engine.collection.collection_state import Cursor, Gathered
+from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.nan_check import witnessed
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob, PlannedPass
@@ -66,14 +66,14 @@ class Progress:
 
 
 def run_pass(
-    job: PassJob, planned: PlannedPass, gathered: Gathered, checkpoints: Checkpoints, found: Resumed | None
+    job: PassJob, planned: PlannedPass, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
 ) -> tuple[LayerStatistics, ...]:
     """Gather the sums of some layers in one pass over the data, or in the rest of it.
 
     Args:
         job: The model with its data and task, and how passes run it.
         planned: The layers of this pass.
-        gathered: State of the collection, which takes the counts of examples and updates, and smaller sample sizes.
+        state: State of the collection, which takes the counts of examples and updates, and smaller sample sizes.
         checkpoints: Saves checkpoints at their interval.
         found: The checkpoint to go on from; None begins the pass anew.
 
@@ -85,10 +85,10 @@ def run_pass(
         CheckpointForeign: If the checkpoint does not belong to these data.
         SharingBroken, MaskBroken, InputOverwritten: If a batch contradicts what the probe showed of the layers.
     """
-    job = job.without_masks(gathered.unmasked)
+    job = job.without_masks(state.unmasked)
     workspace, collection = job.workspace, job.collection
     progress = Progress(workspace, planned.number, planned.count)
-    by_name = _allocated(job, planned, gathered.shared)
+    by_name = _allocated(job, planned, state.shared)
     all_statistics = tuple(by_name.values())
     wanted = collection.fisher != "forward_only"
     collector = Collector(
@@ -98,7 +98,7 @@ def run_pass(
         places=job.places,
         masking=job.masking,
         orders=job.orders,
-        overwritten=gathered.overwritten,
+        overwritten=state.overwritten,
         head=_head(job, planned.layers),
     )
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
@@ -132,17 +132,17 @@ def run_pass(
             cursor.take(arrived, checked=checked)
             eighths = None if job.sizes is None else job.sizes.crossed(before, cursor.read)
             if job.sizes is not None and eighths is not None:
-                snapshot = gathered.snapshot(eighths, cursor.examples)
-                keep_size(job.sizes, snapshot, all_statistics, gathered, collection, job.dtype)
+                snapshot = state.snapshot(eighths, cursor.examples)
+                keep_size(job.sizes, snapshot, all_statistics, state, collection, job.dtype)
             progress.report(cursor.batches, batch_count)
             workspace.machine.curve.sample(f"pass {progress.number + 1}", "within", workspace.machine.device)
             if checkpoints.due():
-                checkpoints.save(cursor, all_statistics, gathered)
+                checkpoints.save(cursor, all_statistics, state)
     if collection.ekfac and checkpoints.worth():
         # the correction has no checkpoints of its own: whoever is killed in it begins it anew, and nothing before it
-        checkpoints.save(cursor, all_statistics, gathered)
+        checkpoints.save(cursor, all_statistics, state)
     _require_terms(job, cursor, all_statistics)
-    gathered.examples, gathered.updates, gathered.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
+    state.examples, state.updates, state.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
     return all_statistics
 
 
@@ -209,13 +209,13 @@ def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> di
             statistics.flaw = "batch_not_first"
         statistics.allocate(job.dtype, job.workspace.machine.device)
         if job.collection.batch_variance:
-            _gather_variance_(statistics, job.collection.fisher)
+            _begin_variance_(statistics, job.collection.fisher)
         by_name[layer.name] = statistics
     return by_name
 
 
-def _gather_variance_(statistics: LayerStatistics, fisher: str) -> None:
-    """Let the sums that a layer holds itself have their variance over batches gathered.
+def _begin_variance_(statistics: LayerStatistics, fisher: str) -> None:
+    """Begin the variance over batches of the sums that a layer holds itself.
 
     Memory:
         A second set of those sums.

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import Gathered
+from engine.collection.collection_state import CollectionState
 from engine.collection.data_pass import update
 from engine.collection.normalise import flaw
 from engine.collection.pass_job import PassJob
@@ -60,12 +60,12 @@ class _Waiting:
         )
 
 
-def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) -> dict[str, Load]:
+def corrected(job: PassJob, state: CollectionState, parts: Sequence[Sequence[str]]) -> dict[str, Load]:
     """Re-estimate the eigenvalues of every covered layer in the eigenbases of its factors.
 
     Args:
         job: The model with its data and task, and how passes run it.
-        gathered: State of the collection: its factors, and the layers that share an A.
+        state: State of the collection: its factors, and the layers that share an A.
         parts: Names of the layers of each pass.
 
     Returns:
@@ -78,26 +78,26 @@ def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) 
         Bases and eigenvalues of one pass's layers; those of all of them on the host, unless they
         are spilled, which they are where there are several passes and a scratch place.
     """
-    job = job.without_masks(gathered.unmasked)
+    job = job.without_masks(state.unmasked)
     scratch = job.workspace.ports.scratch if len(parts) > 1 else None
     loads: dict[str, Load] = {}
     holders: dict[str, str] = {}
-    needed = [[name for name in part if _covered(job, gathered, name)] for part in parts]
-    total = sum(any(not _exact(gathered.statistics[name].layer) for name in part) for part in needed)
+    needed = [[name for name in part if _covered(job, state, name)] for part in parts]
+    total = sum(any(not _exact(state.statistics[name].layer) for name in part) for part in needed)
     done = 0
     for part in needed:
-        known = [gathered.statistics[name] for name in part]
+        known = [state.statistics[name] for name in part]
         bases: dict[str, Tensor] = {}
-        sums = [_prepared(job, each, gathered, bases) for each in known if not _exact(each.layer)]
+        sums = [_prepared(job, each, state, bases) for each in known if not _exact(each.layer)]
         if sums:
-            _guarded_run(replace(job, overwritten=gathered.overwritten), tuple(sums), done, total)
+            _guarded_run(replace(job, overwritten=state.overwritten), tuple(sums), done, total)
             done += 1
-            gathered.passes += 1
+            state.passes += 1
         by_name = {each.layer.name: each for each in sums}
         for found in known:
             leader = _leader(found)
             own = by_name.get(found.layer.name)
-            made = _block(job, gathered, found) if own is None else _of_parts(own, bases.get(leader))
+            made = _block(job, state, found) if own is None else _of_parts(own, bases.get(leader))
             for group, (name, correction) in enumerate(zip(found.layer.parts, made, strict=True)):
                 _require_finite(name, correction)
                 if scratch is None:
@@ -113,8 +113,8 @@ def corrected(job: PassJob, gathered: Gathered, parts: Sequence[Sequence[str]]) 
     return loads
 
 
-def _covered(job: PassJob, gathered: Gathered, name: str) -> bool:
-    return flaw(gathered.statistics[name], job.collection) is None
+def _covered(job: PassJob, state: CollectionState, name: str) -> bool:
+    return flaw(state.statistics[name], job.collection) is None
 
 
 def _exact(layer: TreatedLayer) -> bool:
@@ -127,11 +127,11 @@ def _leader(found: LayerStatistics) -> str:
 
 
 def _prepared(
-    job: PassJob, found: LayerStatistics, gathered: Gathered, bases: dict[str, Tensor]
+    job: PassJob, found: LayerStatistics, state: CollectionState, bases: dict[str, Tensor]
 ) -> CorrectionStatistics:
     """Zeroed eigenvalues of a layer, and its bases; ``bases`` holds each A's for whoever shares it."""
     layer, leader = found.layer, _leader(found)
-    factors = [gathered.factors[name]() for name in layer.parts]
+    factors = [state.factors[name]() for name in layer.parts]
     if layer.form == "kronecker" and leader not in bases:
         bases[leader] = torch.stack([_basis(job, each.A, each.layer) for each in factors])
     made = CorrectionStatistics(
@@ -234,9 +234,9 @@ def _of_parts(sums: CorrectionStatistics, basis_A: Tensor | None) -> list[Correc
     ]
 
 
-def _block(job: PassJob, gathered: Gathered, found: LayerStatistics) -> list[Corrected]:
+def _block(job: PassJob, state: CollectionState, found: LayerStatistics) -> list[Corrected]:
     """An exact block in its own eigenbasis; where only its diagonal is kept, that diagonal."""
-    return [_of_block(job, gathered.factors[name]()) for name in found.layer.parts]
+    return [_of_block(job, state.factors[name]()) for name in found.layer.parts]
 
 
 def _of_block(job: PassJob, factors: Factors) -> Corrected:

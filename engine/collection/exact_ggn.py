@@ -62,7 +62,7 @@ class Block:
         """Rows of the block."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
-    def gathered(self, gradients: Mapping[str, Tensor]) -> Tensor:
+    def join(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Join the block's numbers of some gradients.
 
         Args:
@@ -181,7 +181,7 @@ class GaussNewton:
                 probe = _signs(prediction.outputs, index, seed, number)
                 direction = root_product(prediction, probe, self.job.task)
                 gradients = _pulled_back(prediction.outputs, parameters, direction, last=number == numbers[-1])
-                found.append([block.gathered(gradients) for block in blocks])
+                found.append([block.join(gradients) for block in blocks])
             for total, vectors in zip(totals, found, strict=True):
                 for own, vector in zip(total, vectors, strict=True):
                     own.add_(vector, alpha=weight**0.5)
@@ -294,7 +294,7 @@ def _product(
     flaw = (inner.detach() - (tangent.detach() * pushed).sum()).abs() / size.clamp_min(precision.tiny)
     del gradients, inner
     direction = hessian_product(prediction, pushed, job.task)
-    return block.gathered(_pulled_back(outputs, own, direction, last=False)), flaw
+    return block.join(_pulled_back(outputs, own, direction, last=False)), flaw
 
 
 def _pulled_back(outputs: Tensor, parameters: dict[str, Tensor], direction: Tensor, *, last: bool) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.probability_rows import ProbabilityRows
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.tied_statistics import TiedHeadStatistics
-from engine.collection.collection_state import Gathered
+from engine.collection.collection_state import CollectionState
 from engine.errors import NonFiniteFactor
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.kronecker_factors import Factors, mirrored_, to_storage
@@ -36,7 +36,7 @@ StoredSide = tuple[Tensor | Structured, float]
 def keep(
     workspace: Workspace,
     dtype: torch.dtype,
-    gathered: Gathered,
+    state: CollectionState,
     statistics: tuple[LayerStatistics, ...],
     *,
     aside: bool,
@@ -46,7 +46,7 @@ def keep(
     Args:
         workspace: The job: its options and its scratch place.
         dtype: Precision of the sums.
-        gathered: State of the collection, which takes the factors or their places.
+        state: State of the collection, which takes the factors or their places.
         statistics: Sums of the layers of the pass; they are overwritten and freed.
         aside: Whether the factors are spilled, where there is a scratch place.
 
@@ -55,7 +55,7 @@ def keep(
     """
     leaders = {found.leader.layer.name for found in statistics if found.leader is not None}
     shared: dict[str, list[Stored]] = {}
-    parts = (part for known in gathered.statistics.values() for part in known.layer.parts)
+    parts = (part for known in state.statistics.values() for part in known.layer.parts)
     places = {part: place for place, part in enumerate(parts)}
     for found in statistics:
         if flaw(found, workspace.options.collection) is not None:
@@ -64,10 +64,10 @@ def keep(
         for factors in finished(found, workspace.options.collection, dtype, shared):
             part = factors.layer
             if aside and workspace.ports.scratch is not None:
-                waiting = lay_aside(workspace.ports.scratch, factors, str(places[part]), gathered.waiting.get(leader))
-                gathered.waiting[part], gathered.factors[part] = waiting, partial(waiting.load, workspace.ports.scratch)
+                waiting = lay_aside(workspace.ports.scratch, factors, str(places[part]), state.waiting.get(leader))
+                state.waiting[part], state.factors[part] = waiting, partial(waiting.load, workspace.ports.scratch)
             else:
-                gathered.factors[part] = partial(_same, factors)
+                state.factors[part] = partial(_same, factors)
         if found.layer.name not in leaders:
             shared.pop(found.layer.name, None)
     for found in statistics:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
-from engine.collection.collection_state import Cursor, Gathered
+from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import run_pass, statistics_kind
 from engine.collection.normalise import keep
 from engine.collection.oom_fallback import described, lower
@@ -45,7 +45,7 @@ def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors
         workspace.ports.announce_plan(plan.as_json() | {"numerics": asdict(numerics)} | missed)
 
 
-def run_passes(probed: ProbedModel, plan: Plan) -> Gathered:
+def run_passes(probed: ProbedModel, plan: Plan) -> CollectionState:
     """Run the passes of a plan over the data, from an earlier attempt's checkpoint where there is one.
 
     Args:
@@ -62,60 +62,60 @@ def run_passes(probed: ProbedModel, plan: Plan) -> Gathered:
     conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
 
-    def fresh() -> Gathered:
+    def fresh() -> CollectionState:
         # dictionaries of its own, each time: what an attempt that failed put into them is gone with it
-        return Gathered(
+        return CollectionState(
             statistics={}, factors={}, shared=probed.probe.shared, nondeterministic=job.heard, self_check=job.self_check
         )
 
     found = checkpoints.find()
     try:
-        gathered = fresh() if found is None else _resumed(job, surveyed, found)
-        return _gather(probed, plan, gathered, checkpoints, found)
+        state = fresh() if found is None else _resumed(job, surveyed, found)
+        return _run_parts(probed, plan, state, checkpoints, found)
     except CheckpointForeign as foreign:
         checkpoints.discard(str(foreign))
-        return _gather(probed, plan, fresh(), checkpoints, None)
+        return _run_parts(probed, plan, fresh(), checkpoints, None)
 
 
-def _gather(
-    probed: ProbedModel, plan: Plan, gathered: Gathered, checkpoints: Checkpoints, found: Resumed | None
-) -> Gathered:
+def _run_parts(
+    probed: ProbedModel, plan: Plan, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
+) -> CollectionState:
     job = probed.job
     number, again = 0 if found is None else found.cursor.number, False
-    gathered.chosen = plan.chosen
+    state.chosen = plan.chosen
     if found is not None and number == len(plan.chosen.parts):
         job.workspace.ports.log("info", "collection resumed after its last batch: every factor waits already")
-    while number < len(gathered.chosen.parts):
-        before = gathered.settled()
-        missed = _attempted(probed, gathered, number, checkpoints, found)
+    while number < len(state.chosen.parts):
+        before = state.settled()
+        missed = _attempted(probed, state, number, checkpoints, found)
         found = None
         if missed is None:
             number, again = number + 1, False
             continue
         # outside of the except block, whose traceback held the sums
-        gathered.restore(before)
+        state.restore(before)
         free_memory(job.workspace.machine.device)
         again = not again
         if again:
-            found = checkpoints.under_way(number, gathered)
-            gathered.passes += found is not None
+            found = checkpoints.under_way(number, state)
+            state.passes += found is not None
             continue
-        gathered.chosen = _lower(job, gathered, number, missed)
-        plan = replace(plan, chosen=gathered.chosen)
-        job = replace(job, micro_batch=gathered.chosen.micro_batch)
+        state.chosen = _lower(job, state, number, missed)
+        plan = replace(plan, chosen=state.chosen)
+        job = replace(job, micro_batch=state.chosen.micro_batch)
         probed = replace(probed, job=job)
         checkpoints.conditions = _conditions(job, probed.survey, plan) if job.workspace.saves_checkpoints else {}
-    return gathered
+    return state
 
 
 def _attempted(
-    probed: ProbedModel, gathered: Gathered, number: int, checkpoints: Checkpoints, found: Resumed | None
+    probed: ProbedModel, state: CollectionState, number: int, checkpoints: Checkpoints, found: Resumed | None
 ) -> PlanningError | None:
     """Make one pass and its factors; where memory runs out, report it and keep no reference to the pass's tensors."""
     guard = probed.job.workspace.machine.guard
     free = guard.free_bytes("device"), guard.free_bytes("host")
     try:
-        _pass(probed, gathered, number, checkpoints, found)
+        _pass(probed, state, number, checkpoints, found)
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
@@ -126,7 +126,7 @@ def _attempted(
         what="the collection",
         layer=None,
         stage="collection",
-        rung=described(gathered.chosen),
+        rung=described(state.chosen),
         foreseen_device_bytes=0 if guard.plan is None else guard.plan.stage_bytes("device", "collection"),
         foreseen_host_bytes=0 if guard.plan is None else guard.plan.stage_bytes("host", "collection"),
         free_device_bytes=free[0],
@@ -137,7 +137,7 @@ def _attempted(
     return missed
 
 
-def _lower(job: PassJob, gathered: Gathered, number: int, missed: PlanningError) -> Chosen:
+def _lower(job: PassJob, state: CollectionState, number: int, missed: PlanningError) -> Chosen:
     """The next rung, which the job's plan holds from now on.
 
     Raises:
@@ -146,7 +146,7 @@ def _lower(job: PassJob, gathered: Gathered, number: int, missed: PlanningError)
     workspace = job.workspace
     whole = min(job.collection.batch_size, workspace.inputs.examples or job.collection.batch_size)
     aside = workspace.ports.scratch is not None
-    chosen = lower(gathered.chosen, number, whole, gathered.shared, aside=aside)
+    chosen = lower(state.chosen, number, whole, state.shared, aside=aside)
     if chosen is None:
         raise workspace.machine.guard.exhausted(missed, "take a smaller model, or measure it where more memory is free")
     workspace.ports.log("warning", f"the collection goes on with {described(chosen)} in place of {missed.rung}")
@@ -155,10 +155,10 @@ def _lower(job: PassJob, gathered: Gathered, number: int, missed: PlanningError)
 
 
 def _pass(
-    probed: ProbedModel, gathered: Gathered, number: int, checkpoints: Checkpoints, found: Resumed | None
+    probed: ProbedModel, state: CollectionState, number: int, checkpoints: Checkpoints, found: Resumed | None
 ) -> None:
     """One pass over the data, or the rest of it, and its factors."""
-    job, parts = probed.job, gathered.chosen.parts
+    job, parts = probed.job, state.chosen.parts
     several = len(parts) > 1
     layers = tuple(layer for layer in probed.survey.treated if layer.name in set(parts[number]))
     planned = PlannedPass(layers=layers, mixed=probed.probe.mixed, number=number, count=len(parts))
@@ -169,30 +169,30 @@ def _pass(
             resumed = {} if found is None else found.self_check
             job.self_check.restore(resumed or checked)
         # a pass that is gone on with was counted when it began
-        gathered.passes += found is None or not found.running
+        state.passes += found is None or not found.running
         here, found = found, None
         try:
             with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
-                statistics = run_pass(job, planned, gathered, checkpoints, here)
+                statistics = run_pass(job, planned, state, checkpoints, here)
             break
         except SharingBroken as broken:
             # rare: a model that feeds its layers differently from batch to batch
-            gathered.shared = {name: leader for name, leader in gathered.shared.items() if name not in broken.followers}
+            state.shared = {name: leader for name, leader in state.shared.items() if name not in broken.followers}
         except MaskBroken as broken:
             job.workspace.ports.log("info", f"padding takes part in {broken}: all of its positions count")
-            gathered.unmasked |= broken.calls
+            state.unmasked |= broken.calls
         except InputOverwritten as written:
-            gathered.overwritten |= set(written.layers)
+            state.overwritten |= set(written.layers)
     for each in statistics:
         each.end_pass_()
-    gathered.statistics |= {each.layer.name: each for each in statistics}
+    state.statistics |= {each.layer.name: each for each in statistics}
     with job.workspace.machine.operation(f"factors of pass {number + 1}", "collection"):
-        keep(job.workspace, job.dtype, gathered, statistics, aside=several)
+        keep(job.workspace, job.dtype, state, statistics, aside=several)
     if several and job.workspace.saves_checkpoints:
         # what waits on the disk is never collected again
-        after = Cursor(number=number + 1, examples=gathered.examples, updates=gathered.updates)
-        after.loss_scale = gathered.loss_scale
-        checkpoints.save(after, (), gathered)
+        after = Cursor(number=number + 1, examples=state.examples, updates=state.updates)
+        after.loss_scale = state.loss_scale
+        checkpoints.save(after, (), state)
 
 
 def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
@@ -210,9 +210,9 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
+def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> CollectionState:
     """Restore the state after the finished passes of an earlier attempt."""
-    gathered = Gathered(
+    state = CollectionState(
         statistics={},
         factors={},
         shared=found.shared,
@@ -230,13 +230,13 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> Gathered:
     job.heard.update(found.nondeterministic)
     treated = {layer.name: layer for layer in surveyed.treated}
     for name, stored in found.finished.items():
-        leader = gathered.statistics[found.shared[name]] if name in found.shared else None
+        leader = state.statistics[found.shared[name]] if name in found.shared else None
         # the sharing stands in what was stored
-        gathered.statistics[name] = statistics_kind(treated[name])(
+        state.statistics[name] = statistics_kind(treated[name])(
             layer=treated[name], sharing="", leader=leader, representation=job.representations.get(name, DENSE)
         )
-        set_counts(gathered.statistics[name], stored)
+        set_counts(state.statistics[name], stored)
     scratch = job.workspace.ports.scratch
     if scratch is not None:
-        gathered.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
-    return gathered
+        state.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
+    return state

@@ -44,7 +44,7 @@ def counts(statistics: LayerStatistics) -> dict[str, Any]:
     Returns:
         Every value that is not a tensor, by field.
     """
-    return {name: value for name, value in state(statistics).items() if not isinstance(value, Tensor)}
+    return {name: value for name, value in state_of(statistics).items() if not isinstance(value, Tensor)}
 
 
 def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
         statistics: Sums of the layer, whose fields are overwritten.
         stored: What ``counts`` has returned; fields that the layer does not have are passed over.
     """
-    for name in state(statistics).keys() & stored.keys():
+    for name in state_of(statistics).keys() & stored.keys():
         owner, _, own = name.partition(".")
         held = getattr(statistics, owner)
         if isinstance(held, _PARTS):
@@ -63,7 +63,7 @@ def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
             setattr(statistics, name, stored[name])
 
 
-def state(statistics: LayerStatistics) -> dict[str, Any]:
+def state_of(statistics: LayerStatistics) -> dict[str, Any]:
     """Collect every field of a layer's statistics but those that a new attempt sets itself, such as its staging.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from catalog.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import Gathered, Snapshot
+from engine.collection.collection_state import CollectionState, Snapshot
 from engine.collection.normalise import Stored, finished
 from engine.factors.factor_set import LayerFacts, NestedSize
 from engine.factors.spilled_factors import lay_aside
@@ -146,7 +146,7 @@ def keep_size(
     sizes: Sizes,
     snapshot: Snapshot,
     statistics: Sequence[LayerStatistics],
-    gathered: Gathered,
+    state: CollectionState,
     collection: Collection,
     dtype: torch.dtype,
 ) -> None:
@@ -156,14 +156,14 @@ def keep_size(
         sizes: The sizes of the collection, and where their factors are stored.
         snapshot: The size that is reached; it takes the places of the factors.
         statistics: Sums of the layers of the present pass, which are copied.
-        gathered: State of the collection: layers of earlier passes count towards the files' names.
+        state: State of the collection: layers of earlier passes count towards the files' names.
         collection: Options of the collection.
         dtype: Precision of the sums.
 
     Memory:
         A copy of one layer's sums, its factors, those A that layers to come share, and one packed triangle.
     """
-    first = len(gathered.statistics)
+    first = len(state.statistics)
     last = {(found.leader or found).layer.name: place for place, found in enumerate(statistics)}
     shared: dict[str, list[Stored]] = {}
     for place, found in enumerate(statistics):
@@ -181,12 +181,12 @@ def keep_size(
             shared.pop(holder, None)
 
 
-def by_ordinal(sizes: Sizes | None, gathered: Gathered, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
+def by_ordinal(sizes: Sizes | None, state: CollectionState, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
     """Return the smaller sample sizes as a factor set holds them.
 
     Args:
         sizes: The sizes of the collection; None where none were asked for.
-        gathered: State of the collection, with the places of their factors.
+        state: State of the collection, with the places of their factors.
         layers: The covered layers, in the order of the factor set.
 
     Returns:
@@ -196,7 +196,7 @@ def by_ordinal(sizes: Sizes | None, gathered: Gathered, layers: tuple[LayerFacts
         return ()
     shelf = sizes.shelf
     found = []
-    for _, snapshot in sorted(gathered.nested.items()):
+    for _, snapshot in sorted(state.nested.items()):
         bounds = [(facts, snapshot.rows[facts.name]) for facts in layers]
         waiting = [snapshot.waiting[facts.name] for facts in layers]
         found.append(
