@@ -128,14 +128,14 @@ class _Trace:
 
     @property
     def plain(self) -> int:
-        """Bytes held without checkpointing."""
+        """The bytes held without checkpointing."""
         together = dict(self.wanted)
         for group in self.held.values():
             together |= group
         return sum(together.values())
 
     def inputs(self, *, without: Mapping[int, int]) -> dict[nn.Module, int]:
-        """Bytes that each module's inputs add to what is held ``without`` them."""
+        """Return the bytes that each module's inputs add to what is held ``without`` them."""
         return {
             module: sum(self.wanted[each] for each in own if each not in without)
             for module, own in self.wanted_by.items()
@@ -161,7 +161,7 @@ class _Trace:
 
     @property
     def checkpointed(self) -> int:
-        """Bytes held with it: what is outside, what enters each layer, and the inside of the largest."""
+        """The bytes held with checkpointing: outside, at the entry of each layer, and inside the largest of them."""
         inside = max((sum(group.values()) for within, group in self.held.items() if within is not None), default=0)
         return sum((self.held.get(None, {}) | self.entered | self.wanted).values()) + inside
 

@@ -122,5 +122,5 @@ def _inverted(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) 
 
 
 def _below(total: Tensor, chance: Tensor) -> Tensor:
-    """``chance · total``, less than ``total`` whatever is rounded: beyond it lie impossible classes."""
+    """Return ``chance · total``, less than ``total`` whatever is rounded: beyond it are impossible classes."""
     return torch.minimum(chance * total, torch.nextafter(total, torch.zeros_like(total)))

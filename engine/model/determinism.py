@@ -25,7 +25,7 @@ _OTHER_ALERTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What products, sums and attention are computed with."""
+    """A record of what products, sums and attention are computed with."""
 
     device: str
     """Class of device: `cpu` or `cuda`."""

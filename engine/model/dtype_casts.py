@@ -26,11 +26,11 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 
 
 class OwnCasts(TorchFunctionMode):
-    """Within, ``kept`` dtypes stand for ``dtype``, and operands of two precisions meet in the wider one.
+    """A mode in which ``kept`` dtypes stand for ``dtype``, and operands of two precisions meet in the wider one.
 
     Args:
         kept: Dtypes of the model's tensors before they were converted.
-        dtype: What they were converted to.
+        dtype: The dtype that they were converted to.
     """
 
     def __init__(self, kept: frozenset[torch.dtype], dtype: torch.dtype) -> None:

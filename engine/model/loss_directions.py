@@ -231,7 +231,7 @@ def hessian_product(prediction: Prediction, vector: Tensor, task: Task) -> Tenso
 
 
 def _counted(prediction: Prediction, task: Task) -> Tensor:
-    """What each term weighs, (N, R, 1 or C); zero where it does not count."""
+    """Return the weight of each term, (N, R, 1 or C); zero for a term that does not count."""
     if task.likelihood == "model":
         raise NoLikelihood(
             "`loss: model` is a number without a known likelihood, so its Hessian is not known; name the loss",

@@ -28,7 +28,7 @@ _PATIENCE = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What the model computes in."""
+    """The precision that the model computes in."""
 
     amp: Literal["off", "bf16", "fp16"] = "off"
     """What is used."""

@@ -48,7 +48,7 @@ class Prediction:
 
     @property
     def divisor(self) -> float:
-        """What the mean loss divides the sum over these terms by."""
+        """The divisor by which the mean loss follows from the sum over these terms."""
         return self.terms if self.weighed is None else float(self.weighed.sum())
 
     @property
@@ -94,7 +94,7 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
 
 
 def _finite(outputs: Tensor) -> bool:
-    """Whether all are finite; one sum settles it, unless it overflows where none of them does."""
+    """Tell whether all outputs are finite; one sum settles it, unless it overflows where none of them does."""
     return bool(outputs.sum().isfinite()) or bool(torch.isfinite(outputs).all())
 
 
@@ -338,7 +338,7 @@ def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
 
 
 def _positive(outputs: Tensor, targets: Tensor | None, task: Task) -> Tensor | None:
-    """What the Hessian of each output (N, R, C) weighs: w where the label is 1, one where it is 0."""
+    """Return the weight of each output (N, R, C) in the Hessian: w where the label is 1, one where it is 0."""
     if targets is None:
         _require_labels(task.positive_weights, "positive_weights")
         return None

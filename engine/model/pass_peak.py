@@ -71,7 +71,7 @@ class StorageEvents(TorchDispatchMode):
 
     @property
     def held(self) -> list[int]:
-        """Bytes held after each event."""
+        """The bytes held after each event."""
         return list(accumulate(self.changes))
 
 
@@ -99,7 +99,7 @@ def _through(sizes: Sequence[int], fewer: int, more: int) -> Line:
 
 
 def _highest(lines: set[Line]) -> tuple[Line, ...]:
-    """Those of ``lines`` that no other line reaches or exceeds at every number of examples."""
+    """Select the lines that no other line reaches or exceeds at every number of examples."""
     kept: list[Line] = []
     for fixed, each in sorted(lines, key=lambda line: (line[1], line[0]), reverse=True):
         if not kept or fixed > kept[-1][0]:

@@ -88,7 +88,7 @@ def _full_precision() -> Iterator[None]:
 
 
 def _switches() -> list[tuple[Any, str, Any]]:
-    """What decides the precision of products, as (place, attribute, value that rounds nothing)."""
+    """List the switches that decide the precision of products: (place, attribute, value that rounds nothing)."""
     backends: Any = torch.backends
     host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
     try:
