@@ -28,7 +28,7 @@ from engine.layers.patch_moments import Geometry, Patches
 
 _FORWARDS = {cls.forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 _COMPUTES = {cls._conv_forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
-"""What those call."""
+"""The functions that those call."""
 _TRANSPOSED_FORWARDS = {cls.forward for cls in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
 
 
@@ -95,7 +95,7 @@ class ConvolutionLayer(TreatedLayer):
         return Patches(image=_placed(inner, shape, [before for before, _ in shape.margins], dtype), shape=shape)
 
     def _skipped(self) -> list[int]:
-        """Per axis the step at which the input is read at all: a kernel of one place sees nothing between."""
+        """Return the step of each axis at which the input is read: a kernel of one place sees nothing between."""
         module = self.module
         ends = module._reversed_padding_repeated_twice  # noqa: SLF001 - likewise
         alone = zip(module.kernel_size, module.stride, reversed(ends[::2]), reversed(ends[1::2]), strict=True)

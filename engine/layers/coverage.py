@@ -62,7 +62,7 @@ class DeclaredLayer:
     parameters: tuple[str, ...]
     parameter_count: int
     why: str = ""
-    """What shows the reason, where there is more to say."""
+    """An explanation of the reason, where there is more to say."""
     open: bool = False
     """The operations that the parameters enter may still show layers."""
 

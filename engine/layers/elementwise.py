@@ -27,7 +27,7 @@ class BareLayer(TreatedLayer):
     count: int
     """Numbers it holds."""
     leading: bool
-    """It gets a dimension for the examples before it meets any data."""
+    """Whether it gets a dimension for the examples before it meets any data."""
     tensors: Mapping[str, Tensor]
     """The parameter, by its name."""
     held: int | None = None

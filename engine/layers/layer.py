@@ -36,7 +36,7 @@ class Use:
     """Which part of the layer was called, where it has several (``TreatedLayer.roles``)."""
 
     def without_input(self) -> "Use":
-        """The same call, its input let go."""
+        """Return the same call without its input."""
         return replace(self, entered=None)
 
     def of_examples(self, start: int, stop: int) -> "Use":
@@ -145,12 +145,12 @@ class TreatedLayer(ABC):
 
     @property
     def reason_uncalled(self) -> str:
-        """Why it is declared where no data call it."""
+        """The reason why it is not covered where no data call it."""
         return "no_gradient"
 
     @property
     def roles(self) -> tuple["TreatedLayer", ...]:
-        """What is called for it, each with modules of its own: itself, mostly."""
+        """The parts that are called, each with modules of its own; the layer itself, unless it has several."""
         return (self,)
 
     @property
@@ -177,7 +177,7 @@ class TreatedLayer(ABC):
 
     @cached_property
     def part_parameters(self) -> tuple[tuple[str, ...], ...]:
-        """What each of ``parts`` covers: the parameters, or one group's share of each."""
+        """The parameters that each of ``parts`` covers, or one group's share of each."""
         return tuple(zip(*(_numbered(name, self.groups) for name in self.parameters), strict=True))
 
     @abstractmethod

@@ -28,7 +28,7 @@ class LayerNormLayer(BlockLayer):
 
     @property
     def fan_out(self) -> int:
-        """The same: the map is elementwise."""
+        """The width of ``x̂``: the map is elementwise."""
         return self.fan_in
 
     def normalised(self, entered: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class RMSNormLayer(BlockLayer):
 
     @property
     def fan_out(self) -> int:
-        """The same: the map is elementwise."""
+        """The width of ``x̂``: the map is elementwise."""
         return self.fan_in
 
     def normalised(self, entered: Tensor) -> Tensor:
@@ -236,14 +236,14 @@ class BatchNormLayer(BlockLayer):
 
 
 def _channels_last(values: Tensor) -> Tensor:
-    """(N, C, …) as (P, C)."""
+    """Read (N, C, …) as rows (P, C)."""
     return values.movedim(1, -1).reshape(-1, values.shape[1])
 
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "norm_epsilon")
-"""What libraries call it."""
+"""Names that libraries give the epsilon."""
 _SCALES = (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4)
-"""Of inputs, small ones among them, on which an epsilon or a smallest root mean square shows."""
+"""Scales of inputs, small ones among them, on which an epsilon or a smallest root mean square shows."""
 
 
 def _epsilon(module: nn.Module, dtype: torch.dtype) -> float:

@@ -46,7 +46,7 @@ class Place:
 
 
 Places = frozenset[tuple[Place | None, Place | None]]
-"""Of weights and their biases in parameters."""
+"""Places of weights and their biases in parameters."""
 
 
 def place_of(view: Tensor, parameter: Tensor, name: str) -> Place | None:

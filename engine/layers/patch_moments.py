@@ -39,7 +39,7 @@ _Strip = tuple[tuple[_Interval, ...] | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """What a unit of work takes, as measured, in nanoseconds."""
+    """The nanoseconds that a unit of work takes, as measured."""
 
     product: float
     """One multiplication and addition within a large product."""
@@ -69,7 +69,7 @@ class Geometry:
     channels: int
     groups: int
     extents: tuple[int, ...]
-    """Of the padded image."""
+    """Sizes of the padded image."""
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -201,11 +201,11 @@ class Patches:
         return self._by_group(sums).view(self.shape.groups, -1)
 
     def _by_group(self, rows: Tensor) -> Tensor:
-        """(N, k, C) as (N, groups · k · C/groups)."""
+        """Arrange (N, k, C) as (N, groups · k · C/groups)."""
         return rows.view(*rows.shape[:2], self.shape.groups, -1).transpose(1, 2).reshape(rows.shape[0], -1)
 
     def _seen(self, image: Tensor) -> Iterator[Tensor]:
-        """What each place of the kernel sees, (N, *windows, C)."""
+        """Yield the part of the image that each place of the kernel sees, (N, *windows, C)."""
         shape = self.shape
         for place in _places(shape.kernel):
             cuts = [
@@ -256,7 +256,7 @@ class Patches:
                     staging.add_(block, lambda made, signed=signed: _add_signed_(signed, made.zero_()))  # type: ignore[misc]
 
     def _correlation(self, image: Tensor, shift: tuple[int, ...], strip: _Strip) -> Tensor:
-        """``Σ x[q]ᵀ x[q + s]`` over the positions q of ``strip``, ([groups,] own, own)."""
+        """Compute ``Σ x[q]ᵀ x[q + s]`` over the positions q of ``strip``, ([groups,] own, own)."""
         shape = self.shape
         moved = [by * dilation for by, dilation in zip(shift, shape.dilation, strict=True)]
         still = not any(moved)
@@ -286,7 +286,7 @@ def _add_signed_(found: list[tuple[int, Tensor]], block: Tensor) -> None:
 
 
 def _product(left: Tensor, other: Tensor | None, groups: int) -> Tensor:
-    """``leftᵀ other`` of each group's columns; without another of ``left`` itself, the upper triangle."""
+    """Multiply ``leftᵀ other`` by groups of columns; without another ``left`` by itself, the upper triangle."""
     rows, channels = left.shape
     right = left if other is None else other
     if groups == 1:
@@ -302,7 +302,7 @@ def _places(kernel: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _ranges(shape: Geometry, shift: tuple[int, ...]) -> list[_Interval]:
-    """Per axis the positions q for which neither q nor q + s lies in a margin."""
+    """Return for each axis the positions q such that neither q nor q + s is in a margin."""
     found = []
     for by, dilation, extent, (before, after) in zip(shift, shape.dilation, shape.extents, shape.margins, strict=True):
         first, last, moved = before, extent - after, by * dilation

@@ -60,7 +60,7 @@ def scale_of(module: nn.Embedding) -> float | None:
 
 
 def _answer(module: nn.Embedding, ids: Tensor, table: Tensor) -> Tensor | None:
-    """What ``module`` makes of ``ids`` (1, 3) with ``table`` in the place of its own; None where it refuses."""
+    """Return the answer of ``module`` to ``ids`` (1, 3) with ``table`` in place of its own; None where it refuses."""
     with torch.no_grad(), _in_the_place_of(module, table):
         try:
             answer: object = module.forward(ids)

@@ -18,7 +18,7 @@ from engine.layers.layer import TreatedLayer, Use
 from engine.layers.linear import LinearLayer
 
 NEAREST = "the nearest Kronecker product of the sum of both uses"
-"""What a tied layer's explanation says of its factors."""
+"""The part of a tied layer's explanation that is about its factors."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class TiedHeadLayer(TreatedLayer):
 
     @property
     def explanation(self) -> str:
-        """Who holds the weight."""
+        """The modules that hold the weight, and what its factors are."""
         return (
             f"{_listed((*self.table.holders, *self.head.holders))} hold one weight, as rows and as columns: {NEAREST}"
         )
@@ -156,7 +156,7 @@ def _merged(layers: Sequence[TreatedLayer], name: str, *, weight: bool, bias: bo
 
 
 def _alike(left: TreatedLayer, right: TreatedLayer) -> bool:
-    """Whether two modules do the same with a parameter."""
+    """Tell whether two modules do the same with a parameter."""
     if type(left) is not type(right):
         return False
     if isinstance(left, LinearLayer):

@@ -35,7 +35,7 @@ class Saved:
     inputs: Mapping[nn.Module, "Saved"] = field(default_factory=dict, compare=False)
     """The part of it that is not autograd's: what enters a treated layer, held for that layer alone."""
     others: tuple[tuple[int, int], ...] = ()
-    """What is held at other moments: bytes at any size, and bytes for each example."""
+    """The bytes that are held at other moments: some at any size, and some for each example."""
 
     def of(self, examples: int) -> int:
         """Return the bytes held for a number of examples, at the moment when they are most.
@@ -99,16 +99,16 @@ class _Trace:
     within: str | None = None
     held: dict[str | None, dict[int, int]] = field(default_factory=dict)
     order: dict[int, int] = field(default_factory=dict)
-    """All of them, as they came."""
+    """Bytes of every storage, in the order in which they came."""
     entered: dict[int, int] = field(default_factory=dict)
     """Storages that enter checkpointing layers."""
     wanted: dict[int, int] = field(default_factory=dict)
     """Inputs of treated layers, which the graph's hooks hold until the backward pass has ended."""
     wanted_by: dict[nn.Module, set[int]] = field(default_factory=dict)
-    """Of each module the storages among them that no other had wanted before."""
+    """The storages among them that no other module had wanted before, by module."""
     arrivals: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {False: [], True: []})
-    """Of each call of a treated layer, how many storages autograd held by then, and the bytes that its gradients
-    will take, or all that is made of them where that is known."""
+    """For each call of a treated layer, the storages that autograd held by then, and the bytes that its gradients
+    will take; True for those of ``GradientCopies.outputs``."""
     kept: list[Any] = field(default_factory=list)
     """The storages themselves: another one must not come to stand at the place of one let go."""
 

@@ -20,7 +20,7 @@ _OTHER_ALERTS = {
     "Deterministic behavior was enabled with": "cuBLAS without CUBLAS_WORKSPACE_CONFIG",
     "Memory Efficient attention defaults to": "memory-efficient attention",
 }
-"""How torch begins to say it in two other places, and what it means."""
+"""The beginnings of two other messages of torch, and the operations that they are about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Numerics:
     """The widest vector instructions of a CPU, or the compute capability of a device."""
     threads: int
     version: str
-    """Of torch."""
+    """Torch's version."""
     attention: tuple[str, ...]
     """Kernels of scaled dot-product attention that may be taken."""
     precision: str = "ieee"

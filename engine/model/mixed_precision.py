@@ -31,9 +31,9 @@ class Precision:
     """The precision that the model computes in."""
 
     amp: Literal["off", "bf16", "fp16"] = "off"
-    """What is used."""
+    """The precision that is used."""
     fallback: str | None = None
-    """Why it is not what was asked for."""
+    """The reason why it is not the one that was asked for; None where it is."""
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the forward pass runs.

@@ -151,7 +151,7 @@ def _plain(model: nn.Module) -> Iterator[None]:
 
 
 _EXPERTS = "_experts_implementation"
-"""Where Hugging Face's configurations keep how a mixture of experts is computed."""
+"""The entry of Hugging Face's configurations that decides how a mixture of experts is computed."""
 
 
 def _eager() -> contextlib.AbstractContextManager[object]:

@@ -31,7 +31,7 @@ Key = tuple[str, int]
 RECOMPUTED = -1
 """In place of that count where activation checkpointing runs a call again."""
 _CONTENT = ("input_ids", "inputs_embeds", "input_values", "input_features")
-"""What models call the content of their positions; where no input has such a name, it is the first that fits."""
+"""Names that models give the content of their positions; where no input has one, it is the first that fits."""
 Run = Callable[[Batch], tuple[list[Call], list[Tensor]]]
 """Calls of one forward pass, and the tensors that the model returned."""
 
@@ -49,9 +49,9 @@ class Masking:
     """Calls on which a batch's mask is laid."""
 
     proven: frozenset[Key] = frozenset()
-    """Those that have the mask's positions."""
+    """Calls that have the mask's positions."""
     refused: frozenset[Key] = frozenset()
-    """Those of which a batch has shown that the mask is not theirs."""
+    """Calls of which a batch has shown that the mask is not theirs."""
 
     def covers(self, key: Key) -> bool:
         """Tell whether the mask is laid on a call.
@@ -225,7 +225,7 @@ def _along(batch: Batch, shape: torch.Size) -> list[str]:
 
 
 def _with_other_content(batch: Batch, tail: Tensor) -> Batch | None:
-    """``batch`` with other ids or numbers where ``tail`` is; None where there are no others to take."""
+    """Put other ids or numbers where ``tail`` is; None where there are no others to take."""
     inputs: dict[str, object] = dict(batch.inputs)
     for name in _along(batch, tail.shape):
         value = inputs[name]
@@ -252,7 +252,7 @@ def _attempt(batch: Batch, run: Run) -> tuple[list[Call], list[Tensor]] | None:
 
 
 def _moved(one: Call, other: Call) -> Tensor | None:
-    """(P,) which rows of two inputs of one call differ by more than rounding; None where their shapes do."""
+    """Find the rows of two inputs of one call that differ by more than rounding, (P,); None for other shapes."""
     left, right = one.entered, other.entered
     if left.shape != right.shape:
         return None
@@ -263,7 +263,7 @@ def _moved(one: Call, other: Call) -> Tensor | None:
 
 
 def _differ(rows: Tensor, others: Tensor) -> Tensor:
-    """(P,) which rows (P, d) differ by more than rounding, or are not numbers."""
+    """Find the rows (P, d) that differ by more than rounding, or are not numbers, (P,)."""
     if not rows.is_floating_point():
         return (rows != others).any(1)
     tolerance = math.sqrt(torch.finfo(rows.dtype).eps)
@@ -272,7 +272,7 @@ def _differ(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def _reaches(returned: list[Tensor], others: list[Tensor], tail: Tensor) -> bool:
-    """Whether other content in masked positions changes anything but the outputs of these positions."""
+    """Tell whether other content in masked positions changes anything but the outputs of these positions."""
     for one, other in zip(returned, others, strict=False):
         if one.shape != other.shape or not one.is_floating_point() or not one.numel():
             continue
@@ -286,7 +286,7 @@ def _reaches(returned: list[Tensor], others: list[Tensor], tail: Tensor) -> bool
 
 
 def _losing(batch: Batch, run: Run, keys: set[Key]) -> set[Key]:
-    """Those of ``keys`` that lose a position of each example when the inputs along the mask lose one."""
+    """Find those of ``keys`` that lose a position of each example when the inputs along the mask lose one."""
     mask = batch.mask
     if mask is None:
         return set()

@@ -31,7 +31,7 @@ class RowOrders:
     """Calls whose rows do not stand example by example."""
 
     by_position: frozenset[Key] = frozenset()
-    """Those whose rows are the first of each example, then the second of each, and so on."""
+    """Calls with the first row of each example, then the second of each, and so on."""
     unordered: frozenset[str] = frozenset()
     """Parts of layers of which some call has rows in an order of their own, by name."""
 
@@ -144,7 +144,7 @@ def _order(together: Tensor, alone: Sequence[Tensor], count: int) -> Order:
 
 
 def _same_rows(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same rows, in whatever order."""
+    """Tell whether two tensors hold the same rows, in whatever order."""
     if left.shape != right.shape:
         return False
     if not left.is_floating_point():
@@ -154,7 +154,7 @@ def _same_rows(left: Tensor, right: Tensor) -> bool:
 
 
 def _mixes(together: Sequence[Tensor], alone: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether what the model returns for one example depends on the others."""
+    """Tell whether the model's outputs for one example depend on the others."""
     return any(
         output.shape[0] == len(alone) and not _close(output, torch.cat(list(own)))
         for output, *own in zip(together, *alone, strict=False)

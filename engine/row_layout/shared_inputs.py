@@ -20,7 +20,7 @@ class SharingBroken(Unwinding):
 
 @dataclass(frozen=True)
 class _Entered:
-    """What a sharing layer was last called with."""
+    """The last input of a sharing layer."""
 
     tensor: "weakref.ref[Tensor]"
     version: int

@@ -27,7 +27,7 @@ _RESHAPES = frozenset({"reshape", "view", "flatten", "unflatten", "reshape_as", 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Where the examples of a tensor are."""
+    """The place of the examples in a tensor."""
 
     dim: int
     """The dimension along which they lie."""
@@ -274,7 +274,7 @@ def _picked(rows: Rows, index: Tensor, dim: int) -> Rows:
 
 
 def _unless_in_order(labels: Tensor, size: int) -> Tensor | None:
-    """``labels``, unless what was picked is everything as it was: sorted for packing, say, and put back."""
+    """Return ``labels``, or None where everything was picked as it was: sorted for packing, say, and put back."""
     same = labels.shape == (size,) and torch.equal(labels, torch.arange(size, device=labels.device))
     return None if same else labels
 
@@ -329,7 +329,7 @@ def _indexed(entered: Tensor, rows: Rows, index: object) -> Rows | None:
 
 
 def _part_at(parts: list[Any], dimensions: int, dim: int) -> tuple[object, int]:
-    """Which part of an index is for dimension ``dim``, and where what it leaves of it stands."""
+    """Return the part of an index that is for dimension ``dim``, and the place of what it leaves of it."""
     if any(part is Ellipsis for part in parts):
         spot = next(place for place, part in enumerate(parts) if part is Ellipsis)
         used = sum(_width(part) for part in parts if part is not Ellipsis)

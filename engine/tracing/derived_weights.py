@@ -32,7 +32,7 @@ View = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Derivation:
-    """What one derived tensor was made of."""
+    """A record of how one derived tensor was made."""
 
     parts: tuple[Tensor, ...]
     """Matrices, or vectors, derived or constant."""
@@ -47,7 +47,7 @@ class Derivation:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum(Derivation):
-    """``Σ_k C_k ∘ T_k + M₀``."""
+    """A sum ``Σ_k C_k ∘ T_k + M₀``."""
 
     scales: tuple[Tensor, ...]
     """C_k: shape (), (rows, 1) or (1, columns)."""
@@ -57,7 +57,7 @@ class Sum(Derivation):
 
 @dataclass(frozen=True, kw_only=True)
 class Chain(Derivation):
-    """``L R``."""
+    """A product ``L R``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Joined(Derivation):
 
 @dataclass(frozen=True, kw_only=True)
 class Picked(Derivation):
-    """``T[rows][:, columns]``: another order."""
+    """A matrix in another order, ``T[rows][:, columns]``."""
 
     rows: Tensor
     columns: Tensor
@@ -158,7 +158,7 @@ def _versions(parts: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _picked(operation: Operation, left: Tensor, part: Tensor, leaf: View) -> Picked | None:
-    """``left`` as rows and columns of ``part``, not much fewer of them."""
+    """Return ``left`` as rows and columns of ``part``, not much fewer of them."""
     if left.ndim != 2 or part.ndim != 2 or not 2 * left.numel() >= part.numel() > 0 or part.is_meta:
         return None
     count, width = part.shape
@@ -171,7 +171,7 @@ def _picked(operation: Operation, left: Tensor, part: Tensor, leaf: View) -> Pic
 
 
 def _sum(operation: Operation, left: Tensor, parts: Sequence[Tensor], leaf: View) -> Sum | None:
-    """``left`` as a sum of ``parts``, by two products with the transposed Jacobian."""
+    """Return ``left`` as a sum of ``parts``, by two products with the transposed Jacobian."""
     own = {id(part): part.detach().requires_grad_() for part in parts}
     drawing = [left.device] if left.is_cuda else []
     with torch.enable_grad(), torch.random.fork_rng(drawing):
@@ -229,7 +229,7 @@ def _constant(entries: Tensor, eps: float) -> Tensor | None:
 
 
 def _structured(scale: Tensor) -> Tensor | None:
-    """What expands to ``scale``, one number a row (rows, 1) or one a column (1, columns); None where nothing does."""
+    """Reduce ``scale`` to one number a row (rows, 1) or one a column (1, columns); None where it is neither."""
     alike = [size == 1 or stride == 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)]
     if scale.ndim != 2 or not any(alike):
         return None

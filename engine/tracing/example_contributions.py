@@ -20,7 +20,7 @@ from engine.tracing.batch_provenance import Rows
 from engine.tracing.torch_functions import Operation, tensors_of
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
-"""What an operation raises on shapes that it does not take."""
+"""Errors that an operation raises on shapes that it does not take."""
 _ROUNDING = 2.0**10
 """Times the unit of rounding that an example alone may differ from its slice, relative to the largest number."""
 _NUMBERS_AT_ONCE = 2**22
@@ -47,11 +47,11 @@ class Contribution:
     operation: Operation
     """With the data detached."""
     derived: tuple[Tensor, ...]
-    """Those of its tensors that were made of parameters."""
+    """The tensors among its arguments that were made of parameters."""
     rows: Mapping[int, Rows]
-    """Where the examples of its other tensors are, by identity; none of a tensor that all examples share."""
+    """Rows of its other tensors, by identity; none for a tensor that all examples share."""
     own: Mapping[int, Rows]
-    """The same of those in ``derived`` that hold a part for each example."""
+    """Rows of those in ``derived`` that hold a part for each example, by identity."""
     left: Tensor
     """The result, detached."""
     left_rows: Rows
@@ -67,7 +67,7 @@ class Contribution:
         return -(-(entered + 2 * self.left.numel()) // self.examples)
 
     def holds(self) -> bool:
-        """Whether each example alone gives its slice of the result."""
+        """Tell whether each example alone gives its slice of the result."""
         leaves = {id(tensor): tensor for tensor in self.derived}
         with torch.no_grad():
             return all(self._agrees(example, self._alone(example, leaves)) for example in range(self.examples))
@@ -202,7 +202,7 @@ def _parts(derived: Sequence[Tensor], data: Tensor, rows: Rows) -> Iterator[tupl
 
 
 def _placed(plain: Contribution, rows: Rows) -> Iterator[Contribution]:
-    """``plain`` with the places of the examples in its result, where the first example alone fits."""
+    """Yield ``plain`` with the places of the examples in its result, where the first example alone fits."""
     leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in plain.derived}
     try:
         with torch.enable_grad():

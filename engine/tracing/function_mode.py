@@ -172,7 +172,7 @@ class ParameterUseMode(Multiplying):
         return left
 
     def _as_torch(self, operation: Operation, left: Any) -> Any:  # noqa: ANN401
-        """What a rewrite returned, in the memory layout of the operation itself: the model may view it."""
+        """Arrange a rewrite's result in the memory layout of the operation itself: the model may view it."""
         if operation.name not in REARRANGED:
             return left
         layout = layout_of(operation.run)
@@ -220,7 +220,7 @@ class ParameterUseMode(Multiplying):
         return left
 
     def _expansions(self, operation: Operation, results: Sequence[Tensor]) -> list[Tensor]:
-        """Of each result of a repetition, or of a view of one, the expansion that is the same; or none of them."""
+        """Return each result of a repetition, or of a view of one, as the same expansion; or none of them."""
         if operation.name == "repeat":
             expansion = expansion_of(self._leaf(operation.args[0]), *operation.args[1:], **operation.kwargs)
             return [] if expansion is None else [expansion]
@@ -291,7 +291,7 @@ class ParameterUseMode(Multiplying):
         return left
 
     def _leaf(self, tensor: Tensor) -> Tensor:
-        """What stands for a derived tensor in operations of our own."""
+        """Return the tensor that stands for a derived one in operations of our own."""
         return self._marks.expanded(self._parameter_leaf(tensor))
 
     def _parameter_leaf(self, tensor: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ class ParameterUseMode(Multiplying):
         return lifted
 
     def _rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
-        """Where the examples of a result with that many dimensions are, broadcast from the last."""
+        """Return the place of the examples in a result with that many dimensions, broadcast from the last."""
         for tensor in data:
             rows = self._marks.rows(tensor)
             if rows is not None:
@@ -333,9 +333,9 @@ class ParameterUseMode(Multiplying):
         return None
 
     def _single(self, derived: Tensor, dimensions: int, rows: Rows, *, alone: bool) -> Tensor | None:
-        """``derived`` with one index along the dimension of the examples; None where it has several that differ.
+        """Return ``derived`` with one index along the dimension of the examples; None where it has several that differ.
 
-        What is ``alone`` there may stand for all examples.
+        A single index counts where it is ``alone``: it may stand for all examples.
         """
         single = self._leaf(derived)
         with self:
@@ -371,7 +371,7 @@ class ParameterUseMode(Multiplying):
             return copies.contiguous() if self._repeats(tensor) else copies
 
     def _copies(self, single: Tensor, rows: Rows) -> Tensor:
-        """``single`` repeated along the examples' dimension, each copy with its own gradient."""
+        """Repeat ``single`` along the examples' dimension, each copy with its own gradient."""
         names = self._marks.sources(single)
         wanted = self._sink.broadcast(names)
         count = rows.size if rows.labels is None else rows.labels.shape[0]

@@ -24,7 +24,7 @@ _Key = tuple[Place | None, Place | None]
 
 @dataclass
 class Uses:
-    """What the watched parameters did in one dry run; a sink of ``ParameterUseMode``."""
+    """A record of what the watched parameters did in one dry run; a sink of ``ParameterUseMode``."""
 
     examples: int = 1
     """N of the run."""
@@ -34,13 +34,13 @@ class Uses:
     spread: set[str] = field(default_factory=set)
     """Parameters that were broadcast over examples."""
     held: dict[str, int] = field(default_factory=dict)
-    """Those that entered an operation whose examples never meet, and the numbers that are held of each example."""
+    """Numbers of each example that are held for operations whose examples never meet, by parameter."""
     multiplies: dict[str, int] = field(default_factory=dict)
-    """The same of products, which are held so where the parameter is taken as a whole."""
+    """Numbers that are held for products where the parameter is taken as a whole, by parameter."""
     leading: set[str] = field(default_factory=set)
-    """Those with one dimension for the examples before they met any data."""
+    """Parameters with a dimension for the examples before they met any data."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Those that entered an operation that is not understood, and its name."""
+    """The first operation that each parameter entered and that is not understood, by parameter."""
 
     def multiplied(self, product: Product) -> Tensor:
         """Note a product.
@@ -247,7 +247,7 @@ def calls_of(uses: Uses, survey: Survey) -> list[Call]:
 
 
 class _Found:
-    """What all dry runs together say of each parameter."""
+    """The findings of all dry runs together about each parameter."""
 
     def __init__(self, modules: Mapping[str, nn.Module], watched: Mapping[str, Tensor], uses: tuple[Uses, ...]) -> None:
         self._modules, self._watched = modules, watched

@@ -61,7 +61,7 @@ class Multiplying(Marking):
         return self.with_rows(stands, rows)
 
     def _of_alike(self, entered: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> Tensor:
-        """The same where one row of W stands for all, or one column."""
+        """Multiply where one row of W stands for all, or one column."""
         with self:
             single = weight.narrow(dim, 0, 1)
             left = functional.linear(entered.sum(-1, keepdim=True) if dim else entered, single)
@@ -80,7 +80,7 @@ class Multiplying(Marking):
     def _derivation(
         self, operation: Operation, left: Tensor, leaf: Callable[[Tensor], Tensor], place: int
     ) -> Derivation | None:
-        """How ``left``, the result at ``place``, was made of watched parameters; None where that is not known."""
+        """Return how ``left``, the result at ``place``, was made of watched parameters; None if unknown."""
         if self._graphed and not torch.is_grad_enabled():
             # no gradient flows through it: what it is of the parameters is a constant
             return None
@@ -105,13 +105,13 @@ class Multiplying(Marking):
             return part.transpose(0, 1)
 
     def _shown(self, operation: Operation, place: int, part: Tensor) -> Tensor:
-        """The same view of another tensor."""
+        """Return the same view of another tensor."""
         with self:
             views = list(tensors_of((operation.run(lambda _: part),)))
         return views[place]
 
     def _of_parts(self, entered: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Any:  # noqa: ANN401
-        """The same by the products of what W and b were made of, or NotImplemented."""
+        """Multiply by the products of what W and b were made of, or return NotImplemented."""
         if not self._splits(weight) or (bias is not None and not self._splits(bias)):
             return NotImplemented
         with self:
@@ -121,7 +121,7 @@ class Multiplying(Marking):
         return self.with_rows(left, rows)
 
     def _splits(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a constant, a place in a parameter, or made of such in a way that is known."""
+        """Tell whether ``tensor`` is a constant, a place in a parameter, or made of such in a way that is known."""
         if not self._marks.sources(tensor):
             return not self._marks.is_data(tensor)
         if self._place(tensor) is not None:
@@ -130,7 +130,7 @@ class Multiplying(Marking):
         return made is not None and made.holds and all(map(self._splits, made.parts))
 
     def _multiplied(self, entered: Tensor, weight: Tensor) -> Tensor:
-        """``entered Wᵀ``, by the products of what W was made of."""
+        """Compute ``entered Wᵀ`` by the products of what W was made of."""
         made = None if self._place(weight) is not None else self._marks.made(weight)
         if made is None:
             return functional.linear(entered, weight)
@@ -160,7 +160,7 @@ class Multiplying(Marking):
         return _total(terms if made.rest is None else [*terms, functional.linear(entered, made.rest)])
 
     def _added(self, entered: Tensor, left: Tensor, bias: Tensor, rows: Rows) -> Tensor:
-        """What ``bias`` adds to each row of ``left``, with the gradients of the parameters in it followed."""
+        """Return what ``bias`` adds to each row of ``left``, with the gradients of the parameters in it followed."""
         place = self._place(bias)
         made = None if place is not None else self._marks.made(bias)
         if place is not None and self._sink.factorises(None, place):

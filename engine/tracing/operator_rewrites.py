@@ -20,7 +20,7 @@ _WIDEST = 2**13
 
 
 class Watch(AbstractContextManager["Watch"], Protocol):
-    """Who shows the operations: entered, the operations within are shown too."""
+    """A mode that shows operations: within it, the operations of a rewrite are shown too."""
 
     def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401
         """Show the product ``entered Wᵀ + b``.
@@ -262,7 +262,7 @@ def _prelu(mode: Watch, entered: Tensor, weight: Tensor) -> Any:  # noqa: ANN401
 
 
 def _bilinear(mode: Watch, left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
-    """``Σ_ij x_i W_oij y_j``: a linear map of the outer product ``x yᵀ``, unless that is too wide for an A."""
+    """Compute ``Σ_ij x_i W_oij y_j`` as a linear map of ``x yᵀ``, unless that is too wide for an A."""
     if mode.is_derived(left) or mode.is_derived(right) or left.shape[-1] * right.shape[-1] > _WIDEST:
         return NotImplemented
     rows = [mode.rows_of(tensor) for tensor in (left, right) if mode.is_data(tensor)]

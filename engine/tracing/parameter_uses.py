@@ -21,7 +21,7 @@ class Product:
 
 
 class Sink(Protocol):
-    """Who is told what the parameters do."""
+    """A receiver of what the watched parameters do."""
 
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
         """Decide whether products with a matrix and its bias are a layer of A and G.

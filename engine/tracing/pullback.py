@@ -26,7 +26,7 @@ class Derived:
 
     tensor: Tensor
     names: frozenset[str]
-    """Of the parameters."""
+    """Names of the parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Arrived:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all parameters."""
+        """The names of all parameters that the tensors were made of."""
         return frozenset().union(*(each.names for each in self.derived))
 
 
@@ -73,7 +73,7 @@ class Pullback:
         self._parameters = parameters
         self.arrived: list[Arrived] = []
         self.leaves: dict[str, Tensor] = {}
-        """What the derived tensors of one forward pass are made of."""
+        """Leaves that the derived tensors of one forward pass are made of, by parameter."""
         self.escaped: set[str] = set()
         """Parameters that a gradient reached by a way on which nothing was seen."""
 

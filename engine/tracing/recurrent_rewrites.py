@@ -68,7 +68,7 @@ class _Weights:
     projecting: Tensor | None = None
     """W_hr, of an LSTM whose state is projected."""
     reverse: bool = False
-    """They go from the last step to the first."""
+    """Whether they go from the last step to the first."""
 
     def __iter__(self) -> Iterator[Tensor]:
         everything = (self.entering, self.returning, self.entering_bias, self.returning_bias, self.projecting)
@@ -86,7 +86,7 @@ class _Sequences:
     sizes: tuple[int, ...]
     """Sequences that are still running at each step, descending."""
     rows: Rows
-    """Of the P rows."""
+    """The place of the examples among the P rows."""
 
     @property
     def batch(self) -> int:
@@ -176,7 +176,7 @@ def _stepwise(data: Tensor, rows: Rows | None, dim: int) -> _Sequences | None:
 
 
 def _of_sequences(sequences: _Sequences, dim: int) -> Rows:
-    """Where the examples are in a tensor with one index along ``dim`` for each sequence."""
+    """Return the place of the examples in a tensor with one index along ``dim`` for each sequence."""
     rows = sequences.rows
     if rows.labels is not None:
         return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels[: sequences.batch])
@@ -249,7 +249,7 @@ def _directed(
 
 
 def _product(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None, left: Tensor | None = None) -> Tensor:
-    """``entered Wᵀ + b``, shown if either can be trained; ``left`` stands for one that is computed already."""
+    """Compute ``entered Wᵀ + b``, shown if either can be trained; ``left`` stands for one that is computed already."""
 
     def run() -> Tensor:
         plain = None if bias is None else bias.detach()

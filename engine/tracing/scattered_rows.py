@@ -60,13 +60,13 @@ def scattered(source: Rows, into: Rows | None, index: Tensor, dim: int, left: Te
 
 
 def _owners(rows: Rows, examples: int, device: torch.device) -> Tensor:
-    """(K,) the example of each index along the dimension of the examples."""
+    """Return the example of each index along the dimension of the examples, (K,)."""
     own = rows.owners(examples)
     return own if own is not None else torch.arange(rows.size, device=device) // rows.minor % examples
 
 
 def _layouts(source: Rows, left: Tensor, dim: int, examples: int) -> Iterator[Rows]:
-    """Those that a result may have: of what the source was picked from, nearest first, or example by example."""
+    """Yield the layouts that a result may have: of what the source was picked from, or example by example."""
     layout: Rows | None = source.origin
     while layout is not None:
         yield layout

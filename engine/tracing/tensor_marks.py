@@ -22,19 +22,19 @@ _MARK = "kronoscope"
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of one tensor."""
+    """A record of what is known of one tensor."""
 
     epoch: object
     sources: frozenset[str] | None = None
     """The parameters that it was made of alone; None for data."""
     rows: Rows | None = None
-    """Of data, where its examples are, if that is known."""
+    """The place of the examples in data, if that is known."""
     expansion: Tensor | None = None
-    """Of a repetition: the same numbers as an expansion, by whose strides its copies are known to be alike."""
+    """The numbers of a repetition as an expansion, by whose strides its copies are known to be alike."""
     version: int = 0
     """Writes to the tensor until the expansion was made, or the derivation."""
     made: Derivation | None = None
-    """How it is linear in other derived tensors, if that is known."""
+    """The way in which it is linear in other derived tensors, if that is known."""
 
 
 class Marks:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"})
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real"})
-"""Those of a tensor that are tensors too."""
+"""Properties of a tensor that are tensors too."""
 POINTWISE = frozenset(
     {"add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "mul", "multiply", "rmul", "imul", "div", "divide"}
     | {"true_divide", "truediv", "rdiv", "rtruediv", "itruediv", "pow", "rpow", "ipow", "maximum", "minimum", "where"}
