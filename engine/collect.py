@@ -32,7 +32,7 @@ from engine.factors.factor_set import Collected, LayerFacts, read_collected, reu
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
-from engine.layers.coverage_check import require_coverage, surveyed, trainable_numbers
+from engine.layers.coverage_check import count_trainable_numbers, require_coverage, survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
@@ -93,8 +93,8 @@ def _collect(workspace: Workspace) -> Collected:
     job = PassJob.of(workspace, workspace.machine.device)
     _warn_of_other_numerics(job)
     _require_finite(job.model)
-    survey = surveyed(job.model, job.collection)
-    trainable = trainable_numbers(job.model)
+    survey = survey_layers(job.model, job.collection)
+    trainable = count_trainable_numbers(job.model)
     with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
         planned = _settle(job, survey, trainable)

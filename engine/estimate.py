@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.collection.pass_job import PassJob
-from engine.layers.coverage_check import surveyed
+from engine.layers.coverage_check import survey_layers
 from engine.memory.budget import resident_bytes
 from engine.memory.limits import warm_up
 from engine.memory.plan import Plan
@@ -97,7 +97,7 @@ def _planned(workspace: Workspace) -> PlannedJob:
     job = PassJob.of(dataclasses.replace(workspace, inputs=inputs, machine=machine), workspace.machine.device)
     with simulate_device(workspace.machine.device):
         # the caller's flags say what is trainable; inside what follows, nothing is
-        survey = surveyed(job.model, job.collection)
+        survey = survey_layers(job.model, job.collection)
     with (
         simulate_device(workspace.machine.device),
         preserve_state(job.model, job.dtype),

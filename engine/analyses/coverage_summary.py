@@ -2,7 +2,7 @@
 
 from catalog.analysis import Coverage
 from engine.factors.factor_set import Collected
-from engine.layers.coverage_check import reason_counts
+from engine.layers.coverage_check import count_by_reason
 
 
 def coverage(whole: Collected) -> Coverage:
@@ -16,7 +16,7 @@ def coverage(whole: Collected) -> Coverage:
         identity found in any layer and the fewest examples that it was checked on; both None where no layer was
         checked.
     """
-    reasons = reason_counts(whole.declared)
+    reasons = count_by_reason(whole.declared)
     return Coverage(
         trainable_parameters=whole.trainable_parameters,
         covered_parameters=whole.covered_parameters,

@@ -28,7 +28,7 @@ from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import directions
 from engine.model.outputs import predict
-from engine.row_layout.length_buckets import grouped
+from engine.row_layout.length_buckets import group_by_length
 from engine.workspace import Workspace
 
 
@@ -263,7 +263,7 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
     Returns:
         Loss terms of the batch.
     """
-    groups = grouped(batch, job.task) if job.cut_padding else (batch,)
+    groups = group_by_length(batch, job.task) if job.cut_padding else (batch,)
     size = job.micro_batch or batch.size
     terms = sum(_enter(job, part, collector) for own in groups for part in own.slices(size))
     for staging in {each for found in collector.statistics for each in (found.staging, found.row_staging)}:

@@ -17,7 +17,7 @@ from engine.gradient_identity.recorded_rows import record
 from engine.gradient_identity.reference import Objective
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
-from engine.row_layout.length_buckets import grouped
+from engine.row_layout.length_buckets import group_by_length
 
 
 def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], batch: Batch, seed: int) -> bool:
@@ -37,10 +37,10 @@ def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], ba
     """
     if not subject.has_gradients or batch.mask is None:
         return True
-    *_, shortest = grouped(batch, subject.task)
+    *_, shortest = group_by_length(batch, subject.task)
     place = int((batch.index == shortest.index[-1]).nonzero()[0, 0])
     whole = picked(batch, [place])
-    cut = next(grouped(whole, subject.task))
+    cut = next(group_by_length(whole, subject.task))
     if cut.mask is None or cut.mask.shape == batch.mask[:1].shape:
         return True
     try:

@@ -47,7 +47,7 @@ from engine.layers.normalisation import (
     treats_layer_norm,
     treats_rms_norm,
 )
-from engine.layers.tied import untied
+from engine.layers.tied import merge_tied_layers
 
 _OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward", "parametrised", "tied"})
 
@@ -202,7 +202,7 @@ def _covering(bundle: list[_Own]) -> tuple[tuple[TreatedLayer, ...], list[str | 
     layers = [layer for layer, _ in found if layer is not None]
     if len(bundle) == 1:
         return tuple(layers), [None if layers else reason for _, reason in found]
-    rows = untied(layers) if len(layers) == len(bundle) else None
+    rows = merge_tied_layers(layers) if len(layers) == len(bundle) else None
     return (rows or ()), [None if rows else "tied" for _ in bundle]
 
 

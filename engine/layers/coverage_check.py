@@ -17,7 +17,7 @@ from engine.layers.coverage import DeclaredLayer, Survey, survey
 from engine.layers.layer import TreatedLayer
 
 
-def surveyed(model: nn.Module, collection: Collection) -> Survey:
+def survey_layers(model: nn.Module, collection: Collection) -> Survey:
     """Survey a model as it will be measured, in evaluation, and leave its modes as they were.
 
     Args:
@@ -42,18 +42,18 @@ def surveyed(model: nn.Module, collection: Collection) -> Survey:
             module.training = training
     possible = [row for row in found.declared if row.open]
     if not found.treated and not possible:
-        reasons = sorted(reason_counts(found.declared)) or ["no trainable parameter"]
+        reasons = sorted(count_by_reason(found.declared)) or ["no trainable parameter"]
         raise NothingToAnalyse(
             f"the model ({type(model).__name__}) has no layer that can be treated: {', '.join(reasons)}; "
             "give one with weights that are trained (`requires_grad`)",
             pointer="/model",
         )
     closed = [row for row in found.declared if not row.open]
-    require_coverage(trainable_numbers(model), (*found.treated, *possible), closed, collection)
+    require_coverage(count_trainable_numbers(model), (*found.treated, *possible), closed, collection)
     return found
 
 
-def trainable_numbers(model: nn.Module) -> int:
+def count_trainable_numbers(model: nn.Module) -> int:
     """Count the trainable numbers of a model.
 
     Args:
@@ -65,7 +65,7 @@ def trainable_numbers(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def reason_counts(declared: Iterable[DeclaredLayer]) -> dict[str, int]:
+def count_by_reason(declared: Iterable[DeclaredLayer]) -> dict[str, int]:
     """Count the numbers that each reason declares.
 
     Args:
@@ -100,7 +100,7 @@ def require_coverage(
         CoverageBroken: If the parts do not add up to ``trainable``.
     """
     numbers = sum(layer.parameter_count for layer in covered)
-    reasons = reason_counts(declared)
+    reasons = count_by_reason(declared)
     if numbers + sum(reasons.values()) != trainable:
         raise CoverageBroken(
             f"{numbers} covered and {sum(reasons.values())} declared numbers are not the {trainable} trainable ones: "

@@ -97,7 +97,7 @@ class TiedHeadLayer(TreatedLayer):
         return (use.role or self.head).pair(replace(use, role=None), gradient)
 
 
-def untied(layers: Sequence[TreatedLayer]) -> tuple[TreatedLayer, ...] | None:
+def merge_tied_layers(layers: Sequence[TreatedLayer]) -> tuple[TreatedLayer, ...] | None:
     """Make layers of modules that share parameters, each number in one of them.
 
     Args:

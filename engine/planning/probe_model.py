@@ -33,17 +33,17 @@ from engine.row_layout.layer_calls import (
     Call,
     InputOverwritten,
     called,
-    followers,
-    overwritten,
-    shared_tables,
-    unattributed,
-    watched,
+    find_followers,
+    find_overwritten,
+    find_shared_tables,
+    find_unattributed,
+    record_calls,
 )
-from engine.row_layout.length_buckets import padding_decides_nothing
+from engine.row_layout.length_buckets import is_padding_irrelevant
 from engine.row_layout.row_order import find_row_orders
-from engine.row_layout.unbatched_inputs import proven
+from engine.row_layout.unbatched_inputs import find_spreadable_tables
 from engine.tracing.function_mode import ParameterUseMode
-from engine.tracing.functional_layers import Uses, calls_of, candidates, discovered, places_of
+from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, places_of
 from engine.tracing.shared_parameters import find_shared_parameters
 
 _DRY_EXAMPLES = (2, 3)
@@ -68,30 +68,36 @@ def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
         if job.collection.batch_size == 1:
             # every position is the only example's
             one = _seen(job, survey, _repeated(batch, 1))
-            job = dataclasses.replace(job, masking=_masking(job, survey, batch), overwritten=overwritten(one.calls))
+            job = dataclasses.replace(
+                job, masking=_masking(job, survey, batch), overwritten=find_overwritten(one.calls)
+            )
             one = dataclasses.replace(one, mixed=_without_example(one))
             return ProbedModel(job=job, survey=survey, probe=one)
         fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
-        tables = shared_tables(few.calls, many.calls)
+        tables = find_shared_tables(few.calls, many.calls)
         shapes_alone = batch.index.is_meta
         if tables:
             # only numbers can prove it
-            spread = frozenset(tables) if shapes_alone else proven(tables, partial(_disturbed, job, survey, fewer))
+            spread = (
+                frozenset(tables)
+                if shapes_alone
+                else find_spreadable_tables(tables, partial(_disturbed, job, survey, fewer))
+            )
             job = dataclasses.replace(job, tables=spread)
             few, many = _seen(job, survey, fewer), _seen(job, survey, more)
         run = partial(predict, job.model, task=job.task)
         job = dataclasses.replace(job, masking=_masking(job, survey, batch))
         if shapes_alone:
-            few = dataclasses.replace(few, mixed=unattributed(few.calls, many.calls, _DRY_EXAMPLES))
+            few = dataclasses.replace(few, mixed=find_unattributed(few.calls, many.calls, _DRY_EXAMPLES))
             return ProbedModel(job=job, survey=survey, probe=few)
         orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
         job = dataclasses.replace(job, orders=orders)
         with torch.no_grad():
-            cut = padding_decides_nothing(batch, job.task, few.calls, few.examples, job.masking, run)
-        job = dataclasses.replace(job, cut_padding=cut, overwritten=overwritten(few.calls))
+            cut = is_padding_irrelevant(batch, job.task, few.calls, few.examples, job.masking, run)
+        job = dataclasses.replace(job, cut_padding=cut, overwritten=find_overwritten(few.calls))
     # where rows have an order of their own, the operations may show it
-    mixed = unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+    mixed = find_unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
     return ProbedModel(job=job, survey=survey, probe=dataclasses.replace(few, mixed=mixed))
 
 
@@ -151,16 +157,16 @@ def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozen
         The same with the layers that the operations show, and with all places in parameters that are layers.
     """
     job, survey, seen, mixed = probed.job, probed.survey, probed.probe, probed.probe.mixed
-    parameters = candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
+    parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
     batch = next(job.batches())
     several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
     runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
-    survey = discovered(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
+    survey = add_functional_layers(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
-    mixed = frozenset() if len(calls) == 1 else unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+    mixed = frozenset() if len(calls) == 1 else find_unattributed(calls[0], calls[1], _DRY_EXAMPLES)
     seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=several[0], mixed=mixed)
     # a part of a parameter that is not covered is no unforeseen use of its other parts
     return ProbedModel(job=dataclasses.replace(job, places=places_of(survey)), survey=survey, probe=seen)
@@ -176,7 +182,7 @@ def probe_sizes(probed: ProbedModel) -> ProbedModel:
         The same with those sizes in its probe.
     """
     job, survey = probed.job, probed.survey
-    probe = dataclasses.replace(probed.probe, shared=followers(probed.probe.calls, survey.treated))
+    probe = dataclasses.replace(probed.probe, shared=find_followers(probed.probe.calls, survey.treated))
     return probed.with_probe(_represented(job, survey, _with_activations(job, survey, probe)))
 
 
@@ -257,7 +263,7 @@ def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str
     interception = ParameterUseMode(parameters, uses, proving=True)
     interception.begin(tensors(batch.inputs), batch.size)
     spread = [module for role, module in called(survey.treated) if role.name in job.tables]
-    with torch.enable_grad(), watched(survey.treated, batch.size, job.tables) as calls, interception.watching():
+    with torch.enable_grad(), record_calls(survey.treated, batch.size, job.tables) as calls, interception.watching():
         # what a table is spread to has an example's copy for each
         handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
         try:
@@ -273,7 +279,7 @@ def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str
     torch.manual_seed(job.collection.seed)
     # without its labels: the outputs of one example must be told from another's
     unlabelled = dataclasses.replace(job.task, loss=None)
-    with torch.no_grad(), watched(survey.treated, batch.size, tables, disturb):
+    with torch.no_grad(), record_calls(survey.treated, batch.size, tables, disturb):
         return predict(job.model, batch, unlabelled).outputs
 
 
@@ -291,7 +297,7 @@ def _run(job: PassJob, survey: Survey) -> Run:
     def run(trial: Batch) -> tuple[list[Call], list[Tensor]]:
         # a model that draws numbers draws the same ones
         torch.manual_seed(job.collection.seed)
-        with torch.no_grad(), watched(survey.treated, trial.size, job.tables) as calls:
+        with torch.no_grad(), record_calls(survey.treated, trial.size, job.tables) as calls:
             returned = call_model(job.model, trial, labelled=job.task.likelihood == "model")
         return calls, tensors(returned)
 
@@ -310,7 +316,7 @@ def _repeated(batch: Batch, times: int) -> Batch:
 
 
 def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:
-    with torch.no_grad(), watched(survey.treated, batch.size, job.tables) as calls:
+    with torch.no_grad(), record_calls(survey.treated, batch.size, job.tables) as calls:
         prediction = predict(job.model, batch, job.task)
     head = head_of(calls, prediction.logits)
     return Probe(

@@ -93,7 +93,7 @@ class Masking:
         return replace(self, refused=self.refused | frozenset(refused))
 
 
-def numbered(calls: Iterable[Call]) -> Iterator[tuple[Key, Call]]:
+def number_calls(calls: Iterable[Call]) -> Iterator[tuple[Key, Call]]:
     """Number the calls of one forward pass.
 
     Args:
@@ -164,9 +164,9 @@ def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
     except EngineError:
         return Masking()
     changed = _with_other_content(trial, tail)
-    same, proven, undecided = dict(numbered(calls)), set(), set()
+    same, proven, undecided = dict(number_calls(calls)), set(), set()
     others = None if changed is None else _attempt(changed, run)
-    found = {} if others is None else dict(numbered(others[0]))
+    found = {} if others is None else dict(number_calls(others[0]))
     for key, call in same.items():
         if isinstance(call.layer, ConvolutionLayer) or position_count(call.layer, call.entered) != tail.numel():
             continue
@@ -305,6 +305,6 @@ def _losing(batch: Batch, run: Run, keys: set[Key]) -> set[Key]:
         return set()
     return {
         key
-        for key, call in numbered(found[0])
+        for key, call in number_calls(found[0])
         if key in keys and position_count(call.layer, call.entered) == batch.size * width
     }

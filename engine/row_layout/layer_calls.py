@@ -16,7 +16,7 @@ from engine.errors import Unwinding
 from engine.layers.embedding import EmbeddingLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.linear import LinearLayer
-from engine.row_layout.unbatched_inputs import disturbed, lacks_examples, spread
+from engine.row_layout.unbatched_inputs import disturb_last_copy, lacks_examples, spread
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Call:
 
 
 @contextlib.contextmanager
-def watched(
+def record_calls(
     layers: tuple[TreatedLayer, ...],
     examples: int = 1,
     tables: frozenset[str] = frozenset(),
@@ -61,7 +61,7 @@ def watched(
                 instead = spread(output, entered, examples)
                 entered = spread(entered, entered, examples)
                 if layer.name == disturb:
-                    instead = disturbed(instead)
+                    instead = disturb_last_copy(instead)
             given = output if instead is None else instead
             calls.append(Call(layer, entered, given, writes, version(given)))
             return instead
@@ -147,7 +147,7 @@ def require_unwritten(entered: Tensor, read: int, layer: str) -> None:
         raise InputOverwritten((layer,))
 
 
-def overwritten(calls: list[Call]) -> frozenset[str]:
+def find_overwritten(calls: list[Call]) -> frozenset[str]:
     """Find the layers whose input the model wrote to after their call.
 
     Args:
@@ -159,7 +159,7 @@ def overwritten(calls: list[Call]) -> frozenset[str]:
     return frozenset(call.layer.name for call in calls if version(call.entered) != call.version)
 
 
-def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, str]:
+def find_followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, str]:
     """Find the layers that are fed by the very tensor that another one is fed by.
 
     Only linear layers with the same column of ones share; identity of the tensor decides, unless it was written to in
@@ -186,7 +186,7 @@ def followers(calls: list[Call], layers: tuple[TreatedLayer, ...]) -> dict[str, 
     return shared
 
 
-def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int]) -> frozenset[str]:
+def find_unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int]) -> frozenset[str]:
     """Find the layers whose positions do not belong to one example each.
 
     A layer that is called once for the whole batch (a table of positions that is then broadcast), or has the examples
@@ -210,7 +210,7 @@ def unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, int])
     return frozenset(mixed | {name for name in left | right if left[name] * examples[1] != right[name] * examples[0]})
 
 
-def shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
+def find_shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
     """Find the embeddings that are looked up once for a whole batch.
 
     Args:

@@ -18,7 +18,7 @@ from catalog.inputs import Task
 from engine.errors import EngineError
 from engine.model.batches import Batch, map_tensors
 from engine.model.outputs import Prediction
-from engine.row_layout.attention_masks import Masking, numbered, position_count
+from engine.row_layout.attention_masks import Masking, number_calls, position_count
 from engine.row_layout.layer_calls import Call
 from engine.row_layout.unbatched_inputs import close
 
@@ -28,7 +28,7 @@ _POSITIONS = 512
 """Or if the group has fewer positions than this: smaller products are no faster."""
 
 
-def grouped(batch: Batch, task: Task) -> Iterator[Batch]:
+def group_by_length(batch: Batch, task: Task) -> Iterator[Batch]:
     """Group the examples of a batch by length, and cut each group to its longest.
 
     Args:
@@ -47,7 +47,7 @@ def grouped(batch: Batch, task: Task) -> Iterator[Batch]:
         yield _cut(batch, rows, lengths[rows[0]])
 
 
-def padding_decides_nothing(
+def is_padding_irrelevant(
     batch: Batch, task: Task, calls: list[Call], examples: int, masking: Masking, run: Callable[[Batch], Prediction]
 ) -> bool:
     """Tell whether the model gives a padded example the same outputs without its padding.
@@ -71,7 +71,7 @@ def padding_decides_nothing(
     shortest = min(range(batch.size), key=lengths.__getitem__)
     if lengths[shortest] == width:
         return False
-    for key, call in numbered(calls):
+    for key, call in number_calls(calls):
         count = position_count(call.layer, call.entered)
         if count != examples and not (masking.covers(key) and count == examples * width):
             return False

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
-from engine.row_layout.attention_masks import RECOMPUTED, Key, Run, numbered
+from engine.row_layout.attention_masks import RECOMPUTED, Key, Run, number_calls
 from engine.row_layout.layer_calls import Call
 
 Order = Literal["examples", "positions", "unknown", "mixed", "unproven"]
@@ -90,20 +90,20 @@ def find_row_orders(batch: Batch, calls: Sequence[Call], examples: int, run: Run
     Memory:
         The inputs of all calls for four examples, and for one.
     """
-    doubtful = {key: call for key, call in numbered(calls) if _is_doubtful(call, examples)}
+    doubtful = {key: call for key, call in number_calls(calls) if _is_doubtful(call, examples)}
     count = min(_EXAMPLES, batch.size)
     if not doubtful or count < 2:
         return RowOrders()
     several = next(batch.slices(count))
     calls_together, outputs = run(several)
-    together = dict(numbered(calls_together))
+    together = dict(number_calls(calls_together))
     alone: dict[Key, list[Tensor]] = {key: [] for key in doubtful}
     outputs_alone: list[list[Tensor]] = []
     try:
         for single in several.slices(1):
             calls_alone, returned = run(single)
             outputs_alone.append(returned)
-            found = dict(numbered(calls_alone))
+            found = dict(number_calls(calls_alone))
             for key in doubtful.keys() & found.keys():
                 alone[key].append(found[key].entered)
     except EngineError:

@@ -46,7 +46,7 @@ def spread(values: Tensor, ids: Tensor, examples: int) -> Tensor:
     return values.expand(examples, *repeated)
 
 
-def disturbed(copies: Tensor) -> Tensor:
+def disturb_last_copy(copies: Tensor) -> Tensor:
     """Put other numbers in the last copy, which neither a shift nor a scaling undoes.
 
     Args:
@@ -61,7 +61,7 @@ def disturbed(copies: Tensor) -> Tensor:
     return changed
 
 
-def proven(tables: Iterable[str], run: Run) -> frozenset[str]:
+def find_spreadable_tables(tables: Iterable[str], run: Run) -> frozenset[str]:
     """Find the tables that can be spread without a change, each copy answering for its own example.
 
     Args:

@@ -19,7 +19,7 @@ _APPLY = "apply"
 
 
 @contextlib.contextmanager
-def shown(wanted: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
+def show_custom_functions(wanted: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
     """Show custom functions to the modes while inside.
 
     Args:

@@ -108,7 +108,7 @@ def derivation_of(
     return _sum(operation, left, parts, leaf)
 
 
-def viewed(made: Derivation, view: View, transposed: View, left: Tensor) -> Derivation | None:
+def derivation_of_view(made: Derivation, view: View, transposed: View, left: Tensor) -> Derivation | None:
     """Return how a view of a derived tensor is made of views of its parts.
 
     Args:

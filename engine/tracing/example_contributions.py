@@ -144,7 +144,7 @@ def takes_shapes_alone(operation: Operation, derived: Sequence[Tensor]) -> bool:
     return not any(result.requires_grad for result in tensors_of((left,)))
 
 
-def contribution(
+def find_contribution(
     operation: Operation,
     derived: Sequence[Tensor],
     rows: Mapping[int, Rows],

@@ -29,24 +29,24 @@ from torch import Tensor
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.tensor_storage import detach_view, storage_of
 from engine.tracing.batch_provenance import Rows, batch_first
-from engine.tracing.custom_functions import shown
-from engine.tracing.example_contributions import contribution, takes_shapes_alone
+from engine.tracing.custom_functions import show_custom_functions
+from engine.tracing.example_contributions import find_contribution, takes_shapes_alone
 from engine.tracing.matrix_products import Multiplying
 from engine.tracing.operator_rewrites import REWRITES, expansion_of
 from engine.tracing.parameter_uses import Sink
-from engine.tracing.pullback import Arrived, Derived, Pullback, outliving
+from engine.tracing.pullback import Arrived, Derived, Pullback, detach_data
 from engine.tracing.recurrent_rewrites import RECURRENT
-from engine.tracing.tensor_layouts import REARRANGED, arranged, layout_of
-from engine.tracing.tensor_marks import alike_along
+from engine.tracing.tensor_layouts import REARRANGED, arrange_like, layout_of
+from engine.tracing.tensor_marks import find_copies_dim
 from engine.tracing.torch_functions import (
     JOINS,
     POINTWISE,
     VIEW_PROPERTIES,
     Operation,
-    hides,
+    hides_operations,
     operation_name,
+    reveal_operations,
     tensors_of,
-    visible,
     with_tensors,
 )
 
@@ -86,7 +86,7 @@ class ParameterUseMode(Multiplying):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch a model, its custom functions included, while inside."""
-        with shown(lambda tensors: any(map(self.is_derived, tensors))), self:
+        with show_custom_functions(lambda tensors: any(map(self.is_derived, tensors))), self:
             yield
 
     def enters(self, tensor: Tensor) -> None:
@@ -152,7 +152,7 @@ class ParameterUseMode(Multiplying):
             return self._strange(operation, sources)
 
     def _understood(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
-        if hides(operation.func):
+        if hides_operations(operation.func):
             return self._opened(operation)
         if not any(self._marks.is_data(tensor) for tensor in operation.tensors):
             return self._alone(operation, sources)
@@ -177,7 +177,7 @@ class ParameterUseMode(Multiplying):
             return left
         layout = layout_of(operation.run)
         with self:
-            return arranged(left, layout)
+            return arrange_like(left, layout)
 
     def _property(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         if getattr(operation.func, "__self__", None) is None or operation.func.__name__ == "__set__":
@@ -189,7 +189,7 @@ class ParameterUseMode(Multiplying):
     def _opened(self, operation: Operation) -> Any:  # noqa: ANN401
         """Run a function that would keep the operations within to itself."""
         with self:
-            return visible(operation.func)(*operation.args, **operation.kwargs)
+            return reveal_operations(operation.func)(*operation.args, **operation.kwargs)
 
     def _alone(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         """An operation without data: what comes out is derived too, unless it stands for all examples already."""
@@ -259,11 +259,11 @@ class ParameterUseMode(Multiplying):
         known = {key: each for key, each in rows.items() if each is not None}
         found = None
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
-            again, derived = outliving(operation, self._marks, self._leaf)
+            again, derived = detach_data(operation, self._marks, self._leaf)
             if len(known) == len(rows):
                 pairs = zip(operation.tensors, again.tensors, strict=True)
                 held = {id(plain): known[id(own)] for own, plain in pairs if id(own) in known}
-                found = contribution(again, [each.tensor for each in derived], held, stands, self._marks.examples)
+                found = find_contribution(again, [each.tensor for each in derived], held, stands, self._marks.examples)
                 found = None if found is None or (self._proving and not found.holds()) else found
             if found is None:
                 if not takes_shapes_alone(again, [each.tensor for each in derived]):
@@ -349,7 +349,7 @@ class ParameterUseMode(Multiplying):
     def _stands_for_examples(self, tensor: Tensor) -> bool:
         names, examples = self._marks.sources(tensor), self._marks.examples
         # one example alone is along every dimension, and along none: what several have shown decides
-        if not names or (examples > 1 and alike_along(self._leaf(tensor), examples) is None):
+        if not names or (examples > 1 and find_copies_dim(self._leaf(tensor), examples) is None):
             return False
         return self._sink.expanded(names, examples=examples)
 
@@ -361,7 +361,7 @@ class ParameterUseMode(Multiplying):
             copies = self._copies(single, Rows(dim=0, minor=1, size=1)).squeeze(0)
             self._marks.put(copies, rows=batch_first(copies, 1))
         else:
-            dim = alike_along(self._leaf(tensor), self._marks.examples)
+            dim = find_copies_dim(self._leaf(tensor), self._marks.examples)
             if dim is None:
                 raise ValueError("no dimension of this tensor is the examples'")
             with self:

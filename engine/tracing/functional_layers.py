@@ -126,7 +126,7 @@ class Uses:
             self.unknown.setdefault(name, operation)
 
 
-def candidates(
+def find_candidates(
     model: nn.Module,
     survey: Survey,
     called: set[TreatedLayer],
@@ -159,7 +159,7 @@ def candidates(
     return {name: parameters[name] for name in names if name in own.values()}
 
 
-def discovered(
+def add_functional_layers(
     model: nn.Module,
     survey: Survey,
     watched: Mapping[str, Tensor],

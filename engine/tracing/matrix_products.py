@@ -12,7 +12,7 @@ from engine.layers.parameter_slice import Place, place_of
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.tensor_storage import storage_of
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.derived_weights import Chain, Derivation, Joined, Picked, Sum, derivation_of, viewed
+from engine.tracing.derived_weights import Chain, Derivation, Joined, Picked, Sum, derivation_of, derivation_of_view
 from engine.tracing.parameter_uses import Product, Sink
 from engine.tracing.tensor_marks import Marking
 from engine.tracing.torch_functions import Operation, tensors_of
@@ -90,7 +90,7 @@ class Multiplying(Marking):
                 made = self._marks.made(given)
                 # a view of a parameter shows a place of it
                 view = partial(self._shown, operation, place)
-                return None if made is None else viewed(made, view, self._transposed, left)
+                return None if made is None else derivation_of_view(made, view, self._transposed, left)
             if place:
                 return None
             with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's

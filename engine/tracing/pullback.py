@@ -44,7 +44,9 @@ class Arrived:
         return frozenset().union(*(each.names for each in self.derived))
 
 
-def outliving(operation: Operation, marks: Marks, leaf: Callable[[Tensor], Tensor]) -> tuple[Operation, list[Derived]]:
+def detach_data(
+    operation: Operation, marks: Marks, leaf: Callable[[Tensor], Tensor]
+) -> tuple[Operation, list[Derived]]:
     """Bring an operation into a form that outlives the forward pass.
 
     Args:

@@ -36,7 +36,9 @@ def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tens
     return given["dim"], given["index"], source
 
 
-def scattered(source: Rows, into: Rows | None, index: Tensor, dim: int, left: Tensor, examples: int) -> Rows | None:
+def follow_scatter(
+    source: Rows, into: Rows | None, index: Tensor, dim: int, left: Tensor, examples: int
+) -> Rows | None:
     """Return the rows of a result that an index put the rows of a source into.
 
     Args:
@@ -90,7 +92,7 @@ def _received(places: Tensor, known: Tensor, size: int, dim: int, examples: int)
     return Rows(dim=dim, minor=1, size=examples, labels=least)
 
 
-def joined(parts: Sequence[Rows], examples: int, device: torch.device) -> Rows:
+def follow_join(parts: Sequence[Rows], examples: int, device: torch.device) -> Rows:
     """Return the rows of tensors that are put one behind the other along the dimension of their examples.
 
     Args:

@@ -26,7 +26,7 @@ def layout_of(run: Callable[[Callable[[Tensor], Tensor]], Any]) -> Tensor:
     return result
 
 
-def arranged(left: Tensor, layout: Tensor) -> Tensor:
+def arrange_like(left: Tensor, layout: Tensor) -> Tensor:
     """Arrange a tensor in the order of other strides.
 
     Args:

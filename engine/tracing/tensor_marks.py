@@ -14,7 +14,7 @@ from engine.memory.out_of_memory import is_unexplained
 from engine.row_layout.layer_calls import version
 from engine.tracing.batch_provenance import Rows, batch_first, follow_rows
 from engine.tracing.derived_weights import Derivation
-from engine.tracing.scattered_rows import SCATTERS, joined, scattered, source_of
+from engine.tracing.scattered_rows import SCATTERS, follow_join, follow_scatter, source_of
 from engine.tracing.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
 
 _MARK = "kronoscope"
@@ -201,7 +201,7 @@ class Marks:
         parts = [self.rows(tensor) for tensor in operation.args[0] if self.of(tensor) is not None]
         dim = operation.joined_along % left.ndim
         rows = [part for part in parts if part is not None and part.dim == dim]
-        return joined(rows, self.examples, left.device) if len(rows) == len(operation.args[0]) else None
+        return follow_join(rows, self.examples, left.device) if len(rows) == len(operation.args[0]) else None
 
     def _scattered(self, operation: Operation, left: Tensor) -> Rows | None:
         """Return the rows of what other rows were put into, along the dimension of their examples."""
@@ -213,7 +213,7 @@ class Marks:
         if held is not None and (held.rows is None or held.rows.dim != rows.dim):
             # what is there already has an order that is not known
             return None
-        return scattered(rows, None if held is None else held.rows, parts[1], rows.dim, left, self.examples)
+        return follow_scatter(rows, None if held is None else held.rows, parts[1], rows.dim, left, self.examples)
 
     def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
         try:
@@ -287,7 +287,7 @@ class Marking(TorchFunctionMode):
             The rows of the result; None where examples meet in it.
         """
         rows = self._marks.rows(source)
-        return None if rows is None else scattered(rows, None, index, rows.dim, left, self._marks.examples)
+        return None if rows is None else follow_scatter(rows, None, index, rows.dim, left, self._marks.examples)
 
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
         """Note where the examples of a tensor are.
@@ -303,7 +303,7 @@ class Marking(TorchFunctionMode):
         return tensor
 
 
-def alike_along(tensor: Tensor, examples: int) -> int | None:
+def find_copies_dim(tensor: Tensor, examples: int) -> int | None:
     """Find the dimension along which a tensor holds a copy for each example.
 
     Args:

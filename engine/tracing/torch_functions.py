@@ -89,7 +89,7 @@ def operation_name(func: Callable[..., Any]) -> str:
     return func.__name__.partition(".")[0].strip("_")
 
 
-def hides(func: Callable[..., Any]) -> bool:
+def hides_operations(func: Callable[..., Any]) -> bool:
     """Tell whether a function would show a mode nothing of its inside.
 
     Args:
@@ -103,7 +103,7 @@ def hides(func: Callable[..., Any]) -> bool:
     )
 
 
-def visible(func: Callable[..., Any]) -> Callable[..., Any]:
+def reveal_operations(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function without the question whether a mode is there, so that the mode sees what is inside.
 
     Args:
@@ -112,7 +112,7 @@ def visible(func: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         A twin of the same code; any function that does not ask, itself.
     """
-    if not hides(func) or not isinstance(func, types.FunctionType):
+    if not hides_operations(func) or not isinstance(func, types.FunctionType):
         return func
     asked = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
     twin = types.FunctionType(

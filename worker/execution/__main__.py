@@ -32,7 +32,7 @@ from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
 from engine.errors import StopRequested
-from engine.layers.coverage_check import surveyed
+from engine.layers.coverage_check import survey_layers
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
@@ -228,7 +228,7 @@ def _compute(
             loaded = _load_model(document, context)
         # what the modules alone show of the coverage, before data is read and a device is touched
         if not assignment.estimate:
-            surveyed(loaded.model, document.collection)
+            survey_layers(loaded.model, document.collection)
         with workspace.machine.operation("data"):
             data = _load_data(document, loaded, context)
         workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples

@@ -12,7 +12,7 @@ from engine.collect import collected
 from engine.errors import CoverageBroken, CoverageTooLow
 from engine.layers import coverage_check
 from engine.layers.coverage import Survey
-from engine.layers.coverage_check import surveyed
+from engine.layers.coverage_check import survey_layers
 from tests.oracles import collect, workspace
 
 
@@ -104,7 +104,7 @@ def test_a_survey_that_loses_a_parameter_is_a_fault_that_is_seen(monkeypatch: py
         coverage_check, "survey", lambda model: Survey(treated=coverage_survey(model).treated, declared=())
     )
     with pytest.raises(CoverageBroken, match=re.escape("36 covered and 0 declared numbers are not the 164 trainable")):
-        surveyed(Half(), Collection())
+        survey_layers(Half(), Collection())
 
 
 coverage_survey = coverage_check.survey

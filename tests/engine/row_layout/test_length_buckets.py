@@ -81,7 +81,7 @@ def test_cut_padding_brings_the_same_factors(make: Any, task: str, monkeypatch: 
         passed.append(shapes.pop())
     assert sum(rows for rows, _ in passed) == 8
     assert sum(rows * width for rows, width in passed) < 0.75 * 8 * 12
-    monkeypatch.setattr(probe_model, "padding_decides_nothing", lambda *_: False)
+    monkeypatch.setattr(probe_model, "is_padding_irrelevant", lambda *_: False)
     whole = make()
     shapes = widths(whole)
     same(cut, collect(whole, chunks, task, fisher="mc", batch_size=8))

@@ -15,7 +15,7 @@ from engine.factors.factor_set import Collected
 from engine.layers.coverage import survey
 from engine.model.batches import Batch
 from engine.planning import probe_model
-from engine.row_layout.layer_calls import Call, watched
+from engine.row_layout.layer_calls import Call, record_calls
 from engine.row_layout.row_order import RowOrders, find_row_orders
 from tests.oracles import collect, relative_error
 
@@ -135,7 +135,7 @@ def test_rows_that_other_examples_change_are_not_taken_for_rows_in_another_order
     own = survey(model)
 
     def run(batch: Batch) -> tuple[list[Call], list[Tensor]]:
-        with torch.no_grad(), watched(own.treated, batch.size) as calls:
+        with torch.no_grad(), record_calls(own.treated, batch.size) as calls:
             returned = model(*batch.inputs)
         return calls, [returned]
 

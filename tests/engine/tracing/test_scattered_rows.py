@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.factors.factor_set import Collected
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.scattered_rows import joined, scattered
+from engine.tracing.scattered_rows import follow_join, follow_scatter
 from tests.oracles import collect, relative_error, summed_loss
 
 EXACT = 1e-10
@@ -145,21 +145,21 @@ def test_experts_of_sorted_sections_are_covered(batch_size: int) -> None:
 def test_examples_that_meet_in_a_sum_have_no_rows() -> None:
     source = Rows(dim=0, minor=2, size=6)
     left = torch.zeros(4, 3)
-    assert scattered(source, None, torch.tensor([0, 1, 1, 2, 3, 3]), 0, left, 3) is None
+    assert follow_scatter(source, None, torch.tensor([0, 1, 1, 2, 3, 3]), 0, left, 3) is None
 
 
 def test_a_row_that_nothing_is_put_into_belongs_to_the_layout_of_the_source_or_to_nobody() -> None:
     nodes = Rows(dim=0, minor=1, size=5, labels=torch.tensor([0, 0, 0, 2, 2]))
     edges = Rows(dim=0, minor=1, size=5, labels=torch.tensor([0, 2]), origin=nodes)
-    rows = scattered(edges, None, torch.tensor([1, 3]), 0, torch.zeros(5, 3), 3)
+    rows = follow_scatter(edges, None, torch.tensor([1, 3]), 0, torch.zeros(5, 3), 3)
     assert rows is not None
     assert torch.equal(rows.owners(3), nodes.owners(3))
-    assert scattered(edges, None, torch.tensor([1, 2]), 0, torch.zeros(4, 3), 3) is None
+    assert follow_scatter(edges, None, torch.tensor([1, 2]), 0, torch.zeros(4, 3), 3) is None
 
 
 def test_joined_rows_keep_the_order_that_they_have() -> None:
     cpu = torch.device("cpu")
     one = Rows(dim=0, minor=1, size=3)
-    assert joined([one, one], 3, cpu) == Rows(dim=0, minor=1, size=6)
+    assert follow_join([one, one], 3, cpu) == Rows(dim=0, minor=1, size=6)
     picked = Rows(dim=0, minor=2, size=6, labels=torch.tensor([5, 0]))
-    assert joined([picked, one], 3, cpu).owners(3).tolist() == [2, 0, 0, 1, 2]
+    assert follow_join([picked, one], 3, cpu).owners(3).tolist() == [2, 0, 0, 1, 2]

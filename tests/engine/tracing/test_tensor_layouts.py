@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.tracing.tensor_layouts import arranged, layout_of
+from engine.tracing.tensor_layouts import arrange_like, layout_of
 from tests.oracles import collect, curvature_traces
 
 WIDTH = 4
@@ -51,9 +51,9 @@ def test_a_view_that_the_model_takes_of_a_product_stays_possible(
 
 def test_only_another_order_is_copied() -> None:
     plain = torch.randn(2, 1, 3)
-    same = arranged(plain, torch.empty(2, 1, 3, device="meta"))
+    same = arrange_like(plain, torch.empty(2, 1, 3, device="meta"))
     assert same is plain
-    turned = arranged(plain, torch.empty(3, 1, 2, device="meta").permute(2, 1, 0))
+    turned = arrange_like(plain, torch.empty(3, 1, 2, device="meta").permute(2, 1, 0))
     assert turned.stride(0) == 1
     assert torch.equal(turned, plain)
 
