@@ -23,6 +23,24 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.host_accumulation import Staging
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowStorage:
+    """The memory in which the rows of one layer are kept."""
+
+    capacity: int
+    """Rows of each group that are foreseen."""
+    dtype: torch.dtype
+    """Precision of the rows."""
+    working: torch.dtype
+    """Precision in which rows are merged."""
+    arrive: torch.device
+    """Device on which the rows arrive."""
+    stand: torch.device
+    """Device on which they are kept."""
+    staging: Staging | None = None
+    """The way from one to the other, where they differ."""
+
+
 @dataclass(eq=False)
 class GradientRows:
     """The rows of one layer, or of each of its groups.
@@ -47,26 +65,24 @@ class GradientRows:
     count: int = 0
 
     @classmethod
-    def empty(
-        cls,
-        groups: int,
-        size: int,
-        *,
-        capacity: int,
-        dtype: torch.dtype,
-        working: torch.dtype,
-        arrive: torch.device,
-        stand: torch.device,
-        staging: Staging | None,
-    ) -> Self:
-        """Room for ``capacity`` rows of ``size`` numbers, or for as many as are ever held."""
-        room = min(capacity, size)
+    def empty(cls, groups: int, size: int, storage: RowStorage) -> Self:
+        """Allocate room for the rows of a layer.
+
+        Args:
+            groups: Groups of the layer.
+            size: n, numbers of one row, and rows of G.
+            storage: Count, precision and places of the rows; no more than n of a group are ever held.
+
+        Returns:
+            Rows without any entry.
+        """
+        room = min(storage.capacity, size)
         return cls(
-            rows=torch.empty(groups, room, size, dtype=dtype, device=stand),
-            scales=torch.ones(groups, room, dtype=torch.float64, device=arrive),
-            largest=torch.zeros(groups, size, dtype=torch.float64, device=arrive),
-            working=working,
-            staging=staging,
+            rows=torch.empty(groups, room, size, dtype=storage.dtype, device=storage.stand),
+            scales=torch.ones(groups, room, dtype=torch.float64, device=storage.arrive),
+            largest=torch.zeros(groups, size, dtype=torch.float64, device=storage.arrive),
+            working=storage.working,
+            staging=storage.staging,
         )
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.example_gradients import Met, block_gradients, squared_norms
-from engine.accumulation.gradient_rows import GradientRows
+from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.accumulation.pooled_rows import pooled_rows, summed_rows
 from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows
@@ -138,27 +138,22 @@ class LayerStatistics:
         if self.leader is None and layer.form not in ("block", "diagonal_block"):
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=place)
-        if self.representation.kind == "diagonal_sketch":
+        kept = self.representation
+        if kept.kind == "diagonal_sketch":
             self.gradient_rows = SketchRows.sketching(
-                layer.groups,
-                layer.out_dim,
-                self.representation.rank,
-                self.representation.dtype,
-                device,
-                of_terms=self.representation.of_terms,
+                layer.groups, layer.out_dim, kept.rank, kept.dtype, device, of_terms=kept.of_terms
             )
-        elif self.representation.kind != "dense":
-            kind = ProbabilityRows if self.representation.kind == "softmax_head" else GradientRows
-            self.gradient_rows = kind.empty(
-                layer.groups,
-                layer.out_dim,
-                capacity=self.representation.rows,
-                dtype=self.representation.dtype,
+        elif kept.kind != "dense":
+            storage = RowStorage(
+                capacity=kept.rows,
+                dtype=kept.dtype,
                 working=dtype,
                 arrive=device,
-                stand=torch.device("cpu") if self.representation.on_host else place,
+                stand=torch.device("cpu") if kept.on_host else place,
                 staging=self.row_staging or self.staging,
             )
+            kind = ProbabilityRows if kept.kind == "softmax_head" else GradientRows
+            self.gradient_rows = kind.empty(layer.groups, layer.out_dim, storage)
         else:
             sides = (layer.out_dim,) if layer.form == "diagonal_block" else (*groups, layer.out_dim, layer.out_dim)
             self.G = torch.zeros(sides, dtype=dtype, device=place)
@@ -257,9 +252,8 @@ class LayerStatistics:
             self._add_gram_(total[..., :width, :width], rows)
         if layer.bias:
             if layer.weight:
-                self._add_small_(
-                    total[..., :width, width], rows.sum(0, dtype=total.dtype).view(*total.shape[:-2], width)
-                )
+                sums = rows.sum(0, dtype=total.dtype).view(*total.shape[:-2], width)
+                self._add_small_(total[..., :width, width], sums)
             total[..., width, width] += rows.shape[0]
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from catalog.capacity import CapacityParams
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
-from engine.accumulation.gradient_rows import GradientRows
+from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.analyses.capacity import measure_capacity
 from engine.collect import collected
 from engine.errors import EngineError, NonFiniteFactor
@@ -39,6 +39,10 @@ class Wide(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         found = torch.tanh(self.convolution(self.table(ids).transpose(1, 2)).transpose(1, 2))
         return self.head(torch.tanh(self.first(self.norm(found))).mean(1))
+
+
+def host_storage(capacity: int, dtype: torch.dtype) -> RowStorage:
+    return RowStorage(capacity=capacity, dtype=dtype, working=torch.float64, arrive=HOST, stand=HOST)
 
 
 def model() -> nn.Module:
@@ -218,9 +222,7 @@ def test_rows_read_back_from_what_waits_between_passes() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-14), (torch.float16, 5e-4)])
 def test_a_moving_average_of_many_rows_is_merged_exactly(dtype: torch.dtype, tolerance: float) -> None:
     drawn = torch.randn(900, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    kept = GradientRows.empty(
-        1, 7, capacity=900, dtype=dtype, working=torch.float64, arrive=HOST, stand=HOST, staging=None
-    )
+    kept = GradientRows.empty(1, 7, host_storage(900, dtype))
     dense = torch.zeros(7, 7, dtype=torch.float64)
     for batch in drawn.split(10):
         kept.decay_(0.99)
@@ -236,9 +238,7 @@ def test_a_moving_average_of_many_rows_is_merged_exactly(dtype: torch.dtype, tol
 
 def test_more_rows_than_were_foreseen_find_room() -> None:
     drawn = torch.randn(30, 2 * 40, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    kept = GradientRows.empty(
-        2, 40, capacity=5, dtype=torch.float64, working=torch.float64, arrive=HOST, stand=HOST, staging=None
-    )
+    kept = GradientRows.empty(2, 40, host_storage(5, torch.float64))
     for batch in drawn.split(4):
         kept.add_(batch)
     for group, side in enumerate(kept.finished(1.0)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from catalog.capacity import CapacityParams
 from catalog.reconstruction import ReconstructionParams
 from catalog.woodbury import Woodbury
-from engine.accumulation.gradient_rows import GradientRows
+from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows
 from engine.analyses.capacity import measure_capacity
@@ -159,7 +159,7 @@ def test_probabilities_of_narrow_logits_are_not_narrow(dtype: torch.dtype, kind:
         SketchRows.sketching(1, V, 12, torch.float32, device, of_terms=True)
         if kind is SketchRows
         else ProbabilityRows.empty(
-            1, V, capacity=T, dtype=torch.float32, working=torch.float32, arrive=device, stand=device, staging=None
+            1, V, RowStorage(capacity=T, dtype=torch.float32, working=torch.float32, arrive=device, stand=device)
         )
     )
     traces = kept.add_terms_(logits[:, None], terms)
