@@ -1,4 +1,4 @@
-"""Gradient rows: what enters G, kept row by row instead of summed, while a layer is collected.
+"""Gradient rows: the rows that enter G, kept one by one instead of summed, while a layer is collected.
 
 Rows come in the order in which the batches bring them. Where more come than G has rows itself, a QR
 factorisation replaces n of them, and the triangle before, by the triangle R with the same sum,
@@ -91,7 +91,11 @@ class GradientRows:
         return self.rows.shape[2]
 
     def add_(self, rows: Tensor) -> None:
-        """Keep ``rows`` (P, groups · n)."""
+        """Keep some rows.
+
+        Args:
+            rows: Gradients, shape (P, groups · n), any float dtype, where gradients arrive.
+        """
         for start in range(0, rows.shape[0], self.size):
             piece = rows[start : start + self.size]
             if self.count + piece.shape[0] > self.size:
@@ -100,13 +104,24 @@ class GradientRows:
             self._keep_(piece.view(piece.shape[0], -1, self.size))
 
     def decay_(self, past: float) -> None:
-        """Weigh what is kept so far by ``past``."""
+        """Weigh the rows so far less.
+
+        Args:
+            past: Factor of a moving average, above 0 and at most 1; rows are multiplied by its root.
+        """
         self.scales[:, : self.count] *= math.sqrt(past)
         if self.triangle is not None:
             self.triangle *= math.sqrt(past)
 
     def finished(self, weight: float) -> Sequence[Structured]:
-        """Each group's side of ``weight`` loss terms, its rows on the host; they are of no further use here."""
+        """Make each group's G; the rows are of no further use here.
+
+        Args:
+            weight: Loss terms that G is divided by.
+
+        Returns:
+            One structured side per group, its rows on the host.
+        """
         if self.triangle is not None:
             self._merge_()
             found = []
@@ -119,7 +134,7 @@ class GradientRows:
         return [LowRank(rows=own, scales=beside, weight=weight) for own, beside in zip(host, scales, strict=True)]
 
     def copied(self) -> Self:
-        """The same rows, in a place of their own."""
+        """Return a copy of the rows, without its staging."""
         return replace(
             self,
             rows=self.rows[:, : self.count].clone(),
@@ -129,7 +144,7 @@ class GradientRows:
         )
 
     def state(self) -> dict[str, Tensor | int]:
-        """What a checkpoint holds."""
+        """Return everything that a checkpoint holds."""
         held: dict[str, Tensor | int] = {
             "rows": self.rows[:, : self.count],
             "scales": self.scales[:, : self.count],
@@ -139,7 +154,12 @@ class GradientRows:
         return held if self.triangle is None else {**held, "triangle": self.triangle}
 
     def put(self, name: str, value: Tensor | int) -> None:
-        """Take one entry of ``state`` back."""
+        """Put one entry of ``state`` back.
+
+        Args:
+            name: Name of the entry.
+            value: A tensor of the shape that was saved, or the count of rows.
+        """
         if isinstance(value, int):
             self.count = value
         elif name == "largest":
