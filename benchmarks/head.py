@@ -19,7 +19,7 @@ from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
 from catalog.woodbury import Woodbury
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
@@ -59,7 +59,7 @@ def watched(run: Callable[[], Any]) -> tuple[Any, int, float]:
 def side_of() -> SoftmaxFisher:
     """The head's G, as a collection keeps it."""
     ids = torch.randint(0, CLASSES, (TERMS // 64, 65), generator=torch.Generator().manual_seed(1))
-    whole = collected(
+    whole = collect_or_read(
         Workspace(
             inputs=ModelInputs(
                 model=Decoder(), batches=lambda: iter([(ids, ids)]), task=Task(type="causal_lm"), examples=ids.shape[0]

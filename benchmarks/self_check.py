@@ -23,7 +23,7 @@ from benchmarks.architecture_cases.judgement import NoArtifacts
 from benchmarks.cases.collection import built
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.gradient_identity.self_check import SelfCheck
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
@@ -95,7 +95,7 @@ def measured(name: str) -> dict[str, Any]:
     )
     space.ports.report = times.batch_done
     with times.timed():
-        whole = collected(space)
+        whole = collect_or_read(space)
     batch = statistics.median(times.batches)
     later = statistics.mean(times.later)
     shares = {count: (times.first + (count - 1).bit_length() * later) / (count * batch) for count in SHARES}

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.factors.factor_set import write_factors
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
@@ -44,7 +44,7 @@ def main() -> None:
     ids = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(1))
     chunk: tuple[Any, Any] = ({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids)
     counting = Counting()
-    whole = collected(
+    whole = collect_or_read(
         Workspace(
             inputs=ModelInputs(model=decoder(), batches=lambda: iter([chunk]), task=Task(type="causal_lm")),
             options=JobOptions(collection=Collection(batch_size=4)),

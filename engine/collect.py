@@ -28,7 +28,7 @@ from engine.errors import (
     NonFiniteModel,
     NothingToAnalyse,
 )
-from engine.factors.factor_set import Collected, LayerFacts, read_collected, reused
+from engine.factors.factor_set import FactorSet, LayerFacts, read_factors, reused
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
@@ -46,14 +46,14 @@ from engine.planning.probe_model import exclude_other_uses, probe_functional_lay
 from engine.workspace import Workspace
 
 
-class CollectedFactors:
+class JobFactors:
     """The factors of one job, once they are collected or read."""
 
     def __init__(self) -> None:
-        self.factors: Collected | None = None
+        self.factors: FactorSet | None = None
 
 
-def collected(workspace: Workspace) -> Collected:
+def collect_or_read(workspace: Workspace) -> FactorSet:
     """Return the job's factors: collected at the first call, read where they are stored, kept for the next analysis.
 
     Args:
@@ -65,11 +65,11 @@ def collected(workspace: Workspace) -> Collected:
     Raises:
         EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
     """
-    results = workspace.results.of(CollectedFactors)
+    results = workspace.results.of(JobFactors)
     if results.factors is not None:
         return results.factors
     if workspace.inputs.stored is not None:
-        fresh = read_collected(workspace.inputs.stored)
+        fresh = read_factors(workspace.inputs.stored)
     else:
         # before its tensors are converted
         weigh_model(workspace)
@@ -78,7 +78,7 @@ def collected(workspace: Workspace) -> Collected:
     return fresh
 
 
-def _cached(workspace: Workspace) -> Collected | None:
+def _cached(workspace: Workspace) -> FactorSet | None:
     """The same collection, if it was made before."""
     found = None if workspace.ports.cache is None else workspace.ports.cache.find()
     if found is None:
@@ -88,7 +88,7 @@ def _cached(workspace: Workspace) -> Collected | None:
     return whole
 
 
-def _collect(workspace: Workspace) -> Collected:
+def _collect(workspace: Workspace) -> FactorSet:
     """Survey, probe, plan, run the passes, and finish: the five stages of a collection."""
     job = PassJob.of(workspace, workspace.machine.device)
     _warn_of_other_numerics(job)
@@ -213,7 +213,7 @@ def _finished(
     state: CollectionState,
     plan: Plan,
     corrections: Mapping[str, Callable[[], Corrected]],
-) -> Collected:
+) -> FactorSet:
     declared: list[DeclaredLayer] = list(survey.declared)
     covered: list[LayerStatistics] = []
     for layer in survey.treated:
@@ -239,7 +239,7 @@ def _finished(
         facts.append(dataclasses.replace(own, **_proved(job, found.layer), **_varied(job, found, group)))
     factors = [state.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
-    return Collected(
+    return FactorSet(
         layers=tuple(facts),
         declared=tuple(
             sorted(

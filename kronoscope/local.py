@@ -20,7 +20,7 @@ from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
 from engine.factors.clipped_inverse import StabilisedLayers
-from engine.factors.factor_set import INDEX, Collected, read_collected
+from engine.factors.factor_set import INDEX, FactorSet, read_factors
 from engine.factors.kronecker_factors import Corrected, Factors, digest
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
@@ -156,7 +156,7 @@ class LayerFactors:
 class LayersFactors(Mapping[str, LayerFactors]):
     """Factors by layer name, in the model's order."""
 
-    def __init__(self, collected: Collected) -> None:
+    def __init__(self, collected: FactorSet) -> None:
         self.collected = collected
         self._layers = {
             facts.name: LayerFactors(
@@ -190,7 +190,7 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     folder = Path(path)
     for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
         if (candidate / "factors.index.json").is_file():
-            found = LayersFactors(read_collected(Folder(candidate)))
+            found = LayersFactors(read_factors(Folder(candidate)))
             if verify:
                 _verify(candidate, found)
             return found
@@ -334,7 +334,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     return Measurement(
         layers=tuple(sorted(rows, key=lambda row: (list(kinds).index(row.kind), row.ordinal))),
         summary=summary,
-        factors=LayersFactors(read_collected(workspace.ports.artifacts)),
+        factors=LayersFactors(read_factors(workspace.ports.artifacts)),
         index=workspace.ports.artifacts.load_json(INDEX),
         plan=plan,
     )

@@ -11,8 +11,8 @@ from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 
@@ -61,11 +61,11 @@ def workspace(
 
 def collect(
     model: nn.Module, chunks: list[tuple[Any, ...]], task: str, loss: str | None = None, **options: Any
-) -> Collected:
-    return collected(workspace(model, chunks, task, loss, **options))
+) -> FactorSet:
+    return collect_or_read(workspace(model, chunks, task, loss, **options))
 
 
-def same_facts(left: Collected, right: Collected, tolerance: float = 1e-9) -> bool:
+def same_facts(left: FactorSet, right: FactorSet, tolerance: float = 1e-9) -> bool:
     """Whether two collections say the same of their layers; the sums behind a trace may differ by rounding."""
     plain = [
         [
@@ -87,7 +87,7 @@ def same_facts(left: Collected, right: Collected, tolerance: float = 1e-9) -> bo
     return plain[0] == plain[1] and torch.allclose(*traces, rtol=tolerance, atol=0)
 
 
-def kronecker(whole: Collected, name: str) -> Tensor:
+def kronecker(whole: FactorSet, name: str) -> Tensor:
     """G ⊗ A of a layer by name, dense."""
     (facts,) = [layer for layer in whole.layers if layer.name == name]
     factors = whole.load(facts.ordinal)
@@ -168,7 +168,7 @@ def gradient_squares(model: nn.Module, inputs: Tensor, targets: Tensor, loss: st
     return {name: gradient.flatten(1).square().sum(1) for name, gradient in gradients.items()}
 
 
-def require_traces(model: nn.Module, whole: Collected, losses: Iterator[Tensor], terms: int) -> None:
+def require_traces(model: nn.Module, whole: FactorSet, losses: Iterator[Tensor], terms: int) -> None:
     """Each layer's exact trace of the empirical Fisher is that of plain autograd, each example alone.
 
     ``losses`` makes the loss of one example after the other, summed over its terms.

@@ -17,9 +17,9 @@ from benchmarks.architecture_cases.oracle import Truth, activation_factor, gradi
 from catalog.collection import Collection
 from catalog.inputs import Task
 from catalog.woodbury import Woodbury
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import EngineError
-from engine.factors.factor_set import Collected, LayerFacts
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 TOLERANCE = 1e-8
@@ -104,10 +104,10 @@ def judged(build: Builder, **options: Any) -> dict[str, Any]:  # noqa: ANN401 - 
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def _collected(case: Case, **options: Any) -> Collected:  # noqa: ANN401 - the collection's own
+def _collected(case: Case, **options: Any) -> FactorSet:  # noqa: ANN401 - the collection's own
     chosen = {"fisher": "empirical", "dtype": "float64", "batch_size": BATCH_SIZE if case.alone else len(case.targets)}
     model = copy.deepcopy(case.model) if case.random else case.model
-    return collected(
+    return collect_or_read(
         Workspace(
             inputs=ModelInputs(
                 model=model,
@@ -120,7 +120,7 @@ def _collected(case: Case, **options: Any) -> Collected:  # noqa: ANN401 - the c
     )
 
 
-def _judgement(case: Case, whole: Collected, expected: Truth | None, numbers: int) -> dict[str, Any]:
+def _judgement(case: Case, whole: FactorSet, expected: Truth | None, numbers: int) -> dict[str, Any]:
     reasons: dict[str, int] = defaultdict(int)
     for layer in whole.declared:
         reasons[layer.reason] += layer.parameter_count
@@ -154,7 +154,7 @@ def _judgement(case: Case, whole: Collected, expected: Truth | None, numbers: in
     return row | {"verdict": verdict, "compared": len(worst.errors)}
 
 
-def _errors(case: Case, whole: Collected, expected: Truth) -> Worst:
+def _errors(case: Case, whole: FactorSet, expected: Truth) -> Worst:
     """Every quantity of every covered layer that the oracle knows."""
     worst = Worst()
     squares = {name: float(each.square().sum()) for name, each in expected.gradients.items()}
@@ -201,7 +201,7 @@ class NotPlain(Exception):
 
 
 def _compare_factors(
-    case: Case, whole: Collected, facts: LayerFacts, expected: Truth, worst: Worst, floor: float
+    case: Case, whole: FactorSet, facts: LayerFacts, expected: Truth, worst: Worst, floor: float
 ) -> None:
     match = _SLICE.match(facts.name)
     group = int(match[2]) if match and match[3] is None else 0

@@ -13,7 +13,7 @@ from engine.analyses.metrics.layer_metrics import layer_metrics, sides_of
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
 from engine.analyses.metrics.sample_convergence import Followed, followed, model_convergence, summed
 from engine.analyses.metrics.token_importance import require_head, token_importance
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.measurement.finite_numbers import finite_summary
 from engine.measurement.layer_measurement import measured_layers
 from engine.measurement.layer_results import covered_result, declared_results
@@ -36,7 +36,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         EngineError: As ``engine.errors`` lists.
     """
     require_head(params.token_importance, workspace)
-    whole = collected(workspace)
+    whole = collect_or_read(workspace)
     exact = cross_checked(params, workspace, whole)
     total = len(whole.layers)
     found: dict[int, tuple[ModelLayer, CapacityMetrics]] = {}

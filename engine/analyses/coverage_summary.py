@@ -1,11 +1,11 @@
 """Coverage: which trainable parameters the rows of a job speak for, and what the layers proved of themselves."""
 
 from catalog.analysis import Coverage
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.layers.coverage_check import count_by_reason
 
 
-def coverage(whole: Collected) -> Coverage:
+def coverage(whole: FactorSet) -> Coverage:
     """Count by parameter what the rows cover, after the law covered + declared = trainable.
 
     Args:
@@ -32,5 +32,5 @@ def coverage(whole: Collected) -> Coverage:
     )
 
 
-def _identities(whole: Collected) -> list[float | None]:
+def _identities(whole: FactorSet) -> list[float | None]:
     return [layer.gradient_identity for layer in whole.layers]

@@ -5,8 +5,8 @@ from collections.abc import Generator
 from catalog.analysis import LayerResult
 from catalog.factors import FactorsMetrics, FactorsSummary
 from engine.analyses.coverage_summary import coverage
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.measurement.finite_numbers import finite_summary
 from engine.measurement.layer_measurement import Measured, measured_layers
 from engine.measurement.layer_results import covered_result, declared_results
@@ -30,7 +30,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
         EngineError: As ``engine.errors`` lists.
     """
     del params  # the collection's own block says it all
-    whole = collected(workspace)
+    whole = collect_or_read(workspace)
     total = len(whole.layers)
     layers = []
     for done, layer in enumerate(measured_layers(workspace), start=1):
@@ -59,7 +59,7 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
     return finite_summary(summary, workspace.ports.log)
 
 
-def _metrics(layer: Measured, whole: Collected) -> FactorsMetrics:
+def _metrics(layer: Measured, whole: FactorSet) -> FactorsMetrics:
     leader = layer.facts.shared_A_with
     return FactorsMetrics(
         form=layer.facts.form,

@@ -18,11 +18,11 @@ from catalog.reconstruction import (
 )
 from engine.analyses.coverage_summary import coverage
 from engine.analyses.given_matrix import index_entry, record_without_collection
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipped_inverse import PREFIX, StabilisedSide
 from engine.factors.clipped_operator import ClippedOperator
-from engine.factors.factor_set import GIVEN_MATRIX, Collected, Kept, write_factors, write_index
+from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, Kept, write_factors, write_index
 from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured
@@ -48,7 +48,7 @@ class _Run:
 
     params: ReconstructionParams
     workspace: Workspace
-    whole: Collected
+    whole: FactorSet
     kappa_max: float
     shared: dict[int, ReconstructedSide] = field(default_factory=dict)
     """A of layers that others share it with, by ordinal."""
@@ -84,7 +84,7 @@ def reconstruct(
             "`stabilisation.kappa_max` is null, so there is nothing to clip at; give a number above 1, such as 1e6",
             pointer="/stabilisation/kappa_max",
         )
-    run = _Run(params=params, workspace=workspace, whole=collected(workspace), kappa_max=kappa_max)
+    run = _Run(params=params, workspace=workspace, whole=collect_or_read(workspace), kappa_max=kappa_max)
     for done, layer in enumerate(_holders_first(workspace, run.whole), start=1):
         workspace.ports.raise_if_cancelled()
         facts, begun = layer.facts, time.perf_counter()
@@ -103,7 +103,7 @@ def reconstruct(
     return finite_summary(_summary(run), workspace.ports.log)
 
 
-def _holders_first(workspace: Workspace, whole: Collected) -> Iterator[Measured]:
+def _holders_first(workspace: Workspace, whole: FactorSet) -> Iterator[Measured]:
     """Layers in the order they are measured, but one whose A another holds waits for that one."""
     held: set[int] = set()
     waiting: dict[int, list[Measured]] = {}

@@ -1,4 +1,4 @@
-"""Collected factors: what a collection leaves for the analyses, in memory or read from artifacts."""
+"""The factor set: what a collection leaves for the analyses, in memory or read from artifacts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -90,7 +90,7 @@ class NestedSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
+class FactorSet:
     """Every covered layer's factors, and the layers that are declared."""
 
     layers: tuple[LayerFacts, ...]
@@ -191,7 +191,7 @@ class Kept:
     """Digests of EK-FAC's tensors, by the names that they are stored by."""
 
 
-def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, Kept], name: str = INDEX) -> None:
+def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, Kept], name: str = INDEX) -> None:
     """Write the index last, so that its presence says that all factors are there."""
     layers = []
     for facts in collected.layers:
@@ -238,7 +238,7 @@ def write_index(artifacts: Artifacts, collected: Collected, kept: Mapping[int, K
     )
 
 
-def read_collected(artifacts: Artifacts) -> Collected:
+def read_factors(artifacts: Artifacts) -> FactorSet:
     """Open factors that an earlier job kept; the tensors are read as they are asked for.
 
     Raises:
@@ -268,7 +268,7 @@ def read_collected(artifacts: Artifacts) -> Collected:
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenFactors(f"`{INDEX}` lacks or garbles an entry: {error}", pointer="/factors") from error
     by_ordinal = {facts.ordinal: facts for facts in layers}
-    return Collected(
+    return FactorSet(
         layers=layers,
         declared=declared,
         collection=collection,
@@ -292,12 +292,12 @@ def read_collected(artifacts: Artifacts) -> Collected:
     )
 
 
-def write_run(artifacts: Artifacts, collected: Collected) -> None:
+def write_run(artifacts: Artifacts, collected: FactorSet) -> None:
     """Write what the rows of the job that collected say of its run, for a job that takes its factors as its own."""
     artifacts.save_json(RUN, {name: getattr(collected, name) for name in _RUN})
 
 
-def reused(artifacts: Artifacts, source: str) -> Collected:
+def reused(artifacts: Artifacts, source: str) -> FactorSet:
     """Factors that a cache had, in rows that say what the rows of the job that collected them said.
 
     Raises:
@@ -305,7 +305,7 @@ def reused(artifacts: Artifacts, source: str) -> Collected:
         FileNotFoundError: If nothing is said of the run.
     """
     run = artifacts.load_json(RUN)
-    return replace(read_collected(artifacts), reused_from=source, **{name: run[name] for name in _RUN})
+    return replace(read_factors(artifacts), reused_from=source, **{name: run[name] for name in _RUN})
 
 
 def _facts(entry: Mapping[str, Any]) -> LayerFacts:

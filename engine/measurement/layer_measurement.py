@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from catalog.layer_record import LayerRecord, Observed
-from engine.collect import collected
-from engine.factors.factor_set import Collected, Kept, LayerFacts, write_factors, write_index, write_run
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet, Kept, LayerFacts, write_factors, write_index, write_run
 from engine.factors.kronecker_factors import Corrected, Factors, digest
 from engine.linalg.damping import Clipping, Damping, damping, identity_warnings
 from engine.linalg.eigendecomposition import Decomposition
@@ -92,7 +92,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
         EngineError: As ``engine.errors`` lists.
     """
     known = workspace.results.of(_MeasuredLayers)
-    factors = collected(workspace)
+    factors = collect_or_read(workspace)
     keep_factors = workspace.inputs.stored is None and (
         "factors" in workspace.options.keep or "factors" in workspace.options.kinds
     )
@@ -122,7 +122,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
             yield known[facts.ordinal]
 
 
-def _cache(workspace: Workspace, whole: Collected) -> FactorCache | None:
+def _cache(workspace: Workspace, whole: FactorSet) -> FactorCache | None:
     """Return the cache that keeps the factors for other jobs; None where they are not kept.
 
     A head of which only the diagonal fitted is nothing to share: a job with more memory keeps all of it.
@@ -143,7 +143,7 @@ def _by_size(facts: LayerFacts) -> tuple[int, int]:
 
 
 def _measure(
-    workspace: Workspace, whole: Collected, facts: LayerFacts, arriving: Iterator[Arrived], *, keep_factors: bool
+    workspace: Workspace, whole: FactorSet, facts: LayerFacts, arriving: Iterator[Arrived], *, keep_factors: bool
 ) -> Measured:
     workspace.ports.raise_if_cancelled()
     begun, before = time.perf_counter(), held_bytes(workspace.machine.device)
@@ -331,7 +331,7 @@ def observe(
     before: tuple[int | None, int | None, int],
     after: tuple[int | None, int | None, int],
     workspace: Workspace,
-    whole: Collected,
+    whole: FactorSet,
     refused: tuple[str, ...] = (),
 ) -> Observed:
     """Record the time and memory that one layer took.

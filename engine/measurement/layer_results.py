@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from catalog.analysis import LayerResult
 from catalog.layer_record import LayerRecord
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.layers.coverage import DeclaredLayer
 from engine.measurement.finite_numbers import nullified, reason
 from engine.measurement.layer_measurement import Measured, held_bytes, observe
@@ -55,7 +55,7 @@ def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
     Returns:
         One row per layer that is not covered, with its reason and without metrics.
     """
-    whole = collected(workspace)
+    whole = collect_or_read(workspace)
     for place, layer in enumerate(whole.declared):
         ordinal = len(whole.layers) + place
         if (kind, ordinal) not in workspace.resume.completed:
@@ -63,7 +63,7 @@ def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
 
 
 def _declared_result(
-    kind: str, ordinal: int, layer: DeclaredLayer, whole: Collected, workspace: Workspace
+    kind: str, ordinal: int, layer: DeclaredLayer, whole: FactorSet, workspace: Workspace
 ) -> LayerResult:
     blank = dict.fromkeys(LayerRecord.__dataclass_fields__)
     known = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from catalog.subsamples import NestedCapacity, NestedTraces
-from engine.factors.factor_set import Collected, LayerFacts, nested_file, write_factors
+from engine.factors.factor_set import FactorSet, LayerFacts, nested_file, write_factors
 from engine.linalg import kronecker_spectrum as spectrum
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.eigensolvers import LARGEST
@@ -37,7 +37,7 @@ class _SharedSpectra(dict[tuple[int, int], Tensor | None]):
 
 
 def smaller_sizes(
-    workspace: Workspace, whole: Collected, facts: LayerFacts, *, keep_factors: bool
+    workspace: Workspace, whole: FactorSet, facts: LayerFacts, *, keep_factors: bool
 ) -> tuple[MeasuredSize, ...]:
     """Measure one layer at every sample size below the whole, and write the factors that the job keeps.
 

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from engine import estimate as planning
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded
 from engine.estimate import estimate, plan_job
 from engine.memory.budget import MemoryBudget
@@ -83,7 +83,7 @@ def test_shapes_alone_give_the_plan_that_the_job_makes(name: str) -> None:
     real = workspace(make(), [(inputs, targets)], task, **options)
     real.ports.announce_plan, real.inputs.examples = stop, 6
     with pytest.raises(Planned):
-        collected(real)
+        collect_or_read(real)
     with torch.device("meta"):
         model = make()
     meta = workspace(model, [(inputs, targets)], task, **options)
@@ -153,10 +153,10 @@ def test_a_job_that_is_refused_names_the_smallest_budget_that_takes_it() -> None
         return made
 
     with pytest.raises(BudgetExceeded, match="the smallest that would do") as refused:
-        collected(job(2**20))
+        collect_or_read(job(2**20))
     named = re.search(r"`memory.host` to (\d+)MiB", str(refused.value))
     assert named is not None
-    assert collected(job(int(named[1]) * 2**20)).layers
+    assert collect_or_read(job(int(named[1]) * 2**20)).layers
 
 
 def test_a_named_budget_is_not_refused_to_a_process_that_holds_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:

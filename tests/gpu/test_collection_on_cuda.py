@@ -9,7 +9,7 @@ from catalog.inputs import Task
 from catalog.memory import Memory
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import digest
 from engine.memory.budget import MemoryBudget
@@ -44,7 +44,7 @@ def on(device: str, **options: object) -> Workspace:
 @pytest.mark.parametrize("fisher", ["mc", "type2", "empirical", "forward_only"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_factors_equal_those_of_the_cpu(fisher: str, sharing: str) -> None:
-    here, there = (collected(on(device, fisher=fisher, sharing=sharing)) for device in ("cpu", "cuda"))
+    here, there = (collect_or_read(on(device, fisher=fisher, sharing=sharing)) for device in ("cpu", "cuda"))
     assert [layer.name for layer in there.layers] == [layer.name for layer in here.layers]
     for layer in here.layers:
         left, right = here.load(layer.ordinal), there.load(layer.ordinal)
@@ -53,7 +53,7 @@ def test_factors_equal_those_of_the_cpu(fisher: str, sharing: str) -> None:
 
 
 def test_traces_and_corrections_equal_those_of_the_cpu() -> None:
-    here, there = (collected(on(device, fisher="mc", ekfac=True)) for device in ("cpu", "cuda"))
+    here, there = (collect_or_read(on(device, fisher="mc", ekfac=True)) for device in ("cpu", "cuda"))
     assert here.load_corrected is not None
     assert there.load_corrected is not None
     for left, right in zip(here.layers, there.layers, strict=True):
@@ -76,7 +76,7 @@ def test_traces_of_masked_tokens_equal_those_of_the_cpu() -> None:
         targets = torch.where(torch.rand(6, 5) < 0.3, -100, ids)
         space = workspace(model, [(ids, targets)], "masked_lm", fisher="mc")
         space.machine.device = torch.device(device)
-        traces.append([layer.exact_trace for layer in collected(space).layers])
+        traces.append([layer.exact_trace for layer in collect_or_read(space).layers])
     assert traces[1] == pytest.approx(traces[0], rel=1e-11)
 
 
@@ -86,7 +86,7 @@ def test_embedding_and_tokens_on_the_device() -> None:
     ids = torch.randint(0, 9, (6, 5))
     space = workspace(model, [(ids, ids)], "causal_lm", fisher="mc")
     space.machine.device = torch.device("cuda")
-    whole = collected(space)
+    whole = collect_or_read(space)
     counts = torch.bincount(ids[ids != 0], minlength=9).double()
     assert relative_error(whole.load(0).A.cpu(), counts / counts.sum()) < 1e-12
 
@@ -116,7 +116,7 @@ def test_device_budget_is_measured() -> None:
 def test_model_stays_on_its_device() -> None:
     space = on("cuda", fisher="mc", dtype="float64")
     assert space.inputs.model is not None
-    collected(space)
+    collect_or_read(space)
     assert {parameter.device.type for parameter in space.inputs.model.parameters()} == {"cuda"}
     assert {parameter.dtype for parameter in space.inputs.model.parameters()} == {torch.float32}
 
@@ -126,19 +126,19 @@ def test_weighted_and_smoothed_losses_equal_those_of_the_cpu(fisher: str) -> Non
     task = Task(type="classification", class_weights=tuple(range(10)), label_smoothing=0.2)
     here, there = (on(device, fisher=fisher) for device in ("cpu", "cuda"))
     here.task = there.task = task
-    left, right = collected(here), collected(there)
+    left, right = collect_or_read(here), collect_or_read(there)
     for layer in left.layers:
         one, other = left.load(layer.ordinal), right.load(layer.ordinal)
         assert relative_error(other.G.cpu(), one.G) < 1e-11
 
 
 def test_nested_sizes_are_runs_over_the_first_examples() -> None:
-    whole = collected(on("cuda", fisher="mc", nested=True, dtype="float32", batch_size=5))
+    whole = collect_or_read(on("cuda", fisher="mc", nested=True, dtype="float32", batch_size=5))
     assert [size.examples for size in whole.nested] == [10, 15, 25]
     alone = on("cuda", fisher="mc", dtype="float32", batch_size=5)
     chunk = next(iter(alone.inputs.batches())) if alone.inputs.batches is not None else ()
     alone.inputs.batches = lambda: iter([tuple(part[:25] for part in chunk)])
-    first = collected(alone)
+    first = collect_or_read(alone)
     for layer in first.layers:
         one, other = whole.nested[2].load(layer.ordinal), first.load(layer.ordinal)
         assert (digest(one.A), digest(one.G)) == (digest(other.A), digest(other.G))
@@ -152,7 +152,7 @@ def test_a_number_that_is_not_finite_is_noticed_at_its_batch() -> None:
     space = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32", batch_size=5)
     space.machine.device = torch.device("cuda")
     with pytest.raises(NonFiniteFactor, match=r"`0`: .* after batch 6 \(examples 30 to 34\)"):
-        collected(space)
+        collect_or_read(space)
 
 
 def test_a_tied_head_and_a_shared_table_of_positions_equal_those_of_the_cpu() -> None:
@@ -173,7 +173,7 @@ def test_a_tied_head_and_a_shared_table_of_positions_equal_those_of_the_cpu() ->
     for device in ("cpu", "cuda"):
         space = workspace(Language().to(device), [(ids, ids)], "causal_lm", fisher="mc", min_coverage=1.0)
         space.machine.device = torch.device(device)
-        runs.append(collected(space))
+        runs.append(collect_or_read(space))
     here, there = runs
     assert [layer.why for layer in there.layers] == [layer.why for layer in here.layers]
     for layer in here.layers:
@@ -185,7 +185,7 @@ def test_a_tied_head_and_a_shared_table_of_positions_equal_those_of_the_cpu() ->
 def test_offloaded_sums_equal_resident_ones(fisher: str) -> None:
     whole, moved = on("cuda", fisher=fisher), on("cuda", fisher=fisher)
     moved.options.memory = Memory(offload="on", micro_batch=5)
-    here, there = collected(whole), collected(moved)
+    here, there = collect_or_read(whole), collect_or_read(moved)
     for layer in here.layers:
         left, right = here.load(layer.ordinal), there.load(layer.ordinal)
         assert left.A.device.type == left.G.device.type == "cpu"
@@ -215,7 +215,7 @@ def test_sums_leave_a_device_that_is_too_small_for_them() -> None:
     space.ports.announce_plan = plans.append
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    whole = collected(space)
+    whole = collect_or_read(space)
     assert plans[0]["offload"]
     assert whole.passes == 1
     assert torch.cuda.max_memory_allocated() - before < 100 * 2**20

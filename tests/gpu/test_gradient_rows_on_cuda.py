@@ -10,8 +10,8 @@ from catalog.capacity import CapacityParams
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.factors.low_rank import LowRank
 from engine.workspace import Workspace
 from tests.oracles import relative_error, workspace
@@ -35,7 +35,7 @@ def on(device: str, woodbury: Woodbury, memory: Memory | None = None, **options:
     return space
 
 
-def same(here: Collected, there: Collected, tolerance: float) -> None:
+def same(here: FactorSet, there: FactorSet, tolerance: float) -> None:
     for layer in here.layers:
         left, right = here.load(layer.ordinal).G, there.load(layer.ordinal).G
         assert isinstance(left, LowRank)
@@ -49,14 +49,14 @@ def same(here: Collected, there: Collected, tolerance: float) -> None:
 @pytest.mark.parametrize("offload", ["on", "off"])
 def test_rows_equal_those_of_the_cpu(store_device: Any, offload: Any) -> None:
     options = Woodbury(policy="all", store_device=store_device)
-    there = collected(on("cuda", options, Memory(offload=offload), ema_decay=0.9))
-    same(collected(on("cpu", options, ema_decay=0.9)), there, 1e-11)
+    there = collect_or_read(on("cuda", options, Memory(offload=offload), ema_decay=0.9))
+    same(collect_or_read(on("cpu", options, ema_decay=0.9)), there, 1e-11)
 
 
 @pytest.mark.parametrize("store_device", ["device", "host"])
 def test_rows_in_sixteen_bits_reach_the_host(store_device: Any) -> None:
     options = Woodbury(policy="all", dtype="fp16", store_device=store_device)
-    same(collected(on("cpu", options)), collected(on("cuda", options)), 1e-3)
+    same(collect_or_read(on("cpu", options)), collect_or_read(on("cuda", options)), 1e-3)
 
 
 def test_arithmetic_on_the_device_gives_the_same_metrics() -> None:

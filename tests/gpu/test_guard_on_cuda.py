@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from catalog.memory import Memory
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import OutOfMemory
 from engine.memory.budget import MemoryBudget, free_device_bytes
 from engine.memory.guard import Guard, Rung
@@ -91,11 +91,11 @@ def test_a_collection_whose_batches_do_not_fit_goes_on_with_slices() -> None:
     )
     for each in (made, whole):
         each.machine.device, each.options.memory = CUDA, Memory()
-    wanted = collected(whole)
+    wanted = collect_or_read(whole)
     # the plan knows of no limit: what it misses is found out
     made.guard = Guard(budget=MemoryBudget.unlimited(), device=CUDA, log=lambda _, __: None)
     held(400 * MIB)
-    found = collected(made)
+    found = collect_or_read(made)
     assert made.guard.planning_errors
     assert found.micro_batch is not None
     assert found.micro_batch < 16384

@@ -1,4 +1,4 @@
-"""Kronoscope itself, through ``engine.collect.collected``, as every job calls it."""
+"""Kronoscope itself, through ``engine.collect.collect_or_read``, as every job calls it."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,7 +9,7 @@ import torch
 from benchmarks.conformance.problem import Factors, Problem, Stream
 from catalog.collection import Collection
 from catalog.inputs import Task
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 PACKAGE = "kronoscope"
@@ -39,7 +39,7 @@ def collect(problem: Problem, stream: Stream, **options: object) -> Factors:
     wide = next(problem.model.parameters()).dtype == torch.float64
     chosen = {"fisher": problem.fisher, "dtype": "float64" if wide else "float32", "batch_size": problem.examples}
     chosen |= {name: value for name, value in {**_BESIDES, **options}.items() if name in known}
-    whole = collected(
+    whole = collect_or_read(
         Workspace(
             inputs=ModelInputs(
                 model=problem.model,

@@ -21,7 +21,7 @@ from catalog.cross_check import CrossCheck
 from engine.collection.exact_ggn import Block, GaussNewton, block_of, joined
 from engine.collection.pass_job import PassJob
 from engine.errors import NonFiniteFactor, UsageError
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
 from engine.memory.guard import Rung
 from engine.model.determinism import Numerics
@@ -99,7 +99,7 @@ class CrossChecked:
         return _record(totals, self.whole, math.fsum(layer.kronecker_trace for layer in known), largest)
 
 
-def cross_checked(params: CapacityParams, workspace: Workspace, whole: Collected) -> CrossChecked | None:
+def cross_checked(params: CapacityParams, workspace: Workspace, whole: FactorSet) -> CrossChecked | None:
     """Measure traces and largest eigenvalues of the exact Gauss-Newton matrix, where the job asks for it.
 
     Args:
@@ -140,7 +140,7 @@ def cross_checked(params: CapacityParams, workspace: Workspace, whole: Collected
     return check.run()
 
 
-def _blocks(job: PassJob, whole: Collected) -> dict[int, Block]:
+def _blocks(job: PassJob, whole: FactorSet) -> dict[int, Block]:
     found = {}
     for layer in whole.layers:
         block = block_of(job.model, layer.name, layer.parameters, layer.parameter_count)
@@ -157,7 +157,7 @@ def _blocks(job: PassJob, whole: Collected) -> dict[int, Block]:
 @dataclass(kw_only=True)
 class _Check:
     job: PassJob
-    whole: Collected
+    whole: FactorSet
     params: CapacityParams
     blocks: dict[int, Block]
     _done: int = 0

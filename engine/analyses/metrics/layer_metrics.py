@@ -18,7 +18,7 @@ from catalog.capacity_metrics import (
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, scalars, within_tolerance
 from engine.analyses.metrics.quantile_bounds import intervals, reasons
 from engine.errors import NonFiniteFactor
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import Clipping
 from engine.linalg.eigensolvers import LARGEST
@@ -34,7 +34,7 @@ SCALAR_METRICS = (*SCALARS, "effective_dimension_share", "kappa_clipped", "decay
 """Metrics that are one number, of a decay its exponent."""
 
 
-def sides_of(layer: Measured, whole: Collected, params: CapacityParams, device: torch.device) -> Sides:
+def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: torch.device) -> Sides:
     """Gather what the metrics of one layer are computed from.
 
     Args:

@@ -16,7 +16,7 @@ from catalog.subsamples import Convergence
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides
 from engine.analyses.metrics.layer_metrics import SCALAR_METRICS, ordered, scalar_metrics, structured_side
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.linalg.extrapolation import extrapolated, not_converged
 from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
@@ -63,7 +63,7 @@ class Followed:
 
 def followed(
     layer: Measured,
-    whole: Collected,
+    whole: FactorSet,
     sides: Sides,
     metrics: CapacityMetrics,
     params: CapacityParams,

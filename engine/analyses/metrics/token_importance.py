@@ -10,7 +10,7 @@ from torch import Tensor
 
 from catalog.token_importance import TokenImportance
 from engine.errors import NoSuchLayer
-from engine.factors.factor_set import Collected, LayerFacts
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.layers.tied import NEAREST
 from engine.linalg.linear_operator import Structured
@@ -42,7 +42,7 @@ def require_head(name: str | None, workspace: Workspace) -> None:
         raise NoSuchLayer(f"is `{name}`, which the model does not have; its last modules are {shown}", pointer=POINTER)
 
 
-def token_importance(name: str | None, workspace: Workspace, whole: Collected) -> TokenImportance | None:
+def token_importance(name: str | None, workspace: Workspace, whole: FactorSet) -> TokenImportance | None:
     """Write the importance of each row of a head's G as an artifact, and summarise it.
 
     Args:
@@ -101,12 +101,12 @@ def gradient_diagonal(factors: Factors) -> Tensor:
     return (side if side.ndim == 1 else side.diagonal()).to("cpu", torch.float64) * factors.scale_G
 
 
-def _tied(name: str, whole: Collected) -> LayerFacts | None:
+def _tied(name: str, whole: FactorSet) -> LayerFacts | None:
     """The layer of a table that holds the weight of the head ``name``, by whichever of their names it goes."""
     return next((each for each in whole.layers if NEAREST in each.why and f"`{name}`" in each.why), None)
 
 
-def _why_not(name: str, facts: LayerFacts | None, whole: Collected) -> str | None:
+def _why_not(name: str, facts: LayerFacts | None, whole: FactorSet) -> str | None:
     """Why the layer has no diagonal of a head's G; None where it has."""
     if facts is None:
         declared = next((layer for layer in whole.declared if layer.name == name), None)

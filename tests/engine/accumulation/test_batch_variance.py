@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.accumulation.batch_variance import BatchVariance
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import checkpoints, data_pass, run_passes
 from engine.errors import StopRequested
-from engine.factors.factor_set import Collected, LayerFacts
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import digest
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -55,7 +55,7 @@ def space(examples: int = EXAMPLES, *, policy: Any = "dense", **options: Any) ->
     return made
 
 
-def factors(whole: Collected) -> list[tuple[np.ndarray, np.ndarray]]:
+def factors(whole: FactorSet) -> list[tuple[np.ndarray, np.ndarray]]:
     loaded = [whole.load(layer.ordinal) for layer in whole.layers]
     return [(each.A.double().numpy(), each.G.double().numpy()) for each in loaded]  # type: ignore[union-attr]
 
@@ -96,7 +96,7 @@ def apart(examples: int, options: dict[str, Any]) -> tuple[list[list[tuple[np.nd
             continue
         size, done = stop - start, read
         read += size
-        now = factors(collected(space(stop, **plain)))
+        now = factors(collect_or_read(space(stop, **plain)))
         before = before or [(0 * A, 0 * G) for A, G in now]
         found.append(
             [
@@ -119,7 +119,7 @@ def apart(examples: int, options: dict[str, Any]) -> tuple[list[list[tuple[np.nd
     ],
 )
 def test_it_is_that_of_the_factors_of_each_batch(options: dict[str, Any]) -> None:
-    whole = collected(space(**options))
+    whole = collect_or_read(space(**options))
     batches, sizes = apart(EXAMPLES, options)
     assert len(whole.layers) == 7
     for place, layer in enumerate(whole.layers):
@@ -180,7 +180,7 @@ def hooked(model: nn.Module, chunks: list[tuple[Tensor, Tensor]]) -> list[list[t
 def test_plain_hooks_give_the_same(sizes: list[int], decay: float | None) -> None:
     made = plain(sizes, ema_decay=decay)
     batches = hooked(made.inputs.model, batches_of(sizes))  # type: ignore[arg-type]
-    whole = collected(made)
+    whole = collect_or_read(made)
     for place, layer in enumerate(whole.layers):
         own = [[batch[place][side] for batch in batches] for side in (0, 1)]
         truth = [expected(each, [float(size) for size in sizes], decay or 1.0) for each in own]
@@ -222,7 +222,7 @@ def test_a_small_variance_beside_a_large_mean_keeps_its_digits() -> None:
     ],
 )
 def test_what_cannot_be_had_is_null_with_its_reason(options: dict[str, Any], reasons: set[str | None]) -> None:
-    whole = collected(space(**options))
+    whole = collect_or_read(space(**options))
     layers = [layer for layer in whole.layers if layer.form != "block"]
     assert {layer.no_batch_variance for layer in layers} == reasons
     for layer in whole.layers:
@@ -243,7 +243,7 @@ class Tied(nn.Module):
 
 def test_a_tied_head_says_why_it_has_none() -> None:
     ids = torch.randint(0, 9, (12, 5), generator=torch.Generator().manual_seed(0))
-    (layer,) = collected(workspace(Tied(), [(ids, ids[:, 0])], "classification", batch_variance=True)).layers
+    (layer,) = collect_or_read(workspace(Tied(), [(ids, ids[:, 0])], "classification", batch_variance=True)).layers
     assert figures(layer) == (None,) * 4
     why = "A and G are those of the product nearest to the sum of two"
     assert layer.no_batch_variance == f"A: {why}; G: {why}"
@@ -272,7 +272,7 @@ def test_a_batch_without_a_call_has_no_factor_of_inputs_and_a_zero_one_of_gradie
     made.options.woodbury = Woodbury(policy="dense")
     met = hooked(model, [chunk for chunk in chunks if float(chunk[0][0, 0]) > 0])
     called = [sides[1] for sides in met]
-    (layer,) = [each for each in collected(made).layers if each.name == "late"]
+    (layer,) = [each for each in collect_or_read(made).layers if each.name == "late"]
     zero = 0 * called[0][1]
     gradients = [each for own in called for each in (own[1], zero)]
     truth = [*expected([own[0] for own in called], [4.0] * 3), *expected(gradients, [4.0] * 6)]
@@ -281,7 +281,7 @@ def test_a_batch_without_a_call_has_no_factor_of_inputs_and_a_zero_one_of_gradie
 
 def test_factors_are_those_without_it_but_for_rounding() -> None:
     """Nor does what is kept of smaller sizes differ."""
-    with_it, without = (collected(space(nested=True, batch_variance=asked)) for asked in (True, False))
+    with_it, without = (collect_or_read(space(nested=True, batch_variance=asked)) for asked in (True, False))
     for layer in without.layers:
         assert figures(layer) == (None,) * 4
         assert layer.no_batch_variance is None
@@ -298,7 +298,7 @@ def test_factors_are_those_without_it_but_for_rounding() -> None:
 def test_slices_of_a_batch_are_one_batch(micro_batch: int) -> None:
     sliced = space()
     sliced.options.memory = Memory(micro_batch=micro_batch)
-    for one, other in zip(collected(sliced).layers, collected(space()).layers, strict=True):
+    for one, other in zip(collect_or_read(sliced).layers, collect_or_read(space()).layers, strict=True):
         assert [each for each in figures(one) if each is not None] == pytest.approx(
             [each for each in figures(other) if each is not None], rel=1e-10
         )
@@ -330,12 +330,12 @@ def test_a_batch_that_is_halved_for_want_of_memory_counts_once(monkeypatch: pyte
 
     true_update = data_pass.update
     monkeypatch.setattr(run_passes, "run_pass", fails_twice)
-    halved = collected(space())
+    halved = collect_or_read(space())
     assert (halved.micro_batch, attempts) == (2, 3)
     monkeypatch.undo()
     sliced = space()
     sliced.options.memory = Memory(micro_batch=2)
-    assert [figures(layer) for layer in halved.layers] == [figures(layer) for layer in collected(sliced).layers]
+    assert [figures(layer) for layer in halved.layers] == [figures(layer) for layer in collect_or_read(sliced).layers]
 
 
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.8, "fisher": "mc"}, {"nested": True, "update_freq": 2}])
@@ -363,14 +363,14 @@ def test_a_resumed_collection_has_the_same_bits(
         if asked == stop_at:
             raise StopRequested
 
-    truth = collected(made(MemoryArtifacts()))
+    truth = collect_or_read(made(MemoryArtifacts()))
     scratch = MemoryArtifacts()
     with pytest.raises(StopRequested):
-        collected(made(scratch, stop))
+        collect_or_read(made(scratch, stop))
     lines: list[str] = []
     again = made(scratch)
     again.ports.log = lambda _, line: lines.append(line)
-    whole = collected(again)
+    whole = collect_or_read(again)
     assert any(line.startswith("collection resumed") for line in lines)
     assert whole.layers == truth.layers
     for layer in truth.layers:
@@ -388,14 +388,14 @@ def test_a_checkpoint_of_an_earlier_format_is_refused(monkeypatch: pytest.Monkey
             made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e-9
             if number:
                 made.ports.log = lambda _, line: lines.append(line)
-            collected(made)
+            collect_or_read(made)
     assert "the checkpoint of an earlier attempt is discarded: it is of another format" in lines
 
 
 def test_sums_on_the_host_have_the_same_variance() -> None:
     away = space()
     away.resume.chosen = Chosen(parts=(("table", "norm", "q", "k", "conv", "head"),), offload=True)
-    for one, other in zip(collected(away).layers, collected(space()).layers, strict=True):
+    for one, other in zip(collect_or_read(away).layers, collect_or_read(space()).layers, strict=True):
         assert [each or 0.0 for each in figures(one)] == pytest.approx([each or 0.0 for each in figures(other)])
 
 
@@ -419,7 +419,7 @@ def test_the_plan_counts_what_is_set_aside(fisher: str, monkeypatch: pytest.Monk
     for asked in (True, False):
         made = space(fisher=fisher, batch_variance=asked)
         made.ports.announce_plan = plans.append
-        collected(made)
+        collect_or_read(made)
     counted = [next(term["size_bytes"] for term in plan["terms"] if term["name"] == "accumulators") for plan in plans]
     assert [held[0], held[-1]] == counted
     assert counted[0] > counted[1]

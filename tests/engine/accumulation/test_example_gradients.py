@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.accumulation import example_gradients
 from engine.accumulation.example_gradients import squared_norms, squared_norms_numbers
 from engine.analyses.factors import collect_factors
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import Use
 from engine.layers.linear import LinearLayer
@@ -104,7 +104,7 @@ def squares(model: nn.Module, x: Tensor, y: Tensor, fisher: str) -> dict[str, Te
     return {name: each for name, each in found.items() if name in own}
 
 
-def check(whole: Collected, truth: dict[str, Tensor], terms: int) -> None:
+def check(whole: FactorSet, truth: dict[str, Tensor], terms: int) -> None:
     assert whole.declared == ()
     found: dict[str, float] = defaultdict(float)
     names: dict[str, tuple[str, ...]] = {}

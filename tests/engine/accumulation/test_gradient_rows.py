@@ -12,9 +12,9 @@ from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.analyses.capacity import measure_capacity
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import EngineError, NonFiniteFactor
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
@@ -56,18 +56,18 @@ def data(count: int = 12) -> list[tuple[Tensor, ...]]:
     return [(ids[:5], labels[:5]), (ids[5:], labels[5:])]
 
 
-def collect(woodbury: Woodbury, count: int = 12, *, memory: dict[str, Any] | None = None, **options: Any) -> Collected:
+def collect(woodbury: Woodbury, count: int = 12, *, memory: dict[str, Any] | None = None, **options: Any) -> FactorSet:
     space = workspace(model(), data(count), "classification", **{"fisher": "mc"} | options)
     space.options.woodbury, space.inputs.examples = woodbury, count
     space.options.memory = Memory(**memory or {})
-    return collected(space)
+    return collect_or_read(space)
 
 
-def sides(whole: Collected) -> dict[str, Tensor | Structured]:
+def sides(whole: FactorSet) -> dict[str, Tensor | Structured]:
     return {layer.name: whole.load(layer.ordinal).G for layer in whole.layers}
 
 
-def worst(rows: Collected, dense: Collected) -> float:
+def worst(rows: FactorSet, dense: FactorSet) -> float:
     """Largest relative difference of any layer's G."""
     found = 0.0
     for layer, matrix in sides(dense).items():
@@ -180,7 +180,7 @@ def test_a_wide_output_never_takes_more_than_its_rows_and_a_square_of_them() -> 
 
 def test_auto_is_dense_where_nobody_counts_the_data() -> None:
     space = workspace(model(), data(), "classification", fisher="mc")
-    whole = collected(space)
+    whole = collect_or_read(space)
     assert {layer.representation_G for layer in whole.layers} == {"dense"}
     assert all("do not say how many examples" in layer.why for layer in whole.layers)
 
@@ -200,7 +200,7 @@ def test_what_needs_a_matrix_stays_one_and_says_so(options: dict[str, Any], reas
 def test_rows_read_back_from_what_waits_between_passes() -> None:
     space = workspace(model(), data(), "classification", fisher="mc")
     space.options.woodbury, space.inputs.examples, space.ports.scratch = ALL, 12, MemoryArtifacts()
-    single = collected(space)
+    single = collect_or_read(space)
     plan: dict[str, Any] = {}
     again = workspace(model(), data(), "classification", fisher="mc")
     again.options.woodbury, again.inputs.examples, again.ports.scratch, again.ports.announce_plan = (
@@ -212,7 +212,7 @@ def test_rows_read_back_from_what_waits_between_passes() -> None:
     names = tuple(layer.name.partition("[")[0] for layer in single.layers)
     first, second = tuple(dict.fromkeys(names))[:2], tuple(dict.fromkeys(names))[2:]
     again.resume.chosen = Chosen(parts=(first, second))
-    several = collected(again)
+    several = collect_or_read(again)
     assert several.passes == 2
     assert several.storage_policy == "laid aside"
     for layer in single.layers:
@@ -259,9 +259,9 @@ def test_gradients_beyond_the_rows_range_are_refused_where_they_are_kept(dtype: 
         with pytest.raises(
             NonFiniteFactor, match=r"layer `0`: gradients reach .*e\+4\d, .* take `woodbury.dtype: fp16`"
         ):
-            collected(space)
+            collect_or_read(space)
     else:
-        assert sides(collected(space))["0"].trace() > 1e60  # type: ignore[operator]
+        assert sides(collect_or_read(space))["0"].trace() > 1e60  # type: ignore[operator]
 
 
 def test_a_non_finite_gradient_is_refused_by_layer() -> None:
@@ -280,4 +280,4 @@ def test_a_non_finite_gradient_is_refused_by_layer() -> None:
     space.options.woodbury, space.inputs.examples = ALL, 4
     # no slope, or no number at all, of each of the 64
     with pytest.raises(EngineError, match=r"layer `first`: 64 of the 64 moments on the diagonal of G .* batch 0"):
-        collected(space)
+        collect_or_read(space)

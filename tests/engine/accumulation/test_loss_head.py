@@ -11,11 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from catalog.inputs import Task
 from catalog.woodbury import Woodbury
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.errors import StopRequested
 from engine.factors.diagonal_sketch import DiagonalSketch
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -85,7 +85,7 @@ def space(model: nn.Module, chunks: list[tuple[Any, ...]], policy: str = "all", 
     return made
 
 
-def head(whole: Collected, name: str = "head") -> SoftmaxFisher:
+def head(whole: FactorSet, name: str = "head") -> SoftmaxFisher:
     (facts,) = [layer for layer in whole.layers if layer.name == name]
     side = whole.load(facts.ordinal).G
     assert isinstance(side, SoftmaxFisher), facts.why
@@ -93,12 +93,12 @@ def head(whole: Collected, name: str = "head") -> SoftmaxFisher:
     return side
 
 
-def dense(whole: Collected, name: str = "head") -> Tensor:
+def dense(whole: FactorSet, name: str = "head") -> Tensor:
     (facts,) = [layer for layer in whole.layers if layer.name == name]
     return whole.load(facts.ordinal).dense_G
 
 
-def trace(whole: Collected, name: str = "head") -> tuple[float | None, float | None]:
+def trace(whole: FactorSet, name: str = "head") -> tuple[float | None, float | None]:
     (facts,) = [layer for layer in whole.layers if layer.name == name]
     return facts.exact_trace, facts.trace_standard_error
 
@@ -118,8 +118,8 @@ def test_it_is_the_dense_exact_fisher(fisher: str, options: dict[str, Any]) -> N
     chunks = drawn()
     chunks[0][1][1, 0] = chunks[0][1][4, 1] = -100
     exact = 1e-6 if "dtype" in options else EXACT
-    truth = collected(space(Net(), chunks, "dense", fisher="type2", **options))
-    found = collected(space(Net(), chunks, fisher=fisher, **options))
+    truth = collect_or_read(space(Net(), chunks, "dense", fisher="type2", **options))
+    found = collect_or_read(space(Net(), chunks, fisher=fisher, **options))
     side = head(found)
     assert side.count == found.layers[1].terms == (6 if "update_freq" in options else 14)
     assert relative_error(side.to_dense(torch.float64), dense(truth).double()) < exact
@@ -134,7 +134,7 @@ def test_trainable_parts_and_single_terms(*, bias: bool) -> None:
     for each in (model, again):
         each.head.weight.requires_grad_(not bias)
     chunks = drawn(terms=None)
-    truth, found = collected(space(again, chunks, "dense")), collected(space(model, chunks, fisher="mc"))
+    truth, found = collect_or_read(space(again, chunks, "dense")), collect_or_read(space(model, chunks, fisher="mc"))
     assert relative_error(head(found).to_dense(torch.float64), dense(truth)) < EXACT
     assert trace(found) == pytest.approx(trace(truth), rel=EXACT)
 
@@ -147,7 +147,7 @@ def test_class_weights_and_smoothing_weigh_the_terms(smoothing: float) -> None:
     for policy, fisher in (("dense", "type2"), ("all", "mc")):
         made = space(Net(), drawn(), policy, fisher=fisher)
         made.inputs.task = task
-        sides.append(collected(made))
+        sides.append(collect_or_read(made))
     assert relative_error(head(sides[1]).to_dense(torch.float64), dense(sides[0])) < EXACT
     assert trace(sides[1]) == pytest.approx(trace(sides[0]), rel=EXACT)
 
@@ -156,8 +156,8 @@ def test_class_weights_and_smoothing_weigh_the_terms(smoothing: float) -> None:
 def test_a_language_model(*, tied: bool) -> None:
     name = "transformer.wte" if tied else "lm_head"
     chunks = texts()
-    truth = collected(space(language_model(tied=tied), chunks, "dense"))
-    found = collected(space(language_model(tied=tied), chunks))
+    truth = collect_or_read(space(language_model(tied=tied), chunks, "dense"))
+    found = collect_or_read(space(language_model(tied=tied), chunks))
     side = head(found, name)
     assert (side.excess is not None) is tied
     assert side.count == int((chunks[0][0]["attention_mask"][:, 1:] * (chunks[0][1][:, 1:] != -100)).sum())
@@ -177,8 +177,8 @@ def test_the_record_says_what_is_kept() -> None:
 
 
 def test_other_layers_keep_their_samples() -> None:
-    truth = collected(space(Net(), drawn(), "dense", fisher="mc"))
-    found = collected(space(Net(), drawn(), fisher="mc"))
+    truth = collect_or_read(space(Net(), drawn(), "dense", fisher="mc"))
+    found = collect_or_read(space(Net(), drawn(), fisher="mc"))
     assert torch.equal(found.load(0).A, truth.load(0).A)
     assert relative_error(found.load(0).widened_G, truth.load(0).widened_G) < EXACT
     assert trace(found, "first") == trace(truth, "first")
@@ -186,60 +186,60 @@ def test_other_layers_keep_their_samples() -> None:
 
 @pytest.mark.parametrize("between", ["a scale", "a second call"])
 def test_what_stands_between_head_and_loss_is_seen(between: str) -> None:
-    found = collected(space(Net(between), drawn()))
+    found = collect_or_read(space(Net(between), drawn()))
     assert found.layers[1].representation_G == "woodbury"
-    truth = collected(space(Net(between), drawn(), "dense"))
+    truth = collect_or_read(space(Net(between), drawn(), "dense"))
     assert relative_error(found.load(1).widened_G, truth.load(1).widened_G) < EXACT
 
 
 def test_what_overwrites_the_logits_is_seen() -> None:
-    found, truth = (collected(space(Net(between), drawn())) for between in ("a scale in place", "a scale"))
+    found, truth = (collect_or_read(space(Net(between), drawn())) for between in ("a scale in place", "a scale"))
     assert found.declared == ()
     assert relative_error(found.load(1).widened_G, truth.load(1).widened_G) < EXACT
 
 
 def test_what_comes_between_them_later_on_declares_the_head() -> None:
     made = space(Net("a scale later on"), drawn(16), batch_size=4)
-    found = collected(made)
+    found = collect_or_read(made)
     assert [(layer.name, layer.reason) for layer in found.declared] == [("head", "unforeseen_use")]
     assert [layer.name for layer in found.layers] == ["first"]
 
 
 @pytest.mark.parametrize("options", [{"fisher": "empirical"}, {"ekfac": True}])
 def test_what_is_no_softmax_fisher_is_left_alone(options: dict[str, Any]) -> None:
-    found = collected(space(Net(), drawn(), **options))
+    found = collect_or_read(space(Net(), drawn(), **options))
     assert found.layers[1].representation_G != "softmax_head"
 
 
 def test_options_decide() -> None:
     made = space(Net(), drawn())
     made.options.woodbury = Woodbury(policy="all", softmax_head=False)
-    assert collected(made).layers[1].representation_G == "woodbury"
+    assert collect_or_read(made).layers[1].representation_G == "woodbury"
     # 16 terms are 0.4 of 40 classes, and 17 are more than 0.414
-    assert collected(space(Net(), drawn(16, None), "auto")).layers[1].representation_G == "softmax_head"
-    assert collected(space(Net(), drawn(17, None), "auto")).layers[1].representation_G == "dense"
+    assert collect_or_read(space(Net(), drawn(16, None), "auto")).layers[1].representation_G == "softmax_head"
+    assert collect_or_read(space(Net(), drawn(17, None), "auto")).layers[1].representation_G == "dense"
     made = space(Net(), drawn())
     made.options.woodbury = Woodbury(policy="hybrid", hybrid_from=CLASSES + 1)
-    assert collected(made).layers[1].representation_G == "dense"
+    assert collect_or_read(made).layers[1].representation_G == "dense"
 
 
 def test_slices_and_passes_change_nothing_but_rounding() -> None:
-    whole = collected(space(Net(), drawn(), fisher="mc"))
+    whole = collect_or_read(space(Net(), drawn(), fisher="mc"))
     sliced = space(Net(), drawn(), fisher="mc")
     sliced.options.memory = replace(sliced.options.memory, micro_batch=1)
-    assert relative_error(head(collected(sliced)).rows, head(whole).rows) < 1e-14
+    assert relative_error(head(collect_or_read(sliced)).rows, head(whole).rows) < 1e-14
     apart = space(Net(), drawn(), fisher="mc")
     apart.resume.chosen, apart.ports.scratch = Chosen(parts=(("first",), ("head",))), MemoryArtifacts()
-    found = collected(apart)
+    found = collect_or_read(apart)
     assert found.passes == 2
     assert head(found).digest() == head(whole).digest()
     assert trace(found) == trace(whole)
 
 
 def test_nested_sizes_are_those_of_the_first_examples() -> None:
-    found = collected(space(Net(), drawn(16), fisher="mc", nested=True, batch_size=2))
+    found = collect_or_read(space(Net(), drawn(16), fisher="mc", nested=True, batch_size=2))
     for size in found.nested:
-        first = collected(space(Net(), [tuple(each[: size.examples] for each in drawn(16)[0])], fisher="mc"))
+        first = collect_or_read(space(Net(), [tuple(each[: size.examples] for each in drawn(16)[0])], fisher="mc"))
         side = size.load(1).G
         assert isinstance(side, SoftmaxFisher)
         assert relative_error(side.to_dense(torch.float64), head(first).to_dense(torch.float64)) < EXACT
@@ -270,7 +270,7 @@ def test_a_stopped_collection_ends_with_the_same_bits(
     truth = digests(made(MemoryArtifacts()))
     scratch = MemoryArtifacts()
     with pytest.raises(StopRequested):
-        collected(made(scratch, stop_at))
+        collect_or_read(made(scratch, stop_at))
     again = made(scratch)
     lines: list[str] = []
     again.ports.log = lambda _, message: lines.append(message)
@@ -279,8 +279,8 @@ def test_a_stopped_collection_ends_with_the_same_bits(
 
 
 def test_half_precision_of_the_model_keeps_the_sums_precision() -> None:
-    truth = head(collected(space(Net(), drawn(), fisher="mc", dtype="float32")))
-    side = head(collected(space(Net(), drawn(), fisher="mc", dtype="float32", amp="bf16")))
+    truth = head(collect_or_read(space(Net(), drawn(), fisher="mc", dtype="float32")))
+    side = head(collect_or_read(space(Net(), drawn(), fisher="mc", dtype="float32", amp="bf16")))
     assert side.rows.dtype == torch.float32
     assert relative_error(side.rows, truth.rows) < 2e-2
     assert side.trace() == pytest.approx(truth.trace(), rel=1e-2)
@@ -288,12 +288,12 @@ def test_half_precision_of_the_model_keeps_the_sums_precision() -> None:
 
 @pytest.mark.parametrize("fisher", ["type2", "empirical"])
 def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher: str) -> None:
-    truth = collected(space(language_model(tied=True), texts(), "dense", fisher=fisher))
+    truth = collect_or_read(space(language_model(tied=True), texts(), "dense", fisher=fisher))
     made = space(language_model(tied=True), texts(), "dense", fisher=fisher)
     names = tuple(layer.name for layer in truth.layers)
     made.resume.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
     made.options.woodbury = Woodbury(approximate=True, sketch_rank=64)
-    found = collected(made)
+    found = collect_or_read(made)
     (facts,) = [layer for layer in found.layers if layer.name == "transformer.wte"]
     side, exact = found.load(facts.ordinal).G, dense(truth, "transformer.wte")
     assert isinstance(side, DiagonalSketch)
@@ -307,7 +307,7 @@ def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher:
     # exact for itself: what is lost is lost of the sketch
     again = space(language_model(tied=True), texts(), "dense", fisher=fisher)
     again.resume.chosen, again.options.woodbury = made.resume.chosen, Woodbury(approximate=True, sketch_rank=6)
-    narrow = collected(again).load(facts.ordinal)
+    narrow = collect_or_read(again).load(facts.ordinal)
     assert isinstance(narrow.G, DiagonalSketch)
     product = float(narrow.A.diagonal().sum()) * narrow.G.trace()
     whole = truth.load(facts.ordinal)
@@ -318,9 +318,9 @@ def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher:
 
 def test_a_tied_head_is_never_sketched_where_that_is_not_allowed() -> None:
     made = space(language_model(tied=True), texts(), "dense")
-    names = tuple(layer.name for layer in collected(made).layers)
+    names = tuple(layer.name for layer in collect_or_read(made).layers)
     again = space(language_model(tied=True), texts(), "dense")
     again.resume.chosen = Chosen(parts=(names,), sketched=("transformer.wte",))
     again.options.woodbury = replace(again.options.woodbury, approximate=False)
-    found = collected(again)
+    found = collect_or_read(again)
     assert {layer.representation_G for layer in found.layers} == {"dense"}

@@ -10,8 +10,8 @@ from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.memory.plan import Chosen
 from engine.planning import job_plan
 from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relative_error, require_traces, workspace
@@ -19,7 +19,7 @@ from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relati
 EXACT = 1e-12
 
 
-def same(left: Collected, right: Collected) -> None:
+def same(left: FactorSet, right: FactorSet) -> None:
     """Equal factors and counts, layer by layer, whatever the layers are called."""
     assert len(left.layers) == len(right.layers)
     for one, other in zip(left.layers, right.layers, strict=True):
@@ -171,7 +171,7 @@ def sentences() -> list[tuple[Any, ...]]:
     return [({"input_ids": ids, "attention_mask": mask.to(torch.int64)}, ids)]
 
 
-def both_uses(whole: Collected) -> Tensor:
+def both_uses(whole: FactorSet) -> Tensor:
     """(V, c, V, c): the sum of the untied table's and head's blocks, in the head's orientation."""
     table, head = (next(layer for layer in whole.layers if layer.name == name) for name in ("table", "head"))
     lookups, vectors = whole.load(table.ordinal).A, whole.load(table.ordinal).G
@@ -269,7 +269,7 @@ def test_passes_and_the_plan_hold_the_table_once(monkeypatch: pytest.MonkeyPatch
         return space, plans
 
     space, plans = made()
-    whole = collected(space)
+    whole = collect_or_read(space)
     (accumulators,) = [term for term in plans[0]["terms"] if term["name"] == "accumulators"]
     # A with its column of ones, the counts, the vectors' moments and the head's own diagonal beside one V²
     own = 300**2 + 9**2 + 300 + 8**2 + 300
@@ -277,7 +277,7 @@ def test_passes_and_the_plan_hold_the_table_once(monkeypatch: pytest.MonkeyPatch
     space, plans = made()
     space.ports.scratch = MemoryArtifacts()
     space.resume.chosen = Chosen(parts=(("1", "2"), ("0",), ("3",)))
-    several = collected(space)
+    several = collect_or_read(space)
     assert several.passes == 3
     assert several.layers == whole.layers
     for ordinal in range(4):
@@ -380,10 +380,10 @@ def test_a_smaller_sample_size_is_the_run_over_its_examples() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 9, (16, 6), generator=generator)
 
-    def run(examples: int, **options: Any) -> Collected:
+    def run(examples: int, **options: Any) -> FactorSet:
         space = workspace(Language(True), [(ids[:examples], ids[:examples])], "causal_lm", batch_size=2, **options)
         space.inputs.examples = examples
-        return collected(space)
+        return collect_or_read(space)
 
     whole = run(16, nested=True)
     for size in whole.nested:

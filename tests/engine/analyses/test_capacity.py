@@ -21,7 +21,7 @@ from engine.analyses.capacity import measure_capacity
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides
 from engine.analyses.metrics.layer_metrics import curve, ordered
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
 from engine.factors.low_rank import LowRank
 from engine.linalg.damping import damping
@@ -364,7 +364,7 @@ def dense(side: Tensor) -> Tensor:
 def test_rows_of_every_form_are_those_of_the_dense_factors() -> None:
     made = space()
     rows, summary = measured(made)
-    whole = collected(made)
+    whole = collect_or_read(made)
     assert {row.metrics.form for row in rows.values() if row.metrics} >= {
         "kronecker", "diagonal", "block", "diagonal_block",
     }  # fmt: skip

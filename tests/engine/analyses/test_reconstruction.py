@@ -15,10 +15,10 @@ from catalog.reconstruction import ReconstructionParams, ReconstructionSummary
 from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import FOLDER, INDEX, reconstruct
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import NoConditionNumber
 from engine.factors.clipped_inverse import StabilisedInverse, StabilisedSide
-from engine.factors.factor_set import read_collected
+from engine.factors.factor_set import read_factors
 from engine.factors.kronecker_factors import digest
 from engine.linalg.linear_operator import Structured
 from engine.measurement import clip_factor
@@ -81,14 +81,14 @@ def stored(space: Workspace) -> Any:
             if name.startswith(f"{FOLDER}/"):
                 place = artifacts.tensors if table is kept.tensors else artifacts.tables
                 place[name.replace(FOLDER, "factors")] = content
-    return read_collected(artifacts)
+    return read_factors(artifacts)
 
 
 @pytest.mark.parametrize("placement", ["auto", "device", "panels", "host"])
 def test_every_factor_is_the_definition(placement: Any) -> None:
     space = given()
     rows, summary = run(space, placement=placement)
-    whole, again = collected(space), stored(space)
+    whole, again = collect_or_read(space), stored(space)
     some = 0
     for facts in whole.layers:
         before, after, metrics = whole.load(facts.ordinal), again.load(facts.ordinal), rows[facts.name].metrics
@@ -120,10 +120,12 @@ def _dense(factor: Tensor) -> Tensor:
 
 def test_the_collected_factors_stay_as_they_were() -> None:
     space = given()
-    before = {facts.ordinal: digest(collected(space).load(facts.ordinal).G) for facts in collected(space).layers}
+    before = {
+        facts.ordinal: digest(collect_or_read(space).load(facts.ordinal).G) for facts in collect_or_read(space).layers
+    }
     run(space)
     assert before == {
-        facts.ordinal: digest(collected(space).load(facts.ordinal).G) for facts in collected(space).layers
+        facts.ordinal: digest(collect_or_read(space).load(facts.ordinal).G) for facts in collect_or_read(space).layers
     }
 
 
@@ -146,8 +148,8 @@ def test_an_inverse_through_the_eigenbasis_is_the_dense_one() -> None:
     assert summary.route == "eigenbasis"
     assert kept.tables[INDEX]["kappa_max"] == 100.0
     generator = torch.Generator().manual_seed(3)
-    for facts in collected(space).layers:
-        factors, metrics = collected(space).load(facts.ordinal), rows[facts.name].metrics
+    for facts in collect_or_read(space).layers:
+        factors, metrics = collect_or_read(space).load(facts.ordinal), rows[facts.name].metrics
         tensors = dict(kept.tensors[metrics.artifact])
         holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
         tensors |= {
@@ -170,7 +172,7 @@ def test_an_inverse_through_the_eigenbasis_is_the_dense_one() -> None:
 def test_only_one_side() -> None:
     space = given()
     rows, _ = run(space, sides="A")
-    whole, again = collected(space), stored(space)
+    whole, again = collect_or_read(space), stored(space)
     assert rows["head"].metrics.G is None
     for facts in whole.layers:
         assert torch.equal(again.load(facts.ordinal).G, whole.load(facts.ordinal).G)
@@ -190,7 +192,7 @@ def test_nothing_is_kept_where_nothing_is_wanted() -> None:
 def test_sixteen_bits_come_back_as_sixteen_bits_with_their_scale(dtype: str) -> None:
     space = given(storage_dtype=dtype)
     rows, _ = run(space, kappa_max=10.0)
-    whole, again = collected(space), stored(space)
+    whole, again = collect_or_read(space), stored(space)
     for facts in whole.layers:
         before, after = whole.load(facts.ordinal), again.load(facts.ordinal)
         assert after.G.dtype == before.G.dtype
@@ -302,13 +304,13 @@ def test_a_side_that_is_never_made_dense_is_kept_as_its_eigenbasis() -> None:
     rows, summary = run(space)
     kept: Any = space.ports.artifacts
     structured = 0
-    for facts in collected(space).layers:
-        side = collected(space).load(facts.ordinal).G
+    for facts in collect_or_read(space).layers:
+        side = collect_or_read(space).load(facts.ordinal).G
         if not isinstance(side, Structured):
             continue
         structured += 1
         found = rows[facts.name].metrics.G
-        truth = clipped(collected(dense).load(facts.ordinal).G, 100)
+        truth = clipped(collect_or_read(dense).load(facts.ordinal).G, 100)
         own = StabilisedSide.read(kept.tensors[rows[facts.name].metrics.artifact], "gradient")
         right = torch.eye(facts.out_dim, dtype=torch.float64)
         torch.testing.assert_close(own.apply(right), truth, rtol=0, atol=1e-6 * float(truth.max()))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from catalog.woodbury import Woodbury
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
 from engine.collection.collection_state import bit_sum
@@ -107,7 +107,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
     made = space(scratch, stop_at=stop_at, **more)
     with pytest.raises(StopRequested):
-        collected(made)
+        collect_or_read(made)
 
 
 @pytest.mark.parametrize("stop_at", range(2, BATCHES + 1))
@@ -143,11 +143,11 @@ def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: 
 def test_a_resumed_collection_has_proved_as_much(stop_at: int) -> None:
     undisturbed = space(MemoryArtifacts(), self_check="growing")
     undisturbed.resume.checkpoint_seconds = 0
-    truth = collected(undisturbed)
+    truth = collect_or_read(undisturbed)
     scratch = MemoryArtifacts()
     stopped(scratch, stop_at, self_check="growing")
     again = space(scratch, self_check="growing")
-    found = collected(again)
+    found = collect_or_read(again)
     for one, other in zip(found.layers, truth.layers, strict=True):
         assert (one.gradient_identity, one.examples_checked) == (other.gradient_identity, other.examples_checked)
         assert digest(found.load(one.ordinal).A) == digest(truth.load(other.ordinal).A)
@@ -176,7 +176,7 @@ def test_finished_passes_are_not_made_again(stop_at: int) -> None:
 
 def test_killed_while_the_eigenvalues_are_corrected() -> None:
     def corrections(made: Workspace) -> list[Tensor]:
-        whole = collected(made)
+        whole = collect_or_read(made)
         assert whole.load_corrected is not None
         return [whole.load_corrected(layer.ordinal).eigenvalues for layer in whole.layers]
 
@@ -190,7 +190,7 @@ def test_killed_while_the_eigenvalues_are_corrected() -> None:
     found = corrections(again)
     assert all(torch.equal(one, other) for one, other in zip(found, truth, strict=True))
     assert f"collection resumed at batch {BATCHES} of {BATCHES}" in lines
-    assert collected(again).passes == collected(undisturbed).passes
+    assert collect_or_read(again).passes == collect_or_read(undisturbed).passes
 
 
 def test_a_third_attempt_goes_on_from_the_second() -> None:
@@ -248,7 +248,7 @@ def test_damaged_factors_that_waited_are_collected_again() -> None:
     made = space(scratch, stop_at=BATCHES + 3)
     made.resume.chosen = Chosen(parts=parts)
     with pytest.raises(StopRequested):
-        collected(made)
+        collect_or_read(made)
     scratch.tensors["0.G.safetensors"]["G"][0] += 1
     again = space(scratch)
     again.resume.chosen = Chosen(parts=parts)
@@ -338,12 +338,12 @@ def test_layers_that_stop_sharing_in_a_resumed_run() -> None:
     assert truth[0][6] == 2
     scratch = MemoryArtifacts()
     with pytest.raises(StopRequested):
-        collected(made(scratch, 3))
+        collect_or_read(made(scratch, 3))
     assert rows(made(scratch)) == truth
     # and once more, in the pass that was begun anew
     scratch = MemoryArtifacts()
     with pytest.raises(StopRequested):
-        collected(made(scratch, 7))
+        collect_or_read(made(scratch, 7))
     assert rows(made(scratch)) == truth
 
 
@@ -357,7 +357,7 @@ def test_a_fault_after_resuming_names_the_same_examples() -> None:
         torch.nn.init.ones_(made.inputs.model.weight)
         torch.nn.init.ones_(made.inputs.model.bias)
         with pytest.raises((NonFiniteLoss, StopRequested)) as raised:
-            collected(made)
+            collect_or_read(made)
         return str(raised.value)
 
     truth = fault(MemoryArtifacts())

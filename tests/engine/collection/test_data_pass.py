@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from catalog.memory import Memory
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.plan import LIBRARY_BYTES, Chosen
@@ -94,7 +94,7 @@ def passes_within(extra_bytes: int) -> tuple[list[tuple[object, ...]], int, list
         reported.append((done, total or 0)) if stage == "collection" else None
     )
     made.inputs.examples = 20
-    return digests(made), collected(made).passes, reported
+    return digests(made), collect_or_read(made).passes, reported
 
 
 def test_passes_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_passes_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     # how many there are decides how G is kept
     whole.inputs.examples = 20
     truth = digests(whole)
-    assert collected(whole).passes == 1
+    assert collect_or_read(whole).passes == 1
     assert {row[1] for row in truth} == {None, "no_gradient"}
     seen = set()
     for extra in range(6 * 2**20, 2**20, -(2**18)):
@@ -122,7 +122,7 @@ def test_without_a_scratch_place_it_is_refused() -> None:
     made = space(resident_bytes() + 2**20)
     made.ports.scratch = None
     with pytest.raises(BudgetExceeded, match="accumulators"):
-        collected(made)
+        collect_or_read(made)
 
 
 class Planned(Exception):
@@ -144,7 +144,7 @@ def planned(budget: int) -> dict[str, Any]:
     ids = torch.randint(0, 50, (20, 60))
     made.inputs.batches = lambda: iter([(ids, torch.zeros(20, dtype=torch.int64))])
     with pytest.raises(Planned):
-        collected(made)
+        collect_or_read(made)
     return dict(plans[0])
 
 
@@ -176,10 +176,10 @@ def test_passes_of_an_earlier_plan_are_made_again() -> None:
         parts=(("table", "norm"), ("q", "k", "unused", "grouped"), (*deep, "head")), micro_batch=4
     )
     assert digests(made) == digests(space(None))
-    assert collected(made).passes == 3
+    assert collect_or_read(made).passes == 3
     made = space(2**40)
     made.resume.chosen = Chosen(parts=(("another",), ("model",)))
-    assert collected(made).passes == 1
+    assert collect_or_read(made).passes == 1
 
 
 _PROGRAM = """
@@ -190,7 +190,7 @@ from torch import nn
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.planning.plan_search import partition
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.memory.budget import MemoryBudget, peak_bytes
 from engine.memory.plan import LIBRARY_BYTES
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
@@ -207,7 +207,7 @@ torch.manual_seed(0)
 model = Branches()
 x, y = torch.randn(8, 2000), torch.randn(8, 2)
 budget = int(sys.argv[1])
-whole = collected(Workspace(
+whole = collect_or_read(Workspace(
     inputs=ModelInputs(model=model, batches=lambda: iter([(x, y)]), task=Task(type="regression"), examples=8),
     options=JobOptions(collection=Collection(batch_size=8)),
     machine=Machine(budget=MemoryBudget(device_bytes=2**62, host_bytes=budget)),

@@ -14,9 +14,9 @@ from catalog.collection import Collection
 from catalog.record import FieldError
 from engine.accumulation import ekfac_statistics, example_gradients
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import BrokenFactors
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import LIBRARY_BYTES, Chosen
 from engine.planning import job_plan
@@ -82,7 +82,7 @@ def images(**options: Any) -> Workspace:
     return workspace(Images().double(), [(x, y)], "classification", **{"ekfac": True, "fisher": "mc"} | options)
 
 
-def law(whole: Collected, tolerance: float = 1e-10) -> None:
+def law(whole: FactorSet, tolerance: float = 1e-10) -> None:
     """Rotations keep lengths: Σ λ is the exact trace of every layer, and every basis is orthonormal."""
     assert whole.load_corrected is not None
     for layer in whole.layers:
@@ -108,7 +108,7 @@ def law(whole: Collected, tolerance: float = 1e-10) -> None:
     ],
 )
 def test_corrected_eigenvalues_add_up_to_the_exact_trace(make: Any, options: dict[str, Any]) -> None:
-    whole = collected(make(**options))
+    whole = collect_or_read(make(**options))
     law(whole)
     assert whole.passes == 2
     forms = {layer.form for layer in whole.layers}
@@ -119,8 +119,8 @@ def test_corrected_eigenvalues_add_up_to_the_exact_trace(make: Any, options: dic
 def test_the_law_holds_in_single_precision_and_however_it_is_cut(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ekfac_statistics, "NUMBERS_AT_ONCE", 100)
     monkeypatch.setattr(example_gradients, "NUMBERS_AT_ONCE", 100)
-    law(collected(make(dtype="float32")), 2e-5)
-    law(collected(make()))
+    law(collect_or_read(make(dtype="float32")), 2e-5)
+    law(collect_or_read(make()))
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor, name: str) -> Tensor:
@@ -140,7 +140,7 @@ def test_eigenvalues_are_the_moments_of_each_examples_rotated_gradient(name: str
     assert space.inputs.model is not None
     assert space.inputs.batches is not None
     ((x, y),) = space.inputs.batches()
-    whole = collected(space)
+    whole = collect_or_read(space)
     (layer,) = [layer for layer in whole.layers if layer.name == name]
     assert whole.load_corrected is not None
     found = whole.load_corrected(layer.ordinal)
@@ -195,12 +195,12 @@ def test_several_passes_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> Non
     made = language()
     made.ports.scratch = MemoryArtifacts()
     monkeypatch.setattr(job_plan, "resident_bytes", lambda: 0)
-    names = {layer.name for layer in collected(language()).layers} | {"unused"}
+    names = {layer.name for layer in collect_or_read(language()).layers} | {"unused"}
     made.resume.chosen = Chosen(
         parts=(tuple(sorted(names)),), corrections=(("table", "norm"), tuple(sorted(names - {"table", "norm"})))
     )
     assert rows(made) == truth
-    assert collected(made).passes == 3
+    assert collect_or_read(made).passes == 3
 
 
 def test_bases_that_do_not_fit_together_go_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_bare_parameters_need_no_basis() -> None:
     x, y = torch.randn(3, 300_000, dtype=torch.float64), torch.randint(0, 3, (3,))
     space = workspace(Marked(), [(x, y)], "classification", fisher="mc", ekfac=True)
     space.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=job_plan.resident_bytes() + 2**30)
-    whole = collected(space)
+    whole = collect_or_read(space)
     assert [layer.form for layer in whole.layers] == ["diagonal_block", "kronecker"]
     law(whole)
 
@@ -253,7 +253,7 @@ def test_kept_with_the_factors_and_read_again(tmp_path: Path) -> None:
     space = language()
     space.ports.artifacts = ArtifactFiles(tmp_path, lambda *_: None)
     truth = rows(space)
-    whole = collected(space)
+    whole = collect_or_read(space)
     assert whole.load_corrected is not None
     found = load_factors(tmp_path, verify=True)
     for layer in whole.layers:

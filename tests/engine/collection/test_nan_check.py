@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from engine.collection.nan_check import Witness
 from engine.errors import NonFiniteFactor, NonFiniteLoss
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect
 
 
@@ -33,7 +33,7 @@ def data(examples: int = 40) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (examples,), generator=generator)
 
 
-def measured(model: nn.Module, x: Tensor, y: Tensor, **options: object) -> Collected:
+def measured(model: nn.Module, x: Tensor, y: Tensor, **options: object) -> FactorSet:
     return collect(model, [(x, y)], "classification", batch_size=8, **options)
 
 

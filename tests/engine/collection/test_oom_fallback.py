@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from catalog.memory import Memory
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import ekfac_passes, run_passes
 from engine.collection.oom_fallback import lower
 from engine.errors import OutOfMemory
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -67,7 +67,7 @@ def space(micro_batch: int | None = None, batch_size: int = 4) -> Workspace:
 
 def disturbed(
     monkeypatch: pytest.MonkeyPatch, made: Workspace, at: Callable[[int], int | None]
-) -> tuple[Collected, list[int], list[Injector]]:
+) -> tuple[FactorSet, list[int], list[Injector]]:
     """Collect with a failure at operation ``at(attempt)``; what of each attempt was alive when the next began."""
     real = run_passes._pass
     attempts: list[Injector] = []
@@ -82,10 +82,10 @@ def disturbed(
 
     with monkeypatch.context() as patch:
         patch.setattr(run_passes, "_pass", armed)
-        return collected(made), alive, attempts
+        return collect_or_read(made), alive, attempts
 
 
-def facts(found: Collected) -> list[Any]:
+def facts(found: FactorSet) -> list[Any]:
     factors = [found.load(place) for place in range(len(found.layers))]
     sides = [(digest(each.A), digest(each.G)) for each in factors]
     return [found.layers, found.examples, found.updates, found.passes, found.micro_batch, sides]
@@ -107,7 +107,7 @@ def test_the_ladder_goes_down_in_order_and_ends_as_the_last_rung_would_have(monk
     made = space()
     made.ports.announce_plan = lambda plan: announced.append(dict(plan))
     found, alive, _ = disturbed(monkeypatch, made, lambda attempt: 60 if attempt < 4 else None)
-    assert facts(found) == facts(collected(space(micro_batch=1)))
+    assert facts(found) == facts(collect_or_read(space(micro_batch=1)))
     assert found.micro_batch == 1
     assert alive == [0] * 4
     tried = [error.rung for error in made.machine.guard.planning_errors]
@@ -122,7 +122,7 @@ def test_where_no_slice_is_small_enough_the_layers_go_in_passes(monkeypatch: pyt
     made = space()
     made.ports.scratch = MemoryArtifacts()
     found, _, attempts = disturbed(monkeypatch, made, lambda attempt: 40 if attempt < 6 else None)
-    alone = collected(space(micro_batch=1))
+    alone = collect_or_read(space(micro_batch=1))
     assert facts(found)[-1] == facts(alone)[-1]
     assert (found.passes, found.storage_policy, len(attempts)) == (2, "laid aside", 8)
 
@@ -133,7 +133,7 @@ def test_a_pass_that_fails_late_keeps_the_passes_before_it(monkeypatch: pytest.M
         each.ports.scratch = MemoryArtifacts()
         each.resume.chosen = Chosen(parts=(("0",), ("2",)), micro_batch=2)
     found, _, attempts = disturbed(monkeypatch, made, lambda attempt: 50 if attempt == 1 else None)
-    assert facts(found) == facts(collected(undisturbed))
+    assert facts(found) == facts(collect_or_read(undisturbed))
     assert len(attempts) == 3
 
 
@@ -165,7 +165,7 @@ def test_the_end_of_the_ladder_says_what_was_held(monkeypatch: pytest.MonkeyPatc
 
 def test_a_correction_that_runs_out_begins_its_pass_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     def corrections(made: Workspace) -> list[str]:
-        found = collected(made)
+        found = collect_or_read(made)
         assert found.load_corrected is not None
         return [digest(found.load_corrected(place).eigenvalues) for place in range(len(found.layers))]
 

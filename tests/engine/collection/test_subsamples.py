@@ -11,9 +11,9 @@ from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded, StopRequested
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
@@ -63,11 +63,11 @@ def space(examples: int = 64, *, scratch: bool = True, policy: Any = "dense", **
     return made
 
 
-def run(examples: int = 64, **options: Any) -> Collected:
-    return collected(space(examples, **options))
+def run(examples: int = 64, **options: Any) -> FactorSet:
+    return collect_or_read(space(examples, **options))
 
 
-def same(left: Collected, size: int, right: Collected) -> None:
+def same(left: FactorSet, size: int, right: FactorSet) -> None:
     """Size ``size`` of ``left`` has the digests of ``right``, wherever ``right`` has the layer."""
     ordinals = {layer.name: layer.ordinal for layer in left.layers}
     nested = left.nested[size]
@@ -112,7 +112,7 @@ def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scra
 def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) -> None:
     made = space(nested=True)
     made.resume.chosen = Chosen(parts=parts)
-    cut = collected(made)
+    cut = collect_or_read(made)
     assert cut.passes == len(parts)
     for size, examples in enumerate((8, 16, 32)):
         same(cut, size, run(examples))
@@ -138,12 +138,12 @@ def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] |
 
     scratch = MemoryArtifacts()
     try:
-        collected(begun(scratch, stop_at))
+        collect_or_read(begun(scratch, stop_at))
     except StopRequested:
         pass
     else:
         assert parts is None, "stopped after the end"
-    resumed, plain = collected(begun(scratch, None)), run(nested=True)
+    resumed, plain = collect_or_read(begun(scratch, None)), run(nested=True)
     for size, other in zip(resumed.nested, plain.nested, strict=True):
         assert (size.eighths, size.examples, size.rank_bounds) == (other.eighths, other.examples, other.rank_bounds)
         for layer in plain.layers:
@@ -177,7 +177,7 @@ def test_batches_too_large_for_the_sizes_are_said() -> None:
     said: list[str] = []
     made = space(64, nested=True, batch_size=64)
     made.ports.log = lambda level, message: said.append(f"{level}: {message}")
-    whole = collected(made)
+    whole = collect_or_read(made)
     assert whole.nested == ()
     assert any("warning" in line and "lower `collection.batch_size` to 8 or less" in line for line in said)
     (row, *_) = collect_factors(None, made)
@@ -187,7 +187,7 @@ def test_batches_too_large_for_the_sizes_are_said() -> None:
 def test_data_of_unknown_length_is_counted_first() -> None:
     made = space(nested=True)
     made.inputs.examples = None
-    assert [size.examples for size in collected(made).nested] == [8, 16, 32]
+    assert [size.examples for size in collect_or_read(made).nested] == [8, 16, 32]
 
 
 @pytest.mark.parametrize("storage_dtype", [None, "float16"])
@@ -227,7 +227,7 @@ def test_kept_factors_have_a_file_for_each_size() -> None:
     assert torch.equal(stored, _packed_a(run(32), 1))
 
 
-def _packed_a(whole: Collected, ordinal: int) -> Tensor:
+def _packed_a(whole: FactorSet, ordinal: int) -> Tensor:
     factor = whole.load(ordinal).A
     return factor[tuple(torch.triu_indices(*factor.shape))]
 
@@ -239,7 +239,7 @@ def test_the_plan_counts_what_the_sizes_hold(monkeypatch: pytest.MonkeyPatch) ->
         plans: list[Any] = []
         made = space(**options)
         made.ports.announce_plan = plans.append
-        collected(made)
+        collect_or_read(made)
         return dict(plans[0]) | {term["name"]: term["size_bytes"] for term in plans[0]["terms"]}
 
     plain, aside, held = planned(scratch=False), planned(nested=True), planned(nested=True, scratch=False)
@@ -251,10 +251,10 @@ def test_the_plan_counts_what_the_sizes_hold(monkeypatch: pytest.MonkeyPatch) ->
     assert plain["host_peak_bytes"] < aside["host_peak_bytes"] < held["host_peak_bytes"]
     made = space(scratch=False)
     made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
-    collected(made)
+    collect_or_read(made)
     made = space(nested=True, scratch=False)
     # smaller slices of a batch would make room
     made.options.memory = Memory(micro_batch=4)
     made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=aside["host_peak_bytes"])
     with pytest.raises(BudgetExceeded):
-        collected(made)
+        collect_or_read(made)

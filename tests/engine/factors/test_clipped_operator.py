@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from catalog.reconstruction import ReconstructionParams
 from engine.analyses.reconstruction import reconstruct
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
 from engine.factors.clipped_inverse import StabilisedLayers
 from engine.factors.clipped_operator import ClippedOperator, SignPoles
@@ -78,7 +78,7 @@ def test_a_wide_head_is_reconstructed_as_an_operator_and_reads_back(monkeypatch:
         return made, rows, made.ports.artifacts
 
     made, truth, _ = run()
-    dense = collected(made).load(1).G.to_dense(torch.float64)
+    dense = collect_or_read(made).load(1).G.to_dense(torch.float64)
     for name in ("DENSE_ROWS", "BASIS_ROWS"):
         monkeypatch.setattr(softmax_fisher, name, 4)
     _, rows, artifacts = run()

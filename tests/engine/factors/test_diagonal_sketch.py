@@ -16,10 +16,10 @@ from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import reconstruct
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import BeyondSolvers, BrokenFactors, BudgetExceeded, NotConverged
 from engine.factors.diagonal_sketch import DiagonalSketch
-from engine.factors.factor_set import read_collected
+from engine.factors.factor_set import read_factors
 from engine.measurement import decompose_layer, subsample_spectra
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
@@ -235,7 +235,7 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
     whole = space(approximate=False, fisher=fisher)
     # the probabilities of all terms give the mean over labels, which their sketch is near
     whole.options.woodbury = Woodbury(policy="all" if fisher == "mc" else "dense")
-    dense = collected(whole).load(1).widened_G
+    dense = collect_or_read(whole).load(1).widened_G
     made = space(approximate=approximate, fisher=fisher, chosen=FORCED if approximate else None)
     if not approximate:
         made.machine.budget = tight(monkeypatch)
@@ -245,7 +245,7 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
     record, metrics = rows["head"].record, rows["head"].metrics
     assert record.branch == "diagonal_sketch"
     assert ("a sketch of rank 20" if approximate else "`woodbury.approximate` is off") in record.why
-    side = collected(made).load(1).G
+    side = collect_or_read(made).load(1).G
     assert isinstance(side, DiagonalSketch)
     assert torch.allclose(side.diagonal(), dense.diagonal().double(), rtol=1e-4)
     assert metrics.trace_G == pytest.approx(float(dense.trace()), rel=1e-5)
@@ -264,7 +264,7 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
         assert (metrics.frobenius_norm, metrics.effective_dimension, metrics.spectral_norm) == (None, None, None)
     # a later attempt does the same, whatever is free
     again = space(approximate=approximate, fisher=fisher, chosen=Chosen.read(plans[0]))
-    assert collected(again).load(1).G.digest() == side.digest()
+    assert collect_or_read(again).load(1).G.digest() == side.digest()
 
 
 @pytest.mark.parametrize("metrics", [None, ("frobenius_norm", "participation_ratio")])
@@ -328,8 +328,8 @@ def test_stored_sketches_read_back() -> None:
     made.options.keep, artifacts = ("factors",), MemoryArtifacts()
     made.ports.artifacts = artifacts
     assert [row.layer for row in measure_capacity(CapacityParams(), made)] == ["head", "first"]
-    stored = read_collected(artifacts).load(1).G
-    assert stored.digest() == collected(made).load(1).G.digest()
+    stored = read_factors(artifacts).load(1).G
+    assert stored.digest() == collect_or_read(made).load(1).G.digest()
 
 
 @pytest.mark.parametrize("approximate", [False, True])
@@ -348,15 +348,15 @@ def test_a_refusal_names_the_budget_for_the_least_that_the_job_may_keep(
         return made
 
     with pytest.raises(BudgetExceeded) as refused:
-        collected(job(2**20))
+        collect_or_read(job(2**20))
     named = re.search(r"`memory.host` to (\d+)MiB, the smallest that would do \(with (.+?)\)", str(refused.value))
     assert named is not None
     part = "a sketch of rank 20" if approximate else "the trace alone"
     assert named[2] == f"the diagonal and {part} of the G of `head`"
     least = int(named[1]) * 2**20
-    assert collected(job(least)).load(1).G.kind == "diagonal_sketch"
+    assert collect_or_read(job(least)).load(1).G.kind == "diagonal_sketch"
     with pytest.raises(BudgetExceeded):
-        collected(job(least - 2**20))
+        collect_or_read(job(least - 2**20))
     # a plan from shapes alone says the same
     planned = estimate.estimate(job(2**20))
     assert (planned["smallest_budget"]["host_bytes"], planned["smallest_budget_keeps"]["host"]) == (least, named[2])
@@ -395,7 +395,7 @@ def test_a_head_beyond_the_eigensolvers_is_never_a_dense_matrix_whatever_the_mem
         assert getattr(summary.model, name) is not None, name
     assert metrics.approximate == approximate
     again = space(approximate=approximate, chosen=Chosen.read(plans[0]))
-    assert collected(again).load(1).G.digest() == collected(made).load(1).G.digest()
+    assert collect_or_read(again).load(1).G.digest() == collect_or_read(made).load(1).G.digest()
 
 
 def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,7 @@ def test_the_plan_counts_what_a_sketch_takes_and_not_a_dense_matrix(monkeypatch:
         made.options.woodbury = Woodbury(sketch_rank=2)
         plans: list[Any] = []
         made.ports.announce_plan = plans.append
-        collected(made)
+        collect_or_read(made)
         seconds[bool(plans[0]["sketched"])] = plans[0]["stages"]["collection"]["seconds"]
     assert seconds[True] < seconds[False]
 
@@ -442,7 +442,7 @@ def test_what_needs_eigenvectors_beyond_the_solvers_is_refused_before_anything_i
     plans: list[Any] = []
     made.ports.announce_plan = plans.append
     with pytest.raises(BeyondSolvers, match="layer `head` has one of 700"):
-        collected(made)
+        collect_or_read(made)
     assert plans == []
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import NonFiniteFactor
-from engine.factors.factor_set import read_collected
+from engine.factors.factor_set import read_factors
 from engine.factors.kronecker_factors import digest, to_storage
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -52,7 +52,7 @@ def test_every_factor_of_large_layers_is_on_the_host_as_asked(
         sums.append(self)
 
     monkeypatch.setattr(LayerStatistics, "allocate", remembered)
-    whole, truth = collected(space(dtype=dtype, storage_dtype=storage)), collected(space(dtype=dtype))
+    whole, truth = collect_or_read(space(dtype=dtype, storage_dtype=storage)), collect_or_read(space(dtype=dtype))
     assert len(whole.layers) == 6
     assert len(sums) == 12
     # nothing of the sums is left behind
@@ -76,7 +76,7 @@ def test_rows_say_what_is_stored_and_spectra_are_of_that() -> None:
     made = space(storage_dtype="float16")
     made.options.kinds = ("factors",)
     rows = [row for row in collect_factors(None, made) if row.status == "covered"]
-    whole, again = collected(made), read_collected(made.ports.artifacts)
+    whole, again = collect_or_read(made), read_factors(made.ports.artifacts)
     for row in rows:
         layer = whole.layers[row.ordinal]
         record, factors, read = row.record, whole.load(layer.ordinal), again.load(layer.ordinal)
@@ -121,7 +121,7 @@ def test_laid_aside_factors_keep_their_scale() -> None:
     made = [workspace(model, [(x, y)], "classification", fisher="mc", storage_dtype="float16") for _ in range(2)]
     made[1].ports.scratch = MemoryArtifacts()
     made[1].resume.chosen = Chosen(parts=(("0",), ("2",)), micro_batch=4)
-    whole, aside = (collected(one) for one in made)
+    whole, aside = (collect_or_read(one) for one in made)
     assert aside.passes == 2
     for ordinal in range(2):
         left, right = whole.load(ordinal), aside.load(ordinal)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BiasColumnMismatch, BrokenFactors
-from engine.factors.factor_set import read_collected
+from engine.factors.factor_set import read_factors
 from engine.factors.kronecker_factors import Factors, digest, mirrored_, packed, unpacked
 from tests.oracles import MemoryArtifacts
 
@@ -76,13 +76,13 @@ def test_stored_factor_whose_bias_column_disagrees_raises_with_both_shapes() -> 
         "factors/0.safetensors", {"activation_covariance": torch.ones(10), "gradient_covariance": torch.ones(6)}, {}
     )
     with pytest.raises(BiasColumnMismatch, match=r"`head`.*\(10,\).*with a bias column.*\(15,\)"):
-        read_collected(store).load(0)
+        read_factors(store).load(0)
 
 
 def test_absent_or_foreign_index_is_refused() -> None:
     with pytest.raises(BrokenFactors, match=r"there is no `factors/factors\.index\.json`"):
-        read_collected(MemoryArtifacts())
+        read_factors(MemoryArtifacts())
     store = MemoryArtifacts()
     store.save_json("factors/factors.index.json", {"format": "other/2"})
     with pytest.raises(BrokenFactors, match="not of the format"):
-        read_collected(store)
+        read_factors(store)

@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine.accumulation import hooks
 from engine.accumulation.output_gradients import arrival
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.layers.linear import LinearLayer
 from engine.planning import probe_model
@@ -45,13 +45,13 @@ def data(examples: int = 8) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (examples,), generator=generator)
 
 
-def measured(model: nn.Module, **options: Any) -> tuple[Collected | None, list[str]]:
+def measured(model: nn.Module, **options: Any) -> tuple[FactorSet | None, list[str]]:
     """The collection, None where nothing was left of it, and what was said."""
     lines: list[str] = []
     made = workspace(model, [data(options.pop("examples", 8))], "classification", fisher="empirical", **options)
     made.ports.log = lambda _, message: lines.append(message)
     try:
-        return collected(made), lines
+        return collect_or_read(made), lines
     except NothingToAnalyse:
         return None, lines
 

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from catalog.collection import Stabilisation
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import (
     BudgetExceeded,
     EmptyData,
@@ -100,10 +100,10 @@ def test_model_is_left_as_found_even_when_stopped() -> None:
 
         space.ports.raise_if_cancelled = checkpoint
         if stop_at is None:
-            collected(space)
+            collect_or_read(space)
         else:
             with pytest.raises(StopRequested):
-                collected(space)
+                collect_or_read(space)
         assert [p.data_ptr() for p in model.parameters()] == pointers
         assert [p.requires_grad for p in model.parameters()] == flags
         assert [m.training for m in model.modules()] == modes
@@ -324,7 +324,7 @@ def refused(**changes: object) -> None:
     space = workspace(small_net(), [(x, y)], "classification")
     for name, value in changes.items():
         setattr(space.machine if name == "budget" else space.inputs, name, value)
-    collected(space)
+    collect_or_read(space)
 
 
 def test_bad_models_and_data_are_refused_by_name() -> None:
@@ -365,9 +365,9 @@ def test_factors_read_back_as_collected() -> None:
     assert isinstance(store, MemoryArtifacts)
     again = workspace(nn.Flatten(), [], "classification")
     again.inputs.model, again.inputs.stored, again.options.stabilisation = None, store, Stabilisation()
-    opened = collected(again)
+    opened = collect_or_read(again)
     for row in rows:
-        original, read = collected(space).load(row.ordinal), opened.load(row.ordinal)
+        original, read = collect_or_read(space).load(row.ordinal), opened.load(row.ordinal)
         assert torch.equal(original.A, read.A)
         assert torch.equal(original.G, read.G)
     # the shared A is stored once

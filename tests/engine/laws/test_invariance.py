@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from catalog.memory import Memory
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -97,12 +97,12 @@ CHANGES: list[tuple[str, Callable[[], Workspace], str]] = [
 ]
 
 
-def digests(whole: Collected) -> list[tuple[str, str, str]]:
+def digests(whole: FactorSet) -> list[tuple[str, str, str]]:
     loaded = [whole.load(layer.ordinal) for layer in whole.layers]
     return [(factors.layer, digest(factors.A), digest(factors.G)) for factors in loaded]
 
 
-def largest_error(found: Collected, truth: Collected) -> float:
+def largest_error(found: FactorSet, truth: FactorSet) -> float:
     errors = [0.0]
     for layer in truth.layers:
         left, right = found.load(layer.ordinal), truth.load(layer.ordinal)
@@ -110,7 +110,7 @@ def largest_error(found: Collected, truth: Collected) -> float:
     return max(errors)
 
 
-def counts(whole: Collected) -> list[tuple[object, ...]]:
+def counts(whole: FactorSet) -> list[tuple[object, ...]]:
     return [
         (layer.name, layer.form, layer.positions, layer.terms, layer.calls, layer.shared_A_with)
         for layer in whole.layers
@@ -119,7 +119,7 @@ def counts(whole: Collected) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize(("change", "made", "kept"), CHANGES, ids=[f"{name}: {kept}" for name, _, kept in CHANGES])
 def test_change_leaves(change: str, made: Callable[[], Workspace], kept: str) -> None:
-    truth, found = collected(space()), collected(made())
+    truth, found = collect_or_read(space()), collect_or_read(made())
     assert len(truth.layers) == 7
     assert counts(found) == counts(truth)
     error = largest_error(found, truth)
@@ -136,7 +136,7 @@ def test_change_leaves(change: str, made: Callable[[], Workspace], kept: str) ->
 def test_slices_of_a_batch_are_one_update(fisher: str, sharing: str, options: dict[str, Any]) -> None:
     made = [space(fisher=fisher, sharing=sharing, dtype="float64", **options) for _ in range(2)]
     made[1].options.memory = Memory(micro_batch=3)
-    whole, cut = (collected(one) for one in made)
+    whole, cut = (collect_or_read(one) for one in made)
     assert (whole.micro_batch, cut.micro_batch) == (8, 3)
     assert (cut.updates, cut.examples) == (whole.updates, whole.examples)
     assert counts(cut) == counts(whole)
@@ -164,6 +164,6 @@ def test_the_models_own_mean_loss_is_rescaled_by_each_slices_terms(size: int) ->
     model = OwnLoss()
     made = [workspace(model, [(ids, labels)], "masked_lm", "model", fisher="empirical", batch_size=6) for _ in range(2)]
     made[1].options.memory = Memory(micro_batch=size)
-    whole, cut = (collected(one) for one in made)
+    whole, cut = (collect_or_read(one) for one in made)
     assert counts(cut) == counts(whole)
     assert largest_error(cut, whole) < 1e-12

@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 from catalog.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded, CoverageTooLow, NonFiniteFactor, NonFiniteLoss, NotConverged
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.linalg import eigensolvers
 from engine.memory.budget import MemoryBudget
@@ -24,7 +24,7 @@ from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relati
 EXACT = 1e-10
 
 
-def trace(whole: Collected, name: str) -> float:
+def trace(whole: FactorSet, name: str) -> float:
     return float(kronecker(whole, name).diagonal().sum())
 
 
@@ -352,11 +352,11 @@ def test_the_head_of_a_language_model_is_measured_within_its_memory(monkeypatch:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     ids = tokens(64, 16, vocabulary)
 
-    def within(host_bytes: int, plans: list[Any]) -> Collected:
+    def within(host_bytes: int, plans: list[Any]) -> FactorSet:
         made = workspace(model, [({"input_ids": ids}, None)], "causal_lm", fisher="mc", dtype="float32", batch_size=64)
         made.ports.scratch, made.ports.announce_plan = MemoryArtifacts(), plans.append
         made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=host_bytes)
-        return collected(made)
+        return collect_or_read(made)
 
     plans: list[Any] = []
     whole = within(2**62, plans)
@@ -422,7 +422,7 @@ def test_the_plan_says_the_memory_of_every_stage_beforehand() -> None:
     space = workspace(model, [classified()], "classification", fisher="mc")
     seen: list[tuple[Any, int]] = []
     space.ports.announce_plan = lambda plan: seen.append((plan, len(batches)))
-    collected(space)
+    collect_or_read(space)
     ((plan, before),) = seen
     assert before == 0 < len(batches)
     assert all({"formula", "size_bytes", "place", "source", "stage"} <= term.keys() for term in plan["terms"])

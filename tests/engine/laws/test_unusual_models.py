@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import ModelRefused, NothingToAnalyse
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, relative_error, same_facts
 
 EXACT = 1e-12
@@ -36,7 +36,7 @@ class Three(nn.Module):
         return self.join(self, x)
 
 
-def measured(join: Callable[[Three, Tensor], Tensor], **options: Any) -> Collected:
+def measured(join: Callable[[Three, Tensor], Tensor], **options: Any) -> FactorSet:
     x, y = examples()
     return collect(Three(join), [(x, y)], "classification", **options)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from catalog.collection import Collection
 from catalog.record import FieldError
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import CoverageBroken, CoverageTooLow
 from engine.layers import coverage_check
 from engine.layers.coverage import Survey
@@ -39,7 +39,7 @@ def test_too_little_coverage_fails_before_the_model_runs() -> None:
     model.register_forward_pre_hook(lambda *_: ran.append(True))
     space = workspace(model, [data()], "classification", min_coverage=0.5)
     with pytest.raises(CoverageTooLow) as raised:
-        collected(space)
+        collect_or_read(space)
     assert ran == []
     share = 36 / (36 + 32 * 4)
     for part in (
@@ -74,7 +74,7 @@ def test_what_only_running_shows_fails_as_soon_as_it_is_shown(wanted: float, pla
     space = workspace(Summing().double(), [data()], "classification", min_coverage=wanted)
     space.ports.announce_plan = plans.append
     with pytest.raises(CoverageTooLow, match=f"20 {reason}"):
-        collected(space)
+        collect_or_read(space)
     assert bool(plans) is planned
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import NothingToAnalyse
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, ggn_block, relative_error, stacked
 
 EXACT = 1e-10
@@ -40,7 +40,7 @@ def data(examples: int = 7) -> tuple[Tensor, Tensor]:
     )
 
 
-def require_exact(model: nn.Module, x: Tensor, y: Tensor, whole: Collected, names: list[str]) -> None:
+def require_exact(model: nn.Module, x: Tensor, y: Tensor, whole: FactorSet, names: list[str]) -> None:
     """Each of the parameters ``names`` has the diagonal of its own dense block."""
     assert sorted(layer.parameters[0] for layer in whole.layers if layer.form == "diagonal_block") == sorted(names)
     for layer in whole.layers:

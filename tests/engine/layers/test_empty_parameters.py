@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from catalog.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, summed_loss, workspace
 
 Use = Callable[[Any, Tensor, Tensor], Tensor]
@@ -61,8 +61,8 @@ def test_what_holds_no_number_is_said_and_all_else_is_covered(name: str, options
     x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
     space = workspace(model, [(x, y)], "classification", **options)
     list(measure_capacity(CapacityParams(), space))
-    whole: Any = collected(space)
-    assert isinstance(whole, Collected)
+    whole: Any = collect_or_read(space)
+    assert isinstance(whole, FactorSet)
     empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
     assert {layer.reason for layer in whole.declared} == {"no_numbers"}
     assert {name for layer in whole.declared for name in layer.parameters} == empty

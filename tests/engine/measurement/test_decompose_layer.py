@@ -15,7 +15,7 @@ from catalog.collection import Stabilisation
 from catalog.reconstruction import ReconstructionParams
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
 from engine.linalg import eigensolvers
@@ -98,7 +98,7 @@ def test_bases_give_the_factors_back_and_are_made_once(
     plain = {layer.facts.name: layer for layer in measured_layers(space(dtype=dtype))}
     tolerance = 1e-13 if dtype == "float64" else 3e-6
     for layer in layers:
-        factors = collected(made).load(layer.facts.ordinal)
+        factors = collect_or_read(made).load(layer.facts.ordinal)
         for side, spectrum in (("A", layer.spectrum_A), ("G", layer.spectrum_G)):
             found, factor = layer.load_basis(side), getattr(factors, side)  # type: ignore[arg-type]
             assert spectrum is not None
@@ -179,7 +179,7 @@ def test_three_analyses_of_one_job_decompose_each_factor_once(aside: bool, monke
     given = entering(monkeypatch)
     for kind, options in asked.items():
         assert list(resolve(ANALYSES[kind].function)(options, made))
-    whole = collected(made)
+    whole = collect_or_read(made)
     factors = {
         (facts.name, side): getattr(whole.load(facts.ordinal), side)
         for facts in whole.layers
@@ -259,7 +259,7 @@ def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.Monkey
         assert [getattr(record, field) for field in unknown] == [None] * len(unknown)
         # relative damping is that of the mean eigenvalue, which the trace knows
         assert record.lambda_A == pytest.approx(full.lambda_A, rel=1e-12)
-        factors = collected(made).load(layer.facts.ordinal)
+        factors = collect_or_read(made).load(layer.facts.ordinal)
         norm = factors.A.norm() if factors.A.ndim == 1 else torch.linalg.matrix_norm(factors.A)
         assert layer.frobenius_A == pytest.approx(float(norm), rel=1e-13)
         rest = dict.fromkeys(unknown) | {"lambda_A": None, "lambda_G": None}
@@ -293,7 +293,7 @@ def test_the_next_layer_comes_in_meanwhile_where_there_is_room(room: int, ahead:
     guard = Tight(
         budget=MemoryBudget(device_bytes=room, host_bytes=room), device=torch.device("cpu"), log=lambda *_: None
     )
-    facts = collected(space()).layers[1:]
+    facts = collect_or_read(space()).layers[1:]
     loads.clear()
     came.clear()
     stream = streamed(facts, load_counted, device=torch.device("cpu"), guard=guard, need="values", resident=False)
@@ -311,7 +311,7 @@ def test_the_next_layer_waits_for_room_beside_the_dense_factor_of_a_wide_head() 
     """A head of more classes than LAPACK counts to, kept as its rows: its A is decomposed all the same."""
     rows = LowRank(rows=torch.zeros(3, 50_000), scales=torch.ones(3, dtype=torch.float64), weight=1.0)
     head = Factors(layer="head", form="kronecker", bias=False, A=torch.eye(200), G=rows)
-    known = collected(space()).layers[1]
+    known = collect_or_read(space()).layers[1]
     facts = [replace(known, in_dim=200, out_dim=50_000, rank_bound_G=3), replace(known, in_dim=4, out_dim=3)]
     needed = rungs(200, need="values", device=torch.device("cpu"))[0].host_bytes
     asked: list[int] = []
@@ -328,7 +328,7 @@ def test_the_next_layer_waits_for_room_beside_the_dense_factor_of_a_wide_head() 
 
 
 def test_a_layer_that_cannot_be_read_fails_in_its_turn() -> None:
-    facts = collected(space()).layers
+    facts = collect_or_read(space()).layers
 
     def broken(ordinal: int) -> Factors:
         if ordinal == facts[1].ordinal:

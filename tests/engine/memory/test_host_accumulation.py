@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.memory import Memory
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.memory import host_accumulation
 from engine.memory.device_speed import measured_pace
@@ -95,7 +95,7 @@ def test_sums_on_the_host_are_the_same(fisher: str, options: dict[str, Any], mon
     off, on = space("off", fisher=fisher, **options), space("on", fisher=fisher, **options)
     plans: list[Any] = []
     on.ports.announce_plan = plans.append
-    truth, found = collected(off), collected(on)
+    truth, found = collect_or_read(off), collect_or_read(on)
     assert plans[0]["offload"]
     assert [term["name"] for term in plans[0]["terms"]].count("staging") == 2
     assert [layer.name for layer in found.layers] == [layer.name for layer in truth.layers]
@@ -109,17 +109,17 @@ def test_sums_on_the_host_are_the_same(fisher: str, options: dict[str, Any], mon
 
 def test_passes_and_their_replay() -> None:
     whole, cut = space("on"), space("on")
-    names = [layer.name.partition("[")[0] for layer in collected(whole).layers]
+    names = [layer.name.partition("[")[0] for layer in collect_or_read(whole).layers]
     plans: list[Any] = []
     again = space("on")
     again.ports.announce_plan = plans.append
-    collected(again)
+    collect_or_read(again)
     cut.resume.chosen = offload_chosen(plans[0], sorted(set(names), key=names.index))
     cut.options.memory, cut.ports.scratch = Memory(offload="off"), MemoryArtifacts()
-    found = collected(cut)
+    found = collect_or_read(cut)
     assert found.passes == 2
     for layer in found.layers:
-        left, right = found.load(layer.ordinal), collected(whole).load(layer.ordinal)
+        left, right = found.load(layer.ordinal), collect_or_read(whole).load(layer.ordinal)
         assert torch.equal(left.A, right.A)
         assert torch.equal(left.G, right.G)
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from catalog.memory import Memory
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.memory.budget import MemoryBudget
 from engine.model.activation_memory import Saved, checkpointing_layers, set_activation_checkpointing, trace_saved_bytes
@@ -93,7 +93,7 @@ def space(name: str, wish: str, **options: Any) -> Workspace:
     return made
 
 
-def digests(whole: Collected) -> list[tuple[str, str, str]]:
+def digests(whole: FactorSet) -> list[tuple[str, str, str]]:
     loaded = [whole.load(layer.ordinal) for layer in whole.layers]
     return [(factors.layer, digest(factors.A), digest(factors.G)) for factors in loaded]
 
@@ -111,7 +111,7 @@ def test_activation_checkpointing_leaves_the_digests(name: str, options: dict[st
         layer.register_forward_pre_hook(lambda *_: runs.append(1))
         next(layer.children()).register_forward_pre_hook(lambda *_: runs.append(0))
     before = [vars(module).copy() for module in again.inputs.model.modules()]
-    assert digests(collected(again)) == digests(collected(kept))
+    assert digests(collect_or_read(again)) == digests(collect_or_read(kept))
     assert plans[0]["activation_checkpointing"]
     # every layer's inside ran again
     assert runs.count(0) > runs.count(1)
@@ -132,7 +132,7 @@ def test_auto_is_for_a_single_example_that_does_not_fit(monkeypatch: pytest.Monk
         made.machine.budget = MemoryBudget(device_bytes=2**62, host_bytes=budget)
         if wish != "auto":
             made.options.memory = Memory(activation_checkpointing=wish, micro_batch=1)  # type: ignore[arg-type]
-        collected(made)
+        collect_or_read(made)
         return dict(plans[0])
 
     kept, again = plan("off"), plan("on")
@@ -152,7 +152,7 @@ def test_where_a_model_offers_none_it_is_said() -> None:
     x = torch.randn(6, 10)
     made = workspace(Known(), [(x, torch.zeros(6, 7))], "regression", fisher="mc")
     made.options.memory, made.ports.log = Memory(activation_checkpointing="on"), lambda _, message: said.append(message)
-    collected(made)
+    collect_or_read(made)
     assert any("offers none" in message for message in said)
     with set_activation_checkpointing(Known(), wanted=True):
         pass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.errors import StopRequested
 from engine.model.determinism import Numerics, set_numerics
@@ -118,10 +118,10 @@ def test_alerts_before_a_checkpoint_are_not_forgotten(monkeypatch: pytest.Monkey
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(StopRequested):
-            collected(attempt(3))
+            collect_or_read(attempt(3))
         again = attempt(None)
         # not heard again: neither the dry run's example nor the batches left bring it
-        assert collected(again).nondeterministic == ("put_",)
+        assert collect_or_read(again).nondeterministic == ("put_",)
 
 
 @pytest.mark.parametrize(

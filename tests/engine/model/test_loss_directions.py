@@ -12,9 +12,9 @@ from torch.nn import functional
 from catalog.collection import Collection
 from catalog.inputs import Task
 from catalog.record import FieldError
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import EmptyData, NoLikelihood, WrongShape
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from tests.oracles import MemoryArtifacts, relative_error
 
@@ -22,14 +22,14 @@ EXACT = 1e-12
 WEIGHTS = (0.5, 3.0, 0.0, 1.25)
 
 
-def run(model: nn.Module, x: Tensor, y: Tensor | None, task: dict[str, Any], **options: Any) -> Collected:
+def run(model: nn.Module, x: Tensor, y: Tensor | None, task: dict[str, Any], **options: Any) -> FactorSet:
     chosen: dict[str, Any] = {"fisher": "type2", "dtype": "float64", "batch_size": 4} | options
     space = Workspace(
         inputs=ModelInputs(model=model, batches=lambda: iter([(x, y)]), task=Task(**task)),
         options=JobOptions(collection=Collection(**chosen)),
         ports=Ports(artifacts=MemoryArtifacts()),
     )
-    return collected(space)
+    return collect_or_read(space)
 
 
 class Net(nn.Module):

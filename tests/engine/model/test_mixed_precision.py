@@ -10,10 +10,10 @@ from catalog.collection import Collection
 from catalog.memory import Memory
 from catalog.record import FieldError
 from engine.analyses.factors import collect_factors
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import data_pass
 from engine.errors import NonFiniteFactor
-from engine.factors.factor_set import Collected, read_collected
+from engine.factors.factor_set import FactorSet, read_factors
 from engine.factors.kronecker_factors import digest
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.model import mixed_precision
@@ -49,7 +49,7 @@ def space(**options: Any) -> Workspace:
     return made
 
 
-def digests(whole: Collected) -> list[tuple[str, str]]:
+def digests(whole: FactorSet) -> list[tuple[str, str]]:
     loaded = [whole.load(layer.ordinal) for layer in whole.layers]
     return [(digest(factors.A), digest(factors.G)) for factors in loaded]
 
@@ -59,10 +59,10 @@ def digests(whole: Collected) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("offload", ["off", "on"])
 def test_bfloat16_stays_within_its_error(fisher: str, sharing: str, offload: Any) -> None:
-    exact = collected(space(fisher=fisher, sharing=sharing))
+    exact = collect_or_read(space(fisher=fisher, sharing=sharing))
     narrow = space(fisher=fisher, sharing=sharing, amp="bf16")
     narrow.options.memory = Memory(offload=offload, micro_batch=3)
-    found = collected(narrow)
+    found = collect_or_read(narrow)
     assert (found.amp, found.amp_fallback, found.loss_scale) == ("bf16", None, None)
     errors = []
     for layer in exact.layers:
@@ -102,14 +102,14 @@ def scaled(monkeypatch: pytest.MonkeyPatch, first: float) -> None:
 def test_a_scale_is_divided_out_of_everything(
     options: dict[str, Any], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    truth = digests(collected(space(**options)))
+    truth = digests(collect_or_read(space(**options)))
     scaled(monkeypatch, scale)
     # powers of two are exact: were s² left in, or s for s², no digest would agree
-    assert digests(collected(space(**options))) == truth
+    assert digests(collect_or_read(space(**options))) == truth
 
 
 def test_a_direction_that_overflows_is_pulled_back_again_with_half_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = digests(collected(space(fisher="mc", samples=2)))
+    truth = digests(collect_or_read(space(fisher="mc", samples=2)))
     scaled(monkeypatch, 2.0**140)
     made: list[LossScale] = []
     lower = LossScale.lower
@@ -119,7 +119,7 @@ def test_a_direction_that_overflows_is_pulled_back_again_with_half_the_scale(mon
         made.append(self)
 
     monkeypatch.setattr(LossScale, "lower", seen)
-    found = [digests(collected(space(fisher="mc", samples=2))) for _ in range(2)]
+    found = [digests(collect_or_read(space(fisher="mc", samples=2))) for _ in range(2)]
     assert len(made) > 10
     assert made[0].value < 2.0**128
     assert found == [truth, truth]
@@ -138,7 +138,7 @@ def test_gradients_that_are_never_finite_end_it(monkeypatch: pytest.MonkeyPatch)
     scaled(monkeypatch, 4.0)
     made = workspace(Broken(), [(torch.randn(3, 2), torch.zeros(3, 2))], "regression", fisher="mc", dtype="float32")
     with pytest.raises(NonFiniteFactor, match=r"collection\.amp"):
-        collected(made)
+        collect_or_read(made)
 
 
 def test_a_scale_recovers_after_many_steady_directions() -> None:
@@ -154,7 +154,7 @@ def test_a_scale_recovers_after_many_steady_directions() -> None:
 
 
 def test_what_a_device_lacks_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = digests(collected(space()))
+    truth = digests(collect_or_read(space()))
     said: list[str] = []
     made = space(amp="fp16")
     made.ports.log = lambda _, message: said.append(message)
@@ -162,10 +162,10 @@ def test_what_a_device_lacks_falls_back_and_says_so(monkeypatch: pytest.MonkeyPa
     assert {(row.record.amp, row.record.amp_fallback) for row in rows} == {("off", "float16 is for CUDA devices")}
     assert [(row.record.digest_A, row.record.digest_G) for row in rows] == truth
     assert any("float16 is for CUDA" in message for message in said)
-    again = read_collected(made.ports.artifacts)
+    again = read_factors(made.ports.artifacts)
     assert (again.amp, again.amp_fallback) == ("off", "float16 is for CUDA devices")
     monkeypatch.setattr(mixed_precision, "_has_bfloat16", lambda _: False)
-    assert collected(space(amp="bf16")).amp_fallback == "this CPU has no bfloat16 units"
+    assert collect_or_read(space(amp="bf16")).amp_fallback == "this CPU has no bfloat16 units"
 
 
 def test_amp_narrows_float32_only() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from catalog.inputs import Task
 from catalog.record import FieldError
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import WrongShape
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import workspace
 
 Wrap = Callable[[Tensor, Tensor], Any]
@@ -49,13 +49,13 @@ class Wrapped(nn.Module):
         return self.wrap(hidden, self.head(hidden))
 
 
-def measured(wrap: Wrap, output: str | None = None, task: str = "classification") -> Collected:
+def measured(wrap: Wrap, output: str | None = None, task: str = "classification") -> FactorSet:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(8, 4, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 3, (8,), generator=generator)
     space = workspace(Wrapped(wrap), [(x, y if task == "classification" else x[:, :3])], task)
     space.inputs.task = Task(type=task, output=output)  # type: ignore[arg-type]
-    return collected(space)
+    return collect_or_read(space)
 
 
 ALONE: list[Wrap] = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.estimate import plan_job
 from engine.memory.plan import Plan
 from engine.model.activation_memory import Saved
@@ -59,9 +59,9 @@ def foreseen(plan: Plan | None) -> int:
 
 
 def require_foreseen(make: Callable[[], Workspace]) -> None:
-    collected(make())  # what libraries keep from their first call on counts for the process, not for the job
+    collect_or_read(make())  # what libraries keep from their first call on counts for the process, not for the job
     made = make()
-    peak = peak_bytes(lambda: collected(made))
+    peak = peak_bytes(lambda: collect_or_read(made))
     assert peak > 20 * MIB
     assert LEAST <= foreseen(made.results.plan) / peak <= MOST
 
@@ -74,7 +74,7 @@ def test_what_the_steps_of_recurrent_layers_hold_is_planned(name: str) -> None:
 def test_shapes_alone_foresee_the_same_steps() -> None:
     made = sequences(RECURRENT["LSTM"]())
     alone = plan_job(sequences(RECURRENT["LSTM"]()))
-    collected(made)
+    collect_or_read(made)
     assert foreseen(alone) == pytest.approx(foreseen(made.results.plan), rel=0.02)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from catalog.woodbury import Woodbury
 from engine import estimate
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.measurement.layer_measurement import Measured, measured_layers
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
@@ -45,7 +45,7 @@ def test_few_rows_are_decomposed_by_their_gram_matrix_in_a_planned_job(counted: 
     assert made.results.plan is not None
     for layer in layers:
         assert layer.record.rungs_A == ("host_gram",)
-        factors = collected(made).load(layer.facts.ordinal)
+        factors = collect_or_read(made).load(layer.facts.ordinal)
         assert layer.spectrum_A is not None
         torch.testing.assert_close(layer.spectrum_A, torch.linalg.eigvalsh(factors.A), rtol=1e-9, atol=1e-12)
         if counted:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import data_pass
 from engine.estimate import plan_job
 from engine.model.mixed_precision import Precision
@@ -52,7 +52,7 @@ def test_converted_weights_are_planned_beside_their_own(kept: str, dtype: str) -
 
 def test_a_job_weighs_its_model_before_it_is_converted() -> None:
     made = space("bfloat16", "float64")
-    collected(made)
+    collect_or_read(made)
     count = sum(parameter.numel() for parameter in net("bfloat16").parameters())
     assert weigh_model(made) == (2 * count, 8 * count, False)
 
@@ -69,7 +69,7 @@ def test_a_graph_that_is_retained_is_planned_whole_and_its_gradients_wait(
         if absent:
             plan = plan_job(made)
         else:
-            collected(made)
+            collect_or_read(made)
             assert made.results.plan is not None
             plan = made.results.plan
         plans[amp] = {term.name: term.size_bytes for term in plan.terms if term.stage == "collection"}

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from engine.accumulation import hooks
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, relative_error
 
 EXACT = 1e-10
@@ -94,7 +94,7 @@ def plain(model: nn.Module, inputs: dict[str, Tensor], loss: Callable[[Any, int]
 
 
 def check(
-    whole: Collected, truth: dict[str, Plain], terms: int, mask: Tensor | None, others: tuple[str, ...] = ()
+    whole: FactorSet, truth: dict[str, Plain], terms: int, mask: Tensor | None, others: tuple[str, ...] = ()
 ) -> set[str]:
     """Compare every layer; returns the calls of which rows were dropped. Calls of ``others`` have other positions."""
     dropped: set[str] = set()
@@ -126,7 +126,7 @@ def check(
     return dropped
 
 
-def covered(whole: Collected, truth: dict[str, Plain]) -> Collected:
+def covered(whole: FactorSet, truth: dict[str, Plain]) -> FactorSet:
     """``whole`` without bare parameters, and what ``truth`` does not have."""
     return replace(
         whole, layers=tuple(layer for layer in whole.layers if layer.name in truth and layer.form != "diagonal_block")

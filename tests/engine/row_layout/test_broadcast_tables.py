@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, ggn_block, kronecker, relative_error, same_facts
 
 EXACT = 1e-12
@@ -44,7 +44,7 @@ def sequences() -> Tensor:
     return torch.randint(0, 9, (10, 8), generator=torch.Generator().manual_seed(1))
 
 
-def measured(look_up: Callable[[Positioned, Tensor], Tensor], **options: object) -> Collected:
+def measured(look_up: Callable[[Positioned, Tensor], Tensor], **options: object) -> FactorSet:
     ids = sequences()
     return collect(Positioned(look_up), [(ids, ids)], "causal_lm", **{"fisher": "mc", **options})
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.planning import probe_model
 from engine.row_layout import length_buckets
 from tests.oracles import collect, relative_error
@@ -59,7 +59,7 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config).double().eval()
 
 
-def same(left: Collected, right: Collected) -> None:
+def same(left: FactorSet, right: FactorSet) -> None:
     assert [facts.name for facts in left.layers] == [facts.name for facts in right.layers]
     for facts, other in zip(left.layers, right.layers, strict=True):
         assert (facts.positions, facts.terms) == (other.positions, other.terms)

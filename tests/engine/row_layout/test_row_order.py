@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.layers.coverage import survey
 from engine.model.batches import Batch
 from engine.planning import probe_model
@@ -108,7 +108,7 @@ def plain(model: nn.Module, x: Tensor, ids: Tensor, y: Tensor) -> dict[str, tupl
     return found
 
 
-def measured(kind: str, **options: Any) -> tuple[Collected, dict[str, tuple[Tensor, Tensor, float]]]:
+def measured(kind: str, **options: Any) -> tuple[FactorSet, dict[str, tuple[Tensor, Tensor, float]]]:
     model, (x, ids, y) = Towers(kind), data()
     options = {"fisher": "empirical", "batch_size": 3} | options
     return collect(model, [((x, ids), y)], "classification", **options), plain(model, x, ids, y)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.model.preserve_state import preserve_state
 from tests.oracles import collect, ggn_block, kronecker, relative_error, row_vector, stacked
 
@@ -88,7 +88,7 @@ def data(masked: bool, examples: int = 6) -> tuple[object, Tensor]:
     return ({"input_ids": x, "attention_mask": mask}, y.masked_fill(mask == 0, -100)) if masked else (x, y)
 
 
-def layer(whole: Collected, name: str) -> tuple[Tensor, Tensor]:
+def layer(whole: FactorSet, name: str) -> tuple[Tensor, Tensor]:
     (ordinal,) = [facts.ordinal for facts in whole.layers if facts.name == name]
     factors = whole.load(ordinal)
     return factors.A, factors.G

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.tracing import operator_rewrites
 from tests.oracles import collect, relative_error, summed_loss
 
@@ -25,7 +25,7 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack(parts) for name, parts in found.items()}
 
 
-def compare(whole: Collected, model: nn.Module, x: Tensor, y: Tensor) -> None:
+def compare(whole: FactorSet, model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Exact traces of all layers, and the diagonals of those that keep one; nothing is left out."""
     truth, terms = gradients(model, x, y), y.numel()
     assert whole.declared == ()

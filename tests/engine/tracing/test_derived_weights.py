@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, relative_error, require_traces
 
 EXACT = 1e-12
@@ -41,7 +41,7 @@ def data(examples: int = 6) -> tuple[Tensor, Tensor]:
     return entered, torch.randint(0, 3, (examples,), generator=generator)
 
 
-def require_factors(model: Used, twin: Callable[[Any, Tensor, Multiply], Tensor], whole: Collected) -> None:
+def require_factors(model: Used, twin: Callable[[Any, Tensor, Multiply], Tensor], whole: FactorSet) -> None:
     """A and G of every parameter that ``twin``, the same written out, multiplies by; each example alone."""
     x, y = data()
     rows: dict[str, tuple[list[Tensor], list[Tensor]]] = {}

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from engine.collect import collected
-from engine.factors.factor_set import Collected
+from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
 from engine.memory.plan import Chosen
 from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relative_error, row_vector, workspace
 
@@ -93,11 +93,11 @@ def data(examples: int = 6, length: int = 7) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (examples, length), generator=generator)
 
 
-def named(whole: Collected) -> dict[str, int]:
+def named(whole: FactorSet) -> dict[str, int]:
     return {facts.name: facts.ordinal for facts in whole.layers}
 
 
-def require_same(found: Collected, truth: Collected, names: dict[str, str], within: float = EXACT) -> None:
+def require_same(found: FactorSet, truth: FactorSet, names: dict[str, str], within: float = EXACT) -> None:
     for name, known in names.items():
         left, right = found.load(named(found)[name]), truth.load(named(truth)[known])
         assert relative_error(left.A, right.A) < within, name
@@ -305,7 +305,7 @@ def test_several_passes_and_smaller_slices_change_nothing() -> None:
     space = workspace(mixtral(), sentences(), "causal_lm", fisher="mc", batch_size=9)
     space.resume.chosen = Chosen(parts=(tuple(names[:11]), tuple(names[11:20]), tuple(names[20:])), micro_batch=4)
     space.ports.scratch = MemoryArtifacts()
-    found = collected(space)
+    found = collect_or_read(space)
     assert found.passes == 3
     require_same(found, truth, {name: name for name in names})
 
@@ -316,7 +316,7 @@ def test_the_exact_trace_and_the_corrected_eigenvalues_of_every_slice_agree(shar
     space = workspace(
         mixtral(), sentences(), "causal_lm", fisher="empirical", sharing=sharing, ekfac=True, exact_trace=True
     )
-    whole = collected(space)
+    whole = collect_or_read(space)
     assert whole.load_corrected is not None
     for facts in whole.layers:
         values = whole.load_corrected(facts.ordinal).eigenvalues

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import EngineError
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses
 from tests.oracles import collect, relative_error, summed_loss, workspace
@@ -142,7 +142,7 @@ class Truth:
             square = (g.T @ a).square().sum()
             self.squares[weight] = self.squares.get(weight, 0) + square
 
-    def compare(self, whole: Collected, prefix: str) -> None:
+    def compare(self, whole: FactorSet, prefix: str) -> None:
         """Every factor and trace of ``whole`` that is of one of the weights, and no other layer of that module."""
         found = {layer.name.removeprefix(prefix): layer for layer in whole.layers if layer.name.startswith(prefix)}
         assert set(found) == set(self.a)
@@ -379,7 +379,7 @@ def test_the_plan_counts_what_is_saved_of_each_step() -> None:
     model = Read(nn.LSTM(3, 16, batch_first=True), 16).double()
     x, y = torch.randn(8, 40, 3, dtype=torch.float64), torch.randint(0, 3, (8, 40))
     space = workspace(model, [(x, y)], "classification", fisher="empirical", batch_size=8)
-    collected(space)
+    collect_or_read(space)
     assert space.results.plan is not None
     (activations,) = [term.size_bytes for term in space.results.plan.terms if term.name == "activations"]
     assert activations >= 6 * 16 * 40 * 8 * 8

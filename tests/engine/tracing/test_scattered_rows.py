@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.tracing.batch_provenance import Rows
 from engine.tracing.scattered_rows import follow_join, follow_scatter
 from tests.oracles import collect, relative_error, summed_loss
@@ -84,7 +84,7 @@ def oracle(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack(parts) for name, parts in found.items()}
 
 
-def hold(whole: Collected, model: nn.Module, x: Tensor, y: Tensor) -> None:
+def hold(whole: FactorSet, model: nn.Module, x: Tensor, y: Tensor) -> None:
     """All parameters are covered, and exact traces and diagonals are those of each example alone."""
     assert whole.declared == ()
     truth = oracle(model, x, y)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, require_traces
 
 
@@ -30,12 +30,12 @@ class Language(nn.Module):
         return self.head(self, x)
 
 
-def measured(head: Callable[[Language, Tensor], Tensor], model: Language | None = None) -> Collected:
+def measured(head: Callable[[Language, Tensor], Tensor], model: Language | None = None) -> FactorSet:
     ids = torch.randint(0, 9, (6, 5), generator=torch.Generator().manual_seed(0))
     return collect(model or Language(head), [(ids, ids)], "causal_lm", fisher="mc")
 
 
-def reasons(whole: Collected) -> dict[str, str]:
+def reasons(whole: FactorSet) -> dict[str, str]:
     return {layer.name: layer.reason for layer in whole.declared if layer.reason != "no_gradient"}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import NothingToAnalyse
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from tests.oracles import collect, curvature_traces, ggn_block, relative_error, require_traces, stacked
 
 EXACT = 1e-10
@@ -23,7 +23,7 @@ def images(examples: int = 6) -> tuple[Tensor, Tensor]:
     )
 
 
-def require_truth(model: nn.Module, x: Tensor, y: Tensor, whole: Collected) -> None:
+def require_truth(model: nn.Module, x: Tensor, y: Tensor, whole: FactorSet) -> None:
     """Every layer has the exact trace of its parameters, and the block or diagonal of its own dense block."""
     traces = curvature_traces(model, x, y, "cross_entropy")
     for layer in whole.layers:
@@ -36,7 +36,7 @@ def require_truth(model: nn.Module, x: Tensor, y: Tensor, whole: Collected) -> N
             assert relative_error(whole.load(layer.ordinal).G, expected) < EXACT, layer.name
 
 
-def measured(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Collected:
+def measured(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> FactorSet:
     whole = collect(model, [(x, y)], "classification", **{"exact_trace": True, "min_coverage": 1.0} | options)
     require_truth(model, x, y, whole)
     return whole

@@ -19,7 +19,7 @@ from torch import nn
 
 from catalog.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
-from engine.collect import CollectedFactors, collected
+from engine.collect import JobFactors, collect_or_read
 from engine.linalg.eigensolvers import Solver, solvers
 from engine.memory.budget import MemoryBudget, resident_bytes, status_bytes
 from engine.memory.guard import Descended, Guard, Rung
@@ -53,7 +53,7 @@ def collected_layer(width: int) -> Workspace:
     model = nn.Sequential(nn.Linear(width, 6))
     data = [(torch.randn(16, width), torch.randint(0, 6, (16,)))]
     made = workspace(model, data, "classification", fisher="mc", dtype="float32")
-    collected(made)
+    collect_or_read(made)
     return made
 
 
@@ -64,9 +64,9 @@ def measured(made: Workspace, budget: MemoryBudget, *, guarded: bool = True) -> 
     made.machine.guard = Guard(budget=budget, device=CPU, log=lambda _, line: lines.append(line))
     if not guarded:
         made.machine.guard.descend = first_rung  # type: ignore[assignment,method-assign]
-    factors = made.results.of(CollectedFactors).factors
+    factors = made.results.of(JobFactors).factors
     made.results = JobResults()
-    made.results.of(CollectedFactors).factors = factors
+    made.results.of(JobFactors).factors = factors
     try:
         (row,) = measure_capacity(CapacityParams(), made)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent judges it

@@ -16,11 +16,11 @@ from catalog.capacity import CapacityParams
 from catalog.cross_check import CrossCheck
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval, student_quantile
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection.exact_ggn import GaussNewton, block_of, joined
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, UsageError
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
 from engine.model.determinism import Numerics
 from engine.workspace import Workspace
@@ -74,7 +74,7 @@ def perceptron(loss: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, targets[loss]()
 
 
-def matrix(space: Workspace, whole: Collected, **options: Any) -> GaussNewton:
+def matrix(space: Workspace, whole: FactorSet, **options: Any) -> GaussNewton:
     assert space.inputs.model is not None
     assert space.inputs.task is not None
     job = PassJob(
@@ -112,7 +112,7 @@ def test_products_are_those_of_the_dense_matrix(loss: str, micro_batch: int | No
     model, x, y = perceptron(loss)
     task = "regression" if loss == "mse" else "classification"
     space = workspace(model, [(x[:5], y[:5]), (x[5:], y[5:])], task, loss)
-    whole = collected(space)
+    whole = collect_or_read(space)
     blocks = [block_of(model, each.name, each.parameters, each.parameter_count) for each in whole.layers]
     blocks.append(joined("all", [block for block in blocks if block is not None]))
     assert None not in blocks
@@ -216,7 +216,7 @@ def test_weights_ignored_targets_and_smoothing_weigh_as_in_the_factors() -> None
     assert space.inputs.task is not None
     space.inputs.task = replace(space.inputs.task, class_weights=(1.0, 3.0, 0.5), label_smoothing=0.1)
     rows, _ = checks(space, cross_check_probes=1, cross_check_iterations=40)
-    head, whole = rows["2"], collected(space)
+    head, whole = rows["2"], collect_or_read(space)
     # the only loss term of each example: K-FAC's A of the last layer aside, its trace is the block's own
     exact = {layer.name: layer.exact_trace for layer in whole.layers}
     space_trace = checks(space, cross_check_probes=600, cross_check_iterations=0)[0]
@@ -233,7 +233,7 @@ def test_the_interval_covers_in_about_95_of_100_seeds() -> None:
     names = ("0.weight", "0.bias", "2.weight", "2.bias")
     truth = float(dense(model, x, y, "cross_entropy", names).trace())
     space = workspace(model, [(x, y)], "classification", batch_size=9)
-    whole = collected(space)
+    whole = collect_or_read(space)
     blocks = [block_of(model, each.name, each.parameters, each.parameter_count) for each in whole.layers]
     block = joined("all", [block for block in blocks if block is not None])
     found, seeds, probes = matrix(space, whole), 150, 12
@@ -327,7 +327,7 @@ def test_a_model_without_a_second_gradient_is_refused_by_name(beside: bool) -> N
 def test_stored_factors_hold_no_model() -> None:
     model, x, y = perceptron("cross_entropy")
     space = workspace(model, [(x, y)], "classification")
-    collected(space)
+    collect_or_read(space)
     space.inputs.model = None
     with pytest.raises(UsageError, match="hold no model"):
         checks(space)

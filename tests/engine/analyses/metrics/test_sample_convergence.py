@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from catalog.capacity import CapacityParams
 from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
 from engine.linalg.extrapolation import extrapolated, not_converged
 from engine.workspace import Workspace
@@ -139,7 +139,7 @@ def test_the_model_is_followed_as_one_matrix() -> None:
     made = two_layers(5)
     params = CapacityParams(rank_tolerance=1e-9)
     rows, summary = drained(made, params)
-    whole = collected(made)
+    whole = collect_or_read(made)
     followed = {each.metric: each for each in summary.model.convergence}
     sizes = [*(size.load for size in whole.nested), whole.load]
     for place, load in enumerate(sizes):

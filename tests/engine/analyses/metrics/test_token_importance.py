@@ -11,7 +11,7 @@ from catalog.collection import Collection
 from catalog.token_importance import TokenImportance
 from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.errors import NoSuchLayer
 from engine.factors.factor_set import factor_file, write_factors
 from engine.factors.spilled_factors import lay_aside
@@ -110,7 +110,7 @@ def test_a_tied_softmax_head_gives_that_of_its_probabilities_also_where_factors_
     made = space(tied=True)
     probabilities = torch.stack([logits.detach().softmax(0) for logits, _ in alone(made)])
     expected = (probabilities * (1 - probabilities)).mean(0)
-    whole = collected(made)
+    whole = collect_or_read(made)
     (facts,) = (layer for layer in whole.layers if layer.name == "table")
     own = whole.load(facts.ordinal)
     write_factors(made.ports.artifacts, facts, own)
