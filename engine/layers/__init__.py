@@ -1,1 +1,1 @@
-"""Types of layers that have Kronecker factors, one module each, and the rule of what counts as covered."""
+"""Types of layers that have Kronecker factors, one module each, and the rule for coverage."""

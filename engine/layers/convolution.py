@@ -45,7 +45,7 @@ class ConvolutionLayer(TreatedLayer):
 
     @property
     def fan_in(self) -> int:
-        """Numbers in one group's patch."""
+        """The numbers in one group's patch."""
         return self.module.in_channels // self.groups * math.prod(self.module.kernel_size)
 
     @property
@@ -237,7 +237,7 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         return weight.view(groups, out, -1, math.prod(self.module.kernel_size)).transpose(1, 2)
 
     def _overhangs(self) -> tuple[list[int], list[int]]:
-        """Zeros before and after each axis; negative where the module cuts more than the kernel overhangs."""
+        """Return the zeros at both ends of each axis; negative where the module cuts more than the kernel overhangs."""
         module, axes = self.module, range(len(self.module.kernel_size))
         starts = [module.dilation[axis] * (module.kernel_size[axis] - 1) - int(module.padding[axis]) for axis in axes]
         return starts, [starts[axis] + module.output_padding[axis] for axis in axes]

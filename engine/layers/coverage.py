@@ -168,7 +168,7 @@ def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module,
 
 
 def _empty(model: nn.Module) -> Iterator[DeclaredLayer]:
-    """Rows for the trainable parameters that hold no number, those of one module in one."""
+    """Yield rows for the trainable parameters that hold no number, those of one module in one."""
     for name, module in model.named_modules():
         own = module._parameters.items()  # noqa: SLF001 - likewise
         keys = [key for key, each in own if each is not None and each.requires_grad and not each.numel()]
@@ -184,7 +184,7 @@ def _empty(model: nn.Module) -> Iterator[DeclaredLayer]:
 
 
 def _bundles(own: list[_Own]) -> list[list[_Own]]:
-    """Modules put together that share parameters, directly or through others; each stands where its first one does."""
+    """Join modules that share parameters, directly or through others; each bundle stands where its first one does."""
     bundles: dict[int, list[int]] = {}
     holders: dict[int, int] = {}
     for place, (_, _, parameters) in enumerate(own):
@@ -197,7 +197,7 @@ def _bundles(own: list[_Own]) -> list[list[_Own]]:
 
 
 def _covering(bundle: list[_Own]) -> tuple[tuple[TreatedLayer, ...], list[str | None]]:
-    """The layers that cover ``bundle``, or each module's reason why none does."""
+    """Return the layers that cover ``bundle``, or each module's reason why none does."""
     found = [_treat(name, module, set(parameters)) for name, module, parameters in bundle]
     layers = [layer for layer, _ in found if layer is not None]
     if len(bundle) == 1:
@@ -241,7 +241,7 @@ def _treat(name: str, module: nn.Module, trainable: set[str]) -> tuple[TreatedLa
 
 
 def _families(module: nn.Module) -> Iterator[tuple[type[TreatedLayer], str | None]]:
-    """The family that knows ``module``'s class, with its refusal of this variant."""
+    """Yield the family that knows ``module``'s class, with its refusal of this variant."""
     if isinstance(module, nn.Linear):
         yield LinearLayer, treats_linear(module)
     elif is_transposed_linear(module):

@@ -1,4 +1,4 @@
-"""A treated layer: how one module's input and output gradient become rows of statistics.
+"""A treated layer, which turns one module's input and output gradient into rows of statistics.
 
 Each family turns what the hooks see into matrices of *positions*: ``activation_rows`` gives
 ``a`` as (P, d_in) without the column of ones, ``gradient_rows`` gives ``g`` as (P, d_out).

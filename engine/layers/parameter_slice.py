@@ -1,4 +1,4 @@
-"""Places: which numbers of a parameter a view of it shows, and in what arrangement."""
+"""Places: strided windows onto parameters, by which views of them are recognised."""
 
 import math
 from dataclasses import dataclass

@@ -126,7 +126,7 @@ class Geometry:
         return _shift_cost(self, rates) < _slice_cost(self, rates)
 
     def examples_at_once(self) -> int:
-        """Examples whose windows are written out together."""
+        """Return the number of examples whose windows are written out together."""
         each = math.prod(self.windows) * self.width * self.groups
         return min(self.examples, max(1, _AT_ONCE // max(each, 1)))
 
@@ -331,7 +331,7 @@ def _blocks(
 
 
 def _terms(shape: Geometry, shift: tuple[int, ...], place: tuple[int, ...]) -> Iterator[tuple[int, _Strip]]:
-    """The whole less the strips outside the window of ``place``, plus where two of them cross, and so on."""
+    """Yield the whole less the strips outside the window of ``place``, plus where two of them cross, and so on."""
     outside: list[tuple[_Interval, ...]] = []
     for at, dilation, windows, (start, stop) in zip(
         place, shape.dilation, shape.windows, _ranges(shape, shift), strict=True
@@ -345,7 +345,7 @@ def _terms(shape: Geometry, shift: tuple[int, ...], place: tuple[int, ...]) -> I
 
 
 def _strips(shape: Geometry) -> Iterator[tuple[tuple[int, ...], _Strip]]:
-    """Every correlation over less than the whole image, once."""
+    """Yield every correlation over less than the whole image, once."""
     for shift, pairs in _blocks(shape):
         for strip in {strip for _, _, terms in pairs for _, strip in terms}:
             if any(part is not None for part in strip):

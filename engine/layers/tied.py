@@ -129,7 +129,7 @@ def merge_tied_layers(layers: Sequence[TreatedLayer]) -> tuple[TreatedLayer, ...
 
 
 def _holders(layers: Sequence[TreatedLayer], key: str) -> dict[int, list[TreatedLayer]]:
-    """The layers that hold each parameter, by its identity."""
+    """Return the layers that hold each parameter, by its identity."""
     found: dict[int, list[TreatedLayer]] = {}
     for layer in layers:
         found.setdefault(id(getattr(layer.module, key)), []).append(layer)

@@ -1,4 +1,4 @@
-"""Activations: what autograd saves of a forward pass until the backward pass, and how to save less.
+"""Activation memory: the bytes that autograd saves between the two passes, and a way to save fewer.
 
 What is saved is traced, not guessed: two forward passes of very few examples say how many bytes do
 not depend on their number, and how many each adds. Checkpointing keeps only what enters each of a
@@ -266,7 +266,7 @@ def trace_saved_bytes(
 
 
 def _fit(sizes: tuple[int, ...], held: list[int], inputs: list[dict[nn.Module, int]]) -> Saved:
-    """The line through the first and the last; through the origin where there is one size alone."""
+    """Return the line through the first and the last; through the origin where there is one size alone."""
     parts = {module: _fit(sizes, [each.get(module, 0) for each in inputs], []) for module in (inputs or [{}])[0]}
     if len(sizes) == 1:
         return Saved(fixed_bytes=0, example_bytes=-(-held[0] // sizes[0]), inputs=parts)

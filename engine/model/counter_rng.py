@@ -23,13 +23,13 @@ _SECOND = 0x94D049BB133111EB
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right (torch's own keeps the sign)."""
+    """Shift to the right without the sign, which torch's own shift keeps."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

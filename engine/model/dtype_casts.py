@@ -125,7 +125,7 @@ def is_mismatch(error: BaseException | None) -> bool:
 
 
 def _meeting(name: str, values: Sequence[Any]) -> torch.dtype | None:
-    """The dtype in which floating operands meet: that of what is written to, or the widest; None if they agree."""
+    """Return the dtype in which floating operands meet: of what is written to, or the widest; None if they agree."""
     operands = [
         part
         for value in values

@@ -89,7 +89,7 @@ def directions(prediction: Prediction, index: Tensor, task: Task, collection: Co
 
 
 def _sampled(outputs: Tensor, index: Tensor, loss: Loss, seed: int, sample: int) -> Tensor:
-    """Gradient of the summed loss at labels drawn from the model, as (N, R, C)."""
+    """Return the gradient of the summed loss at labels drawn from the model, (N, R, C)."""
     _, terms, width = outputs.shape
     example = index[:, None]
     term = torch.arange(terms, device=outputs.device)[None, :]
@@ -111,7 +111,7 @@ def _sampled(outputs: Tensor, index: Tensor, loss: Loss, seed: int, sample: int)
 
 
 def _observed(prediction: Prediction, targets: Tensor, task: Task) -> Tensor:
-    """Gradient of the summed loss at the data's labels, for a weight of one, as (N, R, C)."""
+    """Return the gradient of the summed loss at the data's labels, for a weight of one, (N, R, C)."""
     outputs, weights, loss = prediction.outputs.detach(), prediction.weights, task.likelihood
     if loss == "cross_entropy":
         gradient = torch.softmax(outputs, -1)
@@ -163,7 +163,7 @@ def _columns(outputs: Tensor, valid: Tensor, counted: Tensor, loss: Loss) -> Ite
 
 
 def _column(outputs: Tensor, component: int, loss: Loss) -> Tensor:
-    """Column ``component`` of each example's square root, (N, C)."""
+    """Return column ``component`` of each example's square root, (N, C)."""
     width = outputs.shape[-1]
     unit = torch.zeros_like(outputs)
     unit[:, component] = 1

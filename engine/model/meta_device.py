@@ -1,4 +1,4 @@
-"""Shapes: run a model on the meta device, where tensors have shapes and no numbers.
+"""A pass on the meta device, where tensors have shapes and no numbers.
 
 Seven billion weights take no memory there, and a pass takes milliseconds. What a model or we ask of
 a number has no answer then, so one is assumed: a flag is true and a number is one, which is that no

@@ -99,7 +99,7 @@ class LossScale:
     """Directions since it last changed."""
 
     def lower(self) -> None:
-        """A gradient has overflowed.
+        """Halve the scale, since a gradient has overflowed.
 
         Raises:
             NonFiniteFactor: If no scale is small enough.
@@ -113,7 +113,7 @@ class LossScale:
             )
 
     def endure(self) -> None:
-        """All gradients of one direction were finite."""
+        """Count a direction of finite gradients, and double the scale after many of them."""
         self.steady += 1
         if self.steady == _PATIENCE and self.value < _LARGEST_SCALE:
             self.value, self.steady = 2 * self.value, 0

@@ -1,4 +1,4 @@
-"""Outputs: which tensor of all that a model returns the loss is taken of."""
+"""The choice of the output, among all tensors that a model returns, that the loss is taken of."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -90,7 +90,7 @@ def _entry(returned: Any, name: str) -> object:  # noqa: ANN401
 
 
 def _tensors(returned: Any) -> dict[str, Tensor]:  # noqa: ANN401
-    """Every tensor that a mapping or an object holds by name."""
+    """Return every tensor that a mapping or an object holds by name."""
     if isinstance(returned, Mapping):
         entries = dict(returned)
     elif isinstance(returned, tuple) and hasattr(returned, "_asdict"):

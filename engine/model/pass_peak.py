@@ -91,7 +91,7 @@ def peak_lines(sizes: Sequence[int], held: Sequence[Sequence[int]]) -> tuple[Lin
 
 
 def _through(sizes: Sequence[int], fewer: int, more: int) -> Line:
-    """The line through both; through the origin where there is one size alone."""
+    """Return the line through both; through the origin where there is one size alone."""
     if len(sizes) == 1:
         return 0, -(-fewer // sizes[0])
     each = max(0, -((fewer - more) // (sizes[-1] - sizes[0])))

@@ -1,4 +1,4 @@
-"""Preserved state: run a model for measuring, and leave it exactly as it was before."""
+"""Preserved state: a model runs for measuring, and is left exactly as it was before."""
 
 import contextlib
 import sys

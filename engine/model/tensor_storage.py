@@ -1,4 +1,4 @@
-"""Storages: which tensors look at the same numbers, told on the meta device too, where nothing has an address."""
+"""The identity of storages, by which views of one tensor are recognised, on the meta device too."""
 
 import torch
 from torch import Tensor

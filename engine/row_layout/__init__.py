@@ -1,1 +1,1 @@
-"""How the rows of a layer's calls belong to examples: their order, masked positions, lengths, shared inputs."""
+"""The layout of the rows of a layer's calls: their order, masked positions, lengths, shared inputs."""

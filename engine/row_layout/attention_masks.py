@@ -185,7 +185,7 @@ def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
 
 
 def _with_tail(batch: Batch, mask: Tensor) -> tuple[Batch, Tensor]:
-    """The two longest examples with a masked tail of unequal lengths, and that tail (n, T)."""
+    """Return the two longest examples with a masked tail of unequal lengths, and that tail (n, T)."""
     lengths = mask.sum(1)
     longest = torch.argsort(lengths, descending=True, stable=True)[:2]
     width = mask.shape[1]
@@ -204,7 +204,7 @@ def _with_tail(batch: Batch, mask: Tensor) -> tuple[Batch, Tensor]:
 
 
 def _along(batch: Batch, shape: torch.Size) -> list[str]:
-    """Names of the inputs of the mask's positions: the content, then the ids that go with it, of segments say."""
+    """Name the inputs of the mask's positions: the content, then the ids that go with it, of segments say."""
     names = [
         name
         for name, value in batch.inputs.items()

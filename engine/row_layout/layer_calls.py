@@ -1,4 +1,4 @@
-"""Calls: what a dry run sees of the treated layers, and what follows from it.
+"""The calls of treated layers in a dry run, and the conclusions from them.
 
 Which layers are fed by the same tensor, which cannot tell their examples apart, which tables are
 looked up once for a whole batch.

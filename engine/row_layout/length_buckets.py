@@ -108,7 +108,7 @@ def _lengths(batch: Batch, task: Task) -> list[int] | None:
 
 
 def _groups(lengths: list[int]) -> Iterator[list[int]]:
-    """Places in ``lengths``, longest first, cut where the next is much shorter."""
+    """Yield places in ``lengths``, longest first, cut where the next is much shorter."""
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
     group: list[int] = []
     for place in order:

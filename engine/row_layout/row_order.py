@@ -1,4 +1,4 @@
-"""Row order: whether rows that stand flat, several for each example, stand example by example.
+"""Row order: a test whether flat rows, several for each example, stand example by example.
 
 Of ``entered`` (N·l, d) the shape does not say whether row i is example ``i // l``'s or ``i % N``'s (time before batch,
 two images of a pair one behind the other), or whose it is at all. Different examples show it: their rows in a batch
@@ -129,7 +129,7 @@ def _is_doubtful(call: Call, examples: int) -> bool:
 
 
 def _order(together: Tensor, alone: Sequence[Tensor], count: int) -> Order:
-    """The order of the rows ``together`` of ``count`` examples, of which ``alone`` are each one's."""
+    """Return the order of the rows ``together`` of ``count`` examples, of which ``alone`` are each one's."""
     if len(alone) != count or not _same_rows(together, torch.cat(list(alone))):
         return "mixed"
     each = together.shape[0] // count

@@ -1,4 +1,4 @@
-"""Sharing: whether layers that shared one A in the dry run are still fed by one tensor, with the same positions."""
+"""A check that layers that shared one A in the dry run are still fed by one tensor, with the same positions."""
 
 import weakref
 from collections.abc import Iterable

@@ -1,1 +1,1 @@
-"""Which operations of a forward pass use which parameter, where no module says so."""
+"""The uses of parameters by the operations of a forward pass, where no module's call shows them."""

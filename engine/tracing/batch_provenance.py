@@ -1,4 +1,4 @@
-"""Provenance: whose each row of a tensor is, followed from the model's inputs through its operations.
+"""Provenance: the example of each row of a tensor, followed from the model's inputs through its operations.
 
 Examples lie along one dimension of an activation: index ``i`` along it belongs to example
 ``(i // minor) % N``. That covers batch first (minor 1), time before batch, and either flattened with
@@ -216,7 +216,7 @@ def _kept(operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Ro
 
 
 def _cut(entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
-    """The rows of a slice of neighbours along the dimension of the examples."""
+    """Return the rows of a slice of neighbours along the dimension of the examples."""
     if left.ndim != entered.ndim:
         return None
     same = [
@@ -280,7 +280,7 @@ def _unless_in_order(labels: Tensor, size: int) -> Tensor | None:
 
 
 def _packed(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
-    """The rows of padded sequences, put step after step without their padding."""
+    """Return the rows of padded sequences, put step after step without their padding."""
     if rows.minor == rows.size:
         # one example alone
         return Rows(dim=0, minor=left.shape[0], size=left.shape[0])
@@ -294,7 +294,7 @@ def _packed(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
 
 
 def _padded(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
-    """The rows of packed sequences, padded again, or of their lengths."""
+    """Return the rows of packed sequences, padded again, or of their lengths."""
     if rows.minor == rows.size:
         return Rows(dim=0, minor=left.shape[0], size=left.shape[0])
     if rows.labels is None or rows.dim != 0:
@@ -304,7 +304,7 @@ def _padded(rows: Rows, args: Sequence[Any], left: Tensor) -> Rows | None:
 
 
 def _indexed(entered: Tensor, rows: Rows, index: object) -> Rows | None:
-    """The rows after indexing by tensors; None where the index is made of slices and numbers only."""
+    """Return the rows after indexing by tensors; None where the index is made of slices and numbers only."""
     parts = [
         # a number in a tensor selects like a number
         0 if isinstance(part, Tensor) and part.ndim == 0 and part.dtype != torch.bool else part

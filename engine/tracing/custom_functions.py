@@ -1,4 +1,4 @@
-"""Custom functions: what a model writes with ``torch.autograd.Function``, shown to a mode as one operation each.
+"""Custom functions of a model (``torch.autograd.Function``), shown to a mode as one operation each.
 
 Their gradient is the model's own, so that what happens inside says nothing of it; and no mode is shown
 ``apply``.

@@ -1,4 +1,4 @@
-"""Derivations: how a matrix that was made of parameters is linear in them, so that its products are products of theirs.
+"""Derivations of matrices that are linear in parameters, whose products are then products of those parameters.
 
 For ``M = Σ_k C_k ∘ T_k + M₀``, whose C_k are one number, one number a row r or one a column s,
 
@@ -209,13 +209,13 @@ def _sum(operation: Operation, left: Tensor, parts: Sequence[Tensor], leaf: View
 
 
 def _probe(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers of both signs, none of them near zero."""
+    """Draw numbers of both signs, none of them near zero."""
     drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device)
     return (torch.where(drawn < 0.5, -1.0, 1.0) * (0.5 + (2 * drawn) % 1)).to(like.dtype)
 
 
 def _constant(entries: Tensor, eps: float) -> Tensor | None:
-    """One number, one a row or one a column that all ``entries`` are, up to rounding; None where there is none such."""
+    """Return one number, one a row or one a column that all ``entries`` are, up to rounding; None if none is."""
     if not entries.numel():
         return None
     dims: tuple[tuple[int, ...], ...] = (tuple(range(entries.ndim)),)

@@ -101,7 +101,7 @@ class Contribution:
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     def _alone(self, example: int, leaves: Mapping[int, Tensor]) -> Tensor:
-        """The operation on the slice of one example."""
+        """Run the operation on the slice of one example."""
 
         def change(tensor: Tensor) -> Tensor:
             leaf, rows = leaves.get(id(tensor)), self.rows.get(id(tensor))
@@ -194,7 +194,7 @@ def find_contribution(
 
 
 def _parts(derived: Sequence[Tensor], data: Tensor, rows: Rows) -> Iterator[tuple[int, Rows]]:
-    """The tensors that are as long as the data where those have their examples, and could hold a part for each."""
+    """Yield the tensors as long as the data where those have their examples, which could hold a part for each."""
     for tensor in derived:
         dim = rows.dim + tensor.ndim - data.ndim
         if 0 <= dim < tensor.ndim and tensor.shape[dim] == data.shape[rows.dim] > 1:

@@ -192,7 +192,7 @@ class ParameterUseMode(Multiplying):
             return reveal_operations(operation.func)(*operation.args, **operation.kwargs)
 
     def _alone(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
-        """An operation without data: what comes out is derived too, unless it stands for all examples already."""
+        """Run an operation without data: its result is derived too, unless it stands for all examples already."""
         if operation.writes:
             return self._written(operation, sources)
         left = operation.run(self._parameter_leaf)
@@ -234,7 +234,7 @@ class ParameterUseMode(Multiplying):
         return views if shapes and all(storage_of(view) in repeated for view in views) else []
 
     def _written(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
-        """Numbers of derived tensors, written to a derived tensor or to a constant: autograd follows that."""
+        """Write numbers of derived tensors to a derived tensor or to a constant: autograd follows that."""
         into, base = operation.tensors[0], operation.tensors[0]._base  # noqa: SLF001 - what a view is of
         known = frozenset[str]() if base is None else self._marks.sources(base)
         if operation.kwargs.get("out") is not None or self._marks.parameter(into) or (known and known != sources):
@@ -250,7 +250,7 @@ class ParameterUseMode(Multiplying):
         return self._marks.expanded(tensor) is not tensor
 
     def _contributed(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
-        """An operation that is nothing else, where its examples never meet."""
+        """Run an operation that is nothing else, where its examples never meet."""
         if operation.writes:
             return self._strange(operation, sources)
         rows = {id(tensor): self._marks.rows(tensor) for tensor in operation.tensors if self._marks.is_data(tensor)}
@@ -300,7 +300,7 @@ class ParameterUseMode(Multiplying):
 
     # ---- broadcast over examples
     def _lifted(self, operation: Operation) -> dict[int, Tensor] | None:
-        """A copy for each example of every derived tensor among the arguments; None where that is not possible."""
+        """Return a copy for each example of every derived tensor among the arguments; None if that is impossible."""
         data = [tensor for tensor in operation.tensors if self._marks.is_data(tensor)]
         if operation.writes and not (operation.tensors[0] is data[0] and operation.name in POINTWISE):
             return None
@@ -354,7 +354,7 @@ class ParameterUseMode(Multiplying):
         return self._sink.expanded(names, examples=examples)
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """Data out of a derived tensor that stands for all examples already."""
+        """Make data out of a derived tensor that stands for all examples already."""
         if self._marks.examples == 1:
             with self:
                 single = self._leaf(tensor).unsqueeze(0)

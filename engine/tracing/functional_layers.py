@@ -1,4 +1,4 @@
-"""Discovery: layers that only the operations of a dry run show, and what of them cannot be covered.
+"""Functional layers: those that only the operations of a dry run show, and the parameters that none can cover.
 
 A module that no family knows, a loose parameter, a module whose parameters are used without calling
 it: their uses in the dry run decide which layers they are. A parameter whose uses overlap, or are of
@@ -319,7 +319,7 @@ class _Found:
             apart |= more
 
     def layers(self) -> Iterator[TreatedLayer]:
-        """The layers that are covered, parameter by parameter."""
+        """Yield the layers that are covered, parameter by parameter."""
         for name, parameter in self._watched.items():
             if name in self.refused:
                 continue
@@ -360,7 +360,7 @@ class _Found:
         return self._modules[name.rpartition(".")[0]]
 
     def left_over(self, name: str, module: str, reason: str, rest: tuple[str, ...]) -> Iterator[DeclaredLayer]:
-        """Rows for the parameters ``rest`` of a module, one for each reason."""
+        """Yield rows for the parameters ``rest`` of a module, one for each reason."""
         by_reason: dict[tuple[str, str], list[str]] = {}
         for parameter in rest:
             by_reason.setdefault(self.refused.get(parameter, (reason, "")), []).append(parameter)
@@ -376,7 +376,7 @@ class _Found:
             )
 
     def gaps(self, layers: list[TreatedLayer]) -> Iterator[DeclaredLayer]:
-        """Rows for the numbers of covered parameters that are in no layer."""
+        """Yield rows for the numbers of covered parameters that are in no layer."""
         places: dict[str, set[Place]] = {}
         for layer in layers:
             if isinstance(layer, FunctionalLinearLayer):

@@ -1,4 +1,4 @@
-"""Products: what a watched matrix, or one that was made of several, does to the data that it multiplies."""
+"""Products of data with a watched matrix, or with one that was made of several."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -125,7 +125,7 @@ def _matmul(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
 
 
 def _batched(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
-    """Several products at once, matrix by matrix: a parameter of three dimensions is several layers."""
+    """Multiply several matrices at once, one by one: a parameter of three dimensions is several layers."""
     derived, data = (left, right) if mode.is_derived(left) else (right, left)
     if mode.is_derived(data) or not left.ndim == right.ndim == 3 or left.shape[0] != right.shape[0]:
         return NotImplemented
@@ -150,7 +150,7 @@ def _addmm(mode: Watch, added: Tensor, left: Tensor, right: Tensor, *, beta: flo
 def _grouped(
     mode: Watch, left: Tensor, right: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None
 ) -> Any:  # noqa: ANN401
-    """Rows sorted by their matrix, of which ``offs`` says where each one's end."""
+    """Multiply rows that are sorted by their matrix, of which ``offs`` says where each one's end."""
     if offs is None or bias is not None or mode.is_derived(left) or left.ndim != 2 or right.ndim != 3:
         return NotImplemented
     parts, start = [], 0
@@ -167,7 +167,7 @@ def _grouped(
 
 
 def _einsum(mode: Watch, equation: str, *operands: Any) -> Any:  # noqa: ANN401
-    """Two operands, one derived, whose letters are either summed with the data's or only its own."""
+    """Multiply two operands, one derived, whose letters are either summed with the data's or only its own."""
     pair = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     entering, _, leaving = equation.replace(" ", "").partition("->")
     letters = entering.split(",")
@@ -210,7 +210,7 @@ def expansion_of(tensor: Tensor, *times: Any, repeats: Sequence[int] | None = No
 
 
 def _affine(mode: Watch, plain: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
-    """A normalised tensor, scaled and shifted by operations that are seen."""
+    """Scale and shift a normalised tensor by operations that are seen."""
     with mode:
         scaled = plain if weight is None else plain * weight.view(shape)
         return scaled if bias is None else scaled + bias.view(shape)
@@ -274,7 +274,7 @@ def _bilinear(mode: Watch, left: Tensor, right: Tensor, weight: Tensor, bias: Te
 
 
 def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *args: Any) -> Any:  # noqa: ANN401
-    """A sum, mean or maximum over each bag of ids: a lookup of every id, and then that."""
+    """Sum, average or maximise over each bag of ids: a lookup of every id, and then that."""
     given = (*args, *(False, 0, False, None, False, None)[len(args) :])
     by_frequency, reduction, scales, with_end, padding = (given[place] for place in (0, 1, 3, 4, 5))
     rows = mode.rows_of(ids)
@@ -296,7 +296,7 @@ def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *a
 
 
 def _pooled(vectors: Tensor, bags: Tensor, counts: Tensor, counted: Tensor, reduction: int) -> Tensor:
-    """Vectors (P, d) that count, put together by bag: their sum (0), mean (1) or maximum (2); none give zeros."""
+    """Put the vectors (P, d) that count together by bag: their sum (0), mean (1) or maximum (2); none give zeros."""
     number = counts.new_zeros(counts.numel()).index_add_(0, bags, counted.long()).unsqueeze(1)
     if reduction < 2:
         # the gradient of what does not count is zero, not that of a product with zero: it may be infinite
@@ -311,7 +311,7 @@ def _pooled(vectors: Tensor, bags: Tensor, counts: Tensor, counted: Tensor, redu
 
 
 def _getitem(mode: Watch, entered: Tensor, index: Any) -> Any:  # noqa: ANN401
-    """A slice that the data choose, of which there is one: an expert."""
+    """Take a slice that the data choose, of which there is one: an expert."""
     parts = index if isinstance(index, tuple) else (index,)
     numbers = tuple(int(part) if _is_number(part) else part for part in parts)
     if not mode.is_derived(entered) or any(isinstance(part, (Tensor, list)) for part in numbers):
@@ -321,7 +321,7 @@ def _getitem(mode: Watch, entered: Tensor, index: Any) -> Any:  # noqa: ANN401
 
 
 def _like(method: str) -> Callable[..., Any]:
-    """A derived tensor takes only its type or its shape from the data."""
+    """Make a rewrite by which a derived tensor takes only its type or its shape from the data."""
 
     def taken(mode: Watch, entered: Tensor, other: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if mode.is_derived(other) or not isinstance(other, Tensor):

@@ -1,4 +1,4 @@
-"""Uses of parameters in a forward pass: the products they enter, and the interface that is told of them."""
+"""Uses of parameters in a forward pass: the products they enter, and the interface that receives them."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Pullback: from the gradients of what was made of parameters to those of the parameters, by example.
+"""The pullback from gradients of tensors made of parameters to those of the parameters, by example.
 
 Every use of a derived tensor brings its gradient by example: of a copy for each example, or of the
 result of an operation that is run again (see ``contributions``). Autograd takes it back through the

@@ -95,7 +95,7 @@ class _Sequences:
 
 
 def _unrolled(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torch returns
-    """A kernel over whole sequences: (output, h_n) or, of an LSTM, (output, h_n, c_n)."""
+    """Run a kernel over whole sequences: (output, h_n) or, of an LSTM, (output, h_n, c_n)."""
     packed = not isinstance(args[3], bool)
     data, *sizes = args[:2] if packed else args[:1]
     states, flat, biased, layers, dropout, training, both, *batch_first = args[len(sizes) + 1 :]
@@ -140,7 +140,7 @@ def _unrolled(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as 
 
 
 def _cell(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torch returns
-    """One step by itself: h or, of an LSTM, (h, c)."""
+    """Run one step by itself: h or, of an LSTM, (h, c)."""
     data, states, *parameters = args
     initial = (states,) if isinstance(states, Tensor) else tuple(states)
     weights = _Weights(*parameters)
@@ -160,7 +160,7 @@ def _cell(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torc
 
 
 def _stepwise(data: Tensor, rows: Rows | None, dim: int) -> _Sequences | None:
-    """The rows of padded sequences (T, B, d) flattened, where ``rows`` say that their examples lie along ``dim``."""
+    """Return padded sequences (T, B, d) flattened, where ``rows`` say that their examples are along ``dim``."""
     steps, batch = data.shape[:2]
     if rows is not None and rows.minor == rows.size:
         # one example alone
@@ -186,7 +186,7 @@ def _of_sequences(sequences: _Sequences, dim: int) -> Rows:
 
 
 def _spread(mode: Watch, initial: State, sequences: _Sequences, data: Tensor) -> State:
-    """The first states; a learned one is added to zeros of the data's, so that each example has its own copy."""
+    """Return the first states; a learned one is added to zeros of the data's, so that each example has its own copy."""
     if not any(mode.is_derived(state) for state in initial):
         return initial
     zeros = mode.with_rows(data.detach().new_zeros(sequences.batch, 1), _of_sequences(sequences, 0))
@@ -195,7 +195,7 @@ def _spread(mode: Watch, initial: State, sequences: _Sequences, data: Tensor) ->
 
 
 def _weights(flat: Sequence[Tensor], layers: int, directions: int, *, biased: bool) -> list[_Weights]:
-    """The parameters of each layer and direction, from torch's flat list of them."""
+    """Return the parameters of each layer and direction, from torch's flat list of them."""
     each = len(flat) // (layers * directions)
     found = []
     for place in range(layers * directions):
@@ -265,7 +265,7 @@ def _product(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None, 
 
 
 def _zeros(data: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Zeros (P, width), one number of memory, of which a gradient can be asked."""
+    """Return zeros (P, width), one number of memory, of which a gradient can be asked."""
     seed = torch.zeros((), dtype=dtype, device=data.device, requires_grad=torch.is_grad_enabled())
     return seed.expand(data.shape[0], width)
 

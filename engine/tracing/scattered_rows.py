@@ -1,4 +1,4 @@
-"""Scattered rows: whose the rows of a result are, into which the rows of another tensor were put by an index.
+"""Scattered rows: the examples of a result into which an index has put the rows of another tensor.
 
 Messages along a graph's edges are summed at the nodes where the edges end, words at their bags, nodes at their graphs.
 A row of the result is that of example n where everything put into it is of example n. A row that nothing is put into
@@ -80,7 +80,7 @@ def _layouts(source: Rows, left: Tensor, dim: int, examples: int) -> Iterator[Ro
 
 
 def _received(places: Tensor, known: Tensor, size: int, dim: int, examples: int) -> Rows | None:
-    """The rows of a result of no known layout, each of which receives something, of one example alone."""
+    """Return the rows of a result of no known layout, each of which receives something, of one example alone."""
     least, most = (
         torch.full((size,), fill, device=places.device).scatter_reduce_(
             0, places.flatten(), known.expand_as(places).flatten(), reduction

@@ -1,4 +1,4 @@
-"""Marks: what a function mode knows of each tensor in the current forward pass, kept on the tensor itself.
+"""Marks: a function mode's knowledge of each tensor in the current forward pass, kept on the tensor itself.
 
 A tensor is *derived* where it was made of watched parameters alone, and *data* where anything that
 entered the model is in it; of data, a mark says where its examples are.

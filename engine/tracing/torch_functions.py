@@ -1,4 +1,4 @@
-"""Torch's functions as a mode is shown them: their names, their tensors, and what they keep to themselves."""
+"""Torch's functions as a mode is shown them: their names, their tensors, and the operations inside them."""
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
