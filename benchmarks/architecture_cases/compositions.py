@@ -183,6 +183,20 @@ def _unused_call(model: nn.Module, x: Tensor) -> Tensor:
     return model.head(model.inner(model.stem(x).tanh()) / with_eye)  # type: ignore[no-any-return]
 
 
+def _called_in_vain(model: nn.Module, x: Tensor) -> Tensor:
+    size = model.inner(3 * x[:, :1].expand(-1, HIDDEN)).norm(dim=-1, keepdim=True).detach()
+    return model.head(model.inner(model.stem(x).tanh()) / size)  # type: ignore[no-any-return]
+
+
+def _kept_keys(model: nn.Module, x: Tensor) -> Tensor:
+    kept, query = [], x
+    for step in model.stem(x).tanh().unbind(1):
+        query, key = model.q(step), model.k(step)
+        kept.append((key, step))
+    keys, values = (torch.stack(each, 1) for each in zip(*kept, strict=True))
+    return model.head(((keys @ query[..., None]).softmax(1) * values).sum(1))  # type: ignore[no-any-return]
+
+
 def _distances(model: nn.Module, x: Tensor) -> Tensor:
     hidden = model.stem(x)
     places = torch.arange(T)
@@ -303,6 +317,8 @@ CASES: dict[str, Builder] = {
     "Module of some examples": classifying(calling(_sometimes, further=_square), IN),
     "Buffer as a weight": classifying(calling(_buffer, norm=lambda: nn.BatchNorm1d(HIDDEN)), IN),
     "Call on an identity matrix, detached": classifying(calling(_unused_call, inner=_square), IN),
+    "Call on data, detached": classifying(calling(_called_in_vain, inner=_square), IN),
+    "Keys kept step by step": classifying(calling(_kept_keys, **_pair), T, IN),
     "Table of distances": classifying(calling(_distances, table=lambda: nn.Embedding(7, 2)), T, IN),
     "Gate and learned scalar": classifying(calling(_gated, inner=_square, scale=_scalar), IN),
     "Detached residual": classifying(calling(_detached, inner=_square), IN),

@@ -6,7 +6,6 @@ output that then needs none either is made a leaf that does, so that gradients w
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.accumulation.call_counts import CallCounts
 from engine.accumulation.example_gradients import Meeting
+from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
 from engine.accumulation.output_gradients import arrival, note_reached
@@ -26,7 +27,7 @@ from engine.layers.parameter_slice import Place, Places
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
 from engine.model.tensor_storage import detach_view
-from engine.row_layout.attention_masks import RECOMPUTED, Key, MaskBroken, Masking, counted, position_count
+from engine.row_layout.attention_masks import Key, MaskBroken, Masking, counted, position_count
 from engine.row_layout.call_shapes import CallShapes
 from engine.row_layout.layer_calls import called, entered_by
 from engine.row_layout.row_order import RowOrders, example_first
@@ -40,16 +41,11 @@ from engine.tracing.shared_parameters import StandIn, install_stand_ins
 
 @dataclass
 class Collector:
-    """Attached hooks: each call of a treated layer adds to its statistics.
-
-    A call counts once, though activation checkpointing runs a layer again during the backward
-    pass. A call without a graph leaves no trace, unless that is how the checkpoint runs it first:
-    then the second run counts.
-    """
+    """Attached hooks: each call of a treated layer adds to its statistics."""
 
     statistics: tuple[LayerStatistics, ...]
     gradients: bool = True
-    """Gradients are wanted: a call without a graph is none of the loss's."""
+    """Gradients are wanted: a call without a graph does not contribute to the loss."""
     examples: int = 0
     """Examples of the current batch."""
     mask: Tensor | None = None
@@ -64,21 +60,17 @@ class Collector:
     """All places in parameters that are layers, those that are not collected now among them."""
     head: LossHead | None = None
     """The layer whose outputs are the loss's logits, where it keeps their probabilities."""
-    returning: bool = False
-    """The backward pass has begun."""
     scale: LossScale | None = None
     """What directions are multiplied by; None where that is one."""
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards: they keep a copy."""
+    inputs: InputArrival = field(default_factory=lambda: InputArrival(deferred=frozenset(), required=False))
+    """When the inputs of calls enter A."""
     shapes: CallShapes = field(default_factory=CallShapes)
     """Shapes of the calls so far."""
     _held: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
     """Gradients of one direction, and where they go once all of them are known to be finite."""
-    _calls: Counter[str] = field(default_factory=Counter)
-    _ungraphed: Counter[str] = field(default_factory=Counter)
-    """Calls of the forward pass that left no graph."""
-    _numbers: Counter[str] = field(default_factory=Counter)
-    """Calls of each part of a layer in the forward pass."""
+    _calls: CallCounts = field(init=False)
     _reached: list[tuple[Key, Tensor]] = field(default_factory=list)
     """Whether a gradient reached positions that the mask dropped, () booleans, of the current batch."""
     _sharing: Sharing = field(default_factory=Sharing)
@@ -94,6 +86,7 @@ class Collector:
 
     def __post_init__(self) -> None:
         """Look up who shares with whom, and whose parameters are to be followed, once."""
+        self._calls = CallCounts(gradients=self.gradients)
         parameters: dict[str, Tensor] = {}
         for statistics in self.statistics:
             layer = statistics.layer
@@ -117,12 +110,16 @@ class Collector:
         self.examples = examples
         self.shapes.begin(examples, inputs)
         self.mask = None if mask is None or bool(mask.all()) else mask
-        self.returning = False
         self._sharing.begin()
-        for record in (self._calls, self._ungraphed, self._numbers, self._reached):
-            record.clear()
+        self._calls.begin()
+        self.inputs.begin()
+        self._reached.clear()
         if self.head is not None:
             self.head.begin()
+
+    def forward_done(self) -> None:
+        """Note that the forward pass has ended: a call from here on is one that runs again."""
+        self._calls.returning = True
 
     def predicted(self, prediction: Prediction) -> None:
         """Let the probabilities of the loss's terms enter the head's statistics."""
@@ -148,6 +145,7 @@ class Collector:
                 if use_mode is not None:
                     use_mode.forget()
                 return False
+        self.inputs.pulled_back()
         for enter, gradient in held:
             enter(self._unscaled(gradient))
         for meeting in self._meetings.values():
@@ -155,6 +153,7 @@ class Collector:
         for name, start, gradients in () if use_mode is None else use_mode.returned():
             if name in self._bare:
                 self._bare[name].add_example_gradients_(self._unscaled(gradients), start, self.examples)
+            del gradients  # before those of the next examples are made
         return True
 
     def receive(self, gradient: Tensor, enter: Callable[[Tensor], None]) -> None:
@@ -176,10 +175,13 @@ class Collector:
         Raises:
             MaskBroken: If a gradient reached positions that the mask dropped.
             SharingBroken: If only one of two layers that share A was called.
+            UnusedCalls: If a layer has calls with a gradient and calls without, whose inputs had entered A.
         """
         if self._reached and bool(torch.stack([reached for _, reached in self._reached]).any()):
             raise MaskBroken(frozenset(key for key, reached in self._reached if bool(reached)))
         self._sharing.end()
+        self.inputs.end()
+        self.inputs.require_proven(self.statistics)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -228,8 +230,8 @@ class Collector:
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             entered = entered_by(args, kwargs)
             counts, name = self._counts(statistics), statistics.layer.name
-            key = self._key(role)
-            self.shapes.note(name, self._calls[name], entered)
+            key = self._calls.key(role.name)
+            self.shapes.note(name, self._calls.of(name), entered)
             if counts:
                 self._sharing.check(name, entered, masked=self.mask is not None and self.masking.covers(key))
             if len(args) + len(kwargs) > 1:
@@ -248,10 +250,9 @@ class Collector:
                 plain = plain.clone()
             dropped = self._dropped(key, role, plain)
             use = Use(entered=plain, examples=self.examples, kept=counted(role, plain, dropped), role=role)
-            if counts:
-                statistics.add_input_(use)
+            entry = self._enter(statistics, use) if counts else None
             lost = None if dropped is None else (key, dropped)
-            followed = self._follow(statistics, use, output, arrange, dropped=lost)
+            followed = self._follow(statistics, use, output, arrange, dropped=lost, entry=entry)
             return instead if followed is None else followed
 
         return after
@@ -266,8 +267,8 @@ class Collector:
             self._unforeseen(frozenset(place.parameter for place in places if place is not None))
             return product.left
         counts = self._counts(statistics)
-        key, name = self._key(statistics.layer), statistics.layer.name
-        self.shapes.note(name, self._calls[name], product.entered, picked=product.rows.labels is not None)
+        key, name = self._calls.key(statistics.layer.name), statistics.layer.name
+        self.shapes.note(name, self._calls.of(name), product.entered, picked=product.rows.labels is not None)
         if counts:
             self._sharing.check(statistics.layer.name, product.entered, masked=self.masking.permits(key))
         if statistics.flaw is not None:
@@ -277,10 +278,9 @@ class Collector:
         owners, kept = self._routing(rows, arranged.numel() // max(arranged.shape[-1], 1))
         kept = kept if self.masking.permits(key) else None
         use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)
-        if counts:
-            statistics.add_input_(use)
+        entry = self._enter(statistics, use) if counts else None
         dropped = None if kept is None else (key, ~kept)
-        followed = self._follow(statistics, use, product.left, rows.example_first, dropped=dropped)
+        followed = self._follow(statistics, use, product.left, rows.example_first, dropped=dropped, entry=entry)
         return product.left if followed is None else followed
 
     def _routing(self, rows: Rows, count: int) -> tuple[Tensor | None, Tensor | None]:
@@ -330,26 +330,25 @@ class Collector:
 
     def _counts(self, statistics: LayerStatistics) -> bool:
         """Whether this call's input enters A."""
-        name, graphed = statistics.layer.name, torch.is_grad_enabled() or not self.gradients
-        if self.returning:
-            again = graphed and self._ungraphed[name] > 0
-            self._ungraphed[name] -= again
-            return again
-        self._calls[name] += 1
-        statistics.calls = max(statistics.calls, self._calls[name])
-        self._ungraphed[name] += not graphed
-        return graphed
+        counts = self._calls.count(statistics.layer.name)
+        statistics.calls = max(statistics.calls, self._calls.of(statistics.layer.name))
+        return counts
+
+    def _enter(self, statistics: LayerStatistics, use: Use) -> Callable[[], None] | None:
+        """Let the input of a call enter A, or wait; returns what a gradient of the call is to call."""
+        if not self.gradients or self._is_followed_by_terms(statistics, use):
+            statistics.add_input_(use)
+            return None
+        return self.inputs.enter(statistics, use)
+
+    def _is_followed_by_terms(self, statistics: LayerStatistics, use: Use) -> bool:
+        """Whether the call is of the loss's head, whose own gradient nothing needs."""
+        head = self.head
+        return head is not None and use.role is head.role is statistics.layer and not self._calls.returning
 
     def _has_examples(self, role: TreatedLayer, entered: Tensor) -> bool:
         """Whether the rows of a call are told apart by example, or need not be."""
         return role.name in self.orders.unordered or role.batch_first(entered, self.examples)
-
-    def _key(self, role: TreatedLayer) -> Key:
-        """The key of the call under way."""
-        if self.returning:
-            return role.name, RECOMPUTED
-        self._numbers[role.name] += 1
-        return role.name, self._numbers[role.name] - 1
 
     def _dropped(self, key: Key, layer: TreatedLayer, entered: Tensor) -> Tensor | None:
         """(P,) booleans of the positions of this call that the mask drops; None where it is not laid on it."""
@@ -366,19 +365,20 @@ class Collector:
         arrange: Callable[[Tensor, int], Tensor] | None = None,
         *,
         dropped: tuple[Key, Tensor] | None = None,
+        entry: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Hand on the gradient of ``output``, its examples leading; returns what stands in its place, if anything.
 
         ``arrange`` puts the examples of so many first, where they are not.
-        ``dropped`` are the call's key and (P,) booleans of the positions that the mask drops.
+        ``dropped`` are the call's key and (P,) booleans of the positions that the mask drops; ``entry`` is called
+        when the gradient arrives.
         """
         if not torch.is_grad_enabled():
             return None
         name = statistics.layer.name
-        if self.head is not None and use.role is self.head.role and not self.returning:
+        if self.head is not None and use.role is self.head.role and not self._calls.returning:
             self.head.put_out(use, output)
-            if use.role is statistics.layer:
-                # whose own gradient nothing needs
+            if self._is_followed_by_terms(statistics, use):
                 return None
         meeting = self._meetings.get(name)
         if meeting is None or not statistics.layer.weight:
@@ -386,9 +386,11 @@ class Collector:
             use = use.without_input()
 
         look = partial(note_reached, self._reached, dropped, use.role or statistics.layer)
-        enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls[name], look=look)
+        enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls.of(name), look=look)
 
         def arrived(gradient: Tensor) -> None:
+            if entry is not None:
+                entry()
             self.receive(gradient, enter)
 
         if output.requires_grad:

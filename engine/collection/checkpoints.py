@@ -53,6 +53,7 @@ class Resumed:
     passes: int
     shared: dict[str, str]
     unmasked: frozenset[Key]
+    deferred: frozenset[str]
     finished: dict[str, dict[str, Any]]
     """Counts of the layers of finished passes."""
     waiting: dict[str, Waiting]
@@ -123,7 +124,12 @@ class Checkpoints:
         inside = found is not None and found.cursor.number == number and bool(found.running)
         if not inside or found is None:
             return None
-        return found if (found.shared, found.unmasked) == (state.shared, state.unmasked) else None
+        alike = (found.shared, found.unmasked, found.deferred) == (
+            state.shared,
+            state.unmasked,
+            state.deferred,
+        )
+        return found if alike else None
 
     def _read(self) -> Resumed:
         """Read the manifest.
@@ -154,6 +160,7 @@ class Checkpoints:
             passes=body["passes"],
             shared=body["shared"],
             unmasked=frozenset((name, number) for name, number in body["unmasked"]),
+            deferred=frozenset(body["deferred"]),
             finished=body["finished"],
             waiting={name: Waiting(**waiting) for name, waiting in body["waiting"].items()},
             nondeterministic=tuple(body["nondeterministic"]),
@@ -272,6 +279,7 @@ class Checkpoints:
                 "passes": state.passes,
                 "shared": state.shared,
                 "unmasked": sorted(state.unmasked),
+                "deferred": sorted(state.deferred),
                 "finished": {name: counts(each) for name, each in state.statistics.items()},
                 "waiting": {name: asdict(each) for name, each in state.waiting.items()},
                 "nondeterministic": sorted(state.nondeterministic),

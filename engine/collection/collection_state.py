@@ -57,6 +57,8 @@ class CollectionState:
     loss_scale: float = FIRST_SCALE
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards."""
+    deferred: frozenset[str] = frozenset()
+    """Layers some of whose calls get no gradient: an input enters A when the gradient of its call arrives."""
     self_check: SelfCheck | None = None
     """Checks of the layers so far; None where nothing is checked."""
     chosen: Chosen = field(default_factory=Chosen)

@@ -8,6 +8,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
 from engine.accumulation.hooks import Collector
+from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics, factor_sides
 from engine.accumulation.loss_head import LossHead
 from engine.accumulation.tied_statistics import TiedHeadStatistics
@@ -99,6 +100,7 @@ def run_pass(
         masking=job.masking,
         orders=job.orders,
         overwritten=state.overwritten,
+        inputs=InputArrival(deferred=state.deferred, required=wanted),
         head=_head(job, planned.layers),
     )
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
@@ -111,6 +113,9 @@ def run_pass(
         if found.running:
             cursor = saved
         progress.resume(cursor.batches, batch_count)
+        collector.inputs.unproven = {
+            each.layer.name for each in all_statistics if each.positions and not each.gradients
+        }
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
     with witnessed(job.model, job.task) as witness, collector.attached(), torch.enable_grad():
         witness.read = cursor.read
@@ -290,7 +295,7 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
             prediction = predict(job.model, batch, job.task)
         # probabilities, and what is drawn from them, in the precision of the sums
         prediction = replace(prediction, outputs=prediction.outputs.to(job.dtype))
-    collector.returning = True
+    collector.forward_done()
     if prediction.terms:
         collector.predicted(prediction)
     terms, divisor, shares = prediction.terms, prediction.divisor, prediction.shares

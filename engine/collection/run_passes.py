@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from engine.accumulation.input_arrival import UnusedCalls
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import run_pass, statistics_kind
@@ -181,6 +182,12 @@ def _pass(
         except MaskBroken as broken:
             job.workspace.ports.log("info", f"padding takes part in {broken}: all of its positions count")
             state.unmasked |= broken.calls
+        except UnusedCalls as unused:
+            job.workspace.ports.log("info", f"some calls of {unused} have no gradient: their inputs do not enter A")
+            state.deferred |= unused.layers
+            state.shared = {
+                name: leader for name, leader in state.shared.items() if unused.layers.isdisjoint((name, leader))
+            }
         except InputOverwritten as written:
             state.overwritten |= set(written.layers)
     for each in statistics:
@@ -219,6 +226,7 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> CollectionState:
         waiting=found.waiting,
         nested=found.nested,
         unmasked=found.unmasked,
+        deferred=found.deferred,
         nondeterministic=job.heard,
         examples=found.cursor.examples,
         updates=found.cursor.updates,

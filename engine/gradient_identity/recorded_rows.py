@@ -186,7 +186,7 @@ def _recorded(
     ):
         collector.begin(own.size, None, tensors(own.inputs))
         prediction = run(subject, own)
-        collector.returning = True
+        collector.forward_done()
         if subject.has_gradients and prediction.outputs.requires_grad and (prediction.terms or cotangent is not None):
             if cotangent is None or subject.task.likelihood == "model":
                 cotangent = direction_of(subject, prediction, own.index)

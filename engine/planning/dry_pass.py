@@ -55,7 +55,7 @@ def pass_events(
         collector.begin(batch.size, batch.mask, tensors(batch.inputs))
         with job.precision.autocast(job.workspace.machine.device):
             prediction = predict(job.model, batch, job.task)
-        collector.returning = True
+        collector.forward_done()
         outputs = prediction.outputs.to(job.dtype)
         if outputs.requires_grad:
             end, direction = get_gradient_edge(outputs), torch.zeros_like(outputs)
