@@ -17,16 +17,14 @@ from engine.accumulation.layer_statistics import factor_sides
 from engine.collection.probe import Probe, sides_of
 from engine.collection.subsamples import EIGHTHS
 from engine.layers.convolution import ConvolutionLayer
-from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.memory.host_accumulation import staging_numbers
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
-from engine.planning.layer_memory import AT_A_NORMALISATION, kept_terms, row_sizes
+from engine.planning.layer_memory import AT_A_NORMALISATION, example_gradients, kept_terms, row_sizes
 from engine.planning.model_memory import weight_terms
 from engine.planning.self_check_memory import check_bytes
 from engine.row_layout.layer_calls import Call
-from engine.tracing.example_contributions import examples_at_once
 from engine.workspace import Workspace
 
 
@@ -75,7 +73,7 @@ def plan_of(
         (
             "example gradients",
             "2 · slice · bare, or 3 · some examples' and what their operations hold",
-            _example_gradients(probe.layers, examples) * probe.dtype.itemsize,
+            example_gradients(probe.layers, examples) * probe.dtype.itemsize,
             "estimated",
             "collection",
         ),
@@ -193,17 +191,6 @@ def plan_of(
     )
     terms += weight_terms(workspace, place)
     return Plan(terms=tuple(terms), chosen=chosen)
-
-
-def _example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
-    """Numbers of the gradients of bare parameters by example, and of what waits for them."""
-    bare = [layer for layer in treated if isinstance(layer, BareLayer)]
-    # what arrives, and its sum over all uses
-    copied = 2 * examples * sum(layer.out_dim for layer in bare if layer.held is None)
-    again = sum(layer.out_dim for layer in bare if layer.held is not None)
-    # of some examples: those with respect to what was made of the parameters, stacked, and pulled back to them
-    made = 3 * examples_at_once(examples, again) * again
-    return copied + made + examples * sum(layer.held or 0 for layer in bare)
 
 
 def _heaviest(

@@ -8,8 +8,10 @@ from catalog.collection import Collection
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.collection.probe import Probe, sides_of
 from engine.factors.low_rank import basis_bytes, gram_bytes
+from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.memory.plan import Source, Stage, Term
+from engine.tracing.example_contributions import examples_at_once
 from engine.workspace import Workspace
 
 AT_A_NORMALISATION = 7
@@ -152,3 +154,24 @@ def row_sizes(probe: Probe) -> list[tuple[str, str, int, Source, Stage]]:
 
 def _stored_size(storage_dtype: str | None, item: int) -> int:
     return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
+
+
+def example_gradients(treated: Sequence[TreatedLayer], examples: int, recorded: int = 0) -> int:
+    """Return how many numbers the gradients of bare parameters by example hold, with what waits for them.
+
+    Args:
+        treated: Layers of one pass.
+        examples: Examples that go through the model together.
+        recorded: Examples whose gradients are kept besides; a collection keeps none, a check all of its own.
+
+    Returns:
+        Numbers at the peak of a backward pass.
+    """
+    bare = [layer for layer in treated if isinstance(layer, BareLayer)]
+    # what arrives, and its sum over all uses
+    copied = 2 * examples * sum(layer.out_dim for layer in bare if layer.held is None)
+    again = sum(layer.out_dim for layer in bare if layer.held is not None)
+    # of some examples: those with respect to what was made of the parameters, and pulled back to them, and one more
+    made = 3 * examples_at_once(examples, again) * again
+    kept = recorded * sum(layer.out_dim for layer in bare)
+    return copied + made + kept + examples * sum(layer.held or 0 for layer in bare)

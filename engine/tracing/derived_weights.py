@@ -22,6 +22,8 @@ from torch import Tensor
 from engine.row_layout.layer_calls import version
 from engine.tracing.torch_functions import Operation
 
+_CORNER = 16
+"""Numbers of each dimension that are looked at before all of them are."""
 _ROUNDING = 16.0
 """Times the unit of rounding that a Jacobian's entries may differ from the constant they are taken for."""
 _PRODUCTS = frozenset({"matmul", "mm", "rmatmul"})
@@ -178,18 +180,19 @@ def _sum(operation: Operation, left: Tensor, parts: Sequence[Tensor], leaf: View
         again = operation.run(lambda tensor: own.get(id(leaf(tensor)), tensor))
     if not again.requires_grad or again.is_meta:
         return None
-    generator = torch.Generator().manual_seed(0)
     eps = _ROUNDING * torch.finfo(left.dtype).eps
-    leaves, probes = list(own.values()), [_probe(again, generator) for _ in range(2)]
-    first, second = (
-        torch.autograd.grad(again, leaves, probe, retain_graph=True, allow_unused=True, materialize_grads=True)
-        for probe in probes
-    )
-    scales = [_constant(pulled / probes[0], eps) for pulled in first]
+    leaves, probe = list(own.values()), _probe(again, seed=0)
+    first = torch.autograd.grad(again, leaves, probe, retain_graph=True, allow_unused=True, materialize_grads=True)
+    # most functions show in a corner that they are not linear, before anything more of their size is made
+    if any(_constant(_corner(pulled) / _corner(probe), eps) is None for pulled in first):
+        return None
+    scales = [_constant(pulled / probe, eps) for pulled in first]
+    probe = _probe(again, seed=1)
+    second = torch.autograd.grad(again, leaves, probe, allow_unused=True, materialize_grads=True)
     terms: list[tuple[Tensor, Tensor]] = []
     rest, size = left.detach().clone(), left.detach().abs()
     for part, scale, pulled in zip(parts, scales, second, strict=True):
-        wanted = None if scale is None else scale * probes[1]
+        wanted = None if scale is None else scale * probe
         if scale is None or wanted is None or not bool(((pulled - wanted).abs() <= eps * wanted.abs()).all()):
             return None
         if bool(scale.any()):
@@ -208,10 +211,16 @@ def _sum(operation: Operation, left: Tensor, parts: Sequence[Tensor], leaf: View
     )
 
 
-def _probe(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw numbers of both signs, none of them near zero."""
-    drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device)
-    return (torch.where(drawn < 0.5, -1.0, 1.0) * (0.5 + (2 * drawn) % 1)).to(like.dtype)
+def _probe(like: Tensor, seed: int) -> Tensor:
+    """Numbers of both signs, none of them near zero: 0.5 to 1.5 in magnitude."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    drawn = torch.empty(like.shape, dtype=like.dtype, device=like.device).uniform_(-1.0, 1.0, generator=generator)
+    return drawn.add_(drawn.sign().add_(drawn == 0), alpha=0.5)
+
+
+def _corner(entries: Tensor) -> Tensor:
+    """A few numbers of each dimension."""
+    return entries[tuple(slice(0, _CORNER) for _ in entries.shape)]
 
 
 def _constant(entries: Tensor, eps: float) -> Tensor | None:

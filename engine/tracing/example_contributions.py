@@ -87,7 +87,8 @@ class Contribution:
         if self._versions() != self.versions[:-1]:
             # what entered was overwritten since
             return None
-        found: list[list[Tensor]] = []
+        # written into place one after the other: a list of them, and then their stack, would take twice the memory
+        found = [tensor.new_empty(stop - start, *tensor.shape) for tensor in self.derived]
         for example in range(start, stop):
             leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in self.derived}
             with torch.enable_grad():
@@ -97,8 +98,9 @@ class Contribution:
             part = self.left_rows.of_example(gradient, example, self.examples)
             wanted = list(leaves.values())
             own = torch.autograd.grad(alone, wanted, part.to(alone.dtype), allow_unused=True, materialize_grads=True)
-            found.append(list(own))
-        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+            for made, each in zip(found, own, strict=True):
+                made[example - start] = each
+        return found
 
     def _alone(self, example: int, leaves: Mapping[int, Tensor]) -> Tensor:
         """Run the operation on the slice of one example."""

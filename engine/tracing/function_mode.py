@@ -120,6 +120,7 @@ class ParameterUseMode(Multiplying):
                     self._sink.strange(each.names, operation)
                 else:
                     yield each
+                del each  # before the next examples' gradients are made
 
     def __torch_function__(
         self,

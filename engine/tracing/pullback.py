@@ -112,7 +112,9 @@ class Pullback:
                 for each in together:
                     if not self._add_(totals, each, start, min(start + step, examples)):
                         yield each
-                yield from ((name, start, total) for name, total in totals.items())
+                while totals:
+                    name = next(iter(totals))
+                    yield name, start, totals.pop(name)
 
     def _add_(self, totals: dict[str, Tensor], arrived: Arrived, start: int, stop: int) -> bool:
         """Add what one use gives the examples from ``start`` to ``stop``; False where it gives nothing that holds."""
@@ -150,12 +152,15 @@ class Pullback:
             return
         leaves = [self.leaves[name] for name in names]
         # one after the other: what a model writes itself need not know of batches of gradients
-        found = [
-            torch.autograd.grad(derived.tensor, leaves, each, retain_graph=True, allow_unused=True) for each in gradient
-        ]
-        for name, parts in zip(names, zip(*found, strict=True), strict=True):
-            if parts[0] is not None:
-                yield name, torch.stack([part.flatten() for part in parts])
+        found: dict[str, Tensor] = {}
+        for place_in, each in enumerate(gradient):
+            own = torch.autograd.grad(derived.tensor, leaves, each, retain_graph=True, allow_unused=True)
+            for name, part in zip(names, own, strict=True):
+                if part is not None:
+                    if name not in found:
+                        found[name] = part.new_zeros(gradient.shape[0], part.numel())
+                    found[name][place_in] = part.flatten()
+        yield from found.items()
 
 
 def _connected(arrived: Sequence[Arrived]) -> Iterator[tuple[frozenset[str], list[Arrived]]]:
