@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from engine.accumulation.call_counts import CallCounts
 from engine.accumulation.example_gradients import Meeting
+from engine.accumulation.hooked_model import hooked
 from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
 from engine.accumulation.output_gradients import arrival, note_reached
+from engine.accumulation.picked_rows import routing
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import TreatedLayer, Use
@@ -29,14 +31,12 @@ from engine.model.outputs import Prediction
 from engine.model.tensor_storage import detach_view
 from engine.row_layout.attention_masks import Key, MaskBroken, Masking, counted, position_count
 from engine.row_layout.call_shapes import CallShapes
-from engine.row_layout.layer_calls import called, entered_by
+from engine.row_layout.layer_calls import entered_by
 from engine.row_layout.row_order import RowOrders, example_first
 from engine.row_layout.shared_inputs import Sharing
 from engine.row_layout.unbatched_inputs import lacks_examples, spread
-from engine.tracing.batch_provenance import Rows
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.parameter_uses import Product
-from engine.tracing.shared_parameters import StandIn, install_stand_ins
 
 
 @dataclass
@@ -199,32 +199,8 @@ class Collector:
         finally:
             self._watching.enter_context(self._watched())
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        # before the caller's own hooks, which may put something else in the output's place
-        handles = [
-            module.register_forward_hook(self._after(statistics, role), with_kwargs=True, prepend=True)
-            for statistics in self.statistics
-            for role, module in called((statistics.layer,))
-        ]
-        by_name = {statistics.layer.name: statistics for statistics in self.statistics}
-
-        def arrived(stand_in: StandIn, leaf: Tensor) -> None:
-            leaf.grad = None
-            by_name[stand_in.layer].flaw = by_name[stand_in.layer].flaw or "unforeseen_use"
-
-        try:
-            with install_stand_ins([each.layer for each in self.statistics]) as stand_ins:
-                # removed again: a leaf and its hook hold each other, and with them the statistics
-                handles += [each.when_reached(partial(arrived, each)) for each in stand_ins]
-                with self._use_mode.watching() if self._use_mode else contextlib.nullcontext():
-                    yield
-                for stand_in in stand_ins:
-                    if stand_in.replaced:
-                        arrived(stand_in, stand_in.leaf)
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        return hooked(self.statistics, self._after, self._use_mode)
 
     def _after(self, statistics: LayerStatistics, role: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
@@ -275,23 +251,13 @@ class Collector:
             return product.left
         rows, plain = product.rows, product.entered.detach()
         arranged = rows.example_first(plain.clone() if name in self.overwritten else plain, self.examples)
-        owners, kept = self._routing(rows, arranged.numel() // max(arranged.shape[-1], 1))
+        owners, kept = routing(rows, arranged.numel() // max(arranged.shape[-1], 1), self.examples, self.mask)
         kept = kept if self.masking.permits(key) else None
         use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)
         entry = self._enter(statistics, use) if counts else None
         dropped = None if kept is None else (key, ~kept)
         followed = self._follow(statistics, use, product.left, rows.example_first, dropped=dropped, entry=entry)
         return product.left if followed is None else followed
-
-    def _routing(self, rows: Rows, count: int) -> tuple[Tensor | None, Tensor | None]:
-        """Whose each of ``count`` positions is, where they were picked, and which of them count."""
-        owners, kept, known = rows.owners(self.examples), None, self.mask
-        if rows.labels is None or owners is None:
-            return None, known.reshape(-1) if known is not None and known.numel() == count else None
-        each = count // max(owners.shape[0], 1)
-        if known is not None and rows.size == known.numel() == rows.minor * self.examples:
-            kept = known.reshape(-1)[rows.labels].repeat_interleave(each)
-        return owners.repeat_interleave(each), kept
 
     def broadcast(self, names: frozenset[str]) -> bool:
         """Parameters were broadcast over examples; whether their gradients are wanted."""
