@@ -1,5 +1,6 @@
 """The profiler's account of memory: every allocation of torch's, LAPACK's workspace among them."""
 
+import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -7,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """Most bytes that ``work`` held at once beyond what was held before."""
+    gc.collect()  # what is let go of meanwhile, and was held before, would count as free
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     if profiler.profiler is None:
