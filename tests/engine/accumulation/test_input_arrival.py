@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from engine.collect import collected
+from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
-from engine.factors.factor_set import Collected
+from engine.factors.factor_set import FactorSet
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, relative_error, workspace
 
@@ -125,7 +125,7 @@ def plain(model: nn.Module, data: list[Chunk]) -> dict[str, Tensor]:
     return {name: (rows := torch.cat(own)).T @ rows / rows.shape[0] for name, own in sums.items()}
 
 
-def require_same(found: Collected, truth: dict[str, Tensor]) -> None:
+def require_same(found: FactorSet, truth: dict[str, Tensor]) -> None:
     covered = {layer.name: layer.ordinal for layer in found.layers}
     assert covered.keys() >= truth.keys()
     for name, expected in truth.items():
@@ -141,12 +141,12 @@ def made(run: Callable[[Any, Tensor], Tensor], data: list[Chunk], **options: Any
 @pytest.mark.parametrize("name", CASES)
 def test_inputs_of_calls_without_a_gradient_do_not_enter(name: str, options: dict[str, Any]) -> None:
     data = chunks(CASES[name])
-    require_same(collected(made(CASES[name], data, **options)), plain(Toy(CASES[name]), data))
+    require_same(collect_or_read(made(CASES[name], data, **options)), plain(Toy(CASES[name]), data))
 
 
 def test_it_does_not_depend_on_what_enters_first() -> None:
     data = chunks(later)
-    require_same(collected(made(later, data[::-1])), plain(Toy(later), data))
+    require_same(collect_or_read(made(later, data[::-1])), plain(Toy(later), data))
 
 
 def test_a_weight_that_is_multiplied_by_hand() -> None:
@@ -155,7 +155,7 @@ def test_a_weight_that_is_multiplied_by_hand() -> None:
         return model.head((model.stem(x).tanh() @ model.weight).tanh() / (1 + scale / 100))
 
     data = chunks(by_hand)
-    found = collected(made(by_hand, data))
+    found = collect_or_read(made(by_hand, data))
     (layer,) = (each for each in found.layers if each.name == "weight")
     entered = torch.cat([Toy(by_hand).double().stem(x).tanh() for x, _ in data]).detach()
     assert relative_error(found.load(layer.ordinal).A, entered.T @ entered / entered.shape[0]) <= 1e-12
@@ -164,7 +164,7 @@ def test_a_weight_that_is_multiplied_by_hand() -> None:
 def test_the_inputs_of_a_batch_without_loss_terms_count() -> None:
     data = chunks(detached)
     data[1] = data[1][0], torch.full((4,), -100)
-    found = collected(made(detached, data))
+    found = collect_or_read(made(detached, data))
     # ignored targets remove loss terms, never positions: both calls of that batch count
     entered = torch.cat([*(x for x, _ in data), 2 * data[1][0]])
     rows = functional.pad(entered, (0, 1), value=1.0)
@@ -197,9 +197,9 @@ def test_an_attempt_that_goes_on_knows_which_inputs_wait(monkeypatch: pytest.Mon
         return own
 
     with pytest.raises(Killed):
-        collected(attempt(4))
+        collect_or_read(attempt(4))
     assert scratch.load_json(MANIFEST)["body"]["deferred"] == ["stem"]
     resumed = attempt(None)
-    found = collected(resumed)
+    found = collect_or_read(resumed)
     require_same(found, plain(Toy(detached), data))
     assert found.passes == 2
