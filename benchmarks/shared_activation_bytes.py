@@ -14,7 +14,7 @@ from benchmarks import results_file
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collect import collect_or_read
-from engine.factors.factor_set import write_factors
+from engine.factors.factor_files import write_factors
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
 

@@ -28,7 +28,8 @@ from engine.errors import (
     NonFiniteModel,
     NothingToAnalyse,
 )
-from engine.factors.factor_set import FactorSet, LayerFacts, read_factors, reused
+from engine.factors.factor_files import read_factors, reused
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare

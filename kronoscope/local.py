@@ -20,7 +20,8 @@ from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
 from engine.factors.clipped_inverse import StabilisedLayers
-from engine.factors.factor_set import INDEX, FactorSet, read_factors
+from engine.factors.factor_files import INDEX, read_factors
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import Corrected, Factors, digest
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured

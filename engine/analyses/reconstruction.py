@@ -22,7 +22,8 @@ from engine.collect import collect_or_read
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipped_inverse import PREFIX, StabilisedSide
 from engine.factors.clipped_operator import ClippedOperator
-from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, Kept, write_factors, write_index
+from engine.factors.factor_files import Kept, write_factors, write_index
+from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
 from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured

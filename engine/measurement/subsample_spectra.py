@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from catalog.subsamples import NestedCapacity, NestedTraces
-from engine.factors.factor_set import FactorSet, LayerFacts, nested_file, write_factors
+from engine.factors.factor_files import nested_file, write_factors
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.linalg import kronecker_spectrum as spectrum
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.eigensolvers import LARGEST

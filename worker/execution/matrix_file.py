@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.factors.factor_set import FORMAT, GIVEN_MATRIX, INDEX, factor_file
+from engine.factors.factor_files import FORMAT, INDEX, factor_file
+from engine.factors.factor_set import GIVEN_MATRIX
 from engine.factors.kronecker_factors import digest
 from worker.execution.refusal import Refusal, names
 from worker.execution.safetensors_header import TensorEntry, read_header

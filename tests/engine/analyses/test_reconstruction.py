@@ -18,7 +18,7 @@ from engine.analyses.reconstruction import FOLDER, INDEX, reconstruct
 from engine.collect import collect_or_read
 from engine.errors import NoConditionNumber
 from engine.factors.clipped_inverse import StabilisedInverse, StabilisedSide
-from engine.factors.factor_set import read_factors
+from engine.factors.factor_files import read_factors
 from engine.factors.kronecker_factors import digest
 from engine.linalg.linear_operator import Structured
 from engine.measurement import clip_factor

@@ -19,7 +19,7 @@ from engine.analyses.reconstruction import reconstruct
 from engine.collect import collect_or_read
 from engine.errors import BeyondSolvers, BrokenFactors, BudgetExceeded, NotConverged
 from engine.factors.diagonal_sketch import DiagonalSketch
-from engine.factors.factor_set import read_factors
+from engine.factors.factor_files import read_factors
 from engine.measurement import decompose_layer, subsample_spectra
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen

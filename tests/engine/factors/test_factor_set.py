@@ -11,7 +11,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.errors import NonFiniteFactor
-from engine.factors.factor_set import read_factors
+from engine.factors.factor_files import read_factors
 from engine.factors.kronecker_factors import digest, to_storage
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BiasColumnMismatch, BrokenFactors
-from engine.factors.factor_set import read_factors
+from engine.factors.factor_files import read_factors
 from engine.factors.kronecker_factors import Factors, digest, mirrored_, packed, unpacked
 from tests.oracles import MemoryArtifacts
 

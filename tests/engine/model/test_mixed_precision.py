@@ -13,7 +13,8 @@ from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.collection import data_pass
 from engine.errors import NonFiniteFactor
-from engine.factors.factor_set import FactorSet, read_factors
+from engine.factors.factor_files import read_factors
+from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.model import mixed_precision

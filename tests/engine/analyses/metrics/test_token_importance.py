@@ -13,7 +13,7 @@ from catalog.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.collect import collect_or_read
 from engine.errors import NoSuchLayer
-from engine.factors.factor_set import factor_file, write_factors
+from engine.factors.factor_files import factor_file, write_factors
 from engine.factors.spilled_factors import lay_aside
 from engine.workspace import Workspace
 from tests.oracles import workspace
