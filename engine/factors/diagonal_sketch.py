@@ -25,13 +25,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import BrokenFactors, NotConverged
+from engine.factors.diagonal_update import DiagonalUpdateSide
 from engine.factors.kronecker_factors import digest, mirrored_
-from engine.linalg.damping import clipping_floor
 from engine.linalg.gram import add_gram_
-from engine.linalg.lanczos import largest_eigenvalues
-from engine.linalg.linear_operator import Structured
-from engine.linalg.shift_interpolation import far_above, over_shifts
-from engine.linalg.spectrum_counts import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
+from engine.linalg.spectrum_counts import Counted, DiagonalUpdate
 
 _NUMBERS_AT_ONCE = 2**21
 """Numbers of widened rows that are held at once: 16 MiB."""
@@ -44,7 +41,7 @@ def diagonal_sketch_bytes(size: int, rank: int, item: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DiagonalSketch(Structured):
+class DiagonalSketch(DiagonalUpdateSide):
     """The exact diagonal of S, and S̃ where there is a sketch.
 
     Memory:
@@ -122,10 +119,6 @@ class DiagonalSketch(Structured):
         gram = self._gram(torch.ones_like(c))
         return math.sqrt(max(float(c.square().sum() + gram.square().sum()) + 2 * self._sign * float(c @ squares), 0.0))
 
-    def spectral_norm(self) -> float:
-        """The largest eigenvalue, to a residual of 1e-10 of it."""
-        return largest_eigenvalues(self.apply, self._start())[0][0]
-
     def _start(self) -> Tensor:
         """(n,) a vector that the largest eigenvalues' iteration begins with."""
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -137,14 +130,10 @@ class DiagonalSketch(Structured):
 
     def counted(self, kappa_max: float | None) -> Counted | None:
         """All n eigenvalues of S̃ between bounds that S has too, by inertia counts; None without a sketch."""
-        if self.rows is None:
-            return None
-        largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
-        floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
-        found = counted_spectrum(self.update(), largest, residual, floor=floor)
+        found = None if self.rows is None else super().counted(kappa_max)
         bound = self.bound or 0.0
         # of probabilities S ≤ S̃: the sketch takes away too little
-        return found.widened(bound, 0.0 if self.subtracts else bound)
+        return None if found is None else found.widened(bound, 0.0 if self.subtracts else bound)
 
     @property
     def has_basis(self) -> bool:
@@ -161,19 +150,6 @@ class DiagonalSketch(Structured):
             gram=self._signed_gram,
             parts=self._parts,
         )
-
-    def count_below(self, value: float) -> int:
-        """Eigenvalues of S̃ less than ``value``, by Sylvester's law: see ``counted_spectrum``.
-
-        Memory:
-            Two ℓ×ℓ float64 matrices.
-        """
-        while bool((self._base == value).any()):
-            value = math.nextafter(value, math.inf)
-        capacitance = self._signed_gram(1 / (self._base - value)).mul_(self._sign)
-        capacitance.diagonal().add_(1)
-        negative = int((torch.linalg.eigvalsh(capacitance) < 0).sum())
-        return int((self._base < value).sum()) - self._sign * negative
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
         """Not to be had.
@@ -197,18 +173,10 @@ class DiagonalSketch(Structured):
         wide = right.to(self.computes_on, torch.float64)
         inverse = 1 / (self._base + damping)
         solved = wide * inverse[:, None]
-        inner = torch.cholesky_solve(self._inner(solved), self._factorised(inverse))
+        inner = torch.cholesky_solve(self._inner(solved), self._factorised(damping))
         for columns, part in self._parts():
             solved[columns] -= self._sign * inverse[columns, None] * (part.T @ inner)
         return solved.to(right.device, right.dtype)
-
-    def logdets(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
-        """``log det(S̃ + s·I)``, by the determinant lemma."""
-        return over_shifts(self._at, shifts)[:, 0]
-
-    def effective_dimensions(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
-        """``tr S̃(S̃ + s·I)⁻¹``."""
-        return over_shifts(self._at, shifts)[:, 1]
 
     def plus_diagonal(self, factor: float, added: Tensor) -> Self:
         """``factor · S + diag(added)``, for ``factor ≥ 0`` and ``added`` (n,) ≥ 0 on the host.
@@ -279,39 +247,16 @@ class DiagonalSketch(Structured):
         return self.base.to(self.computes_on)
 
     @cached_property
-    def _known(self) -> dict[float, tuple[float, float]]:
-        return {}
-
-    @cached_property
     def _sketched_trace(self) -> float:
         """Of S̃, which is not that of S where a sketch is subtracted."""
         return float(self._base.sum()) + self._sign * sum(float(part.square().sum()) for _, part in self._parts())
 
-    def _at(self, shift: float) -> tuple[float, float]:
-        far = far_above(self.size, self._sketched_trace, self._frobenius, shift)
-        if far is not None:
-            return far
-        if shift not in self._known:
-            shifted = self._base + shift
-            factor = self._factorised(1 / shifted)
-            logdet = float(shifted.log().sum()) + 2 * float(factor.diagonal().log().sum())
-            moved = float(torch.cholesky_solve(self._gram(shifted.pow(-2)), factor).diagonal().sum())
-            self._known[shift] = logdet, float((self._base / shifted).sum()) + self._sign * shift * moved
-        return self._known[shift]
-
-    def _factorised(self, inverse: Tensor) -> Tensor:
-        """Cholesky's factor of ``I ± B D⁻¹ Bᵀ``."""
-        capacitance = self._gram(inverse).mul_(self._sign)
+    def _factorised(self, shift: float) -> Tensor:
+        """Cholesky's factor of C (ℓ, ℓ) at ``shift``."""
+        capacitance = self._gram(1 / (self._base + shift)).mul_(self._sign)
         capacitance.diagonal().add_(1)
         factor: Tensor = torch.linalg.cholesky(capacitance)
         return factor
-
-    def _inner(self, right: Tensor) -> Tensor:
-        rows = self._rows
-        total = right.new_zeros(rows.shape[0], right.shape[1])
-        for columns, part in self._parts():
-            total.addmm_(part, right[columns])
-        return total
 
     def _gram(self, weights: Tensor) -> Tensor:
         """``B diag(weights) Bᵀ``."""

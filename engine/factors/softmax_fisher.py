@@ -42,15 +42,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
+from engine.factors.diagonal_update import DiagonalUpdateSide
 from engine.factors.kronecker_factors import digest, mirrored_
 from engine.factors.softmax_bytes import NUMBERS_AT_ONCE, dense_head_bytes, softmax_head_bytes
-from engine.linalg.damping import clipping_floor
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.gram import add_gram_
-from engine.linalg.lanczos import largest_eigenvalues
 from engine.linalg.linear_operator import RowSide
-from engine.linalg.shift_interpolation import far_above, over_shifts
-from engine.linalg.spectrum_counts import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
+from engine.linalg.spectrum_counts import DiagonalUpdate
 from engine.memory.guard import Guard
 
 _LOST = 1e4
@@ -62,7 +60,7 @@ BASIS_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SoftmaxFisher(RowSide):
+class SoftmaxFisher(DiagonalUpdateSide, RowSide):
     """``S = Σ_t ω_t (diag p_t − p_t p_tᵀ) + diag e``, of rows (T, V) ≥ 0, any multiple of each position's p.
 
     Memory:
@@ -109,10 +107,6 @@ class SoftmaxFisher(RowSide):
         found = positive - 2 * float((self._d * squares).sum())
         return math.sqrt(found) if found * _LOST > positive else self._frobenius_entrywise()
 
-    def spectral_norm(self) -> float:
-        """The largest eigenvalue, to a residual of 1e-10 of it."""
-        return largest_eigenvalues(self.apply, self._start())[0][0]
-
     def _start(self) -> Tensor:
         """(V,) a vector that the largest eigenvalues' iteration begins with."""
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -133,12 +127,6 @@ class SoftmaxFisher(RowSide):
             return None
         found = decompose(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound, guard=guard)
         return found.values, ("dense", *found.rungs)
-
-    def counted(self, kappa_max: float | None) -> Counted:
-        """All V eigenvalues between bounds; that of the vector 1 is zero where there is no excess."""
-        largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
-        floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
-        return counted_spectrum(self.update(), largest, residual, floor=floor)
 
     @property
     def has_basis(self) -> bool:
@@ -205,26 +193,6 @@ class SoftmaxFisher(RowSide):
         if self._excess is None:
             solved += level / damping - solved.mean(0)
         return solved.to(right.device, right.dtype)
-
-    def logdets(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
-        """``log det(S + s·I)``, by the determinant lemma: ``Σ log(d + s) + log det C``."""
-        return over_shifts(self._at, shifts)[:, 0]
-
-    def effective_dimensions(self, shifts: Tensor) -> Tensor:  # (k,) -> (k,)
-        """``tr S(S + s·I)⁻¹ = Σ d/(d + s) − s tr(C⁻¹ W D⁻² Wᵀ)``."""
-        return over_shifts(self._at, shifts)[:, 1]
-
-    def count_below(self, value: float) -> int:
-        """Eigenvalues less than ``value``, by Sylvester's law: those of ``d`` and the negative ones of C at ``−value``.
-
-        Memory:
-            Two T×T float64 matrices.
-        """
-        while bool((self._d == value).any()):
-            value = math.nextafter(value, math.inf)
-        capacitance = self._gram(1 / (self._d - value)).neg_()
-        capacitance.diagonal().add_(1)
-        return int((self._d < value).sum()) + int((torch.linalg.eigvalsh(capacitance) < 0).sum())
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
         """S itself (V, V): for tests, and for a small V."""
@@ -320,23 +288,6 @@ class SoftmaxFisher(RowSide):
     def _d(self) -> Tensor:
         return self._class_weights if self._excess is None else self._class_weights + self._excess
 
-    @cached_property
-    def _known(self) -> dict[float, tuple[float, float]]:
-        return {}
-
-    def _at(self, shift: float) -> tuple[float, float]:
-        """Log-determinant and effective dimension at one shift: of one factorisation, or of their series far above."""
-        far = far_above(self.size, self.trace(), self._frobenius, shift)
-        if far is not None:
-            return far
-        if shift not in self._known:
-            shifted = self._d + shift
-            factor = self._factorised(shift)
-            logdet = float(shifted.log().sum()) + 2 * float(factor.diagonal().log().sum())
-            lost = float(torch.cholesky_solve(self._gram(shifted.pow(-2)), factor).diagonal().sum())
-            self._known[shift] = logdet, float((self._d / shifted).sum()) - shift * lost
-        return self._known[shift]
-
     def _factorised(self, shift: float) -> Tensor:
         """Cholesky's factor of C (T, T) at ``shift``, its diagonal from ``C s`` and its other entries."""
         inverse = 1 / (self._d + shift)
@@ -361,13 +312,6 @@ class SoftmaxFisher(RowSide):
                     entries.diagonal().zero_()
                 total += float(entries.square().sum()) * (1 if within else 2)
         return math.sqrt(total)
-
-    def _inner(self, right: Tensor) -> Tensor:  # (V, k) -> (T, k)
-        """``W right``."""
-        total = right.new_zeros(self.count, right.shape[1])
-        for columns, part in self._parts():
-            total.addmm_(part, right[columns])
-        return total
 
     def _gram(self, weights: Tensor) -> Tensor:  # (V,) -> (T, T)
         """``W diag(weights) Wᵀ``."""

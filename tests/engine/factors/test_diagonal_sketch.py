@@ -103,9 +103,9 @@ def test_many_shifts_are_answered_from_few_factorisations(*, of_terms: bool, mon
     factorised = DiagonalSketch._factorised
     asked = []
 
-    def counted(self: DiagonalSketch, inverse: Tensor) -> Tensor:
-        asked.append(inverse)
-        return factorised(self, inverse)
+    def counted(self: DiagonalSketch, shift: float) -> Tensor:
+        asked.append(shift)
+        return factorised(self, shift)
 
     monkeypatch.setattr(DiagonalSketch, "_factorised", counted)
     dimensions, logdets = side.effective_dimensions(shifts), side.logdets(shifts)

@@ -1,0 +1,132 @@
+"""Sides that are a diagonal plus or minus a matrix of low rank: ``S = diag c + σ BᵀB``, σ = ±1, B (r, n).
+
+Every answer at a shift s comes from ``D = c + s`` and the capacitance ``C = I + σ B D⁻¹ Bᵀ`` (r, r):
+
+    ``log det(S + sI)  = Σ log D + log det C``                               the determinant lemma
+    ``tr S(S + sI)⁻¹   = Σ c/D + σ s tr(C⁻¹ B D⁻² Bᵀ)``
+    ``#{λ < x}         = #{c < x} − σ #{negative eigenvalues of C at s = −x}``   Sylvester's law of inertia
+
+References:
+    Woodbury (1950), Inverting modified matrices
+"""
+
+import math
+from abc import abstractmethod
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engine.linalg.damping import clipping_floor
+from engine.linalg.lanczos import largest_eigenvalues
+from engine.linalg.linear_operator import Structured
+from engine.linalg.shift_interpolation import far_above, over_shifts
+from engine.linalg.spectrum_counts import LARGEST_KNOWN, LARGEST_STEPS, Counted, DiagonalUpdate, counted_spectrum
+
+
+class DiagonalUpdateSide(Structured):
+    """A side ``diag c + σ BᵀB`` that is asked at shifts, and for counts of its eigenvalues."""
+
+    @abstractmethod
+    def update(self) -> DiagonalUpdate:
+        """Return c, σ and B."""
+
+    @abstractmethod
+    def _start(self) -> Tensor:
+        """Return a vector (n,), float64, that the iteration for the largest eigenvalues begins with."""
+
+    @abstractmethod
+    def _gram(self, weights: Tensor) -> Tensor:
+        """Return ``B diag(weights) Bᵀ`` (r, r), for positive weights (n,)."""
+
+    @abstractmethod
+    def _factorised(self, shift: float) -> Tensor:
+        """Return the Cholesky factor (r, r) of C at a shift."""
+
+    def spectral_norm(self) -> float:
+        """Return the largest eigenvalue, to a residual of 1e-10 of it."""
+        return largest_eigenvalues(self.apply, self._start())[0][0]
+
+    def counted(self, kappa_max: float | None) -> Counted | None:
+        """Return bounds of all n eigenvalues, by Lanczos' iteration for the largest and inertia counts for the others.
+
+        Args:
+            kappa_max: Condition number for whose floor ``λ_max / kappa_max`` the eigenvalues below it are counted;
+                None counts none.
+
+        Returns:
+            Estimates between bounds.
+        """
+        largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
+        floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
+        return counted_spectrum(self.update(), largest, residual, floor=floor)
+
+    def count_below(self, value: float) -> int:
+        """Count the eigenvalues below a number, by the inertia of C.
+
+        Args:
+            value: Any number; one that equals an entry of c is moved to the next float64.
+
+        Returns:
+            Between 0 and n.
+
+        Memory:
+            Two (r, r) float64 matrices.
+        """
+        update = self.update()
+        while bool((update.base == value).any()):
+            value = math.nextafter(value, math.inf)
+        sign = -1 if update.subtracts else 1
+        capacitance = update.gram(1 / (update.base - value)).mul_(sign)
+        capacitance.diagonal().add_(1)
+        negative = int((torch.linalg.eigvalsh(capacitance) < 0).sum())
+        return int((update.base < value).sum()) - sign * negative
+
+    def logdets(self, shifts: Tensor) -> Tensor:
+        """Return ``log det(S + s·I)`` at each shift.
+
+        Args:
+            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
+
+        Returns:
+            Natural logarithms, shape (k,), float64 on the host.
+        """
+        return over_shifts(self._at, shifts)[:, 0]
+
+    def effective_dimensions(self, shifts: Tensor) -> Tensor:
+        """Return ``tr S(S + s·I)⁻¹`` at each shift.
+
+        Args:
+            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
+
+        Returns:
+            Shape (k,), float64 on the host, each between 0 and n.
+        """
+        return over_shifts(self._at, shifts)[:, 1]
+
+    @cached_property
+    def _known(self) -> dict[float, tuple[float, float]]:
+        return {}
+
+    def _at(self, shift: float) -> tuple[float, float]:
+        """Log-determinant and effective dimension at one shift: of one factorisation, or of their series far above."""
+        far = far_above(self.size, self.kept_trace(), self.frobenius_norm(), shift)
+        if far is not None:
+            return far
+        if shift not in self._known:
+            update = self.update()
+            shifted = update.base + shift
+            factor = self._factorised(shift)
+            logdet = float(shifted.log().sum()) + 2 * float(factor.diagonal().log().sum())
+            moved = float(torch.cholesky_solve(self._gram(shifted.pow(-2)), factor).diagonal().sum())
+            sign = -1 if update.subtracts else 1
+            self._known[shift] = logdet, float((update.base / shifted).sum()) + sign * shift * moved
+        return self._known[shift]
+
+    def _inner(self, right: Tensor) -> Tensor:
+        """``B right`` (r, k), for ``right`` (n, k) in float64."""
+        update = self.update()
+        total = right.new_zeros(update.rank, right.shape[1])
+        for columns, part in update.parts():
+            total.addmm_(part, right[columns])
+        return total
