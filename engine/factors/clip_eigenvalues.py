@@ -84,14 +84,13 @@ class _Plan:
 
 
 def stabilise_(
-    factor: Tensor,  # (n, n) symmetric positive semidefinite, or (n,) its diagonal; overwritten
-    values: Tensor,  # (n,) float64, ascending
-    vectors: Tensor | None,  # (n, n), or (n, r) of the r largest values; none of a diagonal
+    factor: Tensor,
+    values: Tensor,
+    vectors: Tensor | None,
     kappa_max: float,
     *,
     placement: Placement = "device",
     device: torch.device | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
 ) -> Clipped:
     """Raise the eigenvalues of ``factor`` below ``λ_max / kappa_max`` to that floor.
 
@@ -106,10 +105,10 @@ def stabilise_(
         placement: ``device`` brings factor and basis there; ``panels`` leaves both on the host, and tiles visit the
             device; ``host`` computes on the host alone, all of it in float64.
         device: Where ``device`` and ``panels`` compute; where the factor is, if left out.
-        scratch_bytes: What tiles may take.
+        SCRATCH_BYTES: What tiles may take.
 
     Memory:
-        ``scratch_bytes`` where it computes (and as much pinned on the host for ``panels``); on a device that holds
+        ``SCRATCH_BYTES`` where it computes (and as much pinned on the host for ``panels``); on a device that holds
         neither yet, ``device`` takes the factor and the columns of the update besides.
 
     Raises:
@@ -122,7 +121,7 @@ def stabilise_(
     clipped = int((values < floor).sum())
     plan = None if clipped == 0 or vectors is None else _planned(factor, values, vectors, floor, clipped, placement)
     if plan is not None:
-        _carry_out_(factor, plan, placement, device or factor.device, scratch_bytes)
+        _carry_out_(factor, plan, placement, device or factor.device)
     elif clipped:
         factor.copy_(factor.to(torch.float64).clamp_min_(floor))
     # what was not finite in what entered is in the result
@@ -193,15 +192,15 @@ def placement_bytes(
     return size * size * dtype.itemsize + leaving + tiles, leaving if kept != wide else 0
 
 
-def tile_extent(size: int, rank: int, dtype: torch.dtype, scratch_bytes: int = SCRATCH_BYTES) -> tuple[int, int]:
+def tile_extent(size: int, rank: int, dtype: torch.dtype) -> tuple[int, int]:
     """Rows and columns of a tile: a few hundred rows, and what fits of columns.
 
     Two panels of the basis for the rows, one for the columns, and the tile itself in float64 keep to
-    ``scratch_bytes``, unless 64 rows of the basis are more than that already.
+    ``SCRATCH_BYTES``, unless 64 rows of the basis are more than that already.
     """
     item = torch.empty((), dtype=dtype).element_size()
-    rows = min(size, max(_NARROWEST, min(_TALLEST // item, scratch_bytes // (8 * item * max(rank, 1)))))
-    left = scratch_bytes - 2 * rows * rank * item
+    rows = min(size, max(_NARROWEST, min(_TALLEST // item, SCRATCH_BYTES // (8 * item * max(rank, 1)))))
+    left = SCRATCH_BYTES - 2 * rows * rank * item
     return rows, min(size, max(rows, left // (rank * item + 8 * rows)))
 
 
@@ -253,24 +252,24 @@ def _stray(factor: Tensor, columns: Tensor, values: Tensor) -> float:
     return stray
 
 
-def _carry_out_(factor: Tensor, plan: _Plan, placement: Placement, device: torch.device, scratch_bytes: int) -> None:
+def _carry_out_(factor: Tensor, plan: _Plan, placement: Placement, device: torch.device) -> None:
     """Update the upper triangle where ``placement`` says, mirror it, and bring it back."""
     there = device if placement == "device" else torch.device("cpu")
     matrix = factor.to(there)
     if placement == "panels":
-        _in_panels_(matrix, plan, device, scratch_bytes)
+        _in_panels_(matrix, plan, device)
     else:
         # on its way to another device the basis takes the width that it is used in
         columns = plan.columns if plan.columns.device == there else plan.columns.to(there, plan.dtype)
-        _in_tiles_(matrix, columns, plan, scratch_bytes)
+        _in_tiles_(matrix, columns, plan)
     mirrored_(matrix)
     if matrix is not factor:
         factor.copy_(matrix)
 
 
-def _in_tiles_(matrix: Tensor, columns: Tensor, plan: _Plan, scratch_bytes: int) -> None:
+def _in_tiles_(matrix: Tensor, columns: Tensor, plan: _Plan) -> None:
     size = matrix.shape[0]
-    height, width = tile_extent(size, columns.shape[1], plan.dtype, scratch_bytes)
+    height, width = tile_extent(size, columns.shape[1], plan.dtype)
     weights = plan.weights.to(matrix.device, plan.dtype)
     for first in range(0, size, width):
         last = min(first + width, size)
@@ -304,16 +303,16 @@ def _upper(start: int, stop: int, first: int, last: int) -> Iterator[tuple[int, 
         yield start, stop, max(stop, first), last
 
 
-def _panel_width(size: int, rank: int, item: int, scratch_bytes: int = SCRATCH_BYTES) -> int:
+def _panel_width(size: int, rank: int, item: int) -> int:
     """Rows of a panel: two under way, one that stays, two tiles are on the device, and nearly as much on the host."""
-    return min(size, max(_NARROWEST, min(1024, -(-size // 8), scratch_bytes // (5 * item * max(rank, 1024)))))
+    return min(size, max(_NARROWEST, min(1024, -(-size // 8), SCRATCH_BYTES // (5 * item * max(rank, 1024)))))
 
 
-def _in_panels_(matrix: Tensor, plan: _Plan, device: torch.device, scratch_bytes: int) -> None:
+def _in_panels_(matrix: Tensor, plan: _Plan, device: torch.device) -> None:
     """The same with everything on the host: the columns of one row of tiles stay there, the others visit it in turn."""
     size, rank = plan.columns.shape
     item = torch.empty((), dtype=plan.dtype).element_size()
-    width = _panel_width(size, rank, item, scratch_bytes)
+    width = _panel_width(size, rank, item)
     staging = Staging(width * width, plan.dtype, device)
     arrivals = Arrivals(width, rank, plan.dtype, device)
     weights = plan.weights.to(device, plan.dtype)

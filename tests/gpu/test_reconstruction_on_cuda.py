@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.factors import clip_eigenvalues
 from engine.factors.clip_eigenvalues import Placement, stabilise_
 from engine.factors.clipped_inverse import StabilisedSide
 
@@ -36,28 +37,33 @@ def distance(found: Tensor, truth: Tensor) -> float:
     ("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)]
 )
 def test_every_placement_is_the_definition(
-    placement: Placement, on_device: bool, clipped: float, dtype: torch.dtype, most: float
+    placement: Placement,
+    on_device: bool,
+    clipped: float,
+    dtype: torch.dtype,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     matrix, values, vectors = given(600, dtype, clipped)
     truth = (vectors * values.clamp_min(float(values[-1]) / 1e6)) @ vectors.mT
     place = torch.device("cuda", 0)
     factor = matrix.to(place) if on_device else matrix
-    found = stabilise_(
-        factor, values, vectors.to(torch.float32) if dtype != torch.float64 else vectors, 1e6,
-        placement=placement, device=place, scratch_bytes=2**20,
-    )  # fmt: skip
+    monkeypatch.setattr(clip_eigenvalues, "SCRATCH_BYTES", 2**20)
+    basis = vectors.to(torch.float32) if dtype != torch.float64 else vectors
+    found = stabilise_(factor, values, basis, 1e6, placement=placement, device=place)
     assert (factor.device.type, factor.dtype) == ("cuda" if on_device else "cpu", dtype)
     assert torch.equal(factor, factor.mT)
     assert distance(factor, truth) <= most
     assert found.placement == placement
 
 
-def test_panels_leave_the_device_nearly_empty() -> None:
+def test_panels_leave_the_device_nearly_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clip_eigenvalues, "SCRATCH_BYTES", 2**20)
     matrix, values, vectors = given(1024, torch.float32, 0.5)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    stabilise_(matrix, values, vectors, 1e6, placement="panels", device=torch.device("cuda", 0), scratch_bytes=2**20)
+    stabilise_(matrix, values, vectors, 1e6, placement="panels", device=torch.device("cuda", 0))
     assert torch.cuda.max_memory_allocated() - before <= 2**21
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import NonFiniteFactor
+from engine.factors import clip_eigenvalues
 from engine.factors.clip_eigenvalues import Placement, stabilise_, tile_extent, update_rank
 
 PLACEMENTS: tuple[Placement, ...] = ("device", "panels", "host")
@@ -47,12 +48,15 @@ def distance(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("shape", ["power", "exponential", "flat", "short"])
 @pytest.mark.parametrize("kappa_max", [1.5, 1e3, 1e6, 1e12])
-def test_float64_is_the_definition(shape: str, kappa_max: float, placement: Placement) -> None:
+def test_float64_is_the_definition(
+    shape: str, kappa_max: float, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matrix = factor(spectrum(shape, 150), torch.float64)
     # the basis of the numbers as they are, negative rounding included
     values, vectors = torch.linalg.eigh(matrix)
     truth = oracle(values, vectors, kappa_max)
-    found = stabilise_(matrix, values, vectors, kappa_max, placement=placement, scratch_bytes=2**16)
+    monkeypatch.setattr(clip_eigenvalues, "SCRATCH_BYTES", 2**16)
+    found = stabilise_(matrix, values, vectors, kappa_max, placement=placement)
     assert distance(matrix, truth) <= 1e-12
     assert torch.equal(matrix, matrix.mT)
     assert found.clipped == int((values < values[-1] / kappa_max).sum())
@@ -114,13 +118,14 @@ def test_nothing_clipped_changes_no_bit(placement: Placement, dtype: torch.dtype
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("size", [1, 2, 65, 130])
-def test_all_but_one_clipped(placement: Placement, size: int) -> None:
+def test_all_but_one_clipped(placement: Placement, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.zeros(size, dtype=torch.float64)
     values[-1] = 4.0
     matrix = factor(values, torch.float64)
     truth = oracle(*torch.linalg.eigh(matrix), 100)
     exact, vectors = torch.linalg.eigh(matrix)
-    found = stabilise_(matrix, exact, vectors, 100, placement=placement, scratch_bytes=2**12)
+    monkeypatch.setattr(clip_eigenvalues, "SCRATCH_BYTES", 2**12)
+    found = stabilise_(matrix, exact, vectors, 100, placement=placement)
     assert found.clipped == size - 1
     assert distance(matrix, truth) <= 1e-14
 
@@ -193,6 +198,6 @@ def test_what_is_not_finite_is_refused(spoilt: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tiles_keep_to_their_bytes(rank: int, dtype: torch.dtype) -> None:
     item = 8 if dtype == torch.float64 else 4
-    rows, columns = tile_extent(32_768, rank, dtype, 48 * 2**20)
+    rows, columns = tile_extent(32_768, rank, dtype)
     held = 2 * rows * rank * item + columns * rank * item + 8 * rows * columns
     assert held <= 48 * 2**20
