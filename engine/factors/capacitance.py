@@ -32,10 +32,19 @@ class Factorised:
 
 
 def robust_solve(gram: Tensor, right: Tensor, damping: float, eps: float) -> tuple[Tensor, Factorised]:
-    """``(damping·I + gram)⁻¹ right`` by Cholesky, and what had to be added to the diagonal for it.
+    """Return ``(damping·I + K)⁻¹ right`` by Cholesky, and what had to be added to the diagonal for it.
 
     The jitter begins at ``eps`` times the mean diagonal and grows tenfold until it exceeds that mean;
-    the pseudo-inverse, which adds none, is the last rung.
+    the pseudo-inverse, which adds none, is the last fallback.
+
+    Args:
+        gram: K, shape (T, T), symmetric positive semidefinite, float64.
+        right: Right-hand sides, shape (T, k), float64.
+        damping: Positive, in the unit of K.
+        eps: First jitter, relative to the mean diagonal; 0 goes to the pseudo-inverse at once.
+
+    Returns:
+        The solution, shape (T, k), and the way it was computed.
 
     Memory:
         2 T² numbers.
@@ -59,7 +68,15 @@ def robust_solve(gram: Tensor, right: Tensor, damping: float, eps: float) -> tup
 
 
 def cancellation(gram: Tensor, inner: Tensor) -> float:
-    """How much larger than ``Uᵀ inner/√w`` what it is summed of is, in the worst column, by their lengths."""
+    """Return how much larger than ``Uᵀ inner`` its summands are, by their lengths.
+
+    Args:
+        gram: ``U Uᵀ``, shape (T, T), float64.
+        inner: Coefficients of the rows of U, shape (T, k), float64.
+
+    Returns:
+        The ratio of the worst column, 1 or more up to rounding; 0 without columns.
+    """
     summed = (gram.diagonal().sqrt()[:, None] * inner).norm(dim=0)
     # of a product that cancels nearly all rounding is left, or less than nothing
     left = (inner * (gram @ inner)).sum(0).clamp_min(0).sqrt()
@@ -67,7 +84,16 @@ def cancellation(gram: Tensor, inner: Tensor) -> float:
 
 
 def independent_solve(gram: Tensor, right: Tensor, damping: float) -> Tensor:
-    """What the rows turn into ``(G + damping·I)⁻¹ V``, without what they turn into nothing; ``gram`` is overwritten."""
+    """Return coefficients z with ``(G + damping·I)⁻¹ V = Uᵀ z``, without a part along the rows' dependencies.
+
+    Args:
+        gram: K, shape (T, T), float64; overwritten.
+        right: C of ``V = Uᵀ C``, shape (T, k), float64.
+        damping: Positive, in the unit of K.
+
+    Returns:
+        z, shape (T, k), float64.
+    """
     lengths = gram.diagonal().sqrt()
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
     values, vectors = torch.linalg.eigh(gram.mul_(inverse[:, None]).mul_(inverse))

@@ -95,17 +95,20 @@ def stabilise_(
     """Raise the eigenvalues of ``factor`` below ``λ_max / kappa_max`` to that floor.
 
     The result is where ``factor`` is, in its dtype; what has 16 bits is widened tile by tile, after it
-    has travelled, and rounded once. After an error the factor is spoilt.
+    has travelled, and rounded once. After an error the contents of ``factor`` are undefined.
 
     Args:
-        factor: What the basis is of.
-        values: Its eigenvalues.
-        vectors: Its eigenvectors, one a column; from float64, though they may be kept in float32.
+        factor: Matrix (n, n), symmetric positive semidefinite, or the diagonal (n,) of one; overwritten.
+        values: Its eigenvalues, shape (n,), float64, ascending.
+        vectors: Its eigenvectors, one a column, shape (n, n), or (n, r) of the r largest values; from float64, though
+            they may be kept in float32. None for a diagonal.
         kappa_max: Condition number to clip at.
         placement: ``device`` brings factor and basis there; ``panels`` leaves both on the host, and tiles visit the
             device; ``host`` computes on the host alone, all of it in float64.
-        device: Where ``device`` and ``panels`` compute; where the factor is, if left out.
-        SCRATCH_BYTES: What tiles may take.
+        device: Device of ``device`` and ``panels``; None is where the factor is.
+
+    Returns:
+        How many eigenvalues were raised, by which update, and the trace that this added.
 
     Memory:
         ``SCRATCH_BYTES`` where it computes (and as much pinned on the host for ``panels``); on a device that holds
@@ -140,7 +143,16 @@ def stabilise_(
 
 
 def update_rank(size: int, clipped: int, dtype: torch.dtype) -> int:
-    """Columns that an update of ``clipped`` of ``size`` directions takes, where M is what its basis says."""
+    """Return the number of columns of the cheaper update, for a factor that agrees with its basis.
+
+    Args:
+        size: n, rows of the factor.
+        clipped: k, eigenvalues below the floor.
+        dtype: Precision of the factor.
+
+    Returns:
+        k for ``clipped``, n − k for ``unclipped``.
+    """
     cost = 1 if dtype == torch.float64 else _FLOAT64_COST
     return clipped if clipped <= cost * (size - clipped) else size - clipped
 
@@ -148,10 +160,17 @@ def update_rank(size: int, clipped: int, dtype: torch.dtype) -> int:
 def placement_bytes(
     size: int, clipped: int | None, dtype: torch.dtype, placement: Placement, device: torch.device
 ) -> tuple[int, int]:
-    """Bytes on the device and on the host that the update of a factor with so many clipped directions takes.
+    """Return the bytes of an update beside the factor and its basis, both of which are on the host.
 
-    Beside the factor and its basis, which are both on the host. None is what the most expensive number takes, where
-    M is what its basis says.
+    Args:
+        size: n, rows of the factor.
+        clipped: k, eigenvalues below the floor; None is the most expensive number.
+        dtype: Precision of the factor.
+        placement: Place of factor and basis during the update.
+        device: Where the job computes.
+
+    Returns:
+        Bytes on the device and on the host, for a factor that agrees with its basis.
     """
     if clipped is None:
         cost = 1 if dtype == torch.float64 else _FLOAT64_COST
@@ -193,10 +212,18 @@ def placement_bytes(
 
 
 def tile_extent(size: int, rank: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows and columns of a tile: a few hundred rows, and what fits of columns.
+    """Return the rows and columns of a tile: a few hundred rows, and as many columns as fit.
 
     Two panels of the basis for the rows, one for the columns, and the tile itself in float64 keep to
     ``SCRATCH_BYTES``, unless 64 rows of the basis are more than that already.
+
+    Args:
+        size: n, rows of the factor.
+        rank: Columns of the update.
+        dtype: Precision that the update is summed in.
+
+    Returns:
+        Rows and columns, each at most n.
     """
     item = torch.empty((), dtype=dtype).element_size()
     rows = min(size, max(_NARROWEST, min(_TALLEST // item, SCRATCH_BYTES // (8 * item * max(rank, 1)))))

@@ -1,4 +1,4 @@
-"""The stabilised factor applied in its eigenbasis, and never rebuilt.
+"""The inverse of a clipped factor, applied in its eigenbasis and never rebuilt.
 
 ``Q max(Λ, f) Qᵀ`` rounded to float32 has lost up to a tenth of what its inverse needs at κ = 1e6. Its
 eigenbasis has not: computed in float64 and stored in float32 it applies the inverse to 1e-6,
@@ -45,10 +45,20 @@ class StabilisedSide:
         kappa_max: float,
         dtype: torch.dtype = torch.float32,
     ) -> "StabilisedSide":
-        """Clip ``values`` at ``λ_max / kappa_max`` and keep what is needed of ``vectors``, in ``dtype``.
+        """Clip eigenvalues at ``λ_max / kappa_max`` and keep the eigenvectors that are needed.
+
+        Args:
+            values: Eigenvalues, shape (n,), float64, ascending; of a diagonal side in the order of its entries.
+            vectors: Eigenvectors, one a column, shape (n, n), or (n, r) of the r largest values; None of a diagonal
+                side.
+            kappa_max: Condition number to clip at.
+            dtype: Precision that the eigenvectors are kept in.
+
+        Returns:
+            The clipped side.
 
         Memory:
-            What is kept: (n, n) numbers of ``dtype`` at most.
+            The eigenvectors kept: (n, n) numbers of ``dtype`` at most.
 
         Raises:
             NonFiniteFactor: If the values hold NaN or Inf.
@@ -75,11 +85,25 @@ class StabilisedSide:
         return self.values.numel() if self.vectors is None else self.vectors.shape[0]
 
     def apply(self, right: Tensor) -> Tensor:
-        """The stabilised side times ``right`` (n, k)."""
+        """Return the product of the stabilised side with columns.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+        """
         return self._through(right, lambda values: values)
 
     def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        """``(S + damping·I)⁻¹ right``, for ``right`` (n, k); where ``right`` is, in its dtype.
+        """Return ``(S + damping·I)⁻¹ right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+            damping: Nonnegative, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
 
         Memory:
             16 MiB of eigenvectors at a time where ``right`` is, and three times ``right``.
@@ -112,7 +136,14 @@ class StabilisedSide:
         return total.to(right.dtype)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """What is stored, by the names that it is stored by; on the host."""
+        """Return the stored tensors, on the host, by the names they are stored by.
+
+        Args:
+            prefix: First part of each name, one of ``PREFIX``.
+
+        Returns:
+            Values (r,), the floor (1,) and, but for a diagonal side, vectors (n, r).
+        """
         found = {
             f"{prefix}_values": self.values.to("cpu"),
             f"{prefix}_floor": torch.tensor([self.floor], dtype=torch.float64),
@@ -123,7 +154,14 @@ class StabilisedSide:
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], prefix: str) -> "StabilisedSide":
-        """The inverse of ``tensors``.
+        """Restore a side from its stored tensors.
+
+        Args:
+            tensors: As ``tensors`` returned them, among others.
+            prefix: First part of the names of this side.
+
+        Returns:
+            The side.
 
         Raises:
             BrokenFactors: If something is missing, or of another shape.
@@ -157,11 +195,27 @@ class StabilisedInverse:
     G: StabilisedSide | ClippedOperator
 
     def apply(self, gradient: Tensor) -> Tensor:
-        """``G_s V A_s``, for ``V`` (out_dim, in_dim)."""
+        """Return ``G_s V A_s``.
+
+        Args:
+            gradient: V, shape (out_dim, in_dim).
+
+        Returns:
+            Shape (out_dim, in_dim), in the dtype of V.
+        """
         return self.A.apply(self.G.apply(gradient).mT).mT
 
     def solve(self, gradient: Tensor, damping_A: float = 0.0, damping_G: float = 0.0) -> Tensor:
-        """``(G_s + λ_G I)⁻¹ V (A_s + λ_A I)⁻¹``: the preconditioned gradient under factored damping."""
+        """Return ``(G_s + λ_G I)⁻¹ V (A_s + λ_A I)⁻¹``, the preconditioned gradient under factored damping.
+
+        Args:
+            gradient: V, shape (out_dim, in_dim).
+            damping_A: λ_A ≥ 0, in the unit of A.
+            damping_G: λ_G ≥ 0, in the unit of G.
+
+        Returns:
+            Shape (out_dim, in_dim), in the dtype of V.
+        """
         return self.A.solve(self.G.solve(gradient, damping_G).mT, damping_A).mT
 
 

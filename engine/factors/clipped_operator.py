@@ -59,7 +59,15 @@ class SignPoles:
 
     @classmethod
     def of(cls, near: float, far: float) -> "SignPoles":
-        """Zolotarev's, for ε = ``near`` and M = ``far``."""
+        """Return Zolotarev's approximant of the sign.
+
+        Args:
+            near: ε, the smallest distance from zero at which it holds.
+            far: M, the largest.
+
+        Returns:
+            Poles and residues for an error of 1e-13.
+        """
         ratio = near / far
         # K(k') ≈ log(4/k) and the error 4 q^{2J} with the nome q = exp(−π K(k)/K(k'))
         pairs = math.ceil(math.log(4 / _ERROR) * math.log(4 / ratio) / math.pi**2) + 1
@@ -83,7 +91,14 @@ class SignPoles:
         return cls(heights=poles.sqrt() * far, residues=residues * (scale * far / 2))
 
     def sign(self, x: Tensor) -> Tensor:
-        """R at real ``x``."""
+        """Return r at real numbers.
+
+        Args:
+            x: Any shape, float64.
+
+        Returns:
+            The same shape, near −1 or 1 for ``ε ≤ |x| ≤ M``.
+        """
         wide = x[..., None]
         return (2 * self.residues * wide / (wide.square() + self.heights.square())).sum(-1)
 
@@ -109,7 +124,14 @@ class ClippedOperator:
         return self.side.size
 
     def apply(self, right: Tensor) -> Tensor:
-        """Multiply ``right`` (n, k) by ``max(S, f)``; where ``right`` is, in its dtype."""
+        """Return ``max(S, f) right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+        """
         wide = right.to("cpu", torch.float64)
         if self.floor <= 0:
             return self.side.apply(wide).to(right.device, right.dtype)
@@ -121,7 +143,14 @@ class ClippedOperator:
         return found.to(right.device, right.dtype)
 
     def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        """Return ``(max(S, f) + damping·I)⁻¹ right``, for ``right`` (n, k); where ``right`` is, in its dtype.
+        """Return ``(max(S, f) + damping·I)⁻¹ right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+            damping: Nonnegative, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
 
         Memory:
             Four times ``right`` in float64.
@@ -152,7 +181,14 @@ class ClippedOperator:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """The inverse of ``tensors`` and ``entry``.
+        """Restore an operator from the index and the stored tensors.
+
+        Args:
+            entry: As ``entry`` returned it.
+            tensors: As ``tensors`` returned them, in the shapes of the side's kind.
+
+        Returns:
+            The operator, which computes on the host.
 
         Raises:
             BrokenFactors: If something is missing, or of another shape.

@@ -1,4 +1,4 @@
-"""What a stabilised factor came out as: its smallest eigenvalue, and how far it is from its definition.
+"""Clipping check: the extreme eigenvalues of a stabilised factor as it came out, and its distance from its definition.
 
 Up to ``EXACT_ROWS`` rows the eigenvalues of the result and its difference from ``Q max(Λ, f) Qᵀ`` are
 computed in float64. Beyond, the result N is compared with its definition D through ``D^-½ N D^-½``,
@@ -38,7 +38,15 @@ class Reached:
 
 
 def checking_bytes(size: int, dtype: torch.dtype) -> int:
-    """Bytes that ``reached`` takes beside a result in ``dtype`` and its basis."""
+    """Return the bytes of the check beside the result and its basis.
+
+    Args:
+        size: n, rows of the factor.
+        dtype: Precision of the result.
+
+    Returns:
+        Bytes on the host.
+    """
     rows = min(size, EXACT_ROWS)
     widened = 0 if dtype == torch.float64 else min(PANEL_NUMBERS, size * size)
     vectors = 0 if size <= EXACT_ROWS else 2 * (_STEPS + _PROBES) * size + widened
@@ -46,7 +54,16 @@ def checking_bytes(size: int, dtype: torch.dtype) -> int:
 
 
 def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Reached:
-    """Look at the stabilised ``matrix`` (n, n), whose basis was ``values`` (n,) and ``vectors`` (n, n) or (n, r).
+    """Compare a stabilised matrix with its definition.
+
+    Args:
+        matrix: The result, shape (n, n), as it is kept.
+        values: Eigenvalues of the factor before clipping, shape (n,), float64, ascending.
+        vectors: Its eigenvectors, shape (n, n), or (n, r) of the r largest values.
+        floor: f, in the unit of the eigenvalues.
+
+    Returns:
+        The extreme eigenvalues and the relative error, exact or estimated.
 
     Memory:
         Up to ``EXACT_ROWS`` rows four matrices in float64; beyond, 2 · (32 + 8) vectors, and 16 MiB of widened rows.
@@ -83,9 +100,16 @@ def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Re
 
 
 def relative_difference(found: Tensor, truth: Tensor) -> float:
-    """Return ‖found − truth‖_F / ‖truth‖_F of two float64 tensors of any magnitude; 0 where both are zero.
+    """Return ‖found − truth‖_F / ‖truth‖_F.
 
     Squares of entries near the ends of float64 are beyond it, so there all is divided by the largest entry.
+
+    Args:
+        found: Any shape, float64, of any magnitude.
+        truth: The same shape and dtype.
+
+    Returns:
+        The ratio; 0 where both are zero, and the scaled norm of ``found`` where ``truth`` alone is.
     """
     norm = float(truth.norm())
     if _LEAST_NORM < norm < math.inf:

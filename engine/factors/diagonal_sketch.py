@@ -27,17 +27,11 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NotConverged
 from engine.factors.diagonal_update import DiagonalUpdateSide
 from engine.factors.kronecker_factors import digest, mirrored_
+from engine.factors.representation_bytes import NUMBERS_AT_ONCE
 from engine.linalg.gram import add_gram_
 from engine.linalg.spectrum_counts import Counted, DiagonalUpdate
 
-_NUMBERS_AT_ONCE = 2**21
-"""Numbers of widened rows that are held at once: 16 MiB."""
 _HOST = torch.device("cpu")
-
-
-def diagonal_sketch_bytes(size: int, rank: int, item: int) -> int:
-    """Bytes of the diagonals of ``size`` numbers, and of a sketch of ``rank`` rows with as many to come."""
-    return 8 * 2 * size + 2 * rank * (size * item + 8)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +85,14 @@ class DiagonalSketch(DiagonalUpdateSide):
         return self.rows is not None and self.bound != 0
 
     def to(self, device: torch.device) -> Self:
-        """The same side, its rows taken to ``device`` a part at a time."""
+        """Return the same side, its rows taken to another device a part at a time.
+
+        Args:
+            device: Where products and solves are computed.
+
+        Returns:
+            A side that shares its tensors with this one.
+        """
         return replace(self, computes_on=device)
 
     def trace(self) -> float:
@@ -125,11 +126,24 @@ class DiagonalSketch(DiagonalUpdateSide):
         return self._base * 0 + 1 + noise.to(self.computes_on)
 
     def spectrum(self, layer: str, guard: object = None) -> None:
-        """Not to be had; see ``counted``."""
+        """Return None: there are bounds of the eigenvalues only, from ``counted``.
+
+        Args:
+            layer: Not used.
+            guard: Not used.
+        """
         del layer, guard
 
     def counted(self, kappa_max: float | None) -> Counted | None:
-        """All n eigenvalues of S̃ between bounds that S has too, by inertia counts; None without a sketch."""
+        """Return bounds of all n eigenvalues of S̃ that hold for those of S too.
+
+        Args:
+            kappa_max: Condition number for whose floor ``λ_max / kappa_max`` the eigenvalues below it are counted; None
+                counts none.
+
+        Returns:
+            Estimates of S̃'s eigenvalues between bounds; None without a sketch.
+        """
         found = None if self.rows is None else super().counted(kappa_max)
         bound = self.bound or 0.0
         # of probabilities S ≤ S̃: the sketch takes away too little
@@ -152,7 +166,13 @@ class DiagonalSketch(DiagonalUpdateSide):
         )
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Not to be had.
+        """Raise: the eigenvectors of S̃ are never computed.
+
+        Args:
+            layer: The layer's name, for the message.
+
+        Returns:
+            Never; else values (r,) and vectors (n, r).
 
         Raises:
             NotConverged: Always.
@@ -160,7 +180,14 @@ class DiagonalSketch(DiagonalUpdateSide):
         raise NotConverged(f"layer `{layer}`: {_MISSING}", layer=layer)
 
     def apply(self, right: Tensor) -> Tensor:  # (n, k) -> (n, k)
-        """``S̃ right``."""
+        """Return ``S̃ right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device; the arithmetic is float64.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+        """
         wide = right.to(self.computes_on, torch.float64)
         inner = self._inner(wide)
         result = self._base[:, None] * wide
@@ -169,7 +196,15 @@ class DiagonalSketch(DiagonalUpdateSide):
         return result.to(right.device, right.dtype)
 
     def solve(self, right: Tensor, damping: float) -> Tensor:  # (n, k) -> (n, k)
-        """``(S̃ + damping·I)⁻¹ right``, by Woodbury's identity in float64."""
+        """Return ``(S̃ + damping·I)⁻¹ right``, by Woodbury's identity in float64.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+            damping: Positive, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+        """
         wide = right.to(self.computes_on, torch.float64)
         inverse = 1 / (self._base + damping)
         solved = wide * inverse[:, None]
@@ -179,7 +214,14 @@ class DiagonalSketch(DiagonalUpdateSide):
         return solved.to(right.device, right.dtype)
 
     def plus_diagonal(self, factor: float, added: Tensor) -> Self:
-        """``factor · S + diag(added)``, for ``factor ≥ 0`` and ``added`` (n,) ≥ 0 on the host.
+        """Return ``factor · S + diag(added)``.
+
+        Args:
+            factor: Nonnegative.
+            added: Nonnegative numbers, shape (n,), float64 on the host.
+
+        Returns:
+            A side whose bound is ``factor`` times this one's.
 
         Raises:
             NotConverged: Without a sketch.
@@ -193,7 +235,14 @@ class DiagonalSketch(DiagonalUpdateSide):
         )
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """S̃ itself (n, n): for tests, and for a small n."""
+        """Return S̃ itself, for tests and for a small n.
+
+        Args:
+            dtype: Precision of the result; the arithmetic is float64.
+
+        Returns:
+            Shape (n, n).
+        """
         dense = torch.diag(self._base)
         for columns, part in self._parts():
             for others, across in self._parts():
@@ -201,7 +250,7 @@ class DiagonalSketch(DiagonalUpdateSide):
         return dense.to(dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The diagonals, and the sketch if there is one."""
+        """Return the diagonals (n,) and, if there is one, the sketch (ℓ, n), on the host."""
         kept = {"exact_diagonal": self.exact_diagonal, "base_diagonal": self.base, "sketch": self.rows}
         return {name: tensor.to("cpu") for name, tensor in kept.items() if tensor is not None}
 
@@ -215,7 +264,14 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """The inverse of ``tensors`` and ``metadata``.
+        """Restore a side from its stored tensors and strings.
+
+        Args:
+            tensors: As ``tensors`` returned them.
+            metadata: As ``metadata`` returned them.
+
+        Returns:
+            A side that computes on the host.
 
         Raises:
             BrokenFactors: If something is missing or of another shape.
@@ -281,7 +337,7 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     def _parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Columns of B (ℓ, ·) in float64, a part at a time."""
-        width = max(1, _NUMBERS_AT_ONCE // max(self._rows.shape[0], 1))
+        width = max(1, NUMBERS_AT_ONCE // max(self._rows.shape[0], 1))
         for start in range(0, self.size, width):
             columns = slice(start, min(start + width, self.size))
             yield columns, self._rows[:, columns].to(self.computes_on).to(torch.float64)

@@ -24,12 +24,27 @@ _RUN = ("device", "storage_policy", "planned_peak_bytes")
 
 
 def factor_file(ordinal: int) -> str:
-    """Name of the artifact that holds one layer's factors."""
+    """Return the name of the artifact that holds one layer's factors.
+
+    Args:
+        ordinal: The layer's place among the covered layers, from 0.
+
+    Returns:
+        A path relative to the job's artifacts.
+    """
     return f"factors/{ordinal}.safetensors"
 
 
 def nested_file(eighths: int, ordinal: int) -> str:
-    """Name of the artifact that holds one layer's factors of the first ``eighths`` of the data."""
+    """Return the name of the artifact that holds one layer's factors of a smaller sample.
+
+    Args:
+        eighths: Part of the data, in eighths: 1, 2 or 4.
+        ordinal: The layer's place among the covered layers, from 0.
+
+    Returns:
+        A path relative to the job's artifacts.
+    """
     return f"nested/{eighths}/{ordinal}.safetensors"
 
 
@@ -40,7 +55,15 @@ def write_factors(
     name: str | None = None,
     corrected: Corrected | None = None,
 ) -> None:
-    """Write one layer's packed triangles and its correction; what belongs to a shared A once, with its leader."""
+    """Write one layer's packed triangles and its correction; tensors of a shared A are written once, with its leader.
+
+    Args:
+        artifacts: Where to write.
+        facts: The layer.
+        factors: Its A and G.
+        name: Name of the artifact; None is ``factor_file``'s.
+        corrected: EK-FAC's correction; None without one.
+    """
     side = factors.G
     tensors: dict[str, Tensor]
     if isinstance(side, Structured):
@@ -83,7 +106,14 @@ class Kept:
 
 
 def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, Kept], name: str = INDEX) -> None:
-    """Write the index last, so that its presence says that all factors are there."""
+    """Write the index, after all factors: its presence says that they are complete.
+
+    Args:
+        artifacts: Where to write.
+        collected: The factor set.
+        kept: Digests and scales of each layer's stored tensors, by ordinal.
+        name: Name of the artifact.
+    """
     layers = []
     for facts in collected.layers:
         holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
@@ -130,7 +160,13 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
 
 
 def read_factors(artifacts: Artifacts) -> FactorSet:
-    """Open factors that an earlier job kept; the tensors are read as they are asked for.
+    """Open the factors that an earlier job kept; the tensors are read when they are asked for.
+
+    Args:
+        artifacts: The artifacts of that job.
+
+    Returns:
+        A factor set whose ``load`` reads files.
 
     Raises:
         BrokenFactors: If there is no index, or it is not of this format.
@@ -184,16 +220,28 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
 
 
 def write_run(artifacts: Artifacts, collected: FactorSet) -> None:
-    """Write what the rows of the job that collected say of its run, for a job that takes its factors as its own."""
+    """Write the facts of the run that a job's rows repeat when it reuses these factors.
+
+    Args:
+        artifacts: Where to write.
+        collected: The factor set.
+    """
     artifacts.save_json(RUN, {name: getattr(collected, name) for name in _RUN})
 
 
 def reused(artifacts: Artifacts, source: str) -> FactorSet:
-    """Factors that a cache had, in rows that say what the rows of the job that collected them said.
+    """Open the factors of a cache, with the facts of the run that collected them.
+
+    Args:
+        artifacts: The cached artifacts.
+        source: Id of the job that collected them.
+
+    Returns:
+        A factor set that names its source.
 
     Raises:
         BrokenFactors: If there is no index, or it is not of this format.
-        FileNotFoundError: If nothing is said of the run.
+        FileNotFoundError: If the facts of the run are missing.
     """
     run = artifacts.load_json(RUN)
     return replace(read_factors(artifacts), reused_from=source, **{name: run[name] for name in _RUN})

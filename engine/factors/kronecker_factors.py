@@ -60,18 +60,21 @@ class Factors:
 
     @property
     def widened_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """A itself: at least in float32, its scale multiplied in."""
+        """A times its scale, in float32 or wider; (in_dim, in_dim), or (in_dim,) of a diagonal."""
         return _widened(self.A, self.scale_A)
 
     @property
     def widened_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """G itself, likewise; made dense where something else stands for it."""
+        """G times its scale, in float32 or wider; a diagonal (out_dim,), or (out_dim, out_dim), structured or not."""
         if isinstance(self.G, Structured):
             return self.G.to_dense(torch.promote_types(self.G.storage_dtype, torch.float32))
         return _widened(self.G, self.scale_G)
 
     def require_fit(self, gradient: Tensor) -> None:
-        """Check that a gradient matrix (d_out, d_in[+1]) agrees with the factors.
+        """Check that a gradient agrees with the factors.
+
+        Args:
+            gradient: Matrix, shape (out_dim, in_dim), with the bias as its last column.
 
         Raises:
             BiasColumnMismatch: If one has the bias column and the other lacks it, or the shapes
@@ -96,7 +99,14 @@ class Corrected:
     """λ (out_dim, in_dim)."""
 
     def stored(self, *, own_a: bool) -> dict[str, Tensor]:
-        """Return the tensors under the names that they are stored by; Q_A only where the layer has an A of its own."""
+        """Return the tensors under the names they are stored by.
+
+        Args:
+            own_a: Whether the layer has an A of its own; another layer's Q_A is stored with that layer.
+
+        Returns:
+            Q_A (in_dim, in_dim), Q_G (out_dim, out_dim) and λ (out_dim, in_dim), without those that are the identity.
+        """
         tensors = {
             "eigenvectors_A": self.eigenvectors_A if own_a else None,
             "eigenvectors_G": self.eigenvectors_G,
@@ -113,11 +123,18 @@ def _widened(stored: Tensor, scale: float) -> Tensor:
 
 
 def to_storage(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """``matrix`` on the host as ``dtype``, and the power of two that it must be multiplied by.
+    """Convert a matrix to its storage precision on the host.
 
-    Only float16 needs one: it ends at 65504, where bfloat16 has the exponents of float32. The
+    Only float16 needs a scale: it ends at 65504, where bfloat16 has the exponents of float32. The
     largest entry of a positive semidefinite matrix stands on its diagonal, and comes to lie
     between 2¹⁴ and 2¹⁵.
+
+    Args:
+        matrix: Shape (n, n), or the diagonal (n,); any float dtype and device.
+        dtype: Storage precision.
+
+    Returns:
+        The stored matrix, and the power of two that it must be multiplied by.
 
     Memory:
         On the matrix's device 1024 rows in float64; on the host one copy, unless it is there already.
@@ -139,10 +156,17 @@ def to_storage(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
 def require_bias_column(
     layer: str, what: str, shape: tuple[int, ...], expected: tuple[int, ...], *, bias: bool
 ) -> None:
-    """Raise unless ``shape`` is ``expected``, naming both shapes and the bias column's part in it.
+    """Raise unless a shape is the expected one; the message names both shapes and the bias column's part in it.
+
+    Args:
+        layer: The layer's name.
+        what: The tensor, for the message.
+        shape: Its shape.
+        expected: The shape that agrees with the factors.
+        bias: Whether the layer was trained with a bias column.
 
     Raises:
-        BiasColumnMismatch: As said.
+        BiasColumnMismatch: If the shapes differ.
     """
     if shape == expected:
         return
@@ -155,10 +179,16 @@ def require_bias_column(
 
 
 def mirrored_(matrix: Tensor) -> Tensor:
-    """Copy the upper triangle of ``matrix`` (…, n, n) onto the lower one, in place.
+    """Copy the upper triangle onto the lower one, in place.
 
     A product gᵀg is symmetric only up to rounding, and that rounding depends on the library;
     one triangle decides.
+
+    Args:
+        matrix: Shape (…, n, n).
+
+    Returns:
+        ``matrix``, exactly symmetric.
     """
     # few rows at once: what is read down the columns stays in the cache, and 4096 rows take a ninth of the time
     size = matrix.shape[-1]
@@ -180,7 +210,14 @@ def _diagonal_blocks(matrix: Tensor) -> Tensor:
 
 
 def packed(matrix: Tensor) -> Tensor:
-    """Upper triangle of ``matrix`` (n, n), row by row, as (n(n+1)/2,) on the host; a diagonal (n,) as it is."""
+    """Return the upper triangle of a matrix, row by row, on the host.
+
+    Args:
+        matrix: Symmetric, shape (n, n), or a diagonal (n,), on any device.
+
+    Returns:
+        Shape (n(n+1)/2,), or (n,) of a diagonal, in the matrix's dtype.
+    """
     size = matrix.shape[0]
     host = matrix.detach().to("cpu")
     if matrix.ndim == 1:
@@ -194,7 +231,14 @@ def packed(matrix: Tensor) -> Tensor:
 
 
 def unpacked(triangle: Tensor, size: int) -> Tensor:
-    """The symmetric matrix (size, size) of a packed upper triangle.
+    """Return the symmetric matrix of a packed upper triangle.
+
+    Args:
+        triangle: Shape (n(n+1)/2,), row by row.
+        size: n.
+
+    Returns:
+        Shape (n, n), on the host.
 
     Raises:
         BrokenFactors: If the length is not size·(size+1)/2.
@@ -213,9 +257,13 @@ def unpacked(triangle: Tensor, size: int) -> Tensor:
 
 
 def digest(tensor: Tensor | Structured) -> str:
-    """SHA-256 over dtype, shape and the dense row-major little-endian bytes of ``tensor``.
+    """Return the SHA-256 over dtype, shape and the dense row-major little-endian bytes.
 
-    What stands for a matrix has its own, over all that it stores.
+    Args:
+        tensor: Any shape and device; a structured side has its own digest, over all that it stores.
+
+    Returns:
+        64 hexadecimal digits.
     """
     if isinstance(tensor, Structured):
         return tensor.digest()

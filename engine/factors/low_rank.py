@@ -32,29 +32,13 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.factors.capacitance import NOISE, Factorised, cancellation, independent_solve, robust_solve
 from engine.factors.kronecker_factors import digest
+from engine.factors.representation_bytes import NUMBERS_AT_ONCE, low_rank_bytes
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.linear_operator import RowSide
 from engine.memory.guard import Guard
 
-_CHUNK_NUMBERS = 2**21
-"""Numbers widened at once: 16 MiB in float64."""
 _MOST_CANCELLED = 16
 """Up to here float32 keeps six digits of a product with the rows."""
-
-
-def low_rank_bytes(rows: int, size: int, item: int) -> int:
-    """Bytes of so many rows of ``size`` numbers, with their scales."""
-    return rows * (size * item + 8)
-
-
-def gram_bytes(rows: int, size: int) -> int:
-    """Bytes of the Gram matrix T×T of rows of ``size`` numbers, with what its decomposition takes, and a few chunks."""
-    return 4 * rows * rows * 8 + 3 * 8 * min(_CHUNK_NUMBERS, rows * size)
-
-
-def basis_bytes(rows: int, size: int) -> int:
-    """Bytes of the eigenvectors of so many rows of ``size`` numbers, in float64."""
-    return min(rows, size) * size * 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,14 +106,21 @@ class LowRank(RowSide):
         """
         total = torch.zeros(self.count, self.count, dtype=torch.float64, device=self.computes_on)
         scales = self._root_scales()
-        width = max(_CHUNK_NUMBERS // max(self.count, 1), 1)
+        width = max(NUMBERS_AT_ONCE // max(self.count, 1), 1)
         for start in range(0, self.size, width):
             columns = self.rows[:, start : start + width].to(self.computes_on).to(torch.float64)
             total.addmm_(columns, columns.T)
         return total.mul_(scales[:, None]).mul_(scales)
 
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]]:
-        """All n eigenvalues from the Gram matrix: at most T are not zero.
+        """Return all n eigenvalues from the Gram matrix: at most T are not zero.
+
+        Args:
+            layer: The layer's name, for messages.
+            guard: Knows what memory is free; None assumes that everything fits.
+
+        Returns:
+            Eigenvalues (n,), ascending, float64 on the host, and the names of the solvers tried.
 
         Raises:
             NonFiniteFactor: If the rows hold NaN or Inf.
@@ -146,9 +137,15 @@ class LowRank(RowSide):
         return values, ("gram", *found.rungs)
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """The r nonzero eigenvalues (r,), ascending, and orthonormal eigenvectors (n, r), float64.
+        """Return the r nonzero eigenvalues and their eigenvectors.
 
-        Those of the Gram matrix times the rows; made orthonormal once more, from the largest down.
+        These are the Gram matrix's times the rows, made orthonormal once more, from the largest down.
+
+        Args:
+            layer: Not used.
+
+        Returns:
+            Values (r,), ascending, and orthonormal vectors (n, r), one a column; float64.
 
         Memory:
             n·r numbers in float64, T² a few times, and 16 MiB.
@@ -158,14 +155,21 @@ class LowRank(RowSide):
         vectors = self._transposed_apply(inner)
         # nearly orthonormal already, so a triangular factor of their Gram matrix is near the identity
         lower = torch.linalg.cholesky((vectors.T @ vectors).flip(0, 1)).T.flip(0, 1)
-        height = max(_CHUNK_NUMBERS // max(vectors.shape[1], 1), 1)
+        height = max(NUMBERS_AT_ONCE // max(vectors.shape[1], 1), 1)
         for start in range(0, self.size, height):
             block = vectors[start : start + height]
             block.copy_(torch.linalg.solve_triangular(lower, block, upper=False, left=False))
         return values, vectors
 
     def apply(self, right: Tensor) -> Tensor:
-        """``G right`` for ``right`` (n, k), in its precision, at least float32."""
+        """Return ``G right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+
+        Returns:
+            Shape (n, k), in the precision of ``right`` or float32 if that is wider, on its device.
+        """
         wide = self._arriving(right)
         total = torch.zeros_like(wide)
         for _, rows in self._chunks(wide.dtype):
@@ -173,7 +177,14 @@ class LowRank(RowSide):
         return total.to(right.device)
 
     def solve(self, right: Tensor, damping: float) -> Tensor:
-        """``(G + damping·I)⁻¹ right`` for any ``right`` (n, k): split along the eigenvectors, projected twice.
+        """Return ``(G + damping·I)⁻¹ right`` for any right-hand side, split along the eigenvectors and projected twice.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+            damping: Positive, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
 
         Memory:
             T² and 3 n·k numbers in float64.
@@ -190,10 +201,18 @@ class LowRank(RowSide):
         return solved.to(right.device, right.dtype)
 
     def push_through(self, inner: Tensor, damping: float, eps: float = 1e-6) -> tuple[Tensor, Factorised]:
-        """``(G + damping·I)⁻¹ V`` of a ``V = Uᵀ inner / √w`` (n, k), for ``inner`` (T, k), and how it was had.
+        """Return ``(G + damping·I)⁻¹ V`` of a ``V = Uᵀ inner / √w`` within the span of the rows.
 
         The T×T solve is done in float64, the product with the rows in the precision of ``inner``; all of it in
         float64, and without Cholesky, where that product would cancel.
+
+        Args:
+            inner: Coefficients of the rows, shape (T, k), any float dtype and device.
+            damping: Positive, in the unit of the eigenvalues.
+            eps: First jitter, relative to the mean diagonal of K.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``inner``, and the way it was computed.
 
         Memory:
             3 T² and 2 T·k numbers in float64, some 10 T² where rows depend on each other; the result.
@@ -207,25 +226,46 @@ class LowRank(RowSide):
         return found.to(inner.device, inner.dtype), Factorised(rung="independent", jitter=0.0)
 
     def logdets(self, shifts: Tensor) -> Tensor:
-        """``log det(G + s·I)``: T eigenvalues, and the shift itself n − T times."""
+        """Return ``log det(G + s·I)``, from T eigenvalues and the shift itself n − T times.
+
+        Args:
+            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
+
+        Returns:
+            Natural logarithms, shape (k,), float64 on the host.
+        """
         wide = shifts.to("cpu", torch.float64)
         values = self._values
         return torch.log(values + wide[:, None]).sum(1) + (self.size - values.numel()) * wide.log()
 
     def effective_dimensions(self, shifts: Tensor) -> Tensor:
-        """``Σ λ/(λ + s)``."""
+        """Return ``Σ λ/(λ + s)`` at each shift.
+
+        Args:
+            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
+
+        Returns:
+            Shape (k,), float64 on the host.
+        """
         values = self._values
         return (values / (values + shifts.to("cpu", torch.float64)[:, None])).sum(1)
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """G (n, n), summed in ``dtype``."""
+        """Return G itself.
+
+        Args:
+            dtype: Precision of the sum.
+
+        Returns:
+            Shape (n, n), on the device of the arithmetic.
+        """
         total = torch.zeros(self.size, self.size, dtype=dtype, device=self.computes_on)
         for _, rows in self._chunks(dtype):
             total.addmm_(rows.T, rows)
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Rows and scales."""
+        """Return the rows (T, n) and their scales (T,), on the host."""
         return {"gradient_rows": self.rows.to("cpu"), "gradient_row_scales": self.scales.to("cpu")}
 
     def metadata(self) -> dict[str, str]:
@@ -234,7 +274,14 @@ class LowRank(RowSide):
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """The inverse of ``tensors`` and ``metadata``.
+        """Restore a side from its stored tensors and strings.
+
+        Args:
+            tensors: As ``tensors`` returned them.
+            metadata: As ``metadata`` returned them.
+
+        Returns:
+            A side that computes on the host.
 
         Raises:
             BrokenFactors: If something is missing or of another shape.
@@ -258,7 +305,15 @@ class LowRank(RowSide):
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def factorised(self, damping: float, eps: float) -> Factorised:
-        """How ``damping·I + K`` is inverted: by Cholesky, nearly always without any jitter."""
+        """Return how ``damping·I + K`` is inverted: by Cholesky, nearly always without any jitter.
+
+        Args:
+            damping: Positive, in the unit of K.
+            eps: First jitter, relative to the mean diagonal of K.
+
+        Returns:
+            The way, and the jitter added.
+        """
         gram = self.gram()
         return robust_solve(gram, gram.new_zeros(self.count, 0), damping, eps)[1]
 
@@ -283,7 +338,7 @@ class LowRank(RowSide):
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Rows of ``U/√w``, a few at a time: where they begin, and themselves."""
         scales = self._root_scales()
-        height = max(_CHUNK_NUMBERS // max(self.size, 1), 1)
+        height = max(NUMBERS_AT_ONCE // max(self.size, 1), 1)
         for start in range(0, self.count, height):
             rows = self.rows[start : start + height].to(self.computes_on)
             # through float64 where the scale may lie beyond the wider dtype
@@ -308,9 +363,16 @@ class LowRank(RowSide):
 
 
 def scaled_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``rows`` (T, n) as ``dtype``, and the power of two (T,) float64 that each is to be multiplied by.
+    """Convert rows to their storage precision.
 
-    Only float16 needs one; the largest number of a row comes to lie between 2¹⁴ and 2¹⁵.
+    Only float16 needs scales; the largest number of a row comes to lie between 2¹⁴ and 2¹⁵.
+
+    Args:
+        rows: Shape (T, n), any float dtype and device.
+        dtype: Storage precision.
+
+    Returns:
+        The stored rows (T, n), and the power of two (T,), float64, that each is to be multiplied by.
 
     Memory:
         16 MiB of widened rows besides the result.
@@ -321,7 +383,7 @@ def scaled_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     _, exponents = torch.frexp(largest)
     scales = torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponents - 15, 0))
     stored = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    height = max(_CHUNK_NUMBERS // rows.shape[1], 1)
+    height = max(NUMBERS_AT_ONCE // rows.shape[1], 1)
     for start in range(0, rows.shape[0], height):
         # through float64, which holds both a scale and what it is divided out of
         wide = rows[start : start + height].to(torch.float64)

@@ -1,4 +1,4 @@
-"""Representation: how a layer's G is kept, chosen before the pass from what a dry run has shown.
+"""Representation: how a layer's G is kept, chosen before the pass from the dry run's sizes.
 
 T gradient rows of o outputs, as much again while they are worked on, and their T×T Gram matrix take
 no more than G while ``T² + 2 T·o ≤ o²``: for ``T ≤ (√2 − 1) o``. What is not kept as rows is dense, and
@@ -16,8 +16,9 @@ from torch import Tensor
 from catalog.collection import Collection
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
-from engine.factors.diagonal_sketch import DiagonalSketch, diagonal_sketch_bytes
-from engine.factors.low_rank import LowRank, low_rank_bytes
+from engine.factors.diagonal_sketch import DiagonalSketch
+from engine.factors.low_rank import LowRank
+from engine.factors.representation_bytes import diagonal_sketch_bytes, low_rank_bytes
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.layers.tied import TiedHeadLayer
@@ -59,21 +60,49 @@ class Representation:
     """What is kept comes from the probabilities of the loss's terms, not from gradients."""
 
     def place(self, sums: torch.device) -> str | None:
-        """Where rows stand beside sums on the device ``sums``; None where none are kept."""
+        """Return where rows are kept.
+
+        Args:
+            sums: Device of the sums.
+
+        Returns:
+            `host` or `device`; None where no rows are kept.
+        """
         if self.kind == "dense":
             return None
         return "host" if self.on_host or sums.type == "cpu" else "device"
 
     def held_rows(self, size: int) -> int:
-        """Rows held at once: as many as come, or as G has."""
+        """Return the rows held at once: as many as come, or as G has.
+
+        Args:
+            size: Outputs, rows of G.
+
+        Returns:
+            Rows of each group.
+        """
         return min(self.rows, size)
 
     def gram_rows(self, size: int) -> int:
-        """Rows of the largest Gram matrix that it asks for."""
+        """Return the rows of the largest Gram matrix that is made.
+
+        Args:
+            size: Outputs, rows of G.
+
+        Returns:
+            Rows of each group; twice its rank for a sketch.
+        """
         return 2 * self.rank if self.kind == "diagonal_sketch" else self.held_rows(size)
 
     def held_bytes(self, layer: TreatedLayer) -> int:
-        """Bytes of the rows of all groups, and of the triangles that take in more of them."""
+        """Return the bytes of the rows of all groups, and of the triangles that take in more of them.
+
+        Args:
+            layer: The layer whose G is kept so.
+
+        Returns:
+            Bytes where the rows are.
+        """
         size = layer.out_dim
         if self.kind == "diagonal_sketch":
             return layer.groups * diagonal_sketch_bytes(size, self.rank, self.dtype.itemsize)
@@ -98,15 +127,29 @@ class Foreseen:
     """Examples of the data; None where nobody says."""
 
     def rank_bound(self, layer: TreatedLayer, collection: Collection, side: Literal["A", "G"]) -> int | None:
-        """Most nonzero eigenvalues that A or G of each group will have; None where nothing bounds them."""
+        """Return the most nonzero eigenvalues that A or G of each group can have.
+
+        Args:
+            layer: A covered layer.
+            collection: Options that decide how many rows enter.
+            side: The factor.
+
+        Returns:
+            Rows that enter, if all examples are as long as the first; None where that is unknown or bounds nothing.
+        """
         if isinstance(layer, TiedHeadLayer) or (side == "A" and layer.form != "kronecker"):
             return None
         return self._entering(layer, collection, 1) if side == "A" else self.rows(layer, collection)
 
     def rows(self, layer: TreatedLayer, collection: Collection) -> int | None:
-        """Gradient rows of each group that will enter G; None where the data's size is unknown.
+        """Return the gradient rows of each group that will enter G.
 
-        As if all examples were as long as the first: more or fewer may come.
+        Args:
+            layer: A covered layer.
+            collection: Options that decide how many rows enter.
+
+        Returns:
+            Rows, if all examples are as long as the first; None where the data's size is unknown.
         """
         directions = {"mc": collection.samples, "empirical": 1}.get(collection.fisher, self.outputs // self.seen)
         return self._entering(layer, collection, directions)
@@ -138,7 +181,18 @@ class Foreseen:
 def choose(
     layer: TreatedLayer, options: Woodbury, collection: Collection, foreseen: Foreseen, sums: torch.dtype
 ) -> Representation:
-    """How ``layer`` keeps its G, whose sums would be of dtype ``sums``."""
+    """Choose how a layer keeps its G.
+
+    Args:
+        layer: A covered layer.
+        options: The document's `woodbury`.
+        collection: Options that decide how many rows enter, and their storage precision.
+        foreseen: Sizes of the calls and of the data.
+        sums: Precision of the sums.
+
+    Returns:
+        Rows where they take less than a dense G and nothing forbids them; else a dense G with the reason.
+    """
     if options.policy == "dense" or layer.form == "diagonal_block":
         return DENSE
     size, rows = layer.out_dim, foreseen.rows(layer, collection)
@@ -159,7 +213,18 @@ def choose(
 def of_rows(
     kept: Representation, layer: TreatedLayer, options: Woodbury, collection: Collection, sums: torch.dtype
 ) -> Representation:
-    """The same rows in the precision, and in the place, that ``options`` say."""
+    """Choose the precision and the place of rows.
+
+    Args:
+        kept: A representation as rows.
+        layer: The layer whose G is kept so.
+        options: The document's `woodbury`.
+        collection: The storage precision of all factors.
+        sums: Precision of the sums, which is the rows' unless another is named.
+
+    Returns:
+        The same representation with both; rows of 500 MB and more are narrowed and kept on the host.
+    """
     plain = sums if collection.storage_dtype is None else getattr(torch, collection.storage_dtype)
     held = layer.groups * low_rank_bytes(kept.held_rows(layer.out_dim), layer.out_dim, plain.itemsize)
     large = held >= LARGE_BYTES
@@ -191,7 +256,15 @@ def _refusal(layer: TreatedLayer, options: Woodbury, collection: Collection, row
 
 
 def read_structured(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Structured:
-    """The structured side that was stored.
+    """Restore a structured side that was stored.
+
+    Args:
+        kind: Its representation.
+        tensors: The stored tensors, in the shapes of that kind.
+        metadata: The strings stored with them.
+
+    Returns:
+        A side that computes on the host.
 
     Raises:
         BrokenFactors: If the kind is unknown, or something is missing.

@@ -44,7 +44,7 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.factors.diagonal_update import DiagonalUpdateSide
 from engine.factors.kronecker_factors import digest, mirrored_
-from engine.factors.softmax_bytes import NUMBERS_AT_ONCE, dense_head_bytes, softmax_head_bytes
+from engine.factors.representation_bytes import NUMBERS_AT_ONCE, dense_head_bytes, softmax_head_bytes
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.gram import add_gram_
 from engine.linalg.linear_operator import RowSide
@@ -113,7 +113,15 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         return self._diagonal * (1 + noise.to(self.computes_on))
 
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
-        """All V eigenvalues of the dense matrix, for a small V that fits; else None.
+        """Return all V eigenvalues of the dense matrix, for a small V that fits.
+
+        Args:
+            layer: The layer's name, for messages.
+            guard: Knows what memory is free; None assumes that everything fits.
+
+        Returns:
+            Eigenvalues (V,), ascending, float64 on the host, and the names of the solvers tried; None for a V above
+            ``DENSE_ROWS`` or a matrix that does not fit.
 
         Raises:
             NonFiniteFactor: If the rows hold NaN or Inf.
@@ -146,10 +154,16 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         )
 
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Nonzero eigenvalues (r,), ascending, and orthonormal eigenvectors (V, r), for a small V.
+        """Return the r nonzero eigenvalues and their eigenvectors, for a small V.
+
+        Args:
+            layer: The layer's name, for messages.
+
+        Returns:
+            Values (r,), ascending, and orthonormal vectors (V, r), one a column; float64.
 
         Raises:
-            NotConverged: For a large one.
+            NotConverged: For a V above ``BASIS_ROWS``.
         """
         if self.size > BASIS_ROWS:
             raise NotConverged(
@@ -165,7 +179,14 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         return found.values[first:], found.vectors[:, first:]
 
     def apply(self, right: Tensor) -> Tensor:  # (V, k) -> (V, k)
-        """``S right``; what of it lies along 1, which only the excess sees, is taken out first."""
+        """Return ``S right``; the part along the vector 1, which only the excess sees, is taken out first.
+
+        Args:
+            right: Shape (V, k), any float dtype and device; the arithmetic is float64.
+
+        Returns:
+            Shape (V, k), its dtype and device those of ``right``.
+        """
         wide = right.to(self.computes_on, torch.float64)
         centred = wide - wide.mean(0)
         inner = self._inner(centred)
@@ -178,7 +199,14 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         return result.to(right.device, right.dtype)
 
     def solve(self, right: Tensor, damping: float) -> Tensor:  # (V, k) -> (V, k)
-        """``(S + damping·I)⁻¹ right``.
+        """Return ``(S + damping·I)⁻¹ right``.
+
+        Args:
+            right: Shape (V, k), any float dtype and device; the arithmetic is float64.
+            damping: Positive, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (V, k), its dtype and device those of ``right``.
 
         Memory:
             Two T×T float64 matrices, and two copies of ``right``.
@@ -195,7 +223,14 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         return solved.to(right.device, right.dtype)
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """S itself (V, V): for tests, and for a small V."""
+        """Return S itself, for tests and for a small V.
+
+        Args:
+            dtype: Precision of the result; the arithmetic is float64.
+
+        Returns:
+            Shape (V, V).
+        """
         dense = torch.empty(self.size, self.size, dtype=torch.float64, device=self.computes_on)
         for columns, part in self._parts():
             for others, across in self._parts():
@@ -204,7 +239,7 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         return dense.to(dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Rows, weights and the excess, if there is one."""
+        """Return the rows (T, V), their weights (T,) and, if there is one, the excess (V,), on the host."""
         kept = {"probabilities": self.rows.to("cpu"), "position_weights": self.weights.to("cpu")}
         return kept if self.excess is None else kept | {"excess_diagonal": self.excess.to("cpu")}
 
@@ -214,7 +249,14 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """The inverse of ``tensors`` and ``metadata``.
+        """Restore a side from its stored tensors.
+
+        Args:
+            tensors: As ``tensors`` returned them.
+            metadata: Not used.
+
+        Returns:
+            A side that computes on the host.
 
         Raises:
             BrokenFactors: If something is missing or of another shape.

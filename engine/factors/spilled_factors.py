@@ -1,7 +1,7 @@
-"""Waiting factors: finished ones of one pass, laid aside until they are measured.
+"""Spilled factors: finished factors of one pass, in scratch files until they are measured.
 
-Where the factors of all layers do not fit into memory together, each pass over the data leaves
-its own in a scratch place and frees them; they are read back one layer at a time, bit for bit.
+Where the factors of all layers do not fit into memory together, each pass over the data spills
+its own and frees them; they are read back one layer at a time, bit for bit.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from engine.workspace import Artifacts
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """One layer's factors in a scratch place; plain values, so that a checkpoint can name them."""
+    """One layer's factors in scratch files; plain values, so that a checkpoint can name them."""
 
     layer: str
     form: Form
@@ -43,7 +43,14 @@ class Waiting:
     """The diagonal of the head's own G stands beside it."""
 
     def load(self, scratch: Artifacts) -> Factors:
-        """Read them back."""
+        """Read the factors back.
+
+        Args:
+            scratch: Where they were written.
+
+        Returns:
+            The factors, bit for bit as they were.
+        """
         stored_a, stored_g = self._stored(scratch)
         if isinstance(stored_g, Tensor) and self.form != "diagonal_block":
             stored_g = unpacked(stored_g, self.out_dim)
@@ -59,10 +66,16 @@ class Waiting:
         )
 
     def intact(self, scratch: Artifacts) -> bool:
-        """Whether they stand there as they were laid aside.
+        """Return whether the files hold the factors as they were written.
+
+        Args:
+            scratch: Where they were written.
+
+        Returns:
+            Whether both digests agree.
 
         Raises:
-            FileNotFoundError: If they are gone.
+            FileNotFoundError: If the files are gone.
         """
         stored_a, stored_g = self._stored(scratch)
         return (digest(stored_a), digest(stored_g)) == (self.digest_A, self.digest_G)
@@ -78,7 +91,16 @@ class Waiting:
 
 
 def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting | None) -> Waiting:
-    """Write ``factors`` under the name ``place``; ``shared`` is whoever has written the same A already.
+    """Write a layer's factors to scratch files.
+
+    Args:
+        scratch: Where to write.
+        factors: The layer's A and G.
+        place: Stem of the files' names.
+        shared: The spilled layer that has written the same A already; None to write A too.
+
+    Returns:
+        A record by which they are read back.
 
     Memory:
         One packed triangle.

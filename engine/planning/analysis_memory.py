@@ -16,8 +16,7 @@ from catalog.reconstruction import ReconstructionParams
 from engine.collection.probe import Probe
 from engine.factors.clip_eigenvalues import PLACEMENTS, Placement, placement_bytes
 from engine.factors.clipping_check import checking_bytes
-from engine.factors.low_rank import gram_bytes
-from engine.factors.softmax_bytes import capacitance_bytes
+from engine.factors.representation_bytes import capacitance_bytes, gram_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.budget import MemoryBudget

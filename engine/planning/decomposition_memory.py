@@ -11,7 +11,7 @@ import torch
 
 from engine.collection.probe import Probe
 from engine.factors.representation import Foreseen, Representation
-from engine.factors.softmax_bytes import dense_head_bytes, iteration_bytes
+from engine.factors.representation_bytes import dense_head_bytes, iteration_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import basis_bytes, rungs

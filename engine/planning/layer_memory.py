@@ -7,7 +7,7 @@ import torch
 from catalog.collection import Collection
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.collection.probe import Probe, sides_of
-from engine.factors.low_rank import basis_bytes, gram_bytes
+from engine.factors.representation_bytes import basis_bytes, gram_bytes
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.memory.plan import Source, Stage, Term

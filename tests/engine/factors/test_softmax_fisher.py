@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.factors.low_rank import scaled_rows
-from engine.factors.softmax_bytes import capacitance_bytes, softmax_head_bytes
+from engine.factors.representation_bytes import capacitance_bytes, softmax_head_bytes
 from engine.factors.softmax_fisher import SoftmaxFisher
 
 T, V = 9, 31

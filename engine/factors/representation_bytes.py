@@ -1,0 +1,111 @@
+"""Bytes of each representation of G that is not dense, and of what is asked of it."""
+
+NUMBERS_AT_ONCE = 2**21
+"""Numbers of the widened rows that are held at once: 16 MiB in float64."""
+
+
+def low_rank_bytes(rows: int, size: int, item: int) -> int:
+    """Return the bytes of rows with their scales.
+
+    Args:
+        rows: T.
+        size: n, numbers of a row.
+        item: Bytes of a number.
+
+    Returns:
+        Bytes for one group.
+    """
+    return rows * (size * item + 8)
+
+
+def gram_bytes(rows: int, size: int) -> int:
+    """Return the bytes of the Gram matrix (T, T), of its decomposition, and of a few widened chunks.
+
+    Args:
+        rows: T.
+        size: n, numbers of a row.
+
+    Returns:
+        Bytes in float64.
+    """
+    return 4 * rows * rows * 8 + 3 * 8 * min(NUMBERS_AT_ONCE, rows * size)
+
+
+def basis_bytes(rows: int, size: int) -> int:
+    """Return the bytes of the eigenvectors, in float64.
+
+    Args:
+        rows: T.
+        size: n, numbers of a row.
+
+    Returns:
+        8 n · min(T, n) bytes.
+    """
+    return min(rows, size) * size * 8
+
+
+def diagonal_sketch_bytes(size: int, rank: int, item: int) -> int:
+    """Return the bytes of both diagonals, and of a sketch with room for as many rows again.
+
+    Args:
+        size: n, numbers of a row.
+        rank: ℓ, rows of the sketch; 0 keeps the diagonals alone.
+        item: Bytes of a number of the sketch.
+
+    Returns:
+        Bytes for one group.
+    """
+    return 8 * 2 * size + 2 * rank * (size * item + 8)
+
+
+def softmax_head_bytes(positions: int, classes: int, item: int, *, tied: bool = False) -> int:
+    """Return the bytes of rows of probabilities, their weights, and a tied head's excess.
+
+    Args:
+        positions: T, loss terms.
+        classes: V.
+        item: Bytes of a stored probability.
+        tied: Whether the head shares its weight with a table.
+
+    Returns:
+        Bytes where the rows are.
+    """
+    return positions * (classes * item + 8) + (8 * classes if tied else 0)
+
+
+def dense_head_bytes(classes: int) -> int:
+    """Return the bytes of the dense matrix in float64, and of the solver's copy.
+
+    Args:
+        classes: V, rows of the matrix.
+
+    Returns:
+        16 V² bytes.
+    """
+    return 2 * 8 * classes * classes
+
+
+def capacitance_bytes(positions: int, classes: int) -> int:
+    """Return the bytes of one solve or determinant: two T×T matrices, vectors of V, widened columns.
+
+    Args:
+        positions: T, loss terms.
+        classes: V.
+
+    Returns:
+        Bytes in float64.
+    """
+    return 8 * (2 * positions * positions + 6 * classes + 3 * NUMBERS_AT_ONCE)
+
+
+def iteration_bytes(size: int, vectors: int) -> int:
+    """Return the bytes of Lanczos vectors in float64, and of the bounds of a counted spectrum.
+
+    Args:
+        size: n, numbers of a vector.
+        vectors: Vectors of the basis.
+
+    Returns:
+        8 n (vectors + 8) bytes.
+    """
+    return 8 * size * (vectors + 8)
