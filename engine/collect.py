@@ -16,8 +16,8 @@ from torch import nn
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState
-from engine.collection.ekfac_passes import corrected
-from engine.collection.first_check import DRAWN, Verification, explained
+from engine.collection.ekfac_passes import correct_eigenvalues
+from engine.collection.first_check import DRAWN, Verification, explain
 from engine.collection.normalise import flaw, foreseen_flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
@@ -135,7 +135,7 @@ def _corrections(job: PassJob, sums: CollectionState, plan: Plan) -> Mapping[str
     if not job.collection.ekfac:
         return {}
     with job.workspace.machine.operation("correction", "correction"):
-        return corrected(job, sums, plan.chosen.corrections)
+        return correct_eigenvalues(job, sums, plan.chosen.corrections)
 
 
 def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
@@ -224,7 +224,7 @@ def _finished(
             covered.append(found)
         else:
             declared.append(_not_covered(job, layer, reason))
-    declared = [explained(row, job.self_check) for row in declared]
+    declared = [explain(row, job.self_check) for row in declared]
     if not covered:
         reasons = ", ".join(sorted({layer.reason for layer in declared}))
         raise NothingToAnalyse(

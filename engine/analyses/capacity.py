@@ -8,15 +8,15 @@ from catalog.analysis import LayerResult
 from catalog.capacity import CapacityParams, CapacitySummary
 from catalog.capacity_metrics import CapacityMetrics
 from engine.analyses.coverage_summary import coverage
-from engine.analyses.metrics.exact_ggn_check import cross_checked
+from engine.analyses.metrics.exact_ggn_check import cross_check
 from engine.analyses.metrics.layer_metrics import layer_metrics, sides_of
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
-from engine.analyses.metrics.sample_convergence import Followed, followed, model_convergence, summed
+from engine.analyses.metrics.sample_convergence import Followed, follow_layer, model_convergence, sum_layers
 from engine.analyses.metrics.token_importance import require_head, token_importance
 from engine.collect import collect_or_read
 from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import measured_layers
-from engine.measurement.layer_results import covered_result, declared_results
+from engine.measurement.layer_measurement import measure_layers
+from engine.measurement.layer_results import covered_result, uncovered_results
 from engine.measurement.representation_record import branch_counts
 from engine.workspace import Workspace
 
@@ -37,17 +37,17 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     """
     require_head(params.token_importance, workspace)
     whole = collect_or_read(workspace)
-    exact = cross_checked(params, workspace, whole)
+    exact = cross_check(params, workspace, whole)
     total = len(whole.layers)
     found: dict[int, tuple[ModelLayer, CapacityMetrics]] = {}
     over_sizes: dict[int, Followed] = {}
     identity: dict[int, str] = {}
     decompositions = 0
-    for done, layer in enumerate(measured_layers(workspace), start=1):
+    for done, layer in enumerate(measure_layers(workspace), start=1):
         with workspace.machine.operation(f"capacity of layer {layer.facts.ordinal}", "capacity"):
             sides = sides_of(layer, whole, params, workspace.machine.device)
             metrics = layer_metrics(layer, sides, params)
-            over = followed(layer, whole, sides, metrics, params, workspace.machine.device)
+            over = follow_layer(layer, whole, sides, metrics, params, workspace.machine.device)
         if over is not None:
             over_sizes[layer.facts.ordinal] = over
             metrics = dataclasses.replace(metrics, convergence=over.convergence)
@@ -62,7 +62,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         if ("capacity", layer.facts.ordinal) not in workspace.resume.completed:
             yield covered_result("capacity", layer, metrics)
         workspace.ports.report("capacity", done, total, "layers")
-    yield from declared_results("capacity", workspace)
+    yield from uncovered_results("capacity", workspace)
     workspace.ports.raise_if_cancelled()
     # in the model's order, whatever the order of measuring: sums round the same
     rows = [found[facts.ordinal][1] for facts in whole.layers]
@@ -100,7 +100,7 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
 
 
 def _sum(metric: str, rows: Sequence[CapacityMetrics], curved: Sequence[bool]) -> float | None:
-    return summed([getattr(row, metric) for row in rows], curved)
+    return sum_layers([getattr(row, metric) for row in rows], curved)
 
 
 def _not_converged(rows: Sequence[CapacityMetrics]) -> dict[str, int] | None:

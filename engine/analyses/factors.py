@@ -8,8 +8,8 @@ from engine.analyses.coverage_summary import coverage
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import Measured, measured_layers
-from engine.measurement.layer_results import covered_result, declared_results
+from engine.measurement.layer_measurement import Measured, measure_layers
+from engine.measurement.layer_results import covered_result, uncovered_results
 from engine.measurement.representation_record import branch_counts
 from engine.measurement.subsample_spectra import nested_traces
 from engine.workspace import Workspace
@@ -33,12 +33,12 @@ def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult
     whole = collect_or_read(workspace)
     total = len(whole.layers)
     layers = []
-    for done, layer in enumerate(measured_layers(workspace), start=1):
+    for done, layer in enumerate(measure_layers(workspace), start=1):
         layers.append(layer)
         if ("factors", layer.facts.ordinal) not in workspace.resume.completed:
             yield covered_result("factors", layer, _metrics(layer, whole))
         workspace.ports.report("factors", done, total, "layers")
-    yield from declared_results("factors", workspace)
+    yield from uncovered_results("factors", workspace)
     summary = FactorsSummary(
         coverage=coverage(whole),
         layers=total,

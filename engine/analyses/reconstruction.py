@@ -28,11 +28,11 @@ from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured
 from engine.linalg.panels import wide_product
-from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuilt
-from engine.measurement.clip_head import clipped_structured
+from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuild
+from engine.measurement.clip_head import clip_structured
 from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import Measured, measured_layers
-from engine.measurement.layer_results import covered_result, declared_results
+from engine.measurement.layer_measurement import Measured, measure_layers
+from engine.measurement.layer_results import covered_result, uncovered_results
 from engine.measurement.representation_record import branch_counts
 from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import Workspace
@@ -100,7 +100,7 @@ def reconstruct(
             yield row if facts.module != GIVEN_MATRIX else replace(row, record=record_without_collection(row.record))
         workspace.ports.report(KIND, done, len(run.whole.layers), "layers")
     _write_indices(run)
-    yield from declared_results(KIND, workspace)
+    yield from uncovered_results(KIND, workspace)
     return finite_summary(_summary(run), workspace.ports.log)
 
 
@@ -108,7 +108,7 @@ def _holders_first(workspace: Workspace, whole: FactorSet) -> Iterator[Measured]
     """Layers in the order they are measured, but one whose A another holds waits for that one."""
     held: set[int] = set()
     waiting: dict[int, list[Measured]] = {}
-    for layer in measured_layers(workspace):
+    for layer in measure_layers(workspace):
         holder = layer.facts.shared_A_with
         if holder is not None and holder not in held:
             waiting.setdefault(holder, []).append(layer)
@@ -161,7 +161,7 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
     spectrum = layer.spectrum_A if side == "A" else layer.spectrum_G
     name = layer.facts.name
     if isinstance(factor, Structured):
-        return clipped_structured(layer, factor, run.kappa_max)
+        return clip_structured(layer, factor, run.kappa_max)
     wide = _basis_dtype(factor.dtype)
     if spectrum is None:
         return not_stabilised(factor.shape[0], "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
@@ -177,7 +177,7 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
         return _of_given(run, replace(decomposed, scale=1.0), vectors)
     if run.params.route == "eigenbasis":
         return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
-    return rebuilt(run.workspace, decomposed, run.kappa_max, run.params.placement)
+    return rebuild(run.workspace, decomposed, run.kappa_max, run.params.placement)
 
 
 def _of_given(run: _Run, decomposed: DecomposedFactor, vectors: Tensor) -> Made:
@@ -205,7 +205,7 @@ def _of_given(run: _Run, decomposed: DecomposedFactor, vectors: Tensor) -> Made:
     if run.params.route == "eigenbasis":
         made = in_eigenbasis(values, vectors, run.kappa_max, _basis_dtype(factor.dtype), kind="matrix")
     else:
-        made = rebuilt(run.workspace, replace(decomposed, values=values), run.kappa_max, run.params.placement)
+        made = rebuild(run.workspace, replace(decomposed, values=values), run.kappa_max, run.params.placement)
     return replace(made, side=replace(made.side, smallest=float(values[0])))
 
 

@@ -14,7 +14,7 @@ from engine.accumulation.loss_head import LossHead
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.checkpoints import Checkpoints, Resumed
 from engine.collection.collection_state import CollectionState, Cursor
-from engine.collection.nan_check import witnessed
+from engine.collection.nan_check import locate_nan
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.subsamples import keep_size
@@ -117,12 +117,12 @@ def run_pass(
             each.layer.name for each in all_statistics if each.positions and not each.gradients
         }
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
-    with witnessed(job.model, job.task) as witness, collector.attached(), torch.enable_grad():
-        witness.read = cursor.read
+    with locate_nan(job.model, job.task) as current, collector.attached(), torch.enable_grad():
+        current.read = cursor.read
         for arrived in stream:
             workspace.ports.raise_if_cancelled()
             batch = job.moved(arrived)
-            witness.look_at(batch, cursor.batches)
+            current.begin(batch, cursor.batches)
             if cursor.batches % collection.update_freq == 0:
                 if collection.ema_decay is not None and cursor.updates:
                     for statistics in all_statistics:
@@ -130,7 +130,7 @@ def run_pass(
                 cursor.terms += _varied(job, batch, collector)
                 _check(job, arrived, cursor.batches, collector)
                 cursor.note(collector.scale)
-                witness.require_finite(all_statistics)
+                current.require_finite(all_statistics)
                 cursor.examples += batch.size
                 cursor.updates += 1
             before = cursor.read

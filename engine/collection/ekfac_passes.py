@@ -60,7 +60,7 @@ class _Waiting:
         )
 
 
-def corrected(job: PassJob, state: CollectionState, parts: Sequence[Sequence[str]]) -> dict[str, Load]:
+def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Sequence[str]]) -> dict[str, Load]:
     """Re-estimate the eigenvalues of every covered layer in the eigenbases of its factors.
 
     Args:

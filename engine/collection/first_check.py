@@ -201,7 +201,7 @@ def subject_of(job: PassJob) -> Subject:
     )
 
 
-def explained(row: DeclaredLayer, self_check: SelfCheck | None) -> DeclaredLayer:
+def explain(row: DeclaredLayer, self_check: SelfCheck | None) -> DeclaredLayer:
     """Correct the reason of a layer that is not covered by the gradient that plain autograd measured.
 
     Args:

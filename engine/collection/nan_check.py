@@ -24,7 +24,7 @@ _SLICES = 8
 
 
 @dataclass
-class Witness:
+class CurrentBatch:
     """The batch that is passing through."""
 
     batch: Batch | None = None
@@ -33,7 +33,7 @@ class Witness:
     read: int = 0
     """Examples before it."""
 
-    def look_at(self, batch: Batch, number: int) -> None:
+    def begin(self, batch: Batch, number: int) -> None:
         """Take note of the next batch.
 
         Args:
@@ -88,7 +88,7 @@ class Witness:
 
 
 @contextlib.contextmanager
-def witnessed(model: nn.Module, task: Task) -> Iterator[Witness]:
+def locate_nan(model: nn.Module, task: Task) -> Iterator[CurrentBatch]:
     """Complete the error of outputs that are not finite, by the module that first put out such numbers.
 
     Args:
@@ -96,16 +96,16 @@ def witnessed(model: nn.Module, task: Task) -> Iterator[Witness]:
         task: The task that its outputs are for.
 
     Returns:
-        A context whose witness is shown each batch before it goes through the model.
+        A context that is shown each batch before it goes through the model.
 
     Raises:
         NonFiniteLoss: Where the block raises it; the message names batch and module.
     """
-    witness = Witness()
+    current = CurrentBatch()
     try:
-        yield witness
+        yield current
     except NonFiniteLoss as error:
-        found = None if witness.batch is None else _first_sign(model, task, witness)
+        found = None if current.batch is None else _first_sign(model, task, current)
         raise (found or error) from error
 
 
@@ -137,15 +137,15 @@ class _Sign:
     """NaN or infinite numbers in what it was given."""
 
 
-def _first_sign(model: nn.Module, task: Task, witness: Witness) -> NonFiniteLoss | None:
-    """The error that says where the outputs of the witness's batch go wrong; None where it cannot be told."""
-    batch = witness.batch
+def _first_sign(model: nn.Module, task: Task, current: CurrentBatch) -> NonFiniteLoss | None:
+    """The error that says where the outputs of the current batch go wrong; None where it cannot be told."""
+    batch = current.batch
     if batch is None:
         return None
     stop = 0
     for part in batch.slices(max(2, -(-batch.size // _SLICES))):
         start, stop = stop, stop + part.size
-        place = witness.place(start, stop)
+        place = current.place(start, stop)
         given = _bad(part.inputs)
         # a mask of nothing but minus infinities is no fault
         if given > sum(int((tensor == -torch.inf).sum()) for tensor in tensors(part.inputs)):

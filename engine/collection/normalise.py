@@ -33,7 +33,7 @@ StoredSide = tuple[Tensor | Structured, float]
 """The same of a G, or what stands for it."""
 
 
-def keep(
+def keep_factors(
     workspace: Workspace,
     dtype: torch.dtype,
     state: CollectionState,
@@ -61,7 +61,7 @@ def keep(
         if flaw(found, workspace.options.collection) is not None:
             continue
         leader = found.leader.layer.name if found.leader is not None else ""
-        for factors in finished(found, workspace.options.collection, dtype, shared):
+        for factors in finish_layer(found, workspace.options.collection, dtype, shared):
             part = factors.layer
             if aside and workspace.ports.scratch is not None:
                 waiting = lay_aside(workspace.ports.scratch, factors, str(places[part]), state.waiting.get(leader))
@@ -77,7 +77,7 @@ def keep(
         give_back_host_memory()
 
 
-def finished(
+def finish_layer(
     found: LayerStatistics, collection: Collection, dtype: torch.dtype, shared: dict[str, list[Stored]]
 ) -> Iterator[Factors]:
     """Yield the factors of one layer, or of each of its groups; its sums are normalised in place and freed.

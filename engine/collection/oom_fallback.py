@@ -11,7 +11,7 @@ from dataclasses import replace
 from engine.memory.plan import Chosen
 
 
-def lower(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *, aside: bool) -> Chosen | None:
+def next_fallback(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *, aside: bool) -> Chosen | None:
     """Choose the next fallback.
 
     Args:
@@ -36,7 +36,7 @@ def lower(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *,
     return replace(chosen, parts=(*chosen.parts[:number], *halves, *chosen.parts[number + 1 :]))
 
 
-def described(chosen: Chosen) -> str:
+def describe(chosen: Chosen) -> str:
     """Describe a choice by its slices and passes.
 
     Args:

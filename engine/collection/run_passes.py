@@ -13,8 +13,8 @@ from engine.accumulation.input_arrival import UnusedCalls
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import run_pass, statistics_kind
-from engine.collection.normalise import keep
-from engine.collection.oom_fallback import described, lower
+from engine.collection.normalise import keep_factors
+from engine.collection.oom_fallback import describe, next_fallback
 from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.probe import ProbedModel
 from engine.collection.statistics_state import set_counts
@@ -127,7 +127,7 @@ def _attempted(
         what="the collection",
         layer=None,
         stage="collection",
-        rung=described(state.chosen),
+        rung=describe(state.chosen),
         foreseen_device_bytes=0 if guard.plan is None else guard.plan.stage_bytes("device", "collection"),
         foreseen_host_bytes=0 if guard.plan is None else guard.plan.stage_bytes("host", "collection"),
         free_device_bytes=free[0],
@@ -147,10 +147,10 @@ def _lower(job: PassJob, state: CollectionState, number: int, missed: PlanningEr
     workspace = job.workspace
     whole = min(job.collection.batch_size, workspace.inputs.examples or job.collection.batch_size)
     aside = workspace.ports.scratch is not None
-    chosen = lower(state.chosen, number, whole, state.shared, aside=aside)
+    chosen = next_fallback(state.chosen, number, whole, state.shared, aside=aside)
     if chosen is None:
         raise workspace.machine.guard.exhausted(missed, "take a smaller model, or measure it where more memory is free")
-    workspace.ports.log("warning", f"the collection goes on with {described(chosen)} in place of {missed.rung}")
+    workspace.ports.log("warning", f"the collection goes on with {describe(chosen)} in place of {missed.rung}")
     workspace.machine.guard.replan(chosen)
     return chosen
 
@@ -194,7 +194,7 @@ def _pass(
         each.end_pass_()
     state.statistics |= {each.layer.name: each for each in statistics}
     with job.workspace.machine.operation(f"factors of pass {number + 1}", "collection"):
-        keep(job.workspace, job.dtype, state, statistics, aside=several)
+        keep_factors(job.workspace, job.dtype, state, statistics, aside=several)
     if several and job.workspace.saves_checkpoints:
         # what waits on the disk is never collected again
         after = Cursor(number=number + 1, examples=state.examples, updates=state.updates)

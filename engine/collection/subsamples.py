@@ -18,7 +18,7 @@ from torch import Tensor
 from catalog.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState, Snapshot
-from engine.collection.normalise import Stored, finished
+from engine.collection.normalise import Stored, finish_layer
 from engine.factors.factor_set import LayerFacts, NestedSize
 from engine.factors.spilled_factors import lay_aside
 from engine.model.batches import make_batches
@@ -172,7 +172,7 @@ def keep_size(
             leader = found.leader
             if leader is not None and holder not in shared:
                 leader = _copied(leader, None)
-            for part, factors in enumerate(finished(_copied(found, leader), collection, dtype, shared)):
+            for part, factors in enumerate(finish_layer(_copied(found, leader), collection, dtype, shared)):
                 stem = f"nested/{snapshot.eighths}/{first + place}.{part}"
                 own = None if found.leader is None else snapshot.waiting.get(holder)
                 snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, own)

@@ -177,8 +177,8 @@ class BatchCheck:
         example = self.examples[0]
         inside = narrowest_dtype(self.subject, self.batch)
         tolerance = max(tolerance, TOLERANCES.get(inside, NARROW_TOLERANCE))
-        copies = picked(self.batch, [example] * self.batch.size)
-        alone = replace(self, batch=picked(self.batch, [example]), examples=[0])
+        copies = pick_examples(self.batch, [example] * self.batch.size)
+        alone = replace(self, batch=pick_examples(self.batch, [example]), examples=[0])
         errors = {layer.name: Errors() for layer in suspects}
         try:
             many = record(self.subject, suspects, copies, self.seed)
@@ -253,7 +253,7 @@ class BatchCheck:
         unseen: set[str],
     ) -> bool:
         """Hold one example's rows against the example alone; whether its outputs depend on the others."""
-        batch = picked(self.batch, [example])
+        batch = pick_examples(self.batch, [example])
         cotangent = None if together.cotangent is None else _own(together.cotangent, example, self.batch.size)
         one = record(subject, layers, batch, self.seed, cotangent)
         own = _own(together.outputs, example, self.batch.size)
@@ -287,7 +287,7 @@ class BatchCheck:
             other = example if count == 2 else (example + 1) % count
             places = [example if place == example else other for place in range(count)]
             try:
-                beside = record(subject, layers, picked(self.batch, places), self.seed, together.cotangent)
+                beside = record(subject, layers, pick_examples(self.batch, places), self.seed, together.cotangent)
             except EngineError:
                 return mixes
             own, theirs = (_own(each.outputs, example, count) for each in (together, beside))
@@ -338,7 +338,7 @@ def _own(tensor: Tensor, example: int, examples: int) -> Tensor:
     return tensor[example : example + 1] if tensor.shape[0] == examples else tensor
 
 
-def picked(batch: Batch, places: Sequence[int]) -> Batch:
+def pick_examples(batch: Batch, places: Sequence[int]) -> Batch:
     """Pick examples of a batch.
 
     Args:

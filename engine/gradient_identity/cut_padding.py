@@ -9,7 +9,7 @@ example of the first batch is cut, and its rows are held against plain autograd 
 from collections.abc import Sequence
 
 from engine.errors import EngineError
-from engine.gradient_identity.check import picked
+from engine.gradient_identity.check import pick_examples
 from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.gradients import LayerRows
@@ -39,7 +39,7 @@ def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], ba
         return True
     *_, shortest = group_by_length(batch, subject.task)
     place = int((batch.index == shortest.index[-1]).nonzero()[0, 0])
-    whole = picked(batch, [place])
+    whole = pick_examples(batch, [place])
     cut = next(group_by_length(whole, subject.task))
     if cut.mask is None or cut.mask.shape == batch.mask[:1].shape:
         return True

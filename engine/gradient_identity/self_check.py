@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from engine.gradient_identity.check import BatchCheck, Checked, LayerCheck, picked
+from engine.gradient_identity.check import BatchCheck, Checked, LayerCheck, pick_examples
 from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.cut_padding import padding_has_no_gradient
 from engine.gradient_identity.schedule import FIRST_EXAMPLES, LATER_EXAMPLES
@@ -62,7 +62,7 @@ class SelfCheck:
         Raises:
             EngineError: If the model refuses the batch.
         """
-        some = picked(batch, different_examples(batch, count))
+        some = pick_examples(batch, different_examples(batch, count))
         found = self._check(layers, some, range(some.size), repeats=True, others=others)
         self.drawing |= found.draws
         self.unseen |= found.unseen
@@ -118,7 +118,7 @@ class SelfCheck:
             return []
         first = number % batch.size
         places = [first, *(place for place in range(batch.size) if place != first)][:LATER_EXAMPLES]
-        found = self._check(layers, picked(batch, places), [0], repeats=False, others={})
+        found = self._check(layers, pick_examples(batch, places), [0], repeats=False, others={})
         for name, check in found.layers.items():
             self.layers[name] = _worse(self.layers.get(name), check)
         return [name for name, check in found.layers.items() if check.failed]

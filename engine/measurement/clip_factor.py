@@ -58,7 +58,7 @@ class _Outcome:
     rungs: tuple[str, ...] = ()
 
 
-def rebuilt(
+def rebuild(
     workspace: Workspace,
     decomposed: DecomposedFactor,
     kappa_max: float,

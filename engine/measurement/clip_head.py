@@ -11,7 +11,7 @@ from engine.measurement.clip_factor import Made, in_eigenbasis, not_stabilised
 from engine.measurement.layer_measurement import Measured
 
 
-def clipped_structured(layer: Measured, side: Structured, kappa_max: float) -> Made:
+def clip_structured(layer: Measured, side: Structured, kappa_max: float) -> Made:
     """Clip the G of ``layer`` at ``λ_max / kappa_max`` without making it dense.
 
     Args:

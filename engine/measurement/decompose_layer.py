@@ -62,7 +62,7 @@ class Side:
         return self.trace if self.frobenius is None else self.frobenius
 
 
-def measured_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
+def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
     """Compute digest, norms and spectrum of one factor.
 
     Args:

@@ -13,7 +13,7 @@ Record = TypeVar("Record")
 _PLAIN = (int, float, str, type(None))
 
 
-def nullified(record: Record) -> tuple[Record, tuple[str, ...]]:
+def nullify(record: Record) -> tuple[Record, tuple[str, ...]]:
     """Replace NaN and infinities by null.
 
     Args:
@@ -31,7 +31,7 @@ def reason(names: tuple[str, ...]) -> str:
     """Describe the fields that were replaced.
 
     Args:
-        names: Dotted names of fields, as ``nullified`` returns them.
+        names: Dotted names of fields, as ``nullify`` returns them.
 
     Returns:
         A sentence that lists them; the empty string where there are none.
@@ -50,7 +50,7 @@ def finite_summary(summary: Record, log: Callable[[str, str], None]) -> Record:
     Returns:
         A copy, of numbers that JSON can hold.
     """
-    finite, names = nullified(summary)
+    finite, names = nullify(summary)
     if names:
         log("warning", f"summary: {reason(names)}")
     return finite

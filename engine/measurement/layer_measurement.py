@@ -27,11 +27,11 @@ from engine.measurement.decompose_layer import (
     keep_spectra,
     least_precise,
     load_basis,
-    measured_side,
+    measure_side,
     refused_rungs,
 )
-from engine.measurement.prefetch import Arrived, streamed
-from engine.measurement.representation_record import branch, factorised, row_facts, with_factorisation
+from engine.measurement.prefetch import Arrived, stream_factors
+from engine.measurement.representation_record import branch, factorise_rows, row_facts, with_factorisation
 from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
 from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import FactorCache, Workspace
@@ -79,7 +79,7 @@ class _SharedSides(dict[int, Side]):
     """Measured sides A that several layers share, by the ordinal of the first."""
 
 
-def measured_layers(workspace: Workspace) -> Iterator[Measured]:
+def measure_layers(workspace: Workspace) -> Iterator[Measured]:
     """Measure every covered layer, the largest first; later analyses of the job get the same records.
 
     Args:
@@ -99,7 +99,7 @@ def measured_layers(workspace: Workspace) -> Iterator[Measured]:
     )
     cache = _cache(workspace, factors)
     order = sorted(factors.layers, key=_by_size)
-    arriving = streamed(
+    arriving = stream_factors(
         [facts for facts in order if facts.ordinal not in known],
         factors.load,
         device=workspace.machine.device,
@@ -158,11 +158,11 @@ def _measure(
     if cache is not None:
         write_factors(cache.shelf(), facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)
-    side_g = measured_side(workspace, facts, arrived, "G")
+    side_g = measure_side(workspace, facts, arrived, "G")
     shared_a = workspace.results.of(_SharedSides)
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     if leader not in shared_a:
-        shared_a[leader] = measured_side(workspace, facts, arrived, "A")
+        shared_a[leader] = measure_side(workspace, facts, arrived, "A")
     side_a = shared_a[leader]
     spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
     if "spectra" in workspace.options.keep:
@@ -181,7 +181,7 @@ def _measure(
     counted = side_g.counted
     clipped_a = Clipping.at(spectrum_a, kappa_max)
     clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max)
-    taken = factorised(workspace, factors, damped.G)
+    taken = factorise_rows(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
     after = held_bytes(workspace.machine.device)
     complete = MeasuredSize(

@@ -9,7 +9,7 @@ from catalog.layer_record import LayerRecord
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.layers.coverage import DeclaredLayer
-from engine.measurement.finite_numbers import nullified, reason
+from engine.measurement.finite_numbers import nullify, reason
 from engine.measurement.layer_measurement import Measured, held_bytes, observe
 from engine.workspace import Workspace
 
@@ -26,8 +26,8 @@ def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
         The row; what is not finite is null, and the record's ``why`` names those numbers.
     """
     facts = layer.facts
-    metrics, of_metrics = nullified(metrics)
-    record, of_record = nullified(layer.record)
+    metrics, of_metrics = nullify(metrics)
+    record, of_record = nullify(layer.record)
     if of_metrics or of_record:
         record = replace(record, why="; ".join(filter(None, (record.why, reason((*of_metrics, *of_record))))))
     return LayerResult(
@@ -45,7 +45,7 @@ def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
     )
 
 
-def declared_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
+def uncovered_results(kind: str, workspace: Workspace) -> Iterator[LayerResult]:
     """Make the rows of the layers that are not covered, after those of the covered ones.
 
     Args:

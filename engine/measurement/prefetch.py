@@ -71,7 +71,7 @@ def ahead_bytes(in_dim: int, out_dim: int, item: int) -> int:
     return item * (in_dim**2 + out_dim**2 + max(in_dim, out_dim) ** 2 // 2)
 
 
-def streamed(
+def stream_factors(
     layers: Sequence[LayerFacts],
     load: Callable[[int], Factors],
     *,

@@ -78,7 +78,7 @@ def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
     }
 
 
-def factorised(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
+def factorise_rows(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
     """Factorise the damped Gram matrix of a layer's gradient rows.
 
     Args:

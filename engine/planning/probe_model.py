@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.accumulation.loss_head import head_of
-from engine.collection.nan_check import witnessed
+from engine.collection.nan_check import locate_nan
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.errors import EngineError
@@ -61,8 +61,8 @@ def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
         The job with its tables, masks and row orders, and the calls of every layer.
     """
     batch = next(job.batches())
-    with witnessed(job.model, job.task) as witness:
-        witness.look_at(batch, 0)
+    with locate_nan(job.model, job.task) as current:
+        current.begin(batch, 0)
         times = 1 if job.collection.batch_size == 1 else _DRY_EXAMPLES[0]
         settle_casts(job.model, partial(predict, job.model, _repeated(batch, times), job.task))
         if job.collection.batch_size == 1:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.linalg import eigensolvers
 from engine.linalg.eigendecomposition import decompose, rungs
-from engine.measurement.layer_measurement import measured_layers
+from engine.measurement.layer_measurement import measure_layers
 from tests.gpu.test_collection_on_cuda import on
 
 pytestmark = [
@@ -71,7 +71,7 @@ def test_the_device_holds_no_more_than_the_rung_says(need: eigensolvers.Need) ->
 
 def test_streamed_layers_are_the_same_as_those_of_the_host() -> None:
     here, there = on("cuda", fisher="empirical"), on("cpu", fisher="empirical")
-    for left, right in zip(measured_layers(here), measured_layers(there), strict=True):
+    for left, right in zip(measure_layers(here), measure_layers(there), strict=True):
         assert left.facts.name == right.facts.name
         assert left.spectrum_G is not None
         assert right.spectrum_G is not None

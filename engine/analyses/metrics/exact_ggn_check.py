@@ -99,7 +99,7 @@ class CrossChecked:
         return _record(totals, self.whole, math.fsum(layer.kronecker_trace for layer in known), largest)
 
 
-def cross_checked(params: CapacityParams, workspace: Workspace, whole: FactorSet) -> CrossChecked | None:
+def cross_check(params: CapacityParams, workspace: Workspace, whole: FactorSet) -> CrossChecked | None:
     """Measure traces and largest eigenvalues of the exact Gauss-Newton matrix, where the job asks for it.
 
     Args:

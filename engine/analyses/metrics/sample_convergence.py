@@ -61,7 +61,7 @@ class Followed:
     convergence: tuple[Convergence, ...]
 
 
-def followed(
+def follow_layer(
     layer: Measured,
     whole: FactorSet,
     sides: Sides,
@@ -157,7 +157,7 @@ def model_convergence(
         for name in SUMMED:
             if name in params.selected:
                 curved = [each.layers[-1].sides.trace > 0 for each in layers]
-                found[name] = summed([each.values[place][name] for each in layers], curved)
+                found[name] = sum_layers([each.values[place][name] for each in layers], curved)
         if names:
             alone = replace(params, metrics=names)
             model = whole if last else model_metrics([each.layers[place] for each in layers], alone)
@@ -166,7 +166,7 @@ def model_convergence(
     return _heading(examples, values, sum(each.layers[-1].sides.dimension for each in layers), {})
 
 
-def summed(values: Sequence[float | None], curved: Sequence[bool]) -> float | None:
+def sum_layers(values: Sequence[float | None], curved: Sequence[bool]) -> float | None:
     """Sum one metric over all layers.
 
     Args:

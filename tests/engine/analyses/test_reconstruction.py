@@ -250,9 +250,9 @@ def test_rows_of_an_earlier_attempt_are_not_made_again(monkeypatch: pytest.Monke
     done = {row.ordinal for row in rows.values() if row.layer in ("left", "table")}
     second.resume.completed = frozenset(("reconstruction", ordinal) for ordinal in done)
     made: list[str] = []
-    real = clip_factor.rebuilt
+    real = clip_factor.rebuild
     monkeypatch.setattr(
-        "engine.analyses.reconstruction.rebuilt",
+        "engine.analyses.reconstruction.rebuild",
         lambda *arguments: made.append(arguments[1].layer) or real(*arguments),
     )
     again, whole = run(second)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.collection.nan_check import Witness
+from engine.collection.nan_check import CurrentBatch
 from engine.errors import NonFiniteFactor, NonFiniteLoss
 from engine.factors.factor_set import FactorSet
 from tests.oracles import collect
@@ -138,15 +138,15 @@ def test_looking_at_finite_sums_moves_no_number_to_the_host_but_one(monkeypatch:
         return original(self)
 
     counts = []
-    require = Witness.require_finite
+    require = CurrentBatch.require_finite
 
-    def watched(self: Witness, statistics: object) -> None:
+    def watched(self: CurrentBatch, statistics: object) -> None:
         before = len(looks)
         require(self, statistics)  # type: ignore[arg-type]
         counts.append(len(looks) - before)
 
     monkeypatch.setattr(Tensor, "__bool__", counted)
-    monkeypatch.setattr(Witness, "require_finite", watched)
+    monkeypatch.setattr(CurrentBatch, "require_finite", watched)
     x, y = data()
     measured(Net(), x, y)
     assert counts == [1] * 5

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from catalog.memory import Memory
 from engine.collect import collect_or_read
 from engine.collection import ekfac_passes, run_passes
-from engine.collection.oom_fallback import lower
+from engine.collection.oom_fallback import next_fallback
 from engine.errors import OutOfMemory
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest
@@ -190,7 +190,7 @@ def test_a_correction_that_runs_out_begins_its_pass_anew(monkeypatch: pytest.Mon
 
 def test_layers_of_one_factor_stay_in_one_pass() -> None:
     chosen = Chosen(parts=(("q", "k", "v", "o"),), micro_batch=1)
-    below = lower(chosen, 0, 8, {"k": "q", "v": "q"}, aside=True)
+    below = next_fallback(chosen, 0, 8, {"k": "q", "v": "q"}, aside=True)
     assert below == replace(chosen, parts=(("q", "k", "v"), ("o",)))
-    assert lower(replace(chosen, parts=(("q", "k"),)), 0, 8, {"k": "q"}, aside=True) is None
-    assert lower(chosen, 0, 8, {}, aside=False) is None
+    assert next_fallback(replace(chosen, parts=(("q", "k"),)), 0, 8, {"k": "q"}, aside=True) is None
+    assert next_fallback(chosen, 0, 8, {}, aside=False) is None

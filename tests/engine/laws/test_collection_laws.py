@@ -20,7 +20,7 @@ from engine.errors import (
     StopRequested,
     WrongShape,
 )
-from engine.measurement.layer_measurement import measured_layers
+from engine.measurement.layer_measurement import measure_layers
 from engine.memory.budget import MemoryBudget
 from tests.oracles import MemoryArtifacts, collect, relative_error, workspace
 
@@ -379,7 +379,7 @@ def test_rows_bound_the_rank_of_both_factors() -> None:
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.LayerNorm(30), nn.Linear(30, 3))
     x, y = torch.randn(5, 40), torch.randint(0, 3, (5,))
     space = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32")
-    layers = sorted(measured_layers(space), key=lambda layer: layer.facts.ordinal)
+    layers = sorted(measure_layers(space), key=lambda layer: layer.facts.ordinal)
     for layer in layers[:2]:
         assert int((layer.spectrum_G > 0).sum()) == 5
     assert [int((layer.spectrum_A > 0).sum()) for layer in layers] == [5, 1, 5]

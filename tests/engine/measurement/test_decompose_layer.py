@@ -21,8 +21,8 @@ from engine.factors.low_rank import LowRank
 from engine.linalg import eigensolvers
 from engine.linalg.eigendecomposition import rungs
 from engine.measurement import decompose_layer
-from engine.measurement.layer_measurement import measured_layers
-from engine.measurement.prefetch import ahead_bytes, streamed
+from engine.measurement.layer_measurement import measure_layers
+from engine.measurement.prefetch import ahead_bytes, stream_factors
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.workspace import Workspace
@@ -92,10 +92,10 @@ def test_bases_give_the_factors_back_and_are_made_once(
     list(measure_capacity(CapacityParams(), made))
     # A of the query is the key's too
     assert sorted(calls) == ["key", "last", "last", "query", "query", "table", "table"]
-    layers = list(measured_layers(made))
+    layers = list(measure_layers(made))
     list(collect_factors(None, made))
     assert len(calls) == 7
-    plain = {layer.facts.name: layer for layer in measured_layers(space(dtype=dtype))}
+    plain = {layer.facts.name: layer for layer in measure_layers(space(dtype=dtype))}
     tolerance = 1e-13 if dtype == "float64" else 3e-6
     for layer in layers:
         factors = collect_or_read(made).load(layer.facts.ordinal)
@@ -221,18 +221,18 @@ def test_values_are_laid_aside_where_it_is_worth_it(monkeypatch: pytest.MonkeyPa
     scratch = MemoryArtifacts()
     made = space()
     made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e6
-    list(measured_layers(made))
+    list(measure_layers(made))
     assert not any("bases" in name for name in scratch.tensors)
     monkeypatch.setattr(decompose_layer, "_WORTH_KEEPING", 6)
     again = space()
     again.ports.scratch, again.resume.checkpoint_seconds = scratch, 1e6
-    list(measured_layers(again))
+    list(measure_layers(again))
     assert any("values" in name for name in scratch.tensors)
     assert not any("vectors" in name for name in scratch.tensors)
     calls = solved(monkeypatch)
     third = space()
     third.ports.scratch, third.resume.checkpoint_seconds = scratch, 1e6
-    rows = {layer.facts.name: layer.record for layer in measured_layers(third)}
+    rows = {layer.facts.name: layer.record for layer in measure_layers(third)}
     assert sorted(calls) == ["key", "query"]  # their G has five rows
     assert rows["last"].rungs_A is not None
 
@@ -248,7 +248,7 @@ def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.Monkey
     for name in ("eigh", "eigvalsh"):
         monkeypatch.setattr(torch.linalg, name, never)
     monkeypatch.setattr(eigensolvers.lapack, "dpstrf", never)
-    layers = {layer.facts.name: layer for layer in measured_layers(made)}
+    layers = {layer.facts.name: layer for layer in measure_layers(made)}
     for name, layer in layers.items():
         record, full = layer.record, truth[name].record
         assert (layer.spectrum_A, layer.spectrum_G) == (None, None)
@@ -296,7 +296,7 @@ def test_the_next_layer_comes_in_meanwhile_where_there_is_room(room: int, ahead:
     facts = collect_or_read(space()).layers[1:]
     loads.clear()
     came.clear()
-    stream = streamed(facts, load_counted, device=torch.device("cpu"), guard=guard, need="values", resident=False)
+    stream = stream_factors(facts, load_counted, device=torch.device("cpu"), guard=guard, need="values", resident=False)
     first = next(stream)
     assert first.factors.layer == str(facts[0].ordinal)
     if ahead:
@@ -322,7 +322,9 @@ def test_the_next_layer_waits_for_room_beside_the_dense_factor_of_a_wide_head() 
             return False
 
     guard = Asked(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda *_: None)
-    stream = streamed(facts, lambda _: head, device=torch.device("cpu"), guard=guard, need="values", resident=False)
+    stream = stream_factors(
+        facts, lambda _: head, device=torch.device("cpu"), guard=guard, need="values", resident=False
+    )
     assert len(list(stream)) == 2
     assert asked == [needed + ahead_bytes(4, 3, 4)]
 
@@ -335,7 +337,9 @@ def test_a_layer_that_cannot_be_read_fails_in_its_turn() -> None:
             raise FileNotFoundError("gone")
         return load_counted(ordinal)
 
-    stream = streamed(facts, broken, device=torch.device("cpu"), guard=Guard.unlimited(), need="values", resident=False)
+    stream = stream_factors(
+        facts, broken, device=torch.device("cpu"), guard=Guard.unlimited(), need="values", resident=False
+    )
     assert next(stream).factors.layer == "0"
     with pytest.raises(FileNotFoundError, match="gone"):
         next(stream)
@@ -352,7 +356,7 @@ def test_a_job_goes_down_a_rung_where_memory_is_short_and_says_so() -> None:
         made.options.decomposition = "vectors"
         return made
 
-    truth = {layer.facts.name: layer for layer in measured_layers(wide())}
+    truth = {layer.facts.name: layer for layer in measure_layers(wide())}
     made = wide()
     costs = {rung.name: rung.host_bytes for rung in rungs(91, need="vectors", device=torch.device("cpu"))}
 
@@ -361,7 +365,7 @@ def test_a_job_goes_down_a_rung_where_memory_is_short_and_says_so() -> None:
             return costs["host_in_place"]
 
     made.machine.guard = Tight(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda *_: None)
-    layers = {layer.facts.name: layer for layer in measured_layers(made)}
+    layers = {layer.facts.name: layer for layer in measure_layers(made)}
     assert layers["0"].record.rungs_G == ("host_in_place",)
     assert layers["0"].record.rungs_A == ("host_float64",)
     assert [each.split(" needs ")[0] for each in layers["0"].observed.refused_rungs] == [

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engine.measurement.finite_numbers import finite_summary, nullified, reason
+from engine.measurement.finite_numbers import finite_summary, nullify, reason
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def record(bad: float) -> Outer:
 def test_what_is_not_finite_is_null_and_named() -> None:
     null = Inner(error=None, curve=None)
     for bad in (math.nan, math.inf, -math.inf):
-        finite, names = nullified(record(bad))
+        finite, names = nullify(record(bad))
         assert finite == Outer(1.0, (Inner(0.5, (1.0,)), null), {"head": null}, None)
         assert names == ("sides[1].error", "sides[1].curve", "by_name.head.error", "by_name.head.curve", "shares")
         assert reason(names[:2]) == "null, since float64 does not hold it: `sides[1].error`, `sides[1].curve`"
@@ -40,8 +40,8 @@ def test_what_is_not_finite_is_null_and_named() -> None:
 
 def test_a_finite_record_is_left_as_it_is() -> None:
     whole = record(2.0)
-    assert nullified(whole) == (whole, ())
-    assert nullified(None) == (None, ())
+    assert nullify(whole) == (whole, ())
+    assert nullify(None) == (None, ())
     assert reason(()) == ""
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from catalog.woodbury import Woodbury
 from engine import estimate
 from engine.collect import collect_or_read
-from engine.measurement.layer_measurement import Measured, measured_layers
+from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan
@@ -41,7 +41,7 @@ def test_few_rows_are_decomposed_by_their_gram_matrix_in_a_planned_job(counted: 
     if not counted:
         # then a plan cannot know how few they are
         made.inputs.examples = None
-    layers: list[Measured] = list(measured_layers(made))
+    layers: list[Measured] = list(measure_layers(made))
     assert made.results.plan is not None
     for layer in layers:
         assert layer.record.rungs_A == ("host_gram",)

@@ -16,7 +16,7 @@ from engine import estimate
 from engine.analyses.capacity import measure_capacity
 from engine.factors.clip_eigenvalues import Placement
 from engine.linalg.eigendecomposition import decompose, rungs
-from engine.measurement.clip_factor import DecomposedFactor, rebuilt
+from engine.measurement.clip_factor import DecomposedFactor, rebuild
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Plan
 from engine.planning import choose_plan
@@ -61,7 +61,7 @@ def test_what_rebuilding_takes_is_what_the_plan_says(placement: Placement, dtype
     def work() -> object:
         # as it is read back
         decomposed = DecomposedFactor(layer="fc", factor=factor, scale=1.0, values=values, vectors=kept.clone())
-        return rebuilt(space, decomposed, KAPPA, placement)
+        return rebuild(space, decomposed, KAPPA, placement)
 
     peak = peak_bytes(work)
     phase = layer_phase((Side("A", size, "dense"),), dtype, placement, torch.device("cpu"), rebuilt=True, written=False)
