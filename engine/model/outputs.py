@@ -22,6 +22,9 @@ from engine.model.dtype_casts import casts_of
 from engine.model.output_selection import loss_of, output_of
 from engine.model.virtual_tokens import with_virtual_tokens
 
+_OF_TRANSFORMS = ("BatchedTensorImpl", "GradTrackingTensor", "torch.func")
+"""Words of torch's messages about tensors inside ``torch.func.vmap`` and its like."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -148,10 +151,16 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
             if isinstance(inputs, Mapping)
             else (str(tuple(inputs.shape)) if isinstance(inputs, Tensor) else "a tuple")
         )
+        said, transformed = str(error), any(word in str(error) for word in _OF_TRANSFORMS)
+        remedy = (
+            "its `forward` calls its layers inside a transform of `torch.func` (vmap, grad), where they cannot be "
+            "watched; write that part for a whole batch"
+            if transformed
+            else "check that data and model belong together"
+        )
         raise ModelRefused(
-            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {str(error)[:500]}; "
-            "check that data and model belong together",
-            pointer="/data",
+            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said[:500]}; {remedy}",
+            pointer="/model" if transformed else "/data",
         ) from error
 
 
