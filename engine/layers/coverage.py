@@ -144,7 +144,7 @@ def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module,
     decoder's bias) is taken not to use it itself; a dry run shows whether that is so.
     """
     families = {id(module) for module in model.modules() if any(True for _ in _families(module))}
-    known = {
+    held = {
         id(parameter)
         for module in model.modules()
         if id(module) in families
@@ -160,7 +160,7 @@ def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module,
             if parameter is not None and parameter.requires_grad and parameter.numel()
         }
         if id(module) not in families:
-            spare = [key for key, parameter in trainable.items() if id(parameter) in known]
+            spare = [key for key, parameter in trainable.items() if id(parameter) in held]
             aliases += [(module, key, id(trainable.pop(key))) for key in spare]
         if trainable:
             own.append((name, module, trainable))
@@ -198,10 +198,10 @@ def _bundles(own: list[_Own]) -> list[list[_Own]]:
 
 def _covering(bundle: list[_Own]) -> tuple[tuple[TreatedLayer, ...], list[str | None]]:
     """Return the layers that cover ``bundle``, or each module's reason why none does."""
-    found = [_treat(name, module, set(parameters)) for name, module, parameters in bundle]
-    layers = [layer for layer, _ in found if layer is not None]
+    treated = [_treat(name, module, set(parameters)) for name, module, parameters in bundle]
+    layers = [layer for layer, _ in treated if layer is not None]
     if len(bundle) == 1:
-        return tuple(layers), [None if layers else reason for _, reason in found]
+        return tuple(layers), [None if layers else reason for _, reason in treated]
     rows = merge_tied_layers(layers) if len(layers) == len(bundle) else None
     return (rows or ()), [None if rows else "tied" for _ in bundle]
 

@@ -36,21 +36,21 @@ def survey_layers(model: nn.Module, collection: Collection) -> Survey:
     try:
         # batch norm is treated by its running statistics, which only evaluation mode uses
         model.eval()
-        found = survey(model)
+        result = survey(model)
     finally:
         for module, training in modes:
             module.training = training
-    possible = [row for row in found.declared if row.open]
-    if not found.treated and not possible:
-        reasons = sorted(count_by_reason(found.declared)) or ["no trainable parameter"]
+    possible = [row for row in result.declared if row.open]
+    if not result.treated and not possible:
+        reasons = sorted(count_by_reason(result.declared)) or ["no trainable parameter"]
         raise NothingToAnalyse(
             f"the model ({type(model).__name__}) has no layer that can be treated: {', '.join(reasons)}; "
             "give one with weights that are trained (`requires_grad`)",
             pointer="/model",
         )
-    closed = [row for row in found.declared if not row.open]
-    require_coverage(count_trainable_numbers(model), (*found.treated, *possible), closed, collection)
-    return found
+    closed = [row for row in result.declared if not row.open]
+    require_coverage(count_trainable_numbers(model), (*result.treated, *possible), closed, collection)
+    return result
 
 
 def count_trainable_numbers(model: nn.Module) -> int:

@@ -247,8 +247,10 @@ _SCALES = (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4)
 
 
 def _epsilon(module: nn.Module, dtype: torch.dtype) -> float:
-    found = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), (int, float))), None)
-    return torch.finfo(dtype).eps if found is None else float(found)
+    epsilon = next(
+        (value for name in _EPSILONS if isinstance(value := getattr(module, name, None), (int, float))), None
+    )
+    return torch.finfo(dtype).eps if epsilon is None else float(epsilon)
 
 
 def _root_mean_square(rows: Tensor, epsilon: float) -> Tensor:

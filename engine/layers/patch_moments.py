@@ -243,13 +243,13 @@ class Patches:
             image = functional.pad(image, [0, 0, *ends])
         own = shape.channels // shape.groups
         for shift, pairs in _blocks(shape):
-            found: dict[_Strip, Tensor] = {}
+            correlations: dict[_Strip, Tensor] = {}
             for row, column, terms in pairs:
                 block = total[..., row * own : (row + 1) * own, column * own : (column + 1) * own]
                 for _, strip in terms:
-                    if strip not in found:
-                        found[strip] = self._correlation(image, shift, strip)
-                signed = [(sign, found[strip]) for sign, strip in terms]
+                    if strip not in correlations:
+                        correlations[strip] = self._correlation(image, shift, strip)
+                signed = [(sign, correlations[strip]) for sign, strip in terms]
                 if staging is None:
                     _add_signed_(signed, block)
                 else:
@@ -273,8 +273,8 @@ class Patches:
             there = [slice(start + by, stop + by) for (start, stop), by in zip(intervals, moved, strict=True)]
             left = image[(slice(None), *here)].reshape(-1, shape.channels)
             right = None if still else image[(slice(None), *there)].reshape(-1, shape.channels)
-            found = _product(left, right, shape.groups)
-            total = found if total is None else total.add_(found)
+            product = _product(left, right, shape.groups)
+            total = product if total is None else total.add_(product)
         if total is None:
             raise ValueError("a strip without positions has no correlation")
         return total
@@ -303,12 +303,12 @@ def _places(kernel: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _ranges(shape: Geometry, shift: tuple[int, ...]) -> list[_Interval]:
     """Return for each axis the positions q such that neither q nor q + s is in a margin."""
-    found = []
+    ranges = []
     for by, dilation, extent, (before, after) in zip(shift, shape.dilation, shape.extents, shape.margins, strict=True):
         first, last, moved = before, extent - after, by * dilation
         start = max(first, first - moved)
-        found.append((start, max(start, min(last, last - moved))))
-    return found
+        ranges.append((start, max(start, min(last, last - moved))))
+    return ranges
 
 
 @lru_cache(maxsize=256)
@@ -317,7 +317,7 @@ def _blocks(
 ) -> tuple[tuple[tuple[int, ...], tuple[tuple[int, int, tuple[tuple[int, _Strip], ...]], ...]], ...]:
     """Each shift up to sign, with its blocks (row, column) and the correlations each of them is made of."""
     number = {place: at for at, place in enumerate(_places(shape.kernel))}
-    found = []
+    blocks = []
     for shift in itertools.product(*(range(1 - size, size) for size in shape.kernel)):
         if shift < (0,) * len(shift):
             continue
@@ -326,8 +326,8 @@ def _blocks(
             column = number.get(tuple(at + by for at, by in zip(place, shift, strict=True)))
             if column is not None:
                 pairs.append((row, column, tuple(_terms(shape, shift, place))))
-        found.append((shift, tuple(pairs)))
-    return tuple(found)
+        blocks.append((shift, tuple(pairs)))
+    return tuple(blocks)
 
 
 def _terms(shape: Geometry, shift: tuple[int, ...], place: tuple[int, ...]) -> Iterator[tuple[int, _Strip]]:

@@ -42,12 +42,12 @@ def scale_of(module: nn.Embedding) -> float | None:
     places = torch.arange(1, rows + 1, device=device, dtype=torch.float64).to(weight.dtype)
     scale: float | None = None
     for table in (torch.ones_like(columns)[None], columns[None], places[:, None]):
-        whole = table.expand(rows, width)
-        answer = _answer(module, ids, whole)
+        spread = table.expand(rows, width)
+        answer = _answer(module, ids, spread)
         if answer is None and weight.is_meta:
             # a scale without a number
-            answer = _answer(module, ids.to("meta"), whole.to("meta"))
-        wanted = whole[ids]
+            answer = _answer(module, ids.to("meta"), spread.to("meta"))
+        wanted = spread[ids]
         if answer is None or answer.shape != wanted.shape or answer.dtype != weight.dtype:
             return None
         if answer.is_meta:

@@ -130,10 +130,10 @@ def merge_tied_layers(layers: Sequence[TreatedLayer]) -> tuple[TreatedLayer, ...
 
 def _holders(layers: Sequence[TreatedLayer], key: str) -> dict[int, list[TreatedLayer]]:
     """Return the layers that hold each parameter, by its identity."""
-    found: dict[int, list[TreatedLayer]] = {}
+    holders: dict[int, list[TreatedLayer]] = {}
     for layer in layers:
-        found.setdefault(id(getattr(layer.module, key)), []).append(layer)
-    return found
+        holders.setdefault(id(getattr(layer.module, key)), []).append(layer)
+    return holders
 
 
 def _head(

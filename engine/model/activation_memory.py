@@ -122,9 +122,9 @@ class _Trace:
 
     def storages(self, tree: Any) -> dict[int, int]:  # noqa: ANN401 - what a module was given
         """Identity and bytes of each storage of ``tree``."""
-        found = [tensor.untyped_storage() for tensor in tensors(tree) if tensor.layout == torch.strided]
-        self.kept += found
-        return {storage_identity(storage): storage.nbytes() for storage in found}
+        storages = [tensor.untyped_storage() for tensor in tensors(tree) if tensor.layout == torch.strided]
+        self.kept += storages
+        return {storage_identity(storage): storage.nbytes() for storage in storages}
 
     @property
     def plain(self) -> int:
@@ -218,10 +218,10 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        for given in (bound.arguments, *(value for value in bound.arguments.values() if isinstance(value, dict))):
-            given.update({name: None for name in _CACHES if name in given})
-            if "use_cache" in given:
-                given["use_cache"] = False
+        for entries in (bound.arguments, *(value for value in bound.arguments.values() if isinstance(value, dict))):
+            entries.update({name: None for name in _CACHES if name in entries})
+            if "use_cache" in entries:
+                entries["use_cache"] = False
         return checkpoint(forward, *bound.args, use_reentrant=False, **bound.kwargs)
 
     return run
@@ -283,28 +283,28 @@ def _trace(
 ) -> _Trace:
     trace = _Trace()
     # weights are there anyway, and counted as such
-    known = frozenset(
+    weights = frozenset(
         storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if tensor.layout == torch.strided
     )
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
-            trace.hold(tensor, known)
+            trace.hold(tensor, weights)
         # the tensor itself would hold the graph that holds it, for ever, where an operation saves its own output
         return tensor.detach()
 
     def follow(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - torch's hook signature
         if watched[module]:
-            found = trace.storages(args[:1])
-            trace.wanted_by.setdefault(module, set()).update(found.keys() - trace.wanted.keys())
-            trace.wanted |= found
+            storages = trace.storages(args[:1])
+            trace.wanted_by.setdefault(module, set()).update(storages.keys() - trace.wanted.keys())
+            trace.wanted |= storages
         entered, left = (
             sum(tensor.nbytes for tensor in tensors(tree) if tensor.is_floating_point()) for tree in (args[:1], output)
         )
         instead = None
         if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
             # what the collection does: gradients of outputs alone; the graph begins at a leaf, which it holds
-            trace.hold(output, known)
+            trace.hold(output, weights)
             instead = output.detach().requires_grad_().clone()
         arriving = copies.bytes_of(module, entered, left)
         trace.arrivals[module in copies.outputs].append((len(trace.order), arriving))

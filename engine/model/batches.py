@@ -108,9 +108,9 @@ def tensors(tree: Tree) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, Mapping):
-        return [found for value in tree.values() for found in tensors(value)]
+        return [tensor for value in tree.values() for tensor in tensors(value)]
     if isinstance(tree, (tuple, list)):
-        return [found for value in tree for found in tensors(value)]
+        return [tensor for value in tree for tensor in tensors(value)]
     return []
 
 
@@ -141,14 +141,14 @@ def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterato
             waiting = []
         waiting.append(piece)
         if sum(part.size for part in waiting) >= batch_size:
-            whole = _joined(waiting)
+            joined = _joined(waiting)
             waiting = []
             start = 0
-            while whole.size - start >= batch_size:
-                yield _sliced(whole, start, start + batch_size)
+            while joined.size - start >= batch_size:
+                yield _sliced(joined, start, start + batch_size)
                 start += batch_size
-            if start < whole.size:
-                waiting = [_sliced(whole, start, whole.size)]
+            if start < joined.size:
+                waiting = [_sliced(joined, start, joined.size)]
     yield from _cut(waiting, batch_size)
     if seen == 0:
         raise EmptyData("the data holds no example; give at least one", pointer="/data")

@@ -84,8 +84,8 @@ def _instructions(device: torch.device) -> str:
     if device.type != "cuda":
         return str(torch.backends.cpu.get_cpu_capability())
     # a job may be planned where no such device is
-    known = torch.cuda.is_available()
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if known else "unknown"
+    present = torch.cuda.is_available()
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if present else "unknown"
 
 
 @contextlib.contextmanager
@@ -156,10 +156,10 @@ def _alerts(heard: set[str]) -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             text = str(message)
-            found = _ALERT.match(text)
+            alert = _ALERT.match(text)
             other = [name for beginning, name in _OTHER_ALERTS.items() if text.startswith(beginning)]
-            heard.update([found["operation"]] if found is not None else other)
-            if found is None and not other:
+            heard.update([alert["operation"]] if alert is not None else other)
+            if alert is None and not other:
                 show(message, category, filename, lineno, file, line)
 
         warnings.showwarning = listen

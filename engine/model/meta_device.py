@@ -61,10 +61,10 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - as torch returns
-        given = dict(kwargs or {})
+        named = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].is_meta:
-            return self._fused(_AttentionCall(*args, **given))
-        return func(*args, **given)
+            return self._fused(_AttentionCall(*args, **named))
+        return func(*args, **named)
 
     def _fused(self, call: _AttentionCall) -> Tensor:
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -79,14 +79,14 @@ class _Attention(TorchFunctionMode):
         aten: Any = torch.ops.aten
         if self._device.type == "cuda":
             spread = None if mask is None else mask.expand(*query.shape[:-1], key.shape[-2])
-            found = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
+            outputs = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
                 query, key, value, spread, True, call.dropout_p, call.is_causal, scale=call.scale
             )
         else:
-            found = aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+            outputs = aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
                 query, key, value, call.dropout_p, call.is_causal, attn_mask=mask, scale=call.scale
             )
-        attended: Tensor = found[0]
+        attended: Tensor = outputs[0]
         return attended
 
 

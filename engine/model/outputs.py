@@ -211,10 +211,10 @@ def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
         )
     if outputs.shape[1] < 2:
         raise WrongShape("a causal language model needs sequences of 2 tokens or more", pointer="/data")
-    kept = ids[:, 1:]
+    targets = ids[:, 1:]
     if batch.mask is not None:
-        kept = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], kept, task.ignore_index)
-    return replace(_classes(outputs[:, :-1], kept, batch, task), logits=outputs)
+        targets = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], targets, task.ignore_index)
+    return replace(_classes(outputs[:, :-1], targets, batch, task), logits=outputs)
 
 
 def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
@@ -359,6 +359,6 @@ def _positive(outputs: Tensor, targets: Tensor | None, task: Task) -> Tensor | N
         )
     if task.positive_weights is None:
         return None
-    given = task.positive_weights
-    spread = given * outputs.shape[-1] if len(given) == 1 else given
+    weights = task.positive_weights
+    spread = weights * outputs.shape[-1] if len(weights) == 1 else weights
     return (label_weights(spread, "positive_weights", outputs) - 1) * targets + 1

@@ -45,11 +45,11 @@ class StorageEvents(TorchDispatchMode):
         left = func(*args, **(kwargs or {}))
         for tensor in _strided(left):
             storage = tensor.untyped_storage()
-            known = storage_identity(storage)
-            if known not in self._living and known not in before:
-                self._living.add(known)
+            identity = storage_identity(storage)
+            if identity not in self._living and identity not in before:
+                self._living.add(identity)
                 self.changes.append(storage.nbytes())
-                weakref.finalize(storage, self._let_go, known, storage.nbytes()).atexit = False
+                weakref.finalize(storage, self._let_go, identity, storage.nbytes()).atexit = False
         return left
 
     def _let_go(self, known: int, size: int) -> None:
@@ -100,11 +100,11 @@ def _through(sizes: Sequence[int], fewer: int, more: int) -> Line:
 
 def _highest(lines: set[Line]) -> tuple[Line, ...]:
     """Select the lines that no other line reaches or exceeds at every number of examples."""
-    kept: list[Line] = []
+    highest: list[Line] = []
     for fixed, each in sorted(lines, key=lambda line: (line[1], line[0]), reverse=True):
-        if not kept or fixed > kept[-1][0]:
-            kept.append((fixed, each))
-    return tuple(kept)
+        if not highest or fixed > highest[-1][0]:
+            highest.append((fixed, each))
+    return tuple(highest)
 
 
 def _strided(tree: object) -> Iterator[Tensor]:

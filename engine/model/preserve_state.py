@@ -61,10 +61,10 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         finally:
             for tensor, data in contents:
                 tensor.data = data
-            for module, name, buffer, data, kept in buffers:
+            for module, name, buffer, data, content in buffers:
                 buffer.data = data
-                if not torch.equal(data, kept):
-                    data.copy_(kept)
+                if not torch.equal(data, content):
+                    data.copy_(content)
                 module._buffers[name] = buffer  # noqa: SLF001
             for parameter, flag, gradient in flags:
                 parameter.requires_grad_(flag)

@@ -166,11 +166,11 @@ def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
     changed = _with_other_content(trial, tail)
     same, proven, undecided = dict(number_calls(calls)), set(), set()
     others = None if changed is None else _attempt(changed, run)
-    found = {} if others is None else dict(number_calls(others[0]))
+    changed_calls = {} if others is None else dict(number_calls(others[0]))
     for key, call in same.items():
         if isinstance(call.layer, ConvolutionLayer) or position_count(call.layer, call.entered) != tail.numel():
             continue
-        other = found.get(key)
+        other = changed_calls.get(key)
         moved = None if other is None else _moved(call, other)
         inside = tail.reshape(-1)
         if moved is not None and bool(moved.any()) and not bool((moved & ~inside).any()):
@@ -297,14 +297,14 @@ def _losing(batch: Batch, run: Run, keys: set[Key]) -> set[Key]:
     names = {*_along(batch, mask.shape), "attention_mask"}
     shorter = {name: value[:, left] if name in names else value for name, value in batch.inputs.items()}
     cut = replace(batch, inputs=shorter)
-    found = _attempt(cut, run)
-    if found is None and isinstance(batch.targets, Tensor) and batch.targets.shape[:2] == mask.shape:
+    attempt = _attempt(cut, run)
+    if attempt is None and isinstance(batch.targets, Tensor) and batch.targets.shape[:2] == mask.shape:
         # labels that belong to these positions rather than to a decoder's
-        found = _attempt(replace(cut, targets=batch.targets[:, left]), run)
-    if found is None:
+        attempt = _attempt(replace(cut, targets=batch.targets[:, left]), run)
+    if attempt is None:
         return set()
     return {
         key
-        for key, call in number_calls(found[0])
+        for key, call in number_calls(attempt[0])
         if key in keys and position_count(call.layer, call.entered) == batch.size * width
     }

@@ -45,12 +45,12 @@ class CallShapes:
 
     def take(self) -> frozenset[str]:
         """Return what was found, and begin anew."""
-        found, self._found = frozenset(self._found), set()
-        return found
+        shapes, self._found = frozenset(self._found), set()
+        return shapes
 
     def _written(self, size: int) -> str:
-        known = self._sizes.get(size)
-        if known is not None:
-            return known
-        whole = self._sizes.get(size // self._examples) if size % self._examples == 0 else None
-        return str(size) if whole is None else f"N*{whole}"
+        name = self._sizes.get(size)
+        if name is not None:
+            return name
+        factor = self._sizes.get(size // self._examples) if size % self._examples == 0 else None
+        return str(size) if factor is None else f"N*{factor}"

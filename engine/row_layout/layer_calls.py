@@ -62,8 +62,8 @@ def record_calls(
                 entered = spread(entered, entered, examples)
                 if layer.name == disturb:
                     instead = disturb_last_copy(instead)
-            given = output if instead is None else instead
-            calls.append(Call(layer, entered, given, writes, version(given)))
+            returned = output if instead is None else instead
+            calls.append(Call(layer, entered, returned, writes, version(returned)))
             return instead
 
         return after

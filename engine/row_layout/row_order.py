@@ -103,9 +103,9 @@ def find_row_orders(batch: Batch, calls: Sequence[Call], examples: int, run: Run
         for single in several.slices(1):
             calls_alone, returned = run(single)
             outputs_alone.append(returned)
-            found = dict(number_calls(calls_alone))
-            for key in doubtful.keys() & found.keys():
-                alone[key].append(found[key].entered)
+            numbered = dict(number_calls(calls_alone))
+            for key in doubtful.keys() & numbered.keys():
+                alone[key].append(numbered[key].entered)
     except EngineError:
         # examples that cannot be run alone
         return RowOrders(unordered=frozenset(name for name, _ in doubtful))

@@ -71,21 +71,21 @@ def find_spreadable_tables(tables: Iterable[str], run: Run) -> frozenset[str]:
     Returns:
         Names of those that can be spread together; none where the model does not return outputs by example.
     """
-    found: frozenset[str] = frozenset()
+    spreadable: frozenset[str] = frozenset()
     try:
-        plain = run(found, None)
+        plain = run(spreadable, None)
     except EngineError:
-        return found  # a model that returns only its own loss, say
+        return spreadable  # a model that returns only its own loss, say
     for table in tables:
-        together = found | {table}
+        together = spreadable | {table}
         try:
             same = close(run(together, None), plain)
             moved = run(together, table) if same else plain
         except EngineError:
             continue  # it takes the table's shape for what it was
         if same and close(moved[:-1], plain[:-1]) and not close(moved[-1:], plain[-1:]):
-            found = together
-    return found
+            spreadable = together
+    return spreadable
 
 
 def close(left: Tensor, right: Tensor) -> bool:

@@ -143,9 +143,9 @@ def follow_rows(operation: Operation, entered: Tensor, rows: Rows, left: Tensor,
     if left is entered or packing is not None:
         return rows if packing is None else packing(rows, args, left)
     special = {"getitem": _indexed_by, "index_select": _selected, "repeat_interleave": _repeated}.get(name)
-    found = special(entered, rows, args, kwargs) if special is not None and args and args[0] is entered else None
-    if found is not None or special in (_selected, _repeated):
-        return found
+    picked = special(entered, rows, args, kwargs) if special is not None and args and args[0] is entered else None
+    if picked is not None or special in (_selected, _repeated):
+        return picked
     if _same_storage(entered, left):
         viewed = _viewed(entered.shape, entered.stride(), rows, left.shape, left.stride(), examples)
         return viewed if viewed is not None else _cut(entered, rows, left)
@@ -312,20 +312,20 @@ def _indexed(entered: Tensor, rows: Rows, index: object) -> Rows | None:
     ]
     if not any(isinstance(part, (Tensor, list)) for part in parts):
         return None
-    found, dim = _part_at(parts, entered.ndim, rows.dim)
-    if isinstance(found, slice):
-        return replace(rows, dim=dim) if found == slice(None) else None
-    if not isinstance(found, Tensor) or found.ndim > 2:
+    selector, dim = _part_at(parts, entered.ndim, rows.dim)
+    if isinstance(selector, slice):
+        return replace(rows, dim=dim) if selector == slice(None) else None
+    if not isinstance(selector, Tensor) or selector.ndim > 2:
         return None
-    chosen = found.dtype == torch.bool
-    if found.ndim == 1:
-        return _picked(rows, found.nonzero()[:, 0] if chosen else found, dim)
+    chosen = selector.dtype == torch.bool
+    if selector.ndim == 1:
+        return _picked(rows, selector.nonzero()[:, 0] if chosen else selector, dim)
     if not chosen or rows.dim > 0 or rows.labels is not None:
         return None
     # each of N·r times T places, counted row by row
-    width = found.shape[1]
+    width = selector.shape[1]
     flat = Rows(dim=0, minor=rows.minor * width, size=rows.size * width)
-    return _picked(flat, found.reshape(-1).nonzero()[:, 0], dim)
+    return _picked(flat, selector.reshape(-1).nonzero()[:, 0], dim)
 
 
 def _part_at(parts: list[Any], dimensions: int, dim: int) -> tuple[object, int]:

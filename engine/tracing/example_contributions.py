@@ -88,7 +88,7 @@ class Contribution:
             # what entered was overwritten since
             return None
         # written into place one after the other: a list of them, and then their stack, would take twice the memory
-        found = [tensor.new_empty(stop - start, *tensor.shape) for tensor in self.derived]
+        gradients = [tensor.new_empty(stop - start, *tensor.shape) for tensor in self.derived]
         for example in range(start, stop):
             leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in self.derived}
             with torch.enable_grad():
@@ -98,9 +98,9 @@ class Contribution:
             part = self.left_rows.of_example(gradient, example, self.examples)
             wanted = list(leaves.values())
             own = torch.autograd.grad(alone, wanted, part.to(alone.dtype), allow_unused=True, materialize_grads=True)
-            for made, each in zip(found, own, strict=True):
+            for made, each in zip(gradients, own, strict=True):
                 made[example - start] = each
-        return found
+        return gradients
 
     def _alone(self, example: int, leaves: Mapping[int, Tensor]) -> Tensor:
         """Run the operation on the slice of one example."""
@@ -116,15 +116,15 @@ class Contribution:
         return alone
 
     def _agrees(self, example: int, alone: Tensor) -> bool:
-        whole = self.left_rows.of_example(self.left, example, self.examples)
-        if alone.shape != whole.shape:
+        expected = self.left_rows.of_example(self.left, example, self.examples)
+        if alone.shape != expected.shape:
             return False
         if alone.is_meta or int(self.left._version) != self.versions[-1]:  # noqa: SLF001 - autograd's own guard
             # the result was overwritten since, and was compared before that or cannot be
             return True
-        scale = max(float(whole.abs().max()) if whole.numel() else 0.0, torch.finfo(whole.dtype).tiny)
-        close = float((alone.detach() - whole).abs().max()) if whole.numel() else 0.0
-        return close <= _ROUNDING * torch.finfo(whole.dtype).eps * scale
+        scale = max(float(expected.abs().max()) if expected.numel() else 0.0, torch.finfo(expected.dtype).tiny)
+        close = float((alone.detach() - expected).abs().max()) if expected.numel() else 0.0
+        return close <= _ROUNDING * torch.finfo(expected.dtype).eps * scale
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(int(tensor._version) for tensor in self.operation.tensors)  # noqa: SLF001 - likewise
@@ -176,7 +176,7 @@ def find_contribution(
     data = next((tensor for tensor in operation.tensors if id(tensor) in rows), None)
     if data is None:
         return None
-    whole = Contribution(
+    unplaced = Contribution(
         operation=operation,
         derived=tuple(derived),
         rows=rows,
@@ -189,9 +189,9 @@ def find_contribution(
     )
     parts = dict(_parts(derived, data, rows[id(data)]))
     for own in ({}, parts) if parts else ({},):
-        found = next(_placed(replace(whole, own=own), rows[id(data)]), None)
-        if found is not None:
-            return found
+        placed = next(_placed(replace(unplaced, own=own), rows[id(data)]), None)
+        if placed is not None:
+            return placed
     return None
 
 
@@ -225,9 +225,9 @@ def _placed(plain: Contribution, rows: Rows) -> Iterator[Contribution]:
             fits = sizes[dim] == alone.shape[dim] * examples and alone.shape[dim] % major == 0
             at = Rows(dim=dim, minor=alone.shape[dim] // major, size=sizes[dim]) if fits else None
         if at is not None:
-            found = replace(plain, left_rows=at)
-            if found._agrees(0, alone):  # noqa: SLF001 - likewise
-                yield found
+            placed = replace(plain, left_rows=at)
+            if placed._agrees(0, alone):  # noqa: SLF001 - likewise
+                yield placed
 
 
 @contextlib.contextmanager

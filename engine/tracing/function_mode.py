@@ -237,8 +237,12 @@ class ParameterUseMode(Multiplying):
     def _written(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         """Write numbers of derived tensors to a derived tensor or to a constant: autograd follows that."""
         into, base = operation.tensors[0], operation.tensors[0]._base  # noqa: SLF001 - what a view is of
-        known = frozenset[str]() if base is None else self._marks.sources(base)
-        if operation.kwargs.get("out") is not None or self._marks.parameter(into) or (known and known != sources):
+        base_sources = frozenset[str]() if base is None else self._marks.sources(base)
+        if (
+            operation.kwargs.get("out") is not None
+            or self._marks.parameter(into)
+            or (base_sources and base_sources != sources)
+        ):
             # what else looks at the same numbers would not be known to be made of these parameters
             return self._strange(operation, sources)
         if base is not None:
@@ -257,33 +261,33 @@ class ParameterUseMode(Multiplying):
         rows = {id(tensor): self._marks.rows(tensor) for tensor in operation.tensors if self._marks.is_data(tensor)}
         left = operation.run(lambda tensor: tensor.detach() if self._marks.sources(tensor) else tensor)
         stands = detach_view(left) if isinstance(left, Tensor) else left
-        known = {key: each for key, each in rows.items() if each is not None}
-        found = None
+        placed = {key: each for key, each in rows.items() if each is not None}
+        use = None
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
             again, derived = detach_data(operation, self._marks, self._leaf)
-            if len(known) == len(rows):
+            if len(placed) == len(rows):
                 pairs = zip(operation.tensors, again.tensors, strict=True)
-                held = {id(plain): known[id(own)] for own, plain in pairs if id(own) in known}
-                found = find_contribution(again, [each.tensor for each in derived], held, stands, self._marks.examples)
-                found = None if found is None or (self._proving and not found.holds()) else found
-            if found is None:
+                held = {id(plain): placed[id(own)] for own, plain in pairs if id(own) in placed}
+                use = find_contribution(again, [each.tensor for each in derived], held, stands, self._marks.examples)
+                use = None if use is None or (self._proving and not use.holds()) else use
+            if use is None:
                 if not takes_shapes_alone(again, [each.tensor for each in derived]):
                     self._sink.strange(sources, operation.name)
                 self._marks.follow(operation, left)
                 return left
-        wanted = self._sink.contributed(sources, found.numbers)
+        wanted = self._sink.contributed(sources, use.numbers)
         if not wanted or not torch.is_grad_enabled():
-            return self.with_rows(left, found.left_rows)
+            return self.with_rows(left, use.left_rows)
         if not left.requires_grad:
             left = left.detach().requires_grad_()
             # a copy, since the next operation may work in place and a leaf forbids that
             stands = left.clone()
 
         def arrived(gradient: Tensor) -> None:
-            self._pullback.arrived.append(Arrived(derived=tuple(derived), gradient=gradient, contribution=found))
+            self._pullback.arrived.append(Arrived(derived=tuple(derived), gradient=gradient, contribution=use))
 
         left.register_hook(arrived)
-        return self.with_rows(stands, found.left_rows)
+        return self.with_rows(stands, use.left_rows)
 
     def _strange(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         self._sink.strange(sources, operation.name)

@@ -180,19 +180,19 @@ def add_functional_layers(
     Returns:
         The survey in the order of the model's modules.
     """
-    found = _Found(dict(model.named_modules()), watched, uses)
-    layers = list(found.layers())
+    findings = _Found(dict(model.named_modules()), watched, uses)
+    layers = list(findings.layers())
     covered = {name for layer in layers for name in layer.watched}
     treated: list[TreatedLayer] = list(layers)
     declared: list[DeclaredLayer] = []
     for layer in survey.treated:
-        refused = layer.name not in mixed and not found.refused.keys().isdisjoint(layer.parameters)
+        refused = layer.name not in mixed and not findings.refused.keys().isdisjoint(layer.parameters)
         if covered.isdisjoint(layer.parameters) and not refused and layer.name not in forced:
             treated.append(layer)
         else:
             rest = tuple(name for name in layer.parameters if name not in covered)
             reason = "batch_not_first" if layer.name in mixed else "no_gradient"
-            declared += found.left_over(layer.name, type(layer.module).__name__, reason, rest)
+            declared += findings.left_over(layer.name, type(layer.module).__name__, reason, rest)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     numbers = {id(parameters[name]) for name in covered}
     for row in survey.declared:
@@ -200,11 +200,11 @@ def add_functional_layers(
             continue
         # a second name of a parameter is none of those watched
         rest = tuple(name for name in row.parameters if name in watched and name not in covered)
-        if row.open and (not covered.isdisjoint(row.parameters) or any(name in found.refused for name in rest)):
-            declared += found.left_over(row.name, row.module, row.reason, rest)
+        if row.open and (not covered.isdisjoint(row.parameters) or any(name in findings.refused for name in rest)):
+            declared += findings.left_over(row.name, row.module, row.reason, rest)
         else:
             declared.append(row)
-    declared += found.gaps(layers)
+    declared += findings.gaps(layers)
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     names = {id(module): name for name, module in model.named_modules()}
     treated.sort(key=lambda layer: order[names[id(layer.module)]])

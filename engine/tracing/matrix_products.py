@@ -85,9 +85,9 @@ class Multiplying(Marking):
             # no gradient flows through it: what it is of the parameters is a constant
             return None
         try:
-            given = operation.tensors[0]
-            if len(operation.tensors) == 1 and storage_of(leaf(given)) == storage_of(left):
-                made = self._marks.made(given)
+            source = operation.tensors[0]
+            if len(operation.tensors) == 1 and storage_of(leaf(source)) == storage_of(left):
+                made = self._marks.made(source)
                 # a view of a parameter shows a place of it
                 view = partial(self._shown, operation, place)
                 return None if made is None else derivation_of_view(made, view, self._transposed, left)

@@ -202,11 +202,11 @@ def expansion_of(tensor: Tensor, *times: Any, repeats: Sequence[int] | None = No
     Returns:
         A view of the repetition's shape; None where a dimension longer than one is repeated.
     """
-    given = repeats if repeats is not None else times[0] if isinstance(times[0], (tuple, list)) else times
-    shape = [1] * (len(given) - tensor.ndim) + list(tensor.shape)
-    if any(size != 1 and time != 1 for size, time in zip(shape, given, strict=True)):
+    counts = repeats if repeats is not None else times[0] if isinstance(times[0], (tuple, list)) else times
+    shape = [1] * (len(counts) - tensor.ndim) + list(tensor.shape)
+    if any(size != 1 and time != 1 for size, time in zip(shape, counts, strict=True)):
         return None
-    return tensor.expand([size if time == 1 else time for size, time in zip(shape, given, strict=True)])
+    return tensor.expand([size if time == 1 else time for size, time in zip(shape, counts, strict=True)])
 
 
 def _affine(mode: Watch, plain: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
@@ -218,8 +218,8 @@ def _affine(mode: Watch, plain: Tensor, weight: Tensor | None, bias: Tensor | No
 
 def _norm_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None, float]:
     """Return weight, bias and epsilon, which torch's layer and group norm take after the first two arguments."""
-    given = dict(zip(("weight", "bias", "eps"), args, strict=False)) | dict(kwargs)
-    return given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+    options = dict(zip(("weight", "bias", "eps"), args, strict=False)) | dict(kwargs)
+    return options.get("weight"), options.get("bias"), options.get("eps", 1e-5)
 
 
 def _layer_norm(mode: Watch, entered: Tensor, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -275,16 +275,16 @@ def _bilinear(mode: Watch, left: Tensor, right: Tensor, weight: Tensor, bias: Te
 
 def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *args: Any) -> Any:  # noqa: ANN401
     """Sum, average or maximise over each bag of ids: a lookup of every id, and then that."""
-    given = (*args, *(False, 0, False, None, False, None)[len(args) :])
-    by_frequency, reduction, scales, with_end, padding = (given[place] for place in (0, 1, 3, 4, 5))
+    options = (*args, *(False, 0, False, None, False, None)[len(args) :])
+    by_frequency, reduction, scales, with_end, padding = (options[place] for place in (0, 1, 3, 4, 5))
     rows = mode.rows_of(ids)
     starts = offsets[:-1] if with_end else offsets
     counts = torch.diff(starts, append=starts.new_tensor([ids.numel()]))
     if by_frequency or rows is None or ids.ndim != 1 or bool((counts < 0).any()):
         return NotImplemented
     bags = torch.repeat_interleave(counts)
-    found = mode.rows_put(ids, bags, counts)
-    if found is None:
+    bag_rows = mode.rows_put(ids, bags, counts)
+    if bag_rows is None:
         # a bag of two examples' ids
         return NotImplemented
     counted = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
@@ -292,7 +292,7 @@ def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *a
         vectors = functional.embedding(ids, weight)
     scaled = vectors if scales is None else vectors * scales.unsqueeze(1)
     pooled = _pooled(scaled, bags, counts, counted, reduction)
-    return mode.with_rows(pooled, found), bags, counts, counts
+    return mode.with_rows(pooled, bag_rows), bags, counts, counts
 
 
 def _pooled(vectors: Tensor, bags: Tensor, counts: Tensor, counted: Tensor, reduction: int) -> Tensor:

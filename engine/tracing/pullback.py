@@ -152,15 +152,15 @@ class Pullback:
             return
         leaves = [self.leaves[name] for name in names]
         # one after the other: what a model writes itself need not know of batches of gradients
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for place_in, each in enumerate(gradient):
             own = torch.autograd.grad(derived.tensor, leaves, each, retain_graph=True, allow_unused=True)
             for name, part in zip(names, own, strict=True):
                 if part is not None:
-                    if name not in found:
-                        found[name] = part.new_zeros(gradient.shape[0], part.numel())
-                    found[name][place_in] = part.flatten()
-        yield from found.items()
+                    if name not in gradients:
+                        gradients[name] = part.new_zeros(gradient.shape[0], part.numel())
+                    gradients[name][place_in] = part.flatten()
+        yield from gradients.items()
 
 
 def _connected(arrived: Sequence[Arrived]) -> Iterator[tuple[frozenset[str], list[Arrived]]]:

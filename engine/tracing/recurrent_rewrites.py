@@ -121,12 +121,12 @@ def _unrolled(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as 
             if layer and dropout:
                 data = functional.dropout(data, dropout, training)
             mode.with_rows(data, sequences.rows)
-            found = [
+            outputs = [
                 _directed(mode, step, data, sequences, weights[place], tuple(each[place] for each in initial))
                 for place in range(layer * directions, (layer + 1) * directions)
             ]
-            data = torch.cat([output for output, _ in found], -1)
-            ends += [end for _, end in found]
+            data = torch.cat([output for output, _ in outputs], -1)
+            ends += [end for _, end in outputs]
     except _NotLinear:
         return NotImplemented
     if packed:
@@ -155,8 +155,8 @@ def _cell(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torc
         _, after = _directed(mode, step, data, sequences, weights, initial)
     except _NotLinear:
         return NotImplemented
-    found = tuple(mode.with_rows(side, rows) for side in after)
-    return found if len(found) > 1 else found[0]
+    results = tuple(mode.with_rows(side, rows) for side in after)
+    return results if len(results) > 1 else results[0]
 
 
 def _stepwise(data: Tensor, rows: Rows | None, dim: int) -> _Sequences | None:
@@ -197,14 +197,14 @@ def _spread(mode: Watch, initial: State, sequences: _Sequences, data: Tensor) ->
 def _weights(flat: Sequence[Tensor], layers: int, directions: int, *, biased: bool) -> list[_Weights]:
     """Return the parameters of each layer and direction, from torch's flat list of them."""
     each = len(flat) // (layers * directions)
-    found = []
+    weights = []
     for place in range(layers * directions):
         entering, returning, *others = flat[place * each : (place + 1) * each]
         biases = others[:2] if biased else (None, None)
         projecting = others[-1] if each % 2 else None
         reverse = place % directions == 1
-        found.append(_Weights(entering, returning, biases[0], biases[1], projecting, reverse=reverse))
-    return found
+        weights.append(_Weights(entering, returning, biases[0], biases[1], projecting, reverse=reverse))
+    return weights
 
 
 def _directed(
@@ -257,10 +257,10 @@ def _product(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None, 
 
     if not mode.is_derived(weight) and not mode.is_derived(bias):
         return run()
-    found = mode.product(entered, weight, bias, run)
-    if found is NotImplemented:
+    shown = mode.product(entered, weight, bias, run)
+    if shown is NotImplemented:
         raise _NotLinear
-    stands: Tensor = found
+    stands: Tensor = shown
     return stands
 
 

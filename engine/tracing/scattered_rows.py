@@ -29,11 +29,11 @@ def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tens
         Dimension, index, shape (K,) or that of the source, and source, of any shape; None where a number is put
         everywhere.
     """
-    given = dict(zip(("dim", "index", "source"), args[1:], strict=False)) | dict(kwargs)
-    source = given.get("source", given.get("src"))
-    if not isinstance(given.get("dim"), int) or not isinstance(source, Tensor):
+    arguments = dict(zip(("dim", "index", "source"), args[1:], strict=False)) | dict(kwargs)
+    source = arguments.get("source", arguments.get("src"))
+    if not isinstance(arguments.get("dim"), int) or not isinstance(source, Tensor):
         return None
-    return given["dim"], given["index"], source
+    return arguments["dim"], arguments["index"], source
 
 
 def follow_scatter(

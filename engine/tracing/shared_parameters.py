@@ -130,13 +130,13 @@ def find_shared_parameters(
             return replaced
         with within or contextlib.nullcontext():
             # shown tensors, torch would take this for an operation, inside which no mode is active
-            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
                 [get_gradient_edge(outputs)],
                 [get_gradient_edge(each.leaf) for each in stand_ins],
                 [torch.ones_like(outputs)],
                 allow_unused=True,
             )
-    reached = (each.layer for each, gradient in zip(stand_ins, found, strict=True) if gradient is not None)
+    reached = (each.layer for each, gradient in zip(stand_ins, gradients, strict=True) if gradient is not None)
     return replaced | frozenset(reached)
 
 
