@@ -20,7 +20,7 @@ from engine.accumulation.hooked_model import hooked
 from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
-from engine.accumulation.output_gradients import arrival, note_reached
+from engine.accumulation.output_gradients import arrival, note_reached, watch_gradient
 from engine.accumulation.picked_rows import routing
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
@@ -28,7 +28,6 @@ from engine.layers.layer import TreatedLayer, Use
 from engine.layers.parameter_slice import Place, Places
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
-from engine.model.tensor_storage import detach_view
 from engine.row_layout.attention_masks import Key, MaskBroken, Masking, counted, position_count
 from engine.row_layout.call_shapes import CallShapes
 from engine.row_layout.layer_calls import entered_by
@@ -61,7 +60,7 @@ class Collector:
     head: LossHead | None = None
     """The layer whose outputs are the loss's logits, where it keeps their probabilities."""
     scale: LossScale | None = None
-    """What directions are multiplied by; None where that is one."""
+    """The number that directions are multiplied by; None where that is one."""
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards: they keep a copy."""
     inputs: InputArrival = field(default_factory=lambda: InputArrival(deferred=frozenset(), required=False))
@@ -75,17 +74,17 @@ class Collector:
     """Whether a gradient reached positions that the mask dropped, () booleans, of the current batch."""
     _sharing: Sharing = field(default_factory=Sharing)
     _meetings: dict[str, Meeting] = field(default_factory=dict)
-    """Of the layers whose inputs and gradients are wanted together."""
+    """Meetings of the layers whose inputs and gradients are wanted together."""
     _products: dict[tuple[Place | None, Place | None], LayerStatistics] = field(default_factory=dict)
-    """Of the layers that are places in parameters."""
+    """Statistics of the layers that are places in parameters."""
     _bare: dict[str, LayerStatistics] = field(default_factory=dict)
-    """Of the layers that are parameters themselves, by parameter."""
+    """Statistics of the layers that are parameters themselves, by parameter."""
     _watching: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _use_mode: ParameterUseMode | None = None
     """Watches the parameters of both; None where there are none."""
 
     def __post_init__(self) -> None:
-        """Look up who shares with whom, and whose parameters are to be followed, once."""
+        """Look up once which layers share an A, and which parameters are to be followed."""
         self._calls = CallCounts(gradients=self.gradients)
         parameters: dict[str, Tensor] = {}
         for statistics in self.statistics:
@@ -104,7 +103,13 @@ class Collector:
             self._use_mode = ParameterUseMode(parameters, self)
 
     def begin(self, examples: int, mask: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
-        """Prepare for one batch, of which ``inputs`` enter the model."""
+        """Prepare for one batch.
+
+        Args:
+            examples: N, examples of the batch.
+            mask: Positions that count, shape (N, T), boolean; None where all do.
+            inputs: Tensors that enter the model, of any shape, examples first.
+        """
         if self._use_mode is not None:
             self._use_mode.begin(inputs, examples, graphed=self.gradients)
         self.examples = examples
@@ -122,21 +127,20 @@ class Collector:
         self._calls.returning = True
 
     def predicted(self, prediction: Prediction) -> None:
-        """Let the probabilities of the loss's terms enter the head's statistics."""
+        """Let the probabilities of the loss's terms enter the head's statistics.
+
+        Args:
+            prediction: Outputs of the batch, shape (N, R, C), and which of their terms are valid.
+        """
         head = self.head
         for statistics in self.statistics:
             if head is not None and head.role in statistics.layer.roles and statistics.flaw is None:
-                terms = head.terms(prediction)
-                dropped = head.drops_terms(prediction)
+                dropped = head.enter_terms_(statistics, prediction)
                 if dropped is not None:
                     self._reached.append(((head.role.name, 0), dropped))
-                if terms is None:
-                    statistics.flaw = "unforeseen_use"
-                else:
-                    statistics.add_terms_(prediction.outputs.detach(), terms)
 
     def returned(self) -> bool:
-        """Close one backward pass; False where a gradient has overflowed, and nothing of it has entered anything."""
+        """Close one backward pass; return False where a gradient has overflowed, and none has entered any sum."""
         held, self._held = self._held, []
         use_mode = self._use_mode
         if self.scale is not None:
@@ -157,7 +161,12 @@ class Collector:
         return True
 
     def receive(self, gradient: Tensor, enter: Callable[[Tensor], None]) -> None:
-        """Hand on one gradient that has arrived: at once, or when the others of its direction are there."""
+        """Hand on one gradient that has arrived: at once, or when the others of its direction are there.
+
+        Args:
+            gradient: Gradient of one call's output, of that output's shape.
+            enter: Lets it enter the sums.
+        """
         if self.scale is None:
             enter(gradient)
         else:
@@ -234,7 +243,14 @@ class Collector:
         return after
 
     def multiplied(self, product: Product) -> Tensor:
-        """A place in a parameter entered a product; returns what stands for its result."""
+        """Let a product with a place in a parameter enter the sums of its layer.
+
+        Args:
+            product: The product: its places, the tensor that entered, and its result.
+
+        Returns:
+            The tensor that stands for the result, of its shape.
+        """
         statistics = self._products.get((product.weight, product.bias))
         if statistics is None:
             if (product.weight, product.bias) in self.places:
@@ -260,7 +276,14 @@ class Collector:
         return product.left if followed is None else followed
 
     def broadcast(self, names: frozenset[str]) -> bool:
-        """Parameters were broadcast over examples; whether their gradients are wanted."""
+        """Take note of parameters that were broadcast over examples.
+
+        Args:
+            names: Names of the parameters.
+
+        Returns:
+            Whether their gradients are wanted; those of unforeseen parameters are not.
+        """
         if not names <= set(self._bare):
             self._unforeseen(names)
             return False
@@ -269,23 +292,52 @@ class Collector:
         return self.gradients
 
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Parameters entered an operation whose examples never meet; whether their gradients are wanted."""
+        """Take note of parameters that entered an operation whose examples never meet.
+
+        Args:
+            names: Names of the parameters.
+            numbers: Numbers of the operation's result; ignored.
+
+        Returns:
+            Whether their gradients are wanted.
+        """
         del numbers
         return self.broadcast(names)
 
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
-        """Whether a product is a layer of A and G, here or in another pass."""
+        """Tell whether a product is a layer of A and G, here or in another pass.
+
+        Args:
+            weight: The place that multiplies; None where there is none.
+            bias: The place that is added; None where there is none.
+
+        Returns:
+            False where one of its parameters is a layer by itself and no pass has the product as a layer.
+        """
         names = {place.parameter for place in (weight, bias) if place is not None}
         return names.isdisjoint(self._bare) or (weight, bias) in self.places
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
-        """Whether a dimension as long as there are examples, all alike, is the examples'."""
+        """Tell whether a dimension as long as there are examples, all alike, is that of the examples.
+
+        Args:
+            names: Names of the parameters that were expanded.
+            examples: Examples of the batch; ignored.
+
+        Returns:
+            True where the probe found the dimension in front for each of them.
+        """
         del examples
         layers = [self._bare[name].layer for name in names if name in self._bare]
         return len(layers) == len(names) and all(isinstance(layer, BareLayer) and layer.leading for layer in layers)
 
     def strange(self, names: frozenset[str], operation: str) -> None:
-        """Parameters entered an operation in which the dry run did not show them."""
+        """Refuse the layers whose parameters entered an operation that the probe did not show.
+
+        Args:
+            names: Names of the parameters.
+            operation: Name of the operation; ignored.
+        """
         del operation
         self._unforeseen(names)
 
@@ -333,11 +385,10 @@ class Collector:
         dropped: tuple[Key, Tensor] | None = None,
         entry: Callable[[], None] | None = None,
     ) -> Tensor | None:
-        """Hand on the gradient of ``output``, its examples leading; returns what stands in its place, if anything.
+        """Hand on the gradient of ``output`` when it arrives; return the tensor that takes its place, if any does.
 
-        ``arrange`` puts the examples of so many first, where they are not.
-        ``dropped`` are the call's key and (P,) booleans of the positions that the mask drops; ``entry`` is called
-        when the gradient arrives.
+        ``arrange`` puts the examples of so many first; ``dropped`` are the call's key and the positions (P,) that the
+        mask drops; ``entry`` is called when the gradient arrives.
         """
         if not torch.is_grad_enabled():
             return None
@@ -359,10 +410,4 @@ class Collector:
                 entry()
             self.receive(gradient, enter)
 
-        if output.requires_grad:
-            output.register_hook(arrived)  # type: ignore[no-untyped-call]
-            return detach_view(output)
-        leaf = output.detach().requires_grad_()
-        leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
-        # a copy, since the next operation may work in place and a leaf forbids that
-        return leaf.clone()
+        return watch_gradient(output, arrived)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.probability_rows import Terms
 from engine.layers.layer import TreatedLayer, Use
 from engine.layers.linear import LinearLayer
@@ -96,6 +97,23 @@ class LossHead:
             return None
         examples, terms = prediction.valid.shape
         return (prediction.valid & ~kept.view(examples, -1)[:, :terms]).any()
+
+    def enter_terms_(self, statistics: LayerStatistics, prediction: Prediction) -> Tensor | None:
+        """Let the loss terms of one batch enter the head's sums; a head whose output is not the logits is flawed.
+
+        Args:
+            statistics: Sums of the layer that the head belongs to.
+            prediction: The outputs, shape (N, R, V), and which of their terms are valid.
+
+        Returns:
+            Whether positions that do not count have loss terms, as ``drops_terms`` returns it.
+        """
+        terms, dropped = self.terms(prediction), self.drops_terms(prediction)
+        if terms is None:
+            statistics.flaw = "unforeseen_use"
+        else:
+            statistics.add_terms_(prediction.outputs.detach(), terms)
+        return dropped
 
     def terms(self, prediction: Prediction) -> Terms | None:
         """Return the loss terms that count.

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.accumulation.example_gradients import Meeting
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.layers.layer import TreatedLayer, Use
+from engine.model.tensor_storage import detach_view
 from engine.row_layout.attention_masks import Key
 from engine.row_layout.layer_calls import require_unwritten, version
 
@@ -52,6 +53,25 @@ def arrival(
                 meeting.arrive(use, gradient, calls())
 
     return enter
+
+
+def watch_gradient(output: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
+    """Have the gradient of an output shown when it arrives.
+
+    Args:
+        output: Output of one call, of any shape; one that needs no gradient is replaced by a leaf that does.
+        arrived: Is called with the gradient, of that shape.
+
+    Returns:
+        The tensor that the model goes on with, with the numbers of ``output``.
+    """
+    if output.requires_grad:
+        output.register_hook(arrived)  # type: ignore[no-untyped-call]
+        return detach_view(output)
+    leaf = output.detach().requires_grad_()
+    leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
+    # a copy, since the next operation may work in place and a leaf forbids that
+    return leaf.clone()
 
 
 def note_reached(
