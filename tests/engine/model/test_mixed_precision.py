@@ -11,7 +11,7 @@ from catalog.memory import Memory
 from catalog.record import FieldError
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
-from engine.collection import data_pass
+from engine.collection import pass_job
 from engine.errors import NonFiniteFactor
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
@@ -92,7 +92,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, first: float) -> None:
         def loss_scale(self, value: float, steady: int) -> LossScale | None:
             return LossScale(first if steady == 0 else value, steady)
 
-    monkeypatch.setattr(data_pass, "choose_precision", lambda *_: Scaled())
+    monkeypatch.setattr(pass_job, "choose_precision", lambda *_: Scaled())
 
 
 @pytest.mark.parametrize("options", [

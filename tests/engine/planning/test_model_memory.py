@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine.collect import collect_or_read
-from engine.collection import data_pass
+from engine.collection import pass_job
 from engine.estimate import plan_job
 from engine.model.mixed_precision import Precision
 from engine.planning.model_memory import weigh_model, weight_terms
@@ -65,7 +65,7 @@ def test_a_graph_that_is_retained_is_planned_whole_and_its_gradients_wait(
     for amp in ("off", "fp16"):
         precision = Precision(amp=amp)  # type: ignore[arg-type]
         made = space("float32", "float32", "meta" if absent else "cpu", batch_size=6)
-        monkeypatch.setattr(data_pass, "choose_precision", lambda *_, found=precision: found)
+        monkeypatch.setattr(pass_job, "choose_precision", lambda *_, found=precision: found)
         if absent:
             plan = plan_job(made)
         else:
