@@ -20,7 +20,7 @@ from engine.factors.representation_bytes import capacitance_bytes, gram_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Plan, Source, Stage, Term
+from engine.memory.plan import Plan, Stage, Term
 from engine.planning.decomposition_memory import kept_as, read_back_bytes
 from engine.planning.disk_usage import with_disk
 from engine.planning.exact_ggn_memory import probe_bytes, probes_at_once, search_bytes, search_lengths
@@ -96,7 +96,8 @@ def _with_capacity(plan: Plan, workspace: Workspace, probe: Probe) -> Plan:
     terms = _carried(plan, "capacity")
     spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
     terms.append(_term("spectra", "2 · Σ (in + out) · 8", spectra, "host", "capacity"))
-    terms.append(_term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", "capacity", source="estimated"))
+    products = _term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", "capacity")
+    terms.append(replace(products, source="estimated"))
     several = len(plan.chosen.parts) > 1
     place: Where = "device" if workspace.machine.device.type == "cuda" else "host"
     for layer in probe.layers:
@@ -321,14 +322,5 @@ def _read_back(
     return found
 
 
-def _term(
-    name: str,
-    formula: str,
-    size: int,
-    place: Where,
-    stage: Stage,
-    layer: str | None = None,
-    *,
-    source: Source = "exact",
-) -> Term:
-    return Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage, layer=layer)
+def _term(name: str, formula: str, size: int, place: Where, stage: Stage, layer: str | None = None) -> Term:
+    return Term(name=name, formula=formula, size_bytes=size, place=place, source="exact", stage=stage, layer=layer)

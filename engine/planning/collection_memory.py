@@ -56,10 +56,10 @@ def plan_of(
     part, most = _heaviest(probe, groups, chosen, examples)
     # the last passes hold no input of the first ones' layers; bases are rotated with all of a pass's
     mine = part if several and not workspace.options.collection.ekfac else None
-    saved = _within(probe.recomputed if chosen.activation_checkpointing else probe.saved, mine)
+    saved = _saved(probe, chosen, mine)
     # logits, their softmax, its gradient and the gradient's copy in the graph
     outputs = int(4 * scale * probe.outputs * probe.dtype.itemsize)
-    gradients, formula, patches = _on_the_way_back(workspace, probe, chosen, examples, saved, mine, outputs)
+    gradients, formula, patches = _backward_bytes(workspace, probe, chosen, mine, examples, outputs)
     sizes: list[tuple[str, str, int, Source, Stage]] = [
         ("gradients", formula, gradients, "estimated", "collection"),
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
@@ -220,16 +220,25 @@ def _heaviest(
     return frozenset(modules[heaviest]) if passes else None, sums[heaviest]
 
 
-def _on_the_way_back(
+def _backward_bytes(
     workspace: Workspace,
     probe: Probe,
     chosen: Chosen,
-    examples: int,
-    saved: Saved | None,
     modules: frozenset[nn.Module] | None,
+    examples: int,
     outputs: int,
 ) -> tuple[int, str, int]:
-    """Bytes of the gradients of a layer, with the formula, and of what its moments are made of."""
+    """Bytes of the gradients of a layer, with the formula, and of what its moments are made of.
+
+    Args:
+        workspace: The job's options and device.
+        probe: Layers, calls and traced activations.
+        chosen: Whether activations are recomputed.
+        modules: Modules of the pass whose inputs are held; None holds those of all.
+        examples: Examples of a slice.
+        outputs: Bytes of the model's outputs for it.
+    """
+    saved = _saved(probe, chosen, modules)
     met, normalised = (
         None if chosen.activation_checkpointing else _within(each, modules)
         for each in (probe.met, probe.met_normalised)
@@ -263,6 +272,11 @@ def _joined(probe: Probe, examples: int) -> int:
             positions = numbers // (layer.fan_out * probe.examples)
             most = max(most, squared_norms_numbers(layer, examples, positions))
     return most
+
+
+def _saved(probe: Probe, chosen: Chosen, modules: frozenset[nn.Module] | None) -> Saved | None:
+    """What autograd saves of a pass, of the inputs those of ``modules``; None where nothing is pulled back."""
+    return _within(probe.recomputed if chosen.activation_checkpointing else probe.saved, modules)
 
 
 def _within(saved: Saved | None, modules: frozenset[nn.Module] | None) -> Saved | None:
