@@ -20,7 +20,7 @@ from api.live.sse_format import encode_event
 from catalog.record import record
 from jobs.errors import LedgerUnavailable
 from jobs.records import Job
-from jobs.repository.events import History, look
+from jobs.repository.events import History, read_new_events
 
 _log = logging.getLogger("kronoscope.api.job_watcher")
 
@@ -295,6 +295,6 @@ def _query_and_encode(
     engine: Engine, positions: Mapping[str, int | None]
 ) -> tuple[dict[str, History], dict[str, list[tuple[int, bytes]]]]:
     """Run in the watcher's own thread, so that the event loop only distributes the result."""
-    histories = look(engine, positions)
+    histories = read_new_events(engine, positions)
     encoded = {job: [(event.seq, encode_event(event)) for event in each.events] for job, each in histories.items()}
     return histories, encoded

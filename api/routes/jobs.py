@@ -36,7 +36,7 @@ from jobs.repository.store import (
     submit,
     submitted_earlier,
 )
-from jobs.retention.object_sweep import forget
+from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
 from jobs.tenancy.quotas import require_room
 
@@ -233,7 +233,7 @@ def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Delete an ended job with its results and files."""
     deleted = delete_job(service.engine, caller.tenant_id, job_id)
     service.artifacts.remove(job_id)
-    forget(service.engine, service.artifacts, deleted, service.settings.ledger.grace_seconds)
+    delete_unlisted(service.engine, service.artifacts, deleted, service.settings.ledger.grace_seconds)
     return Response(status_code=204)
 
 

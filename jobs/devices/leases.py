@@ -333,7 +333,7 @@ def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: s
     return any(suits(drawn, row.kind, row.factories) for row in found)
 
 
-def suited(kind: str, factories: Collection[str]) -> ColumnElement[bool]:
+def suits_condition(kind: str, factories: Collection[str]) -> ColumnElement[bool]:
     """Return `suits` as an SQL condition on `jobs`.
 
     Args:

@@ -123,7 +123,7 @@ class ArtifactFolder:
         with self.open(artifact) as file:
             require_digest(file, artifact.sha256, called=artifact.uri)
 
-    def bring(self, artifact: Artifact, target: Path) -> None:
+    def fetch(self, artifact: Artifact, target: Path) -> None:
         """Copy or link a verified file to a path, where it appears complete or not at all.
 
         Args:

@@ -40,7 +40,7 @@ class Scratch:
         self.copies = copies
         """The copies of checkpoints in a bucket; None where all machines share the folder."""
 
-    def of_attempt(self, job_id: str, fence: int) -> Path:
+    def attempt_folder(self, job_id: str, fence: int) -> Path:
         """Return the folder of one attempt, which may not exist yet.
 
         Args:
@@ -66,7 +66,7 @@ class Scratch:
         fences = [int(each.name) for each in place.iterdir() if each.name.isdecimal()] if place.is_dir() else []
         return [place / str(each) for each in sorted(fences, reverse=True) if each < fence]
 
-    def bring(self, job_id: str, fence: int) -> None:
+    def fetch(self, job_id: str, fence: int) -> None:
         """Download the newest checkpoint of an earlier attempt on another machine, unless a newer one is here.
 
         Args:
@@ -84,7 +84,7 @@ class Scratch:
         here = [int(each.name) for each in self.before(job_id, fence) if (each / MANIFEST).is_file()]
         if newest is not None and newest > max(here, default=-1):
             self._of_job(job_id).mkdir(parents=True, exist_ok=True)
-            self.copies.bring(job_id, newest, self.of_attempt(job_id, newest))
+            self.copies.fetch(job_id, newest, self.attempt_folder(job_id, newest))
 
     def clear(self, job_id: str) -> None:
         """Delete everything that the job's attempts have left; files that are gone or in use are not an error.

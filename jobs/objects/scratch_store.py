@@ -85,7 +85,7 @@ class ScratchStore:
         """
         return max((fence for fence in self._fences(job_id) if fence < before), default=None)
 
-    def bring(self, job_id: str, fence: int, target: Path) -> None:
+    def fetch(self, job_id: str, fence: int, target: Path) -> None:
         """Download an attempt's copy to a folder, which appears complete or not at all.
 
         Args:

@@ -21,7 +21,7 @@ from jobs.codec import sha256_of
 from jobs.devices.leases import DeviceLease, Place, correct, device_class, lease, lease_of
 from jobs.lifecycle import HELD, State, ending
 from jobs.metrics.counters import add, add_failure
-from jobs.queue.fence import append_event, by_holder, change, fenced, move, take
+from jobs.queue.fence import append_event, by_holder, change, draw_fenced, move, take
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
@@ -113,7 +113,7 @@ def last_heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> dateti
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         change(connection, drawn, {"lease_expires_at": ledger_now(lease_seconds)})
         asked_at: datetime | None = drawn.cancel_requested_at
         return asked_at
@@ -132,7 +132,7 @@ def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         manifest = {
             "environment": plain(frame.environment),
             "document_sha256": claim.document_sha256,
@@ -157,7 +157,7 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         shown = plain(progress) | {"updated_at": drawn.now.isoformat()}
         change(connection, drawn, {"progress": shown})
         if drawn.progress is None or drawn.progress.get("stage") != shown.get("stage"):
@@ -187,7 +187,7 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         stays = True
         if drawn.plan is None or frame.plan.get("planning_errors"):
             changes: dict[str, Any] = {"plan": plain(frame.plan)}
@@ -225,7 +225,7 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
     digest = sha256_of(outcome)
     key = {"job_id": claim.job_id, "kind": frame.kind, "ordinal": frame.ordinal}
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         written = _insert_once(
             connection,
             layer_results,
@@ -240,12 +240,12 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
                 "observed": plain(frame.observed),
             },
         )
-        told = {"kind": frame.kind, "ordinal": frame.ordinal, "layer": frame.layer, "sha256": digest}
+        data = {"kind": frame.kind, "ordinal": frame.ordinal, "layer": frame.layer, "sha256": digest}
         if written:
-            append_event(connection, drawn, "layer", told)
+            append_event(connection, drawn, "layer", data)
             return "written"
         kept = connection.execute(select(layer_results.c.sha256).filter_by(**key)).scalar_one()
-        return _compare(connection, drawn, kept, told)
+        return _compare(connection, drawn, kept, data)
 
 
 @by_holder
@@ -266,7 +266,7 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
     """
     key = {"job_id": claim.job_id, "name": frame.name}
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         written = _insert_once(
             connection,
             artifacts,
@@ -281,12 +281,12 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
                 "uri": uri,
             },
         )
-        told = {"name": frame.name, "sha256": frame.sha256, "size_bytes": frame.size_bytes}
+        data = {"name": frame.name, "sha256": frame.sha256, "size_bytes": frame.size_bytes}
         if written:
-            append_event(connection, drawn, "artifact", told)
+            append_event(connection, drawn, "artifact", data)
             return "written"
         kept = connection.execute(select(artifacts.c.sha256).filter_by(**key)).scalar_one()
-        return _compare(connection, drawn, kept, told)
+        return _compare(connection, drawn, kept, data)
 
 
 @by_holder
@@ -302,7 +302,7 @@ def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         change(connection, drawn, {"summary": (drawn.summary or {}) | {frame.kind: plain(frame.summary)}})
         append_event(connection, drawn, "summary", {"kind": frame.kind})
 
@@ -320,7 +320,7 @@ def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         append_event(connection, drawn, "log", {"level": frame.level, "message": frame.message})
 
 
@@ -339,7 +339,7 @@ def finish(engine: Engine, claim: Claim) -> State:
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         state = ending(drawn.state, "succeeded")
         names = connection.execute(select(artifacts.c.name).where(artifacts.c.job_id == claim.job_id)).all()
         manifest = (drawn.manifest or {}) | {"artifacts": len(names), "fence": claim.fence, "attempt": claim.attempt}
@@ -368,11 +368,11 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
     said = plain(failure)
     del said["frame"]
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         return record_failure(connection, drawn, said, pause_seconds)
 
 
-def cancelled(engine: Engine, claim: Claim) -> State:
+def end_cancelled(engine: Engine, claim: Claim) -> State:
     """End a job whose cancellation was asked for; any other returns to the queue, as `hand_back` does.
 
     Args:
@@ -404,7 +404,7 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         state = _returned(connection, drawn, reason)
         if state == "queued":
             add(connection, "drains")
@@ -430,7 +430,7 @@ def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         state = _returned(connection, drawn, code, pause_seconds)
         if state == "queued":
             add_failure(connection, "transient", code, ends_job=False)
@@ -514,8 +514,8 @@ def _insert_once(connection: Connection, table: Table, values: Mapping[str, Any]
     return connection.execute(statement).scalar_one_or_none() is not None
 
 
-def _compare(connection: Connection, drawn: Row[Any], kept: str, told: Mapping[str, Any]) -> Written:
-    if kept == told["sha256"]:
+def _compare(connection: Connection, drawn: Row[Any], kept: str, data: Mapping[str, Any]) -> Written:
+    if kept == data["sha256"]:
         return "repeated"
-    append_event(connection, drawn, "digest_differs", dict(told) | {"kept_sha256": kept})
+    append_event(connection, drawn, "digest_differs", dict(data) | {"kept_sha256": kept})
     return "differs"

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Engine, select
 
-from jobs.queue.fence import append_event, by_holder, fenced
+from jobs.queue.fence import append_event, by_holder, draw_fenced
 from jobs.records import Claim
 from jobs.schema.database import writing
 from jobs.schema.tables import job_events
@@ -31,7 +31,7 @@ def record_crash(engine: Engine, claim: Claim, signature: Mapping[str, Any]) -> 
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
-        drawn = fenced(connection, claim)
+        drawn = draw_fenced(connection, claim)
         last_two = connection.execute(
             select(job_events.c.data)
             .where(job_events.c.job_id == claim.job_id, job_events.c.type == "crash")

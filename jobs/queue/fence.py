@@ -29,7 +29,7 @@ from jobs.errors import LeaseLost
 from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
 from jobs.metrics.counters import add, note_refused
 from jobs.records import Claim
-from jobs.scheduling.fair_share import due
+from jobs.scheduling.fair_share import is_due
 from jobs.schema.clock import ledger_now
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import job_events, jobs, outbox
@@ -41,7 +41,7 @@ T = TypeVar("T")
 # built once: building a statement takes longer than the database takes to do it
 _DRAW = update(jobs).values(event_seq=jobs.c.event_seq + 1).returning(*jobs.c, ledger_now().label("now"))
 _TAKE = _DRAW.where(
-    jobs.c.id == bindparam("job"), jobs.c.state == literal("queued", literal_execute=True), due()
+    jobs.c.id == bindparam("job"), jobs.c.state == literal("queued", literal_execute=True), is_due()
 ).values(
     state="running",
     attempt=jobs.c.attempt + 1,
@@ -97,7 +97,7 @@ def take(
     return drawn
 
 
-def fenced(connection: Connection, claim: Claim) -> Row[Any]:
+def draw_fenced(connection: Connection, claim: Claim) -> Row[Any]:
     """Lock the job of a claim, and draw the number of its next event.
 
     Args:
@@ -198,11 +198,11 @@ def move(
     if state in TERMINAL:
         changes["finished_at"] = ledger_now()
     change(connection, drawn, changes)
-    told = {"attempt": changes.get("attempt", drawn.attempt)} | ({"reason": reason} if reason else {})
-    _follow(connection, drawn, drawn.state, state, told)
+    data = {"attempt": changes.get("attempt", drawn.attempt)} | ({"reason": reason} if reason else {})
+    _follow(connection, drawn, drawn.state, state, data)
 
 
-def _follow(connection: Connection, drawn: Row[Any], before: State, after: State, told: Mapping[str, Any]) -> None:
+def _follow(connection: Connection, drawn: Row[Any], before: State, after: State, data: Mapping[str, Any]) -> None:
     """Do all that goes with a move beside the job's own row."""
     add(connection, "moves", after)
     if before in HELD and after not in HELD:
@@ -211,7 +211,7 @@ def _follow(connection: Connection, drawn: Row[Any], before: State, after: State
         post_wakeup(connection, drawn.id, drawn.tenant_id)
     elif before == "queued":
         connection.execute(_SILENCE, {"job": drawn.id})
-    append_event(connection, drawn, "state", {"state": after, **told})
+    append_event(connection, drawn, "state", {"state": after, **data})
 
 
 def post_wakeup(connection: Connection, job_id: str, tenant_id: str) -> None:

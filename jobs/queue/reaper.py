@@ -71,8 +71,8 @@ def reap_expired(engine: Engine) -> int:
                 add(connection, "reaped")
                 taken += 1
         if drawn is not None:
-            told = {"job": job_id, "attempt": drawn.attempt, "fence": fence, "owner": drawn.lease_owner}
-            _log.warning("lease reaped", extra=told)
+            fields = {"job": job_id, "attempt": drawn.attempt, "fence": fence, "owner": drawn.lease_owner}
+            _log.warning("lease reaped", extra=fields)
     return taken
 
 

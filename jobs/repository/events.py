@@ -82,7 +82,7 @@ def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit:
     )
 
 
-def look(engine: Engine, positions: Mapping[str, int | None]) -> dict[str, History]:
+def read_new_events(engine: Engine, positions: Mapping[str, int | None]) -> dict[str, History]:
     """Return the position of several jobs and their new events, in two statements for all of them.
 
     No tenant is checked: the caller has made sure that each job belongs to its reader.

@@ -27,7 +27,7 @@ from jobs.errors import (
 from jobs.lifecycle import TERMINAL, State
 from jobs.queue.fence import append_event, change, draw, move, post_wakeup
 from jobs.records import Artifact, Claim, Job, JobPage, Submitted
-from jobs.scheduling.deadlines import asked_for, deadline_of, require_in_time
+from jobs.scheduling.deadlines import deadline_of, require_in_time, stored_schedule
 from jobs.scheduling.fair_share import AHEAD
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -76,7 +76,7 @@ def submit(
     body = document_json(document)
     digest = sha256_of(body)
     schedule = Schedule() if estimate else document.schedule
-    asked = asked_for(schedule)
+    asked = stored_schedule(schedule)
     model_factory, data_factory = factories_of(document)
     with writing(engine) as connection:
         job_id = _insert_job(
@@ -131,7 +131,7 @@ def submitted_earlier(
     Raises:
         IdempotencyConflict: If the key stored another document.
     """
-    asked = None if estimate else asked_for(document.schedule)
+    asked = None if estimate else stored_schedule(document.schedule)
     with reading(engine) as connection:
         stored = _stored_key(idempotency_key, estimate=estimate)
         return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), asked)
@@ -294,8 +294,8 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
 def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[Artifact, ...]:
     """Delete an ended job with all its rows.
 
-    The caller then deletes the files (`ArtifactFolder.remove`, `object_sweep.forget`): a crash in between leaves
-    files without a row, for the clean-up, never a row without its file.
+    The caller then deletes the files (`ArtifactFolder.remove`, `object_sweep.delete_unlisted`): a crash in between
+    leaves files without a row, for the clean-up, never a row without its file.
 
     Args:
         engine: The ledger's database.

@@ -130,8 +130,8 @@ def _lines(
     for event in events:
         yield {"event": {**plain(event), "at": event.at.isoformat()}}
     for file in files:
-        told = plain(file)
-        yield {"artifact": {name: told[name] for name in ("name", "sha256", "size_bytes", "media_type")}}
+        fields = plain(file)
+        yield {"artifact": {name: fields[name] for name in ("name", "sha256", "size_bytes", "media_type")}}
 
 
 def _read(folder: ArtifactFolder, archive: Artifact) -> Iterator[dict[str, Any]]:

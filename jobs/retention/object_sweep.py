@@ -51,7 +51,7 @@ def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) 
     return sum(_remove_unlisted(engine, folder, batch, limit) for batch in _batches(old))
 
 
-def forget(engine: Engine, folder: ArtifactFolder, deleted: Iterable[Artifact], grace_seconds: float) -> int:
+def delete_unlisted(engine: Engine, folder: ArtifactFolder, deleted: Iterable[Artifact], grace_seconds: float) -> int:
     """Delete the objects that only a deleted job has listed, without waiting for the next sweep.
 
     Args:

@@ -24,8 +24,8 @@ from sqlalchemy import (
 )
 
 from catalog.record import record
-from jobs.devices.leases import suited
-from jobs.scheduling.fair_share import due, fair_order, goes_ahead
+from jobs.devices.leases import suits_condition
+from jobs.scheduling.fair_share import fair_order, goes_ahead, is_due
 from jobs.schema.clock import Moment, ledger_now
 from jobs.schema.tables import jobs, tenants
 
@@ -46,7 +46,7 @@ class CandidateSlot:
 
 
 def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot]) -> Select[Any]:
-    """Build the query for the next jobs that fit into a slot, with the device of each as `told`.
+    """Build the query for the next jobs that fit into a slot, with the device of each as `device`.
 
     It is executed with `most_bytes`, the most that is free on any device, `before_grace`, the grace in seconds as a
     negative number, and `slot_values` of each slot.
@@ -91,12 +91,12 @@ def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequ
 def _built(dialect: str, limit: int, slots: tuple[CandidateSlot, ...]) -> Select[Any]:
     taken = [(_takes(number, slot), bindparam(f"device_{number}", type_=String())) for number, slot in enumerate(slots)]
     # what fits nowhere is passed over by one comparison
-    claimable = and_(_bytes("most_bytes") >= NEEDS, due(), or_(*(condition for condition, _ in taken)))
+    claimable = and_(_bytes("most_bytes") >= NEEDS, is_due(), or_(*(condition for condition, _ in taken)))
     return fair_order(dialect, limit, claimable, case(*taken))
 
 
 def _takes(number: int, slot: CandidateSlot) -> ColumnElement[bool]:
-    conditions = [_bytes(f"free_{number}") >= NEEDS, suited(slot.kind, slot.factories)]
+    conditions = [_bytes(f"free_{number}") >= NEEDS, suits_condition(slot.kind, slot.factories)]
     if slot.kept:
         conditions.append(
             or_(

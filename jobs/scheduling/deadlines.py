@@ -12,7 +12,7 @@ from jobs.errors import DocumentRefused
 from jobs.schema.clock import ledger_now
 
 
-def asked_for(schedule: Schedule) -> dict[str, Any] | None:
+def stored_schedule(schedule: Schedule) -> dict[str, Any] | None:
     """Return a schedule as the column of a submission holds it.
 
     Args:

@@ -16,7 +16,7 @@ _AHEAD_EVERY_SECONDS = 60.0
 """The least time since a tenant was served for its estimate to precede all jobs: longer than an estimate takes."""
 
 
-def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Select[Any]:
+def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], device: ColumnElement[Any]) -> Select[Any]:
     """Build the query for the next queued jobs in fair-share order.
 
     The tenant with the fewest running jobs comes first, among equals the one that was served longest ago. A priority
@@ -34,12 +34,12 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], told: C
         dialect: The database's.
         limit: The number of jobs.
         claimable: The condition on jobs that may be claimed.
-        told: A further column, such as the device for the job.
+        device: The device for each job, or null.
 
     Returns:
-        The query for `id` and `told`.
+        The query for `id` and `device`.
     """
-    first = _first_of_each(dialect, limit, claimable, told)
+    first = _first_of_each(dialect, limit, claimable, device)
     running = (
         select(
             jobs.c.tenant_id,
@@ -55,7 +55,7 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], told: C
     )
     ahead = and_(goes_ahead(first.c.priority, first.c.served_at), position == 1, func.coalesce(running.c.ahead, 0) == 0)
     return (
-        select(first.c.id, first.c.told)
+        select(first.c.id, first.c.device)
         .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
         .order_by(
             ahead.desc(),
@@ -82,7 +82,7 @@ def goes_ahead(priority: ColumnElement[int], served_at: ColumnElement[Any]) -> C
     return and_(priority >= AHEAD, or_(served_at.is_(None), served_at <= ledger_now(-_AHEAD_EVERY_SECONDS)))
 
 
-def due() -> ColumnElement[bool]:
+def is_due() -> ColumnElement[bool]:
     """Return the condition for a queued job to be claimable now: no pause, and no passed deadline."""
     return and_(
         or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now()),
@@ -90,11 +90,11 @@ def due() -> ColumnElement[bool]:
     )
 
 
-def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool], told: ColumnElement[Any]) -> Subquery:
+def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool], device: ColumnElement[Any]) -> Subquery:
     """The first ``limit`` queued jobs of each tenant. SQLite knows no LATERAL, and PostgreSQL no index into an IN."""
     waiting = (
-        select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority, jobs.c.queued_at, told.label("told"))
-        # in the statement's text: neither database takes an index of part of a table for a value it is yet to be told
+        select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority, jobs.c.queued_at, device.label("device"))
+        # in the statement's text: neither database uses a partial index for the value of a parameter
         .where(jobs.c.tenant_id == tenants.c.id, jobs.c.state == literal("queued", literal_execute=True), claimable)
         .order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
         .limit(limit)
@@ -111,7 +111,7 @@ def _first_of_each(dialect: str, limit: int, claimable: ColumnElement[bool], tol
             listed.c.priority,
             listed.c.queued_at,
             tenants.c.served_at,
-            ClauseAdapter(listed).traverse(told).label("told"),
+            ClauseAdapter(listed).traverse(device).label("device"),
         )
         .select_from(tenants.join(listed, listed.c.id.in_(waiting.with_only_columns(jobs.c.id))))
         .subquery("first")

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, select
 
 from jobs.devices.leases import suits
-from jobs.scheduling.fair_share import due
+from jobs.scheduling.fair_share import is_due
 from jobs.schema.clock import ledger_now
 from jobs.schema.tables import device_leases, devices, jobs, worker_devices, workers
 
@@ -188,7 +188,9 @@ def read_fleet(connection: Connection) -> list[FleetDevice]:
     reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
     waiting = {}
     if reserved:
-        found = connection.execute(select(jobs).where(jobs.c.id.in_(reserved), jobs.c.state == "queued", due())).all()
+        found = connection.execute(
+            select(jobs).where(jobs.c.id.in_(reserved), jobs.c.state == "queued", is_due())
+        ).all()
         waiting = {row.id: row for row in found}
     offers = _offers(connection)
     fleet = []

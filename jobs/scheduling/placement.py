@@ -15,10 +15,10 @@ from sqlalchemy import Connection, Engine, Row, and_, case, literal, or_, select
 from catalog.job import JobDocument
 from catalog.memory_requirements import factories_of
 from catalog.responses import PlacementView
-from jobs.devices.leases import Place, device_class, suited, suits
+from jobs.devices.leases import Place, device_class, suits, suits_condition
 from jobs.records import Job
 from jobs.scheduling.candidate_slots import NEEDS, CandidateSlot, candidates_query, slot_values
-from jobs.scheduling.fair_share import due
+from jobs.scheduling.fair_share import is_due
 from jobs.scheduling.fleet import FleetDevice, Offer, offered_by, read_fleet
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -55,10 +55,12 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
             slots.append(slot)
             values |= slot_parameters
         found = connection.execute(candidates_query(connection.dialect.name, limit, slots), values).all()
-    return [Place(job_id=row.id, worker_id=worker_id, device_uuid=row.told) for row in found if row.told is not None]
+    return [
+        Place(job_id=row.id, worker_id=worker_id, device_uuid=row.device) for row in found if row.device is not None
+    ]
 
 
-def may_come(engine: Engine, worker_id: str, read_seconds: float) -> bool:
+def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool:
     """Return whether any queued job could run on the worker's devices once they are free.
 
     Args:
@@ -74,13 +76,15 @@ def may_come(engine: Engine, worker_id: str, read_seconds: float) -> bool:
         own = offered_by(read_fleet(connection), worker_id)
         # one that offers nothing is not known (any more), or its devices do not answer: they may again
         fits = [
-            and_(each.most_bytes_if_read(read_seconds) >= NEEDS, suited(each.kind, offer.factories))
+            and_(each.most_bytes_if_read(read_seconds) >= NEEDS, suits_condition(each.kind, offer.factories))
             for each, offer in own
         ]
         holds = or_(*fits) if fits else true()
         return bool(
             connection.execute(
-                select(jobs.c.id).where(jobs.c.state == literal("queued", literal_execute=True), due(), holds).limit(1)
+                select(jobs.c.id)
+                .where(jobs.c.state == literal("queued", literal_execute=True), is_due(), holds)
+                .limit(1)
             ).all()
         )
 
@@ -262,8 +266,8 @@ def _reserver(
             jobs.c.needs_bytes
             <= case((jobs.c.queued_at > device.doubted_since, device.capacity_bytes), else_=device.most_bytes),
             jobs.c.queued_at <= ledger_now(-after_seconds),
-            suited(device.kind, offer.factories),
-            due(),
+            suits_condition(device.kind, offer.factories),
+            is_due(),
         )
         .order_by(jobs.c.queued_at, jobs.c.id)
         .limit(_CANDIDATES)

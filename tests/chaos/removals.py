@@ -82,7 +82,7 @@ class _Loader(importlib.abc.Loader):
 
 def _no_fence(fence: Any, _folder: Path) -> None:
     """Whoever names the job may write."""
-    assert fence.fenced
+    assert fence.draw_fenced
 
     def unfenced(connection: Any, claim: Any) -> Any:
         row = fence.draw(connection, fence.jobs.c.id == claim.job_id)
@@ -90,10 +90,10 @@ def _no_fence(fence: Any, _folder: Path) -> None:
             raise fence.LeaseLost(claim.job_id, claim.fence)
         return row
 
-    fence.fenced = unfenced
+    fence.draw_fenced = unfenced
 
 
-def _no_second_ring(outbox: Any, _folder: Path) -> None:
+def _no_second_wakeup(outbox: Any, _folder: Path) -> None:
     """A wake-up is sent once, whether or not anybody claims the job."""
     relay = outbox.relay
     outbox.relay = lambda engine, send_wakeup, _unclaimed, *more: relay(engine, send_wakeup, 1e9, *more)
@@ -159,7 +159,7 @@ def _no_rename(local_objects: Any, _folder: Path) -> None:
 
 CHANGES: Mapping[str, Mapping[str, Change]] = {
     "fence": {"jobs.queue.fence": _no_fence},
-    "reconciler": {"jobs.queue.outbox": _no_second_ring, "worker.agent.agent": _no_poll},
+    "reconciler": {"jobs.queue.outbox": _no_second_wakeup, "worker.agent.agent": _no_poll},
     "reaper": {"jobs.queue.reaper": _no_reaper},
     "idempotency": {"jobs.repository.store": _no_idempotency},
     "rename": {"jobs.objects.local_store": _no_rename},

@@ -40,7 +40,7 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     "usage": lambda engine, mine: claims.fail(engine, mine, frame_of_failure("usage")),
     "transient": lambda engine, mine: claims.fail(engine, mine, frame_of_failure("transient")),
     "fatal": lambda engine, mine: claims.fail(engine, mine, frame_of_failure("fatal")),
-    "cancelled": claims.cancelled,
+    "cancelled": claims.end_cancelled,
     "hand_back": claims.hand_back,
     "decline": lambda engine, mine: claims.decline(engine, mine, "not_started"),
 }

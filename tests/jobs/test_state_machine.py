@@ -280,7 +280,7 @@ class LedgerMachine(RuleBasedStateMachine):
         elif how == "hands back":
             assert claims.hand_back(self.ledger, hold.claim) == hold.job.hand_back()
         elif how == "stops":
-            assert claims.cancelled(self.ledger, hold.claim) == hold.job.hand_back()
+            assert claims.end_cancelled(self.ledger, hold.claim) == hold.job.hand_back()
         else:
             ended = hold.job.fail(how, "told")
             assert claims.fail(self.ledger, hold.claim, frame_of_failure(how)) == ended

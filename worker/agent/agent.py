@@ -20,7 +20,7 @@ from jobs.devices.leases import Place, free_drained
 from jobs.errors import LedgerUnavailable
 from jobs.queue.claims import claim
 from jobs.records import Claim
-from jobs.scheduling.placement import may_come, next_places, reserve
+from jobs.scheduling.placement import has_future_work, next_places, reserve
 from worker.agent.registration import Registration
 from worker.devices.device_health import DeviceHealth
 from worker.disk.free_space import free_bytes
@@ -137,7 +137,7 @@ class Agent:
         with self._lock:
             running = bool(self._supervisors)
         beats = _READ_BEATS * self._settings.ledger.heartbeat_seconds
-        return not running and not may_come(self._engine, self._registration.worker.id, beats)
+        return not running and not has_future_work(self._engine, self._registration.worker.id, beats)
 
     def _claim_next(self) -> Claim | None:
         """The first in fair-share order that no other worker was quicker to take."""

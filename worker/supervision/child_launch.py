@@ -63,7 +63,7 @@ def assignment(
         "estimate": claim.kinds == (ESTIMATE,),
         "factors_path": None if factors is None else str(factors),
         **_cache(claim, settings),
-        "scratch": str(scratch.of_attempt(claim.job_id, claim.fence)),
+        "scratch": str(scratch.attempt_folder(claim.job_id, claim.fence)),
         "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],
         "checkpoint_seconds": settings.checkpoint_seconds,
         "bounds": _bounds(claim, settings),

@@ -66,5 +66,5 @@ def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Pat
     for each in files:
         target = place / each.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder.bring(each, target)
+        folder.fetch(each, target)
     return place / "factors"

@@ -260,7 +260,7 @@ class Supervisor:
     def _bring_scratch(self) -> None:
         """From the machine of an earlier attempt; what is damaged is collected again."""
         try:
-            self._scratch.bring(self._claim.job_id, self._claim.fence)
+            self._scratch.fetch(self._claim.job_id, self._claim.fence)
         except ArtifactDamaged as error:
             self._log.warning("the checkpoint of an earlier attempt is not used", why=str(error))
 
@@ -270,7 +270,7 @@ class Supervisor:
         if self._copies is None:
             yield
             return
-        folder = self._scratch.of_attempt(self._claim.job_id, self._claim.fence)
+        folder = self._scratch.attempt_folder(self._claim.job_id, self._claim.fence)
         with ScratchMirror(self._copies, self._claim, folder, self._watch, self._log):
             yield
 
@@ -311,7 +311,7 @@ class Supervisor:
         elif reason == "timeout":
             state = self._fail(_failure("usage", "timeout", _TOO_LONG.format(self._settings.attempt_seconds)), None)
         elif reason == "cancel":
-            state = self._sink.write(lambda: claims.cancelled(self._engine, self._claim))
+            state = self._sink.write(lambda: claims.end_cancelled(self._engine, self._claim))
         elif reason == "misplaced":
             state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim, _MISPLACED))
         elif reason == "drain":

@@ -13,7 +13,7 @@ from catalog.frames import LogLine
 from jobs.queue import claims
 from jobs.records import LOCAL_TENANT, Claim, Job
 from jobs.repository import events
-from jobs.repository.events import look, read_history
+from jobs.repository.events import read_history, read_new_events
 from jobs.repository.store import delete_job, read_job, request_cancel
 from tests.api import seeding
 
@@ -42,9 +42,9 @@ def test_a_look_at_many_jobs_takes_two_statements(ledger: Engine, statements: li
         for line in range(number):
             say(ledger, each, f"{number}.{line}")
     request_cancel(ledger, LOCAL_TENANT, held[3].job_id)
-    claims.cancelled(ledger, held[3])
+    claims.end_cancelled(ledger, held[3])
     statements.clear()
-    seen = look(ledger, {**at, held[1].job_id: None, "00000000-0000-7000-8000-000000000000": 0})
+    seen = read_new_events(ledger, {**at, held[1].job_id: None, "00000000-0000-7000-8000-000000000000": 0})
     assert len([each for each in statements if "SELECT" in each]) == 2
     assert set(seen) == set(at)
     assert [len(seen[each.job_id].events) for each in held] == [0, 0, 2, 5, *range(4, 12)]
@@ -75,13 +75,13 @@ def test_what_one_look_has_no_room_for_comes_with_the_next(ledger: Engine, monke
     at: dict[str, int | None] = {each.job_id: 0 for each in held}
     found: dict[str, list[int]] = {each.job_id: [] for each in held}
     for _ in range(20):
-        for job_id, seen in look(ledger, at).items():
+        for job_id, seen in read_new_events(ledger, at).items():
             found[job_id] += [each.seq for each in seen.events]
             at[job_id] = seen.through
             assert not (seen.ended and seen.more)
     for each in held:
         assert found[each.job_id] == [one.seq for one in _whole(ledger)(each).events]
-    assert look(ledger, at)[held[0].job_id].ended
+    assert read_new_events(ledger, at)[held[0].job_id].ended
 
 
 def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: Engine, statements: list[str]) -> None:
@@ -140,7 +140,7 @@ def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: En
 def test_who_waits_for_a_deleted_job_is_told(ledger: Engine) -> None:
     held = seeding.running(ledger, LOCAL_TENANT)
     request_cancel(ledger, LOCAL_TENANT, held.job_id)
-    claims.cancelled(ledger, held)
+    claims.end_cancelled(ledger, held)
 
     async def play() -> bool:
         watcher = JobWatcher(ledger, threading.Event())

@@ -226,7 +226,7 @@ def test_a_cancellation_that_is_answered_late_does_not_undo_the_end(page: Page, 
     with answered_late(page, "**/v1/jobs/*:cancel"):
         page.get_by_role("button", name="Cancel job").click()
         expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
-        claims.cancelled(embedded.engine, claim)
+        claims.end_cancelled(embedded.engine, claim)
         expect(ended).to_be_visible()
     expect(ended).to_be_visible()
 
@@ -248,7 +248,7 @@ def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedd
         seeding.progress(embedded.engine, claim, stage="collection", done=26, total=29, unit="batches", percent=61)
     expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
     expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "61")
-    claims.cancelled(embedded.engine, claim)
+    claims.end_cancelled(embedded.engine, claim)
 
 
 def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
@@ -333,7 +333,7 @@ def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Pag
     expect(page.get_by_role("progressbar", name="Progress of the job")).to_be_visible()
     page.wait_for_timeout(700)
     assert 1 <= len(asked) <= 2 + (time.monotonic() - began)
-    claims.cancelled(embedded.engine, claim)
+    claims.end_cancelled(embedded.engine, claim)
 
 
 def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> None:
@@ -454,7 +454,7 @@ def test_cancelling(page: Page, embedded: Embedded) -> None:
     job = read_job(embedded.engine, LOCAL_TENANT, claim.job_id)
     assert job is not None
     assert job.state == "cancelling"
-    claims.cancelled(embedded.engine, claim)
+    claims.end_cancelled(embedded.engine, claim)
     expect(page.get_by_text("Cancelled", exact=True)).to_be_visible()
 
 

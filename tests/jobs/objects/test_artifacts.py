@@ -18,7 +18,7 @@ from jobs.queue.claims import finish, write_artifact
 from jobs.records import LOCAL_TENANT, Artifact, Claim
 from jobs.repository.results import list_artifacts
 from jobs.repository.store import delete_job
-from jobs.retention.object_sweep import forget, sweep_attempts, sweep_objects
+from jobs.retention.object_sweep import delete_unlisted, sweep_attempts, sweep_objects
 from jobs.schema.identifiers import new_id
 
 BYTES = b"spectrum"
@@ -127,11 +127,11 @@ def test_one_flipped_byte_is_found_and_mended_by_the_next_to_publish_it(folder: 
         folder.verify(artifact)
     target = folder.root / "fetched"
     with pytest.raises(ArtifactDamaged, match="SHA-256"):
-        folder.bring(artifact, target)
+        folder.fetch(artifact, target)
     assert not target.exists()
     written(folder, new_id())
     folder.verify(artifact)
-    folder.bring(artifact, target)
+    folder.fetch(artifact, target)
     assert target.read_bytes() == BYTES
 
 
@@ -211,7 +211,7 @@ def test_a_row_of_an_earlier_version_stays_readable(ledger: Engine, folder: Arti
     folder.verify(artifact)
     deleted = delete_job(ledger, LOCAL_TENANT, claim.job_id)
     folder.remove(claim.job_id)
-    assert forget(ledger, folder, deleted, GRACE) == 0
+    assert delete_unlisted(ledger, folder, deleted, GRACE) == 0
     assert not path.exists()
 
 
@@ -224,7 +224,7 @@ def test_deleting_a_job_removes_what_no_other_job_lists(ledger: Engine, folder: 
     for key in (shared, own):
         age(folder, key)
     finish(ledger, first)
-    assert forget(ledger, folder, delete_job(ledger, LOCAL_TENANT, first.job_id), GRACE) == 1
+    assert delete_unlisted(ledger, folder, delete_job(ledger, LOCAL_TENANT, first.job_id), GRACE) == 1
     assert keys(folder) == {shared, young}
     # it may be about to be listed by a job that put the same bytes: the sweep takes it once it is old
     assert sweep_objects(ledger, folder, GRACE) == 0

@@ -61,7 +61,7 @@ def test_the_newest_checkpoint_comes_back_and_the_one_before_is_dropped(store: O
     expected = contents(here)
     del expected["waiting/.part-torn"]
     assert copies.newest(JOB, 2) == 1
-    copies.bring(JOB, 1, tmp_path / "there")
+    copies.fetch(JOB, 1, tmp_path / "there")
     assert contents(tmp_path / "there") == expected
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".part-")] == []
 
@@ -102,7 +102,7 @@ def test_wherever_a_copy_is_cut_off_a_whole_one_stands(store: ObjectStore, tmp_p
         lost: Any = CutOff(store, after)
         with contextlib.suppress(StoreUnavailable):
             ScratchStore(lost).save(JOB, 1, here)
-        ScratchStore(store).bring(JOB, 1, tmp_path / "there")
+        ScratchStore(store).fetch(JOB, 1, tmp_path / "there")
         found = contents(tmp_path / "there")
         assert found in (first, second)
         seen.append(found == second)
@@ -119,7 +119,7 @@ def test_damage_is_found_and_nothing_is_brought(store: ObjectStore, tmp_path: Pa
         if not each.key.endswith("index.json"):
             store.delete(each.key)
     with pytest.raises(ArtifactDamaged):
-        copies.bring(JOB, 1, tmp_path / "there")
+        copies.fetch(JOB, 1, tmp_path / "there")
     assert not (tmp_path / "there").exists()
 
 
@@ -139,14 +139,14 @@ def test_a_later_attempt_replaces_an_earlier_ones_copy_and_clearing_leaves_nothi
 
 def test_what_is_here_is_not_brought_and_what_is_later_elsewhere_is(store: ObjectStore, tmp_path: Path) -> None:
     first, second = (Scratch(tmp_path / name, ScratchStore(store)) for name in ("first", "second"))
-    checkpoint(first.of_attempt(JOB, 1), 1, a=b"copied")
-    ScratchStore(store).save(JOB, 1, first.of_attempt(JOB, 1))
-    checkpoint(first.of_attempt(JOB, 1), 2, a=b"later than its copy")
-    first.bring(JOB, 2)
-    assert (first.of_attempt(JOB, 1) / "checkpoint" / "2.a.safetensors").exists()
-    second.bring(JOB, 2)
+    checkpoint(first.attempt_folder(JOB, 1), 1, a=b"copied")
+    ScratchStore(store).save(JOB, 1, first.attempt_folder(JOB, 1))
+    checkpoint(first.attempt_folder(JOB, 1), 2, a=b"later than its copy")
+    first.fetch(JOB, 2)
+    assert (first.attempt_folder(JOB, 1) / "checkpoint" / "2.a.safetensors").exists()
+    second.fetch(JOB, 2)
     assert [path.name for path in second.before(JOB, 2)] == ["1"]
-    assert (second.of_attempt(JOB, 1) / "checkpoint" / "1.a.safetensors").read_bytes() == b"copied"
+    assert (second.attempt_folder(JOB, 1) / "checkpoint" / "1.a.safetensors").read_bytes() == b"copied"
     second.clear(JOB)
     assert (second.jobs(), first.jobs()) == ([], [JOB])
     assert list(store.listing("scratch/")) == []

@@ -13,9 +13,9 @@ from jobs.lifecycle import HELD
 from jobs.metrics.counters import Counter, read_counters
 from jobs.queue import claims as claims_module
 from jobs.queue.claims import (
-    cancelled,
     claim,
     decline,
+    end_cancelled,
     fail,
     finish,
     hand_back,
@@ -152,7 +152,7 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     "fail": lambda engine, mine: fail(
         engine, mine, Failed(category="fatal", code="c", message="m", pointer=None, layer=None, detail=None)
     ),
-    "cancelled": cancelled,
+    "cancelled": end_cancelled,
     "hand_back": hand_back,
     "decline": lambda engine, mine: decline(engine, mine, "not_started"),
 }
@@ -189,7 +189,7 @@ def test_without_the_fence_the_zombie_would_have_written(
     held(zombie.job_id)
     monkeypatch.setattr(
         claims_module,
-        "fenced",
+        "draw_fenced",
         lambda connection, mine: draw(connection, jobs.c.id == mine.job_id, jobs.c.state.in_(HELD)),
     )
     assert finish(ledger, zombie) == "succeeded"
@@ -306,11 +306,11 @@ def test_cancelling_a_running_job_reaches_its_holder_and_ends_it(ledger: Engine,
     asked_at = heartbeat(ledger, mine, 45)
     assert asked_at is not None
     assert request_cancel(ledger, LOCAL_TENANT, mine.job_id).cancel_requested_at == asked_at
-    assert cancelled(ledger, mine) == "cancelled"
+    assert end_cancelled(ledger, mine) == "cancelled"
     assert job_of(ledger, mine).finished_at is not None
 
 
-@pytest.mark.parametrize("end", [finish, hand_back, cancelled, WRITES["decline"], WRITES["fail"]])
+@pytest.mark.parametrize("end", [finish, hand_back, end_cancelled, WRITES["decline"], WRITES["fail"]])
 def test_a_job_being_cancelled_ends_cancelled_whatever_its_attempt_says(ledger: Engine, held: Held, end: Any) -> None:
     mine = held()
     request_cancel(ledger, LOCAL_TENANT, mine.job_id)

@@ -21,7 +21,7 @@ from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.store import read_job, submit
 from jobs.scheduling.fair_share import AHEAD
-from jobs.scheduling.placement import may_come, next_places, placement_of, reserve
+from jobs.scheduling.placement import has_future_work, next_places, placement_of, reserve
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id
@@ -395,7 +395,7 @@ def test_a_factory_goes_to_a_worker_that_lists_it(ledger: Engine, joined: Any, w
     )
     job_id = waiting(**FACTORY)
     assert next_places(ledger, plain, 0) == []
-    assert not may_come(ledger, plain, 30)
+    assert not has_future_work(ledger, plain, 30)
     place = Place(job_id=job_id, worker_id=plain, device_uuid="HOST-a")
     assert claim(ledger, job_id, "w", "t", 45, place=place) is None
     assert [each.job_id for each in next_places(ledger, lab, 0)] == [job_id]
@@ -665,13 +665,13 @@ def test_nothing_may_come_of_what_others_leave_no_room_for(
     """While jobs are there it is not known, and it is read right after the last of them."""
     worker = joined(device)
     waiting(14)
-    assert not may_come(ledger, worker, 30)
+    assert not has_future_work(ledger, worker, 30)
     read_ago(ledger, 1)
-    assert may_come(ledger, worker, 30)
+    assert has_future_work(ledger, worker, 30)
     assert renew(ledger, worker, {device.uuid: 4 * GIB}, 600)
-    assert not may_come(ledger, worker, 30)
+    assert not has_future_work(ledger, worker, 30)
     assert renew(ledger, worker, {device.uuid: 1 * GIB}, 600)
-    assert may_come(ledger, worker, 30)
+    assert has_future_work(ledger, worker, 30)
 
 
 def test_a_smaller_device_that_others_fill_keeps_no_larger_one_from_being_reserved(

@@ -17,7 +17,7 @@ from sqlalchemy import delete, insert, select
 from jobs.devices.registry import Device, leased_devices, list_devices, remove
 from jobs.errors import SettingsInvalid
 from jobs.records import LOCAL_TENANT
-from jobs.scheduling.placement import may_come, next_places
+from jobs.scheduling.placement import has_future_work, next_places
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, workers
@@ -130,9 +130,9 @@ def test_with_no_device_and_nothing_queued_a_worker_has_nothing_to_do(
 ) -> None:
     registration = Registration(ledger, settings(), lambda: ())
     registration.ensure()
-    assert not may_come(ledger, registration.worker.id, 60)
+    assert not has_future_work(ledger, registration.worker.id, 60)
     submitted()
-    assert may_come(ledger, registration.worker.id, 60)
+    assert has_future_work(ledger, registration.worker.id, 60)
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["another device fails", "the worker begins"])

@@ -64,7 +64,7 @@ def supervise(ledger: Engine, settings: Any) -> Callable[..., None]:
 
 def left(scratch: Scratch, job_id: str, fence: int) -> Path:
     """A file that an attempt has written."""
-    file = scratch.of_attempt(job_id, fence) / "0.G.safetensors"
+    file = scratch.attempt_folder(job_id, fence) / "0.G.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     return file
@@ -94,7 +94,7 @@ def test_a_crashed_job_goes_on_in_its_next_attempt(
     supervise(undisturbed, EXECUTION, **changes)
     supervise(killed, EXECUTION, **changes)
     assert (job(killed).state, job(killed).failures) == ("queued", 1)
-    assert (scratch.of_attempt(killed, 1) / MANIFEST).is_file()
+    assert (scratch.attempt_folder(killed, 1) / MANIFEST).is_file()
     supervise(killed, EXECUTION, **changes)
     assert job(killed).state == job(undisturbed).state == "succeeded"
     assert scratch.jobs() == []
@@ -175,9 +175,9 @@ def test_the_child_is_told_its_place_and_the_earlier_ones(
     left(scratch, job_id, 2)
     supervise(job_id, scripted(["echo_assignment"], ["finish"]), checkpoint_seconds=7)
     (line,) = events(job_id, "log")
-    for expected in (f'"scratch": "{scratch.of_attempt(job_id, 3)}"', '"checkpoint_seconds": 7'):
+    for expected in (f'"scratch": "{scratch.attempt_folder(job_id, 3)}"', '"checkpoint_seconds": 7'):
         assert expected in line.data["message"]
-    places = ", ".join(f'"{scratch.of_attempt(job_id, fence)}"' for fence in (2, 1))
+    places = ", ".join(f'"{scratch.attempt_folder(job_id, fence)}"' for fence in (2, 1))
     assert f'"earlier": [{places}]' in line.data["message"]
 
 

@@ -268,7 +268,7 @@ def test_the_last_checkpoint_is_copied_for_what_is_left_of_the_stop(
     begun = attempt(job_id, through(held, bucket), ["log", "begun"], ["wait_for_sigterm"])
     until(lambda: begun.events("log"))
     held.hold()
-    manifest = Scratch(tmp_path / "artifacts").of_attempt(job_id, 1) / MANIFEST
+    manifest = Scratch(tmp_path / "artifacts").attempt_folder(job_id, 1) / MANIFEST
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
     assert held.asked.wait(240)
