@@ -21,7 +21,8 @@ from catalog.responses import EstimateView
 from jobs.codec import parse_document
 from jobs.errors import DocumentRefused
 from jobs.records import Job, Submitted
-from jobs.repository.store import delete_job, read_estimate, submit, submitted_earlier
+from jobs.repository.store import delete_job, read_estimate
+from jobs.repository.submission import submit, submitted_earlier
 
 _RETRY_SECONDS = 2
 _VIEW: TypeAdapter[EstimateView] = TypeAdapter(EstimateView)

@@ -26,16 +26,8 @@ from catalog.responses import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.lifecycle import STATES
 from jobs.records import Job
-from jobs.repository.store import (
-    JobQuery,
-    delete_job,
-    list_jobs,
-    read_job,
-    request_cancel,
-    reschedule,
-    submit,
-    submitted_earlier,
-)
+from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, request_cancel, reschedule
+from jobs.repository.submission import submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
 from jobs.tenancy.quotas import require_room

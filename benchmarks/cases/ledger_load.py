@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from catalog.frames import LogLine
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import Claim
 from jobs.schema.database import open_database
 
@@ -72,12 +72,14 @@ def _write(task: Mapping[str, Any], ready: float, until: float) -> dict[str, int
     time.sleep(max(0.0, ready - time.time()))
     due = time.time()
     while time.time() < until:
-        claims.write_log_line(engine, held[written % len(held)], LogLine(level="info", message=f"line {written}"))
+        attempt_writes.write_log_line(
+            engine, held[written % len(held)], LogLine(level="info", message=f"line {written}")
+        )
         written += 1
         due += 1 / (task["rate"] * len(held))
         time.sleep(max(0.0, due - time.time()))
     for each in held:
-        claims.finish(engine, each)
+        attempt_endings.finish(engine, each)
     engine.dispose()
     return {"written": written}
 

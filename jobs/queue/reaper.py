@@ -6,7 +6,7 @@ from sqlalchemy import Engine, literal, select
 
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add
-from jobs.queue.claims import record_failure
+from jobs.queue.attempt_endings import record_failure
 from jobs.queue.fence import draw, move
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing

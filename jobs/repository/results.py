@@ -16,7 +16,8 @@ from catalog import ANALYSES
 from catalog.record import record
 from jobs.errors import PageRefused
 from jobs.records import Artifact, Event, LayerPage, LayerRow
-from jobs.repository.store import artifact_record, check_limit
+from jobs.repository.row_records import artifact_record
+from jobs.repository.store import check_limit
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import artifacts, job_events, layer_results

@@ -29,9 +29,9 @@ from catalog.record import plain
 from catalog.subsamples import Convergence
 from jobs.codec import parse_document
 from jobs.objects.artifacts import ArtifactFolder
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.records import Claim
-from jobs.repository.store import submit
+from jobs.repository.submission import submit
 
 DOCUMENT: dict[str, Any] = {
     "kind": ["factors", "capacity"],
@@ -69,7 +69,7 @@ def claimed(engine: Engine, tenant_id: str, document: dict[str, Any] = DOCUMENT)
     job = submit(engine, tenant_id, parse_document(raw(document))).job
     claim = claims.claim(engine, job.id, "test", secrets.token_hex(8), 600)
     assert claim is not None
-    claims.write_started(engine, claim, Started(environment={"torch": "2.13.0", "device": "cpu", "threads": 1}))
+    attempt_writes.write_started(engine, claim, Started(environment={"torch": "2.13.0", "device": "cpu", "threads": 1}))
     return claim
 
 
@@ -82,7 +82,7 @@ def running(engine: Engine, tenant_id: str, document: dict[str, Any] = DOCUMENT)
 
 def progress(engine: Engine, claim: Claim, **values: Any) -> None:
     shown = {"layers_done": 0, "layers_total": len(LAYERS) * len(claim.kinds), **values}
-    claims.write_progress(engine, claim, shown)
+    attempt_writes.write_progress(engine, claim, shown)
 
 
 def failed(engine: Engine, tenant_id: str) -> str:
@@ -95,7 +95,7 @@ def failed(engine: Engine, tenant_id: str) -> str:
         layer="features.3",
         detail="SECRET traceback of the operator",
     )
-    claims.fail(engine, claim, failure)
+    attempt_endings.fail(engine, claim, failure)
     return claim.job_id
 
 
@@ -114,13 +114,13 @@ def finished(
     if with_factors:
         artifact(engine, root, claim, "factors/factors.index.json", b"{}", "application/json")
     summarise(engine, claim)
-    claims.finish(engine, claim)
+    attempt_endings.finish(engine, claim)
     return claim.job_id
 
 
 def summarise(engine: Engine, claim: Claim) -> None:
     for kind in claim.kinds:
-        claims.write_summary(engine, claim, Summarised(kind=kind, summary=plain(summary(kind))))
+        attempt_writes.write_summary(engine, claim, Summarised(kind=kind, summary=plain(summary(kind))))
 
 
 def write_rows(engine: Engine, root: Path | ArtifactFolder, claim: Claim, kinds: tuple[str, ...] | None = None) -> None:
@@ -129,11 +129,11 @@ def write_rows(engine: Engine, root: Path | ArtifactFolder, claim: Claim, kinds:
         A = spectrum(n, 3.0 / (ordinal + 1), 1.35, dead=n // 9 if n > 20 else 0)
         G = spectrum(m, 0.02 * (ordinal + 1), 1.8)
         for kind in kinds:
-            claims.write_layer(engine, claim, layer_frame(row(kind, ordinal, name, module, count, A, G)))
+            attempt_writes.write_layer(engine, claim, layer_frame(row(kind, ordinal, name, module, count, A, G)))
         body = {"layer": name, "ordinal": ordinal, "form": "kronecker", "A": A, "G": G}
         artifact(engine, root, claim, f"spectra/{ordinal}.json", json.dumps(body).encode(), "application/json")
     for kind in kinds:
-        claims.write_layer(engine, claim, layer_frame(declared(kind, len(LAYERS))))
+        attempt_writes.write_layer(engine, claim, layer_frame(declared(kind, len(LAYERS))))
 
 
 def artifact(
@@ -147,7 +147,7 @@ def artifact(
     digest = hashlib.sha256(content).hexdigest()
     uri = folder.publish(claim.tenant_id, claim.job_id, claim.fence, name, sha256=digest, size_bytes=len(content))
     frame = ArtifactWritten(name=name, sha256=digest, size_bytes=len(content), media_type=media_type)
-    claims.write_artifact(engine, claim, frame, uri)
+    attempt_writes.write_artifact(engine, claim, frame, uri)
 
 
 def memory_curve() -> dict[str, Any]:

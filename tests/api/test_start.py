@@ -19,7 +19,8 @@ from jobs.codec import parse_document
 from jobs.errors import SettingsInvalid
 from jobs.queue import claims
 from jobs.records import LOCAL_TENANT
-from jobs.repository.store import read_job, submit
+from jobs.repository.store import read_job
+from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, writing
 from jobs.schema.tables import jobs

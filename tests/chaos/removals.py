@@ -119,12 +119,14 @@ def _no_reaper(reaper: Any, _folder: Path) -> None:
     reaper.reap_expired = lambda *_: 0
 
 
-def _no_idempotency(store: Any, _folder: Path) -> None:
+def _no_idempotency(submission: Any, _folder: Path) -> None:
     """Keys are taken, and forgotten."""
-    submit = store.submit
-    assert store.submitted_earlier
-    store.submitted_earlier = lambda *_, **__: None
-    store.submit = lambda engine, tenant, document, _key=None, **more: submit(engine, tenant, document, None, **more)
+    submit = submission.submit
+    assert submission.submitted_earlier
+    submission.submitted_earlier = lambda *_, **__: None
+    submission.submit = lambda engine, tenant, document, _key=None, **more: submit(
+        engine, tenant, document, None, **more
+    )
 
 
 def _mortal_takes(local_objects: Any, folder: Path) -> None:
@@ -161,7 +163,7 @@ CHANGES: Mapping[str, Mapping[str, Change]] = {
     "fence": {"jobs.queue.fence": _no_fence},
     "reconciler": {"jobs.queue.outbox": _no_second_wakeup, "worker.agent.agent": _no_poll},
     "reaper": {"jobs.queue.reaper": _no_reaper},
-    "idempotency": {"jobs.repository.store": _no_idempotency},
+    "idempotency": {"jobs.repository.submission": _no_idempotency},
     "rename": {"jobs.objects.local_store": _no_rename},
     "mortal takes": {"jobs.objects.local_store": _mortal_takes},
 }

@@ -15,7 +15,7 @@ from catalog.job import JobDocument
 from jobs.codec import parse_document
 from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT, Claim
-from jobs.repository.store import submit
+from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from sqlalchemy import Engine
 
 from catalog.frames import ArtifactWritten, Failed, LayerDone, LogLine, Planned, Started, Summarised
-from jobs.queue import claims, reaper
+from jobs.queue import attempt_endings, attempt_writes, claims, reaper
 from jobs.queue.crash_signatures import record_crash
 from jobs.records import Claim
 from jobs.schema.database import reading
@@ -28,21 +28,25 @@ def frame_of_failure(category: Any) -> Failed:
 
 WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     "heartbeat": lambda engine, mine: claims.heartbeat(engine, mine, 3600),
-    "started": lambda engine, mine: claims.write_started(engine, mine, Started(environment={"by": "zombie"})),
-    "progress": lambda engine, mine: claims.write_progress(engine, mine, {"stage": "zombie"}),
-    "plan": lambda engine, mine: claims.write_plan(engine, mine, Planned(plan={"planning_errors": ["zombie"]})),
-    "layer": lambda engine, mine: claims.write_layer(engine, mine, frame_of_layer(9, 9)),
-    "artifact": lambda engine, mine: claims.write_artifact(engine, mine, frame_of_file("zombie", "f" * 64), "u"),
-    "summary": lambda engine, mine: claims.write_summary(engine, mine, Summarised(kind="capacity", summary={"z": 1})),
-    "log": lambda engine, mine: claims.write_log_line(engine, mine, LogLine(level="info", message="zombie")),
+    "started": lambda engine, mine: attempt_writes.write_started(engine, mine, Started(environment={"by": "zombie"})),
+    "progress": lambda engine, mine: attempt_writes.write_progress(engine, mine, {"stage": "zombie"}),
+    "plan": lambda engine, mine: attempt_writes.write_plan(engine, mine, Planned(plan={"planning_errors": ["zombie"]})),
+    "layer": lambda engine, mine: attempt_writes.write_layer(engine, mine, frame_of_layer(9, 9)),
+    "artifact": lambda engine, mine: attempt_writes.write_artifact(
+        engine, mine, frame_of_file("zombie", "f" * 64), "u"
+    ),
+    "summary": lambda engine, mine: attempt_writes.write_summary(
+        engine, mine, Summarised(kind="capacity", summary={"z": 1})
+    ),
+    "log": lambda engine, mine: attempt_writes.write_log_line(engine, mine, LogLine(level="info", message="zombie")),
     "crash": lambda engine, mine: record_crash(engine, mine, {"signal": 9}),
-    "finish": claims.finish,
-    "usage": lambda engine, mine: claims.fail(engine, mine, frame_of_failure("usage")),
-    "transient": lambda engine, mine: claims.fail(engine, mine, frame_of_failure("transient")),
-    "fatal": lambda engine, mine: claims.fail(engine, mine, frame_of_failure("fatal")),
-    "cancelled": claims.end_cancelled,
-    "hand_back": claims.hand_back,
-    "decline": lambda engine, mine: claims.decline(engine, mine, "not_started"),
+    "finish": attempt_endings.finish,
+    "usage": lambda engine, mine: attempt_endings.fail(engine, mine, frame_of_failure("usage")),
+    "transient": lambda engine, mine: attempt_endings.fail(engine, mine, frame_of_failure("transient")),
+    "fatal": lambda engine, mine: attempt_endings.fail(engine, mine, frame_of_failure("fatal")),
+    "cancelled": attempt_endings.end_cancelled,
+    "hand_back": attempt_endings.hand_back,
+    "decline": lambda engine, mine: attempt_endings.decline(engine, mine, "not_started"),
 }
 
 

@@ -15,12 +15,14 @@ from catalog.frames import Failed
 from catalog.job import JobDocument
 from jobs.errors import LeaseLost
 from jobs.lifecycle import HELD, LEGAL_MOVES, STATES, TERMINAL, ending
-from jobs.queue.claims import claim, fail, finish, hand_back, heartbeat
+from jobs.queue.attempt_endings import fail, finish, hand_back
+from jobs.queue.claims import claim, heartbeat
 from jobs.queue.fence import draw, move
 from jobs.queue.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.results import events_after
-from jobs.repository.store import read_job, request_cancel, submit
+from jobs.repository.store import read_job, request_cancel
+from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import is_id, new_id

@@ -27,13 +27,14 @@ from sqlalchemy import Engine, update
 from catalog.frames import LogLine, Planned, Started, Summarised
 from catalog.job import JobDocument
 from jobs.errors import IdempotencyConflict, JobNotFound, JobStillActive, LeaseLost
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.queue.crash_signatures import record_crash
 from jobs.queue.outbox import relay
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import count_layers, events_after, layer_rows, list_artifacts
-from jobs.repository.store import delete_job, read_job, request_cancel, submit
+from jobs.repository.store import delete_job, read_job, request_cancel
+from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs, outbox
@@ -238,31 +239,31 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (asked_at is not None) == bool(hold.job.stamps["cancel_requested_at"])
             hold.job.renew()
         elif what == "its start":
-            claims.write_started(self.ledger, hold.claim, Started(environment={"threads": n}))
+            attempt_writes.write_started(self.ledger, hold.claim, Started(environment={"threads": n}))
             hold.job.start({"threads": n})
         elif what == "its stage":
-            claims.write_progress(self.ledger, hold.claim, {"stage": f"stage {n}"})
+            attempt_writes.write_progress(self.ledger, hold.claim, {"stage": f"stage {n}"})
             hold.job.go_on(f"stage {n}")
         elif what == "a summary":
-            claims.write_summary(self.ledger, hold.claim, Summarised(kind=f"kind {n}", summary={"layers": n}))
+            attempt_writes.write_summary(self.ledger, hold.claim, Summarised(kind=f"kind {n}", summary={"layers": n}))
             hold.job.sum_up(f"kind {n}", {"layers": n})
         elif what == "a line":
-            claims.write_log_line(self.ledger, hold.claim, LogLine(level="info", message=str(n)))
+            attempt_writes.write_log_line(self.ledger, hold.claim, LogLine(level="info", message=str(n)))
             hold.job.tell("log", message=str(n))
         else:
             corrected = what == "a corrected plan"
             self.happened["a plan that memory proved wrong"] += corrected and hold.job.plan is not None
             plan: dict[str, Any] = {"micro_batch": n} | ({"planning_errors": [{"rung": n}]} if corrected else {})
-            claims.write_plan(self.ledger, hold.claim, Planned(plan=plan))
+            attempt_writes.write_plan(self.ledger, hold.claim, Planned(plan=plan))
             hold.job.take_plan(plan)
 
     def the_holder_writes(self, hold: Hold, what: str, ordinal: int, value: int) -> None:
         if what == "a layer":
-            written = claims.write_layer(self.ledger, hold.claim, frame_of_layer(ordinal, value))
+            written = attempt_writes.write_layer(self.ledger, hold.claim, frame_of_layer(ordinal, value))
             assert written == hold.job.take_layer("capacity", ordinal, {"trace": value})
         else:
             name, sha256 = f"spectra/{ordinal}", f"{value}" * 64
-            written = claims.write_artifact(
+            written = attempt_writes.write_artifact(
                 self.ledger, hold.claim, frame_of_file(name, sha256), f"{hold.fence}/{name}"
             )
             assert written == hold.job.take_artifact(name, sha256)
@@ -276,14 +277,14 @@ class LedgerMachine(RuleBasedStateMachine):
             self.rows.compare(self.model)
             how = "transient"
         if how == "finishes":
-            assert claims.finish(self.ledger, hold.claim) == hold.job.finish()
+            assert attempt_endings.finish(self.ledger, hold.claim) == hold.job.finish()
         elif how == "hands back":
-            assert claims.hand_back(self.ledger, hold.claim) == hold.job.hand_back()
+            assert attempt_endings.hand_back(self.ledger, hold.claim) == hold.job.hand_back()
         elif how == "stops":
-            assert claims.end_cancelled(self.ledger, hold.claim) == hold.job.hand_back()
+            assert attempt_endings.end_cancelled(self.ledger, hold.claim) == hold.job.hand_back()
         else:
             ended = hold.job.fail(how, "told")
-            assert claims.fail(self.ledger, hold.claim, frame_of_failure(how)) == ended
+            assert attempt_endings.fail(self.ledger, hold.claim, frame_of_failure(how)) == ended
             self.happened["an attempt failed once too often"] += how == "transient" and ended == "failed"
 
     def a_zombie_tries_everything(self, hold: Hold) -> None:

@@ -15,7 +15,8 @@ from sqlalchemy import Engine
 from jobs.codec import parse_document
 from jobs.records import LOCAL_TENANT, Event, Job
 from jobs.repository.results import events_after
-from jobs.repository.store import read_job, submit
+from jobs.repository.store import read_job
+from jobs.repository.submission import submit
 from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
 from tests.chaos.stack.processes import gone

@@ -15,7 +15,7 @@ from structlog.typing import FilteringBoundLogger
 from catalog.frames import ArtifactWritten, Frame, LayerDone, LogLine, Planned, Progress, Started, Summarised
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
-from jobs.queue import claims
+from jobs.queue import attempt_writes
 from jobs.records import Claim
 from jobs.tenancy.quotas import require_room_for
 from worker.process.log_lines import LogFormatter
@@ -102,25 +102,25 @@ class LedgerSink:
 
     @_keep.register
     def _started(self, frame: Started) -> None:
-        self.write(lambda: claims.write_started(self._engine, self._claim, frame))
+        self.write(lambda: attempt_writes.write_started(self._engine, self._claim, frame))
 
     @_keep.register
     def _progressed(self, frame: Progress) -> None:
         view = self._progress.take(frame)
         if view is not None:
-            self.write(lambda: claims.write_progress(self._engine, self._claim, view))
+            self.write(lambda: attempt_writes.write_progress(self._engine, self._claim, view))
 
     @_keep.register
     def _planned(self, frame: Planned) -> None:
         # threads stand in the plan: both decide the digests, and later attempts follow both
         planned = Planned(plan={**frame.plan, "threads": self._threads})
-        if not self.write(lambda: claims.write_plan(self._engine, self._claim, planned)):
+        if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned)):
             raise Misplaced
 
     @_keep.register
     def _layer_done(self, frame: LayerDone) -> None:
         self._progress.take_layer(frame)
-        if self.write(lambda: claims.write_layer(self._engine, self._claim, frame)) == "differs":
+        if self.write(lambda: attempt_writes.write_layer(self._engine, self._claim, frame)) == "differs":
             self._log.warning("another digest stands for this layer already", layer=frame.layer)
 
     @_keep.register
@@ -130,15 +130,15 @@ class LedgerSink:
         self.write(lambda: require_room_for(self._engine, *kept))
         place = (claim.tenant_id, claim.job_id, claim.fence, frame.name)
         uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
-        self.write(lambda: claims.write_artifact(self._engine, self._claim, frame, uri))
+        self.write(lambda: attempt_writes.write_artifact(self._engine, self._claim, frame, uri))
 
     @_keep.register
     def _summarised(self, frame: Summarised) -> None:
-        self.write(lambda: claims.write_summary(self._engine, self._claim, frame))
+        self.write(lambda: attempt_writes.write_summary(self._engine, self._claim, frame))
 
     @_keep.register
     def _line(self, frame: LogLine) -> None:
         """A line of the job's history; a child that talks without end is cut off."""
         self._log_lines += 1
         if self._log_lines <= _MAX_LOG_LINES and frame.level != "debug":
-            self.write(lambda: claims.write_log_line(self._engine, self._claim, frame))
+            self.write(lambda: attempt_writes.write_log_line(self._engine, self._claim, frame))

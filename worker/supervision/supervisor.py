@@ -33,7 +33,7 @@ from jobs.lifecycle import TERMINAL, State
 from jobs.objects.artifacts import open_artifacts
 from jobs.objects.object_store import ObjectStore
 from jobs.objects.scratch import open_scratch
-from jobs.queue import claims
+from jobs.queue import attempt_endings
 from jobs.queue.crash_signatures import record_crash
 from jobs.records import Claim
 from worker.devices.device_health import DeviceHealth
@@ -138,7 +138,7 @@ class Supervisor:
         """
         self._rest(why)
         try:
-            claims.decline(self._engine, self._claim, code="not_started")
+            attempt_endings.decline(self._engine, self._claim, code="not_started")
         except (LeaseLost, LedgerUnavailable) as error:
             self._log.warning("the job could not be handed back; its lease runs out", why=str(error))
         self._release()
@@ -298,7 +298,7 @@ class Supervisor:
     def _end(self, last: Frame | None, tail: str | None) -> None:
         reason = self._watch.reason
         if isinstance(last, Finished):
-            state = self._sink.write(lambda: claims.finish(self._engine, self._claim))
+            state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim))
         elif isinstance(last, Failed) and last.code == DEVICE_LOST:
             state = self._lose_device(_with_detail(last, tail))
         elif isinstance(last, Failed):
@@ -311,11 +311,11 @@ class Supervisor:
         elif reason == "timeout":
             state = self._fail(_failure("usage", "timeout", _TOO_LONG.format(self._settings.attempt_seconds)), None)
         elif reason == "cancel":
-            state = self._sink.write(lambda: claims.end_cancelled(self._engine, self._claim))
+            state = self._sink.write(lambda: attempt_endings.end_cancelled(self._engine, self._claim))
         elif reason == "misplaced":
-            state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim, _MISPLACED))
+            state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim, _MISPLACED))
         elif reason == "drain":
-            state = self._sink.write(lambda: claims.hand_back(self._engine, self._claim))
+            state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim))
         else:
             state = self._fail(_failure("transient", "stopped_from_outside", _FROM_OUTSIDE), tail)
         self._clear(state)
@@ -327,7 +327,7 @@ class Supervisor:
         What is wrong shows in this worker's log, in the job's events and among the operator's failed attempts.
         """
         self._rest(why)
-        state = self._sink.write(lambda: claims.decline(self._engine, self._claim, code="not_started"))
+        state = self._sink.write(lambda: attempt_endings.decline(self._engine, self._claim, code="not_started"))
         self._clear(state)
         self._log.info("attempt ended", state=state, reason="not_started")
 
@@ -352,7 +352,9 @@ class Supervisor:
             why=failure.message,
             detail=failure.detail,
         )
-        return self._sink.write(lambda: claims.decline(self._engine, self._claim, failure.code, _SICK_PAUSE_SECONDS))
+        return self._sink.write(
+            lambda: attempt_endings.decline(self._engine, self._claim, failure.code, _SICK_PAUSE_SECONDS)
+        )
 
     def _clear(self, state: State) -> None:
         """Keep what the next attempt goes on with, for as long as there may be one."""
@@ -380,7 +382,7 @@ class Supervisor:
         retry_later = retry_later or failure.code == DISK_FULL
         pause = self._settings.disk_pause_seconds * 2**self._claim.failures if retry_later else 0
         state = self._sink.write(
-            lambda: claims.fail(self._engine, self._claim, failure, min(pause, _MAX_PAUSE_SECONDS))
+            lambda: attempt_endings.fail(self._engine, self._claim, failure, min(pause, _MAX_PAUSE_SECONDS))
         )
         self._clear(state)
         return state

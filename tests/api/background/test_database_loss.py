@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Engine, Table, func
 from sqlalchemy import select as sql_select
 
-from jobs.queue import claims
+from jobs.queue import attempt_endings
 from jobs.schema.database import open_database, reading, upgrade_schema
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, outbox
@@ -146,7 +146,7 @@ def test_every_route_says_503_until_postgresql_is_back_and_who_waits_is_kept(
             assert problem(client.get("/readyz"), 503)
             breakable.postgres.restart()
             recovered(client)
-            claims.finish(breakable.engine, claim)
+            attempt_endings.finish(breakable.engine, claim)
             seen += received
         poll.join()
         assert seen[-1]["data"]["state"] == "succeeded"

@@ -15,7 +15,7 @@ from jobs.codec import parse_document
 from jobs.queue.broker_backlog import QUEUE
 from jobs.queue.outbox import MAX_OUTSTANDING, relay
 from jobs.records import LOCAL_TENANT
-from jobs.repository.store import submit
+from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import outbox

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from catalog.frames import LogLine
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
 from jobs.repository.events import read_history
 from jobs.schema.database import open_database
@@ -41,10 +41,10 @@ def test_it_goes_on_over_streams_that_end_and_an_api_that_is_killed(
         """Until the second API is up and has served a while."""
         number = 0
         while not stop.is_set():
-            claims.write_log_line(engine, claim, LogLine(level="info", message=f"line {number}"))
+            attempt_writes.write_log_line(engine, claim, LogLine(level="info", message=f"line {number}"))
             number += 1
             time.sleep(0.05)
-        claims.finish(engine, claim)
+        attempt_endings.finish(engine, claim)
 
     def replace() -> None:
         with serve(url, tmp_path, SHORT, port) as first:

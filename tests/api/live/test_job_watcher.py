@@ -10,7 +10,7 @@ from sqlalchemy import Engine, event
 from api.live.job_watcher import JobWatcher, Subscription
 from api.live.sse_format import encode_event
 from catalog.frames import LogLine
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT, Claim, Job
 from jobs.repository import events
 from jobs.repository.events import read_history, read_new_events
@@ -19,7 +19,7 @@ from tests.api import seeding
 
 
 def say(engine: Engine, claim: Claim, message: str) -> None:
-    claims.write_log_line(engine, claim, LogLine(level="info", message=message))
+    attempt_writes.write_log_line(engine, claim, LogLine(level="info", message=message))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_look_at_many_jobs_takes_two_statements(ledger: Engine, statements: li
         for line in range(number):
             say(ledger, each, f"{number}.{line}")
     request_cancel(ledger, LOCAL_TENANT, held[3].job_id)
-    claims.end_cancelled(ledger, held[3])
+    attempt_endings.end_cancelled(ledger, held[3])
     statements.clear()
     seen = read_new_events(ledger, {**at, held[1].job_id: None, "00000000-0000-7000-8000-000000000000": 0})
     assert len([each for each in statements if "SELECT" in each]) == 2
@@ -71,7 +71,7 @@ def test_what_one_look_has_no_room_for_comes_with_the_next(ledger: Engine, monke
     for each in held:
         for line in range(3):
             say(ledger, each, str(line))
-    claims.finish(ledger, held[0])
+    attempt_endings.finish(ledger, held[0])
     at: dict[str, int | None] = {each.job_id: 0 for each in held}
     found: dict[str, list[int]] = {each.job_id: [] for each in held}
     for _ in range(20):
@@ -125,7 +125,7 @@ def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: En
             statements.clear()
             for line in range(20):
                 await asyncio.to_thread(say, ledger, held, str(line))
-            await asyncio.to_thread(claims.finish, ledger, held)
+            await asyncio.to_thread(attempt_endings.finish, ledger, held)
             return await asyncio.gather(*readers), await asyncio.gather(*polls)
 
     received, polled = asyncio.run(play())
@@ -140,7 +140,7 @@ def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: En
 def test_who_waits_for_a_deleted_job_is_told(ledger: Engine) -> None:
     held = seeding.running(ledger, LOCAL_TENANT)
     request_cancel(ledger, LOCAL_TENANT, held.job_id)
-    claims.end_cancelled(ledger, held)
+    attempt_endings.end_cancelled(ledger, held)
 
     async def play() -> bool:
         watcher = JobWatcher(ledger, threading.Event())

@@ -19,7 +19,7 @@ from api.requests.response_bodies import artifact_view
 from catalog.responses import ArtifactView
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.s3_store import S3Objects
-from jobs.queue import claims
+from jobs.queue import attempt_endings
 from jobs.repository.results import list_artifacts
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key, verify_key
@@ -96,7 +96,7 @@ def stored(databases: Databases, s3_url: str, tmp_path_factory: pytest.TempPathF
     seeding.artifact(
         engine, ArtifactFolder(folder / "staging", S3Objects(bucket)), claim, NAME, CONTENT, "application/json"
     )
-    claims.finish(engine, claim)
+    attempt_endings.finish(engine, claim)
     (artifact,) = list_artifacts(engine, caller.tenant_id, claim.job_id)
     engine.dispose()
     watched = Watched(s3_url)

@@ -17,9 +17,10 @@ from catalog.frames import layer_frame
 from jobs.codec import parse_document
 from jobs.devices.registry import Device, Worker, register
 from jobs.devices.registry import remove as forget
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
-from jobs.repository.store import read_job, submit
+from jobs.repository.store import read_job
+from jobs.repository.submission import submit
 from jobs.schema.identifiers import new_id
 from tests.api import seeding
 from tests.api.conftest import Embedded, Keyed
@@ -214,7 +215,7 @@ def test_rows_that_come_late_do_not_take_the_place_of_later_ones(page: Page, emb
         until(lambda: page.wait_for_timeout(20) or late)
         seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("capacity",))
         seeding.summarise(embedded.engine, claim)
-        claims.finish(embedded.engine, claim)
+        attempt_endings.finish(embedded.engine, claim)
         expect(usual).to_be_visible()
     expect(usual).to_be_visible()
 
@@ -226,7 +227,7 @@ def test_a_cancellation_that_is_answered_late_does_not_undo_the_end(page: Page, 
     with answered_late(page, "**/v1/jobs/*:cancel"):
         page.get_by_role("button", name="Cancel job").click()
         expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
-        claims.end_cancelled(embedded.engine, claim)
+        attempt_endings.end_cancelled(embedded.engine, claim)
         expect(ended).to_be_visible()
     expect(ended).to_be_visible()
 
@@ -248,7 +249,7 @@ def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedd
         seeding.progress(embedded.engine, claim, stage="collection", done=26, total=29, unit="batches", percent=61)
     expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
     expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "61")
-    claims.end_cancelled(embedded.engine, claim)
+    attempt_endings.end_cancelled(embedded.engine, claim)
 
 
 def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
@@ -333,7 +334,7 @@ def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Pag
     expect(page.get_by_role("progressbar", name="Progress of the job")).to_be_visible()
     page.wait_for_timeout(700)
     assert 1 <= len(asked) <= 2 + (time.monotonic() - began)
-    claims.end_cancelled(embedded.engine, claim)
+    attempt_endings.end_cancelled(embedded.engine, claim)
 
 
 def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> None:
@@ -440,7 +441,7 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     expect(page.get_by_role("columnheader", name="Effective dim.")).to_be_visible()
     expect(page.locator("table.layers tbody tr")).to_have_count(8)
     seeding.summarise(embedded.engine, claim)
-    claims.finish(embedded.engine, claim)
+    attempt_endings.finish(embedded.engine, claim)
     expect(page.get_by_text("Succeeded")).to_be_visible()
     expect(page.locator("#spectrum .picture canvas")).to_be_visible()
     expect(bar).to_have_count(0)
@@ -454,7 +455,7 @@ def test_cancelling(page: Page, embedded: Embedded) -> None:
     job = read_job(embedded.engine, LOCAL_TENANT, claim.job_id)
     assert job is not None
     assert job.state == "cancelling"
-    claims.end_cancelled(embedded.engine, claim)
+    attempt_endings.end_cancelled(embedded.engine, claim)
     expect(page.get_by_text("Cancelled", exact=True)).to_be_visible()
 
 
@@ -469,8 +470,8 @@ def test_a_failure_says_why(page: Page, embedded: Embedded) -> None:
 def test_names_from_the_server_are_text(page: Page, embedded: Embedded) -> None:
     document = {**seeding.DOCUMENT, "labels": {"note": MARKUP}}
     claim = seeding.claimed(embedded.engine, LOCAL_TENANT, document)
-    claims.write_layer(embedded.engine, claim, layer_frame(seeding.declared("capacity", 0, MARKUP)))
-    claims.finish(embedded.engine, claim)
+    attempt_writes.write_layer(embedded.engine, claim, layer_frame(seeding.declared("capacity", 0, MARKUP)))
+    attempt_endings.finish(embedded.engine, claim)
     page.goto(f"/#/jobs/{claim.job_id}")
     expect(page.locator("table.layers tbody tr")).to_contain_text(MARKUP)
     assert page.locator("main img").count() == 0

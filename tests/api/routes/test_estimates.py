@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from catalog.frames import Failed, Planned
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.records import Claim
 from jobs.schema.identifiers import new_id
 from tests.api.conftest import Keyed
@@ -57,8 +57,8 @@ def taken(keyed: Keyed) -> Claim:
 
 
 def planned(keyed: Keyed, claim: Claim) -> None:
-    claims.write_plan(keyed.engine, claim, Planned(plan=PLAN))
-    claims.finish(keyed.engine, claim)
+    attempt_writes.write_plan(keyed.engine, claim, Planned(plan=PLAN))
+    attempt_endings.finish(keyed.engine, claim)
 
 
 def refused(keyed: Keyed, claim: Claim, category: Any = "usage") -> None:
@@ -70,7 +70,7 @@ def refused(keyed: Keyed, claim: Claim, category: Any = "usage") -> None:
         layer=None,
         detail="SECRET traceback",
     )
-    claims.fail(keyed.engine, claim, failure)
+    attempt_endings.fail(keyed.engine, claim, failure)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Engine
 
 from catalog.frames import LogLine
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.events import read_history
 from jobs.repository.store import delete_job, request_cancel
@@ -32,7 +32,7 @@ from tests.machine.stopwatch import Stopwatch, until
 
 
 def say(engine: Engine, claim: Claim, message: str) -> None:
-    claims.write_log_line(engine, claim, LogLine(level="info", message=message))
+    attempt_writes.write_log_line(engine, claim, LogLine(level="info", message=message))
 
 
 def stored(engine: Engine, tenant_id: str, job_id: str) -> list[tuple[int, str, Any]]:
@@ -62,7 +62,7 @@ def test_a_stream_tells_what_was_and_what_comes_and_ends_with_the_job(keyed: Key
             say(keyed.engine, claim, f'line {number}\r\nwith\u2028breaks, "quotes" and ümlauts')
             if number % 5 == 0:
                 claims.heartbeat(keyed.engine, claim, 600)  # draws a number without an event
-        claims.finish(keyed.engine, claim)
+        attempt_endings.finish(keyed.engine, claim)
 
     with ours.stream("GET", address) as answer:
         assert answer.headers["cache-control"] == "no-store"
@@ -89,7 +89,7 @@ def test_a_reader_that_is_cut_off_again_and_again_loses_nothing(keyed: Keyed, ou
         for number in range(60):
             say(keyed.engine, claim, f"line {number}")
             time.sleep(0.02)
-        claims.finish(keyed.engine, claim)
+        attempt_endings.finish(keyed.engine, claim)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -118,7 +118,7 @@ def test_pages_of_json(keyed: Keyed, ours: httpx.Client) -> None:
             break
     assert not page["ended"]
     assert told(seen) == stored(keyed.engine, tenant(keyed), claim.job_id)
-    claims.finish(keyed.engine, claim)
+    attempt_endings.finish(keyed.engine, claim)
     last = ours.get(address, params={"after": position}, headers=headers).json()
     assert last["ended"]
     assert [each["data"]["state"] for each in last["items"]] == ["succeeded"]
@@ -250,7 +250,7 @@ def test_a_stream_of_a_deleted_job_ends(impatient: Impatient) -> None:
         received = streaming.events(answer)
         next(received)
         request_cancel(impatient.engine, impatient.tenant_id, claim.job_id)
-        claims.end_cancelled(impatient.engine, claim)
+        attempt_endings.end_cancelled(impatient.engine, claim)
         delete_job(impatient.engine, impatient.tenant_id, claim.job_id)
         list(received)
         problem(client.get(f"/v1/jobs/{claim.job_id}/events"), 404)

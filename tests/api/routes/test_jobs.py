@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from jobs.queue import claims
+from jobs.queue import attempt_endings, claims
 from jobs.schema.identifiers import new_id
 from jobs.tenancy.api_keys import verify_key
 from jobs.tenancy.quotas import set_quota
@@ -171,7 +171,7 @@ def test_a_long_poll_answers_when_the_job_changes(keyed: Keyed, ours: httpx.Clie
     assert ours.get(address, params={"wait": 1}).json()["state"] == "running"
     assert time.monotonic() - began > 0.9
     assert watch.seconds() < 25
-    claims.finish(keyed.engine, claim)
+    attempt_endings.finish(keyed.engine, claim)
     assert ours.get(address, params={"wait": 20}).json()["state"] == "succeeded"
     for wait in ("-1", "31", "nan", "x"):
         problem(ours.get(address, params={"wait": wait}), 422)

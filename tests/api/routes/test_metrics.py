@@ -17,7 +17,8 @@ from api.background.metrics_cache import LedgerReading, MetricsCache
 from api.settings import Settings
 from catalog.frames import Failed
 from jobs.metrics.snapshot import take_snapshot
-from jobs.queue.claims import claim, fail, finish
+from jobs.queue.attempt_endings import fail, finish
+from jobs.queue.claims import claim
 from jobs.schema.database import open_database
 from jobs.settings import LedgerSettings
 from tests.api.conftest import Embedded, Keyed

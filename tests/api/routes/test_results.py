@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from catalog.frames import layer_frame
 from catalog.responses import ArtifactView
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes
 from jobs.schema.database import reading
 from jobs.schema.tables import artifacts
 from jobs.tenancy.api_keys import verify_key
@@ -40,8 +40,8 @@ def evil_job(keyed: Keyed) -> str:
     assert caller is not None
     claim = seeding.claimed(keyed.engine, caller.tenant_id)
     for ordinal, name in enumerate((EVIL, "+1", "-1", "@x", "\tx", "<script>", "two\nlines\u2028three", "a/b.c")):
-        claims.write_layer(keyed.engine, claim, layer_frame(seeding.declared("capacity", ordinal, name)))
-    claims.finish(keyed.engine, claim)
+        attempt_writes.write_layer(keyed.engine, claim, layer_frame(seeding.declared("capacity", ordinal, name)))
+    attempt_endings.finish(keyed.engine, claim)
     return claim.job_id
 
 
@@ -223,7 +223,7 @@ def test_a_flipped_byte_of_a_long_file_ends_the_connection_early(
     claim = seeding.claimed(keyed.engine, caller.tenant_id)
     name, content = "factors/0.safetensors", bytes(300 * 1024)  # more than is read before an answer begins
     seeding.artifact(keyed.engine, keyed.artifacts, claim, name, content, "application/octet-stream")
-    claims.finish(keyed.engine, claim)
+    attempt_endings.finish(keyed.engine, claim)
     stored(keyed, claim.job_id, name).write_bytes(b"\1" + content[1:])
     with pytest.raises(httpx.RemoteProtocolError):
         ours.get(f"/v1/jobs/{claim.job_id}/artifacts/{name}")

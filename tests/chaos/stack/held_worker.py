@@ -47,7 +47,8 @@ def _held(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 worker.agent.agent.claim = _held("claim", worker.agent.agent.claim)  # type: ignore[attr-defined]
 worker.app.send_wakeup = _held("wakeup", worker.app.send_wakeup)
-worker.supervision.supervisor.claims.finish = _held("settle", worker.supervision.supervisor.claims.finish)  # type: ignore[attr-defined]
+_endings = worker.supervision.supervisor.attempt_endings  # type: ignore[attr-defined]
+_endings.finish = _held("settle", _endings.finish)
 if os.environ.get("CHAOS_IDLE"):
     worker.agent.agent.Agent.take = lambda _: False  # type: ignore[method-assign]
 if os.environ.get("CHAOS_QUICK"):

@@ -22,7 +22,7 @@ from jobs.metrics.counters import (
     seconds_since_round,
 )
 from jobs.metrics.snapshot import take_snapshot
-from jobs.queue.claims import fail, finish, hand_back
+from jobs.queue.attempt_endings import fail, finish, hand_back
 from jobs.queue.outbox import relay
 from jobs.queue.reaper import end_overdue, reap_expired
 from jobs.records import LOCAL_TENANT, Claim

@@ -14,7 +14,8 @@ from jobs.errors import ArtifactDamaged
 from jobs.objects.artifacts import ArtifactFolder, object_key
 from jobs.objects.local_store import LocalObjects
 from jobs.objects.object_store import MARKS
-from jobs.queue.claims import finish, write_artifact
+from jobs.queue.attempt_endings import finish
+from jobs.queue.attempt_writes import write_artifact
 from jobs.records import LOCAL_TENANT, Artifact, Claim
 from jobs.repository.results import list_artifacts
 from jobs.repository.store import delete_job

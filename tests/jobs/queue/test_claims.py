@@ -11,15 +11,9 @@ from jobs.codec import sha256_of
 from jobs.errors import LeaseLost
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import Counter, read_counters
-from jobs.queue import claims as claims_module
-from jobs.queue.claims import (
-    claim,
-    decline,
-    end_cancelled,
-    fail,
-    finish,
-    hand_back,
-    heartbeat,
+from jobs.queue import attempt_endings
+from jobs.queue.attempt_endings import decline, end_cancelled, fail, finish, hand_back
+from jobs.queue.attempt_writes import (
     write_artifact,
     write_layer,
     write_log_line,
@@ -28,12 +22,14 @@ from jobs.queue.claims import (
     write_started,
     write_summary,
 )
+from jobs.queue.claims import claim, heartbeat
 from jobs.queue.crash_signatures import record_crash
 from jobs.queue.fence import draw
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim, Job
 from jobs.repository.results import events_after, layer_rows, list_artifacts
-from jobs.repository.store import read_job, request_cancel, submit
+from jobs.repository.store import read_job, request_cancel
+from jobs.repository.submission import submit
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import counters, job_events, jobs, metadata, outbox
 from tests.queue_order import next_claimable
@@ -188,7 +184,7 @@ def test_without_the_fence_the_zombie_would_have_written(
     reap_expired(ledger)
     held(zombie.job_id)
     monkeypatch.setattr(
-        claims_module,
+        attempt_endings,
         "draw_fenced",
         lambda connection, mine: draw(connection, jobs.c.id == mine.job_id, jobs.c.state.in_(HELD)),
     )

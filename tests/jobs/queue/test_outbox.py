@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from catalog.job import JobDocument
-from jobs.queue.claims import hand_back
+from jobs.queue.attempt_endings import hand_back
 from jobs.queue.outbox import MAX_OUTSTANDING, relay
 from jobs.records import LOCAL_TENANT, Claim
-from jobs.repository.store import submit
+from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import outbox

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select
 
-from jobs.queue.claims import write_layer
+from jobs.queue.attempt_writes import write_layer
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.results import LayerQuery, layer_rows
 from jobs.schema.database import reading

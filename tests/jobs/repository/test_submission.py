@@ -12,7 +12,8 @@ from jobs.codec import document_json, sha256_of
 from jobs.errors import IdempotencyConflict, IdempotencyKeyRefused, JobNotFound, JobStillActive, PageRefused
 from jobs.records import LOCAL_TENANT, Claim, Job, Submitted
 from jobs.repository.results import count_layers, events_after, layer_rows, list_artifacts, read_artifact
-from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, request_cancel, submit
+from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, request_cancel
+from jobs.repository.submission import submit
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id, new_id
 from jobs.schema.tables import job_events, jobs, outbox

@@ -17,7 +17,7 @@ from catalog.frames import layer_frame
 from jobs.codec import sha256_of
 from jobs.errors import ArtifactDamaged
 from jobs.objects.artifacts import ArtifactFolder
-from jobs.queue import claims
+from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.records import LOCAL_TENANT, Artifact, Job, LayerRow
 from jobs.repository.results import (
     LayerQuery,
@@ -29,7 +29,8 @@ from jobs.repository.results import (
     page_of,
     read_artifact,
 )
-from jobs.repository.store import delete_job, read_estimate, read_job, request_cancel, submit
+from jobs.repository.store import delete_job, read_estimate, read_job, request_cancel
+from jobs.repository.submission import submit
 from jobs.retention.archive import NAME, read_contents, read_layers
 from jobs.retention.object_sweep import sweep_objects
 from jobs.retention.retention import archive_ended, forget_estimates
@@ -151,7 +152,7 @@ def test_estimates_are_forgotten_once_they_are_old_and_nothing_else_is(
     made, waiting = (submit(ledger, LOCAL_TENANT, document(), estimate=True).job.id for _ in range(2))
     held = claims.claim(ledger, made, "w", "t" * 32, 45)
     assert held is not None
-    claims.finish(ledger, held)
+    attempt_endings.finish(ledger, held)
     done = finished()
     assert forget_estimates(ledger, 1) == 0
     assert forget_estimates(ledger, 0) == 1
@@ -318,7 +319,7 @@ def test_jobs_with_a_file_of_the_archives_name_hold_up_no_other(
         claim = seeding.claimed(ledger, LOCAL_TENANT)
         for name in names:
             seeding.artifact(ledger, folder, claim, name, b"theirs", "application/gzip")
-        claims.finish(ledger, claim)
+        attempt_endings.finish(ledger, claim)
         return claim.job_id
 
     first = [ended(NAME) for _ in range(3)]
@@ -334,7 +335,7 @@ def test_jobs_with_a_file_of_the_archives_name_hold_up_no_other(
 def test_jobs_at_fault_are_read_once(ledger: Engine, folder: ArtifactFolder, finished: Any) -> None:
     claim = seeding.claimed(ledger, LOCAL_TENANT)
     seeding.artifact(ledger, folder, claim, NAME, b"theirs", "application/gzip")
-    claims.finish(ledger, claim)
+    attempt_endings.finish(ledger, claim)
     at_fault: set[str] = set()
     with pytest.raises(ArtifactDamaged, match=claim.job_id):
         archive_ended(ledger, folder, 0, drop_files=False, at_fault=at_fault)
@@ -408,8 +409,8 @@ def test_a_damaged_archive_is_an_error_and_no_page(
 def test_rows_of_more_than_a_page_are_archived_whole(ledger: Engine, folder: ArtifactFolder) -> None:
     claim = seeding.claimed(ledger, LOCAL_TENANT)
     for ordinal in range(105):
-        claims.write_layer(ledger, claim, layer_frame(seeding.declared("capacity", ordinal, f"l{ordinal}")))
-    claims.finish(ledger, claim)
+        attempt_writes.write_layer(ledger, claim, layer_frame(seeding.declared("capacity", ordinal, f"l{ordinal}")))
+    attempt_endings.finish(ledger, claim)
     archive_ended(ledger, folder, 0, drop_files=False)
     rows = list(read_layers(folder, archive_of(ledger, claim.job_id)))
     assert [row.ordinal for row in rows] == list(range(105))

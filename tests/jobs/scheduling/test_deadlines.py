@@ -13,7 +13,8 @@ from jobs.errors import DocumentRefused, IdempotencyConflict, JobEnded, JobNotFo
 from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import events_after
-from jobs.repository.store import read_job, request_cancel, reschedule, submit
+from jobs.repository.store import read_job, request_cancel, reschedule
+from jobs.repository.submission import submit
 from jobs.schema.database import reading
 from jobs.schema.tables import jobs, outbox
 from tests.queue_order import next_claimable

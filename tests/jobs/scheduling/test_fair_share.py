@@ -12,8 +12,9 @@ import pytest
 from sqlalchemy import Engine, insert, select, update
 
 from jobs.lifecycle import HELD
-from jobs.queue.claims import claim, finish
-from jobs.repository.store import submit
+from jobs.queue.attempt_endings import finish
+from jobs.queue.claims import claim
+from jobs.repository.submission import submit
 from jobs.scheduling.fair_share import AHEAD
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing

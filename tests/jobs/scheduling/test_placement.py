@@ -16,10 +16,13 @@ from catalog.frames import Planned
 from jobs.codec import parse_document
 from jobs.devices.leases import Place, free_drained, note_guardian, release
 from jobs.devices.registry import Device, Worker, list_devices, register, renew
-from jobs.queue.claims import claim, finish, hand_back, write_plan
+from jobs.queue.attempt_endings import finish, hand_back
+from jobs.queue.attempt_writes import write_plan
+from jobs.queue.claims import claim
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim
-from jobs.repository.store import read_job, submit
+from jobs.repository.store import read_job
+from jobs.repository.submission import submit
 from jobs.scheduling.fair_share import AHEAD
 from jobs.scheduling.placement import has_future_work, next_places, placement_of, reserve
 from jobs.schema.clock import ledger_now

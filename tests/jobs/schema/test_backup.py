@@ -13,7 +13,9 @@ from sqlalchemy import Engine
 from catalog.frames import ArtifactWritten
 from jobs.errors import LeaseLost
 from jobs.objects.artifacts import ArtifactFolder
-from jobs.queue.claims import claim, finish, write_artifact, write_layer
+from jobs.queue.attempt_endings import finish
+from jobs.queue.attempt_writes import write_artifact, write_layer
+from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.results import list_artifacts
 from jobs.repository.store import list_jobs, read_job

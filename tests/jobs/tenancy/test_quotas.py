@@ -10,7 +10,8 @@ from sqlalchemy import Engine
 from catalog.frames import ArtifactWritten
 from jobs.errors import QuotaExceeded
 from jobs.objects.artifacts import object_key
-from jobs.queue.claims import finish, write_artifact
+from jobs.queue.attempt_endings import finish
+from jobs.queue.attempt_writes import write_artifact
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.store import delete_job
 from jobs.tenancy.quotas import Usage, require_room, require_room_for, set_quota, usage

@@ -15,7 +15,8 @@ from jobs.errors import LedgerUnavailable
 from jobs.queue.claims import claim
 from jobs.queue.outbox import relay
 from jobs.records import LOCAL_TENANT
-from jobs.repository.store import read_job, request_cancel, submit
+from jobs.repository.store import read_job, request_cancel
+from jobs.repository.submission import submit
 from jobs.scheduling.placement import next_places
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing

@@ -8,7 +8,7 @@ import structlog
 from sqlalchemy import Engine, event
 
 from jobs.metrics.counters import read_counters
-from jobs.queue import claims
+from jobs.queue import attempt_endings, claims
 from jobs.records import Claim
 from jobs.schema.database import reading
 from tests.machine.stopwatch import until
@@ -53,7 +53,7 @@ def test_one_that_comes_while_the_job_leaves_is_no_loss(
     ledger: Engine, held: Claim, watch: LeaseWatch, beats: list[str]
 ) -> None:
     watch.settle()
-    assert claims.finish(ledger, held) == "succeeded"
+    assert attempt_endings.finish(ledger, held) == "succeeded"
     ended = len(beats)
     until(lambda: len(beats) > ended, 60, "a heartbeat comes after the end")
     watch.end()
@@ -62,6 +62,6 @@ def test_one_that_comes_while_the_job_leaves_is_no_loss(
 
 
 def test_one_of_an_attempt_that_goes_on_is_a_loss_and_counted(ledger: Engine, held: Claim, watch: LeaseWatch) -> None:
-    assert claims.finish(ledger, held) == "succeeded"
+    assert attempt_endings.finish(ledger, held) == "succeeded"
     assert watch.lost.wait(60)
     assert refused(ledger) == 1

@@ -23,7 +23,8 @@ from jobs.queue.claims import claim
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import layer_rows, list_artifacts
-from jobs.repository.store import read_estimate, read_job, request_cancel, reschedule, submit
+from jobs.repository.store import read_estimate, read_job, request_cancel, reschedule
+from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id

@@ -1,0 +1,177 @@
+"""The ends of an attempt: success, failure, cancellation, and the ways back into the queue.
+
+Each function that takes a claim is one transaction and raises `LeaseLost` if the job has another
+holder by now, or none: then the attempt's child must be killed and nothing more be written.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Engine, Row, select
+
+from catalog.frames import Failed
+from catalog.record import plain
+from jobs.lifecycle import State, ending
+from jobs.metrics.counters import add, add_failure
+from jobs.queue.fence import by_holder, draw_fenced, move
+from jobs.records import Claim
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.tables import artifacts
+
+
+@by_holder
+def finish(engine: Engine, claim: Claim) -> State:
+    """End the job as succeeded, or as cancelled if that was asked for meanwhile.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+
+    Returns:
+        The job's last state.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        state = ending(drawn.state, "succeeded")
+        names = connection.execute(select(artifacts.c.name).where(artifacts.c.job_id == claim.job_id)).all()
+        manifest = (drawn.manifest or {}) | {"artifacts": len(names), "fence": claim.fence, "attempt": claim.attempt}
+        move(connection, drawn, state, {"manifest": manifest})
+        return state
+
+
+@by_holder
+def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0) -> State:
+    """End the attempt with a failure.
+
+    A `transient` failure returns the job to the queue until it has failed `max_failures` times; others end it.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        failure: The failure.
+        pause_seconds: A job that returns to the queue is not claimed for so long.
+
+    Returns:
+        The job's new state: `queued`, `failed`, or `cancelled` if that was asked for.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    said = plain(failure)
+    del said["frame"]
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        return record_failure(connection, drawn, said, pause_seconds)
+
+
+def end_cancelled(engine: Engine, claim: Claim) -> State:
+    """End a job whose cancellation was asked for; any other returns to the queue, as `hand_back` does.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+
+    Returns:
+        The job's new state.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    return hand_back(engine, claim)
+
+
+@by_holder
+def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> State:
+    """Return the job to the queue without counting the attempt, as a drain does; one being cancelled ends.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        reason: The reason, for the job's history.
+
+    Returns:
+        The job's new state: `queued` or `cancelled`.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        state = _returned(connection, drawn, reason)
+        if state == "queued":
+            add(connection, "drains")
+        return state
+
+
+@by_holder
+def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -> State:
+    """Return a job that this worker could not even start, without counting a failure of the job.
+
+    The failure is counted in the operator's metrics; the job keeps its place in the queue.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        code: The failure's code.
+        pause_seconds: The job is not claimed for so long.
+
+    Returns:
+        The job's new state: `queued` or `cancelled`.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        state = _returned(connection, drawn, code, pause_seconds)
+        if state == "queued":
+            add_failure(connection, "transient", code, ends_job=False)
+        return state
+
+
+def _returned(connection: Connection, drawn: Row[Any], reason: str, pause_seconds: float = 0) -> State:
+    state = ending(drawn.state, "queued")
+    values: dict[str, Any] = {}
+    if state == "queued":
+        values = {"attempt": drawn.attempt - 1, "progress": None, "not_before": _in(pause_seconds)}
+    move(connection, drawn, state, values, reason=reason if state == "queued" else None)
+    return state
+
+
+def record_failure(
+    connection: Connection, drawn: Row[Any], failure: Mapping[str, Any], pause_seconds: float = 0
+) -> State:
+    """Count a failure of the locked job and move it on; the reaper calls this too.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+        failure: The failure's fields.
+        pause_seconds: A job that returns to the queue is not claimed for so long.
+
+    Returns:
+        The job's new state: `queued`, `failed` or `cancelled`.
+    """
+    failures = drawn.failures + 1
+    again = failure["category"] == "transient" and failures < drawn.max_failures
+    state = ending(drawn.state, "queued" if again else "failed")
+    values: dict[str, Any] = {}
+    if state != "cancelled":
+        values["failures"] = failures
+    if state == "failed":
+        values["failure"] = dict(failure)
+    if state == "queued":
+        values |= {"queued_at": ledger_now(), "progress": None}
+        values["not_before"] = _in(pause_seconds)
+    move(connection, drawn, state, values, reason=None if state == "cancelled" else str(failure["code"]))
+    if state != "cancelled":
+        add_failure(connection, failure["category"], failure["code"], ends_job=state == "failed")
+    return state
+
+
+def _in(pause_seconds: float) -> ColumnElement[Any] | None:
+    return ledger_now(pause_seconds) if pause_seconds else None

@@ -1,0 +1,241 @@
+"""The writes of a running attempt into the ledger: environment, plan, progress, rows, files and log.
+
+Each function is one transaction and raises `LeaseLost` if the job has another holder by now, or none:
+then the attempt's child must be killed and nothing more be written.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Engine, Row, Table, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from catalog.estimate import ESTIMATE
+from catalog.frames import ArtifactWritten, LayerDone, LogLine, Planned, Started, Summarised
+from catalog.memory_requirements import memory_of, planned_bytes
+from catalog.record import plain
+from jobs.codec import sha256_of
+from jobs.devices.leases import correct, device_class
+from jobs.queue.fence import append_event, by_holder, change, draw_fenced
+from jobs.records import Claim
+from jobs.schema.database import writing
+from jobs.schema.tables import artifacts, layer_results
+
+Written = Literal["written", "repeated", "differs"]
+"""`repeated`: the same digest stood there already; `differs`: another did, and stays."""
+
+
+@by_holder
+def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
+    """Store the attempt's environment in the job's manifest.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The child's first frame.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        manifest = {
+            "environment": plain(frame.environment),
+            "document_sha256": claim.document_sha256,
+            "artifacts": 0,
+            "fence": claim.fence,
+            "attempt": claim.attempt,
+        }
+        change(connection, drawn, {"manifest": manifest})
+        append_event(connection, drawn, "started", {"attempt": claim.attempt, "environment": plain(frame.environment)})
+
+
+@by_holder
+def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) -> None:
+    """Store the attempt's progress; only a new stage becomes an event, since batches would flood the history.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        progress: `stage, done, total, unit, layers_done, layers_total, percent`; `updated_at` is added here.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        shown = plain(progress) | {"updated_at": drawn.now.isoformat()}
+        change(connection, drawn, {"progress": shown})
+        if drawn.progress is None or drawn.progress.get("stage") != shown.get("stage"):
+            append_event(connection, drawn, "progress", shown)
+
+
+@by_holder
+def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
+    """Store the memory plan, and correct the device lease by it.
+
+    The first plan stays, since digests are promised per plan; one that ran out of memory is replaced by the plan that
+    was carried out instead, which later attempts repeat. The plan's bytes replace those estimated from the document.
+    If they exceed the lease, and another device could hold the job, the attempt must be handed back: then neither the
+    plan is stored nor the job bound to this class of device, and a repeated write gives the same answer.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The plan.
+
+    Returns:
+        Whether the attempt may continue on its device.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        stays = True
+        if drawn.plan is None or frame.plan.get("planning_errors"):
+            changes: dict[str, Any] = {"plan": plain(frame.plan)}
+            needs = planned_bytes(frame.plan, memory_of(claim.document))
+            # an estimate needs nothing of what it foresees
+            if needs is not None and drawn.kind != ESTIMATE:
+                changes["needs_bytes"] = needs
+                # by a plan that stood before rows may have been computed: what replaces it is followed here
+                stays = correct(connection, drawn, needs) or drawn.plan is not None
+            if not stays:
+                del changes["plan"]
+            elif claim.lease is not None and drawn.device_class is None:
+                changes["device_class"] = device_class(claim.lease.kind)
+            change(connection, drawn, changes)
+        append_event(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)})
+        return stays
+
+
+@by_holder
+def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
+    """Insert one layer's row; a second digest for the same layer becomes an event and never replaces the first.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The layer's outcome and observations.
+
+    Returns:
+        Whether the row was written, was there already, or differs from the one there.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    outcome = plain(frame.outcome)
+    digest = sha256_of(outcome)
+    key = {"job_id": claim.job_id, "kind": frame.kind, "ordinal": frame.ordinal}
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        written = _insert_once(
+            connection,
+            layer_results,
+            key
+            | {
+                "tenant_id": claim.tenant_id,
+                "layer": frame.layer,
+                "attempt": claim.attempt,
+                "fence": claim.fence,
+                "sha256": digest,
+                "outcome": outcome,
+                "observed": plain(frame.observed),
+            },
+        )
+        data = {"kind": frame.kind, "ordinal": frame.ordinal, "layer": frame.layer, "sha256": digest}
+        if written:
+            append_event(connection, drawn, "layer", data)
+            return "written"
+        kept = connection.execute(select(layer_results.c.sha256).filter_by(**key)).scalar_one()
+        return _compare(connection, drawn, kept, data)
+
+
+@by_holder
+def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: str) -> Written:
+    """Insert the row of a file; a second digest under the same name becomes an event and never replaces the first.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The file's name, digest, size and media type.
+        uri: The key under which `ArtifactFolder.publish` has stored the verified file.
+
+    Returns:
+        Whether the row was written, was there already, or differs from the one there.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    key = {"job_id": claim.job_id, "name": frame.name}
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        written = _insert_once(
+            connection,
+            artifacts,
+            key
+            | {
+                "tenant_id": claim.tenant_id,
+                "attempt": claim.attempt,
+                "fence": claim.fence,
+                "sha256": frame.sha256,
+                "size_bytes": frame.size_bytes,
+                "media_type": frame.media_type,
+                "uri": uri,
+            },
+        )
+        data = {"name": frame.name, "sha256": frame.sha256, "size_bytes": frame.size_bytes}
+        if written:
+            append_event(connection, drawn, "artifact", data)
+            return "written"
+        kept = connection.execute(select(artifacts.c.sha256).filter_by(**key)).scalar_one()
+        return _compare(connection, drawn, kept, data)
+
+
+@by_holder
+def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
+    """Store the summary of one analysis.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The analysis and its summary.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        change(connection, drawn, {"summary": (drawn.summary or {}) | {frame.kind: plain(frame.summary)}})
+        append_event(connection, drawn, "summary", {"kind": frame.kind})
+
+
+@by_holder
+def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
+    """Append a log line to the job's events.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The line and its level.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none.
+    """
+    with writing(engine) as connection:
+        drawn = draw_fenced(connection, claim)
+        append_event(connection, drawn, "log", {"level": frame.level, "message": frame.message})
+
+
+def _insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(table).values(dict(values)).on_conflict_do_nothing().returning(table.c.job_id)
+    return connection.execute(statement).scalar_one_or_none() is not None
+
+
+def _compare(connection: Connection, drawn: Row[Any], kept: str, data: Mapping[str, Any]) -> Written:
+    if kept == data["sha256"]:
+        return "repeated"
+    append_event(connection, drawn, "digest_differs", dict(data) | {"kept_sha256": kept})
+    return "differs"
