@@ -21,7 +21,7 @@ import errno
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import Engine
 
@@ -37,7 +37,7 @@ from jobs.queue import attempt_endings
 from jobs.queue.crash_signatures import record_crash
 from jobs.records import Claim
 from worker.devices.device_health import DeviceHealth
-from worker.disk.free_space import DISK_FULL, describe_full_disk
+from worker.disk.free_space import DISK_FULL
 from worker.process.child_process import EXECUTION, Child, MalformedFrame
 from worker.process.crash import (
     DEVICE_LOST,
@@ -51,6 +51,15 @@ from worker.process.crash import (
 )
 from worker.settings import WorkerSettings
 from worker.supervision import child_launch
+from worker.supervision.attempt_failures import (
+    ATTEMPT_TOO_LONG,
+    DEADLINE_PASSED,
+    LEASE_TOO_SMALL,
+    STOPPED_FROM_OUTSIDE,
+    failure_frame,
+    full_disk_failure,
+    with_detail,
+)
 from worker.supervision.checkpoint_upload import ScratchMirror
 from worker.supervision.child_output import ChildOutput
 from worker.supervision.frame_writer import LedgerSink, Misplaced
@@ -63,13 +72,6 @@ _OUTPUT_LINE_BYTES = 1_000
 _MAX_PAUSE_SECONDS = 900.0
 _SICK_PAUSE_SECONDS = 10.0
 """For a job whose device did not come up: a worker of many such devices is not to go through them all at once."""
-_DEADLINE = "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
-_TOO_LONG = (
-    "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
-    "Ask for less in one job, or the operator for more time (KRONOSCOPE_ATTEMPT_LIMIT)"
-)
-_MISPLACED = "needs more than was leased for it; another device holds it"
-_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
 
 class Supervisor:
@@ -107,7 +109,11 @@ class Supervisor:
         return self._claim.job_id, self._claim.fence
 
     def stop(self, reason: StopReason) -> None:
-        """End the attempt early: `drain` hands the job back."""
+        """End the attempt early.
+
+        Args:
+            reason: The reason; `drain` hands the job back.
+        """
         self._watch.stop(reason)
 
     def run(self) -> None:
@@ -132,9 +138,12 @@ class Supervisor:
             self._folder.clear_attempt(self._claim.job_id, self._claim.fence)
 
     def give_up(self, why: str) -> None:
-        """Hand the job back before anything was begun, where no thread is to be had to look after it.
+        """Hand the job back before anything was begun, since no thread can be started to look after it.
 
-        Nobody holds the lease meanwhile, so it is tried once: where the database does not answer, the lease runs out.
+        Nobody renews the lease meanwhile, so it is tried once: if the database does not answer, the lease runs out.
+
+        Args:
+            why: The reason, for the log.
         """
         self._rest(why)
         try:
@@ -199,10 +208,10 @@ class Supervisor:
             raise
         except ArtifactDamaged as error:
             child.kill()
-            return _failure("transient", "artifact_damaged", f"{error}; it is computed again"), None
+            return failure_frame("transient", "artifact_damaged", f"{error}; it is computed again"), None
         except QuotaExceeded as error:
             child.kill()
-            return _failure("usage", "disk_quota", f"{error}; what was done stays"), None
+            return failure_frame("usage", "disk_quota", f"{error}; what was done stays"), None
         except Interrupted:
             child.kill()
             return None, None
@@ -210,7 +219,7 @@ class Supervisor:
             self._log.warning("the child sent what cannot be written", exc_info=True)
             child.kill()
             malformed = isinstance(error, MalformedFrame)
-            full = _disk_full(error)
+            full = full_disk_failure(error)
             return full, None if full else "malformed frame" if malformed else f"unwritable {type(error).__name__}"
 
     def _lay_out(self) -> dict[str, Any] | Failed | None:
@@ -225,10 +234,10 @@ class Supervisor:
         except FactorsUnavailable as error:
             return error.failure
         except ArtifactDamaged as error:
-            return _failure("fatal", "artifact_damaged", f"{error}")
+            return failure_frame("fatal", "artifact_damaged", f"{error}")
         except OSError as error:  # it may be this job's own files that cannot be read, so it counts
             message = f"the job's files could not be laid out: {error.strerror or error}; it is tried again"
-            return _disk_full(error) or _failure("transient", "machine", message)
+            return full_disk_failure(error) or failure_frame("transient", "machine", message)
         return told if self._watch.reason is None else None
 
     def _launch(self, told: dict[str, Any]) -> tuple[Child, ChildOutput] | OSError | Failed:
@@ -237,7 +246,7 @@ class Supervisor:
         try:
             self._child = child = Child.start(told, subprocess.PIPE, environment, self._command)
         except OSError as error:
-            return _disk_full(error) or error
+            return full_disk_failure(error) or error
         try:
             return child, ChildOutput(child.output(_OUTPUT_LINE_BYTES), self._log)
         except RuntimeError as error:  # no thread is to be had
@@ -300,24 +309,25 @@ class Supervisor:
         if isinstance(last, Finished):
             state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim))
         elif isinstance(last, Failed) and last.code == DEVICE_LOST:
-            state = self._lose_device(_with_detail(last, tail))
+            state = self._lose_device(with_detail(last, tail))
         elif isinstance(last, Failed):
             state = self._fail(last, tail)
         elif reason == "no_progress":
             signature = self._signature("no progress")
             state = self._crash(signature, silence_failure(signature, self._settings.no_progress_seconds, tail))
         elif reason == "deadline":
-            state = self._fail(_failure("usage", "deadline_exceeded", _DEADLINE), None)
+            state = self._fail(failure_frame("usage", "deadline_exceeded", DEADLINE_PASSED), None)
         elif reason == "timeout":
-            state = self._fail(_failure("usage", "timeout", _TOO_LONG.format(self._settings.attempt_seconds)), None)
+            message = ATTEMPT_TOO_LONG.format(self._settings.attempt_seconds)
+            state = self._fail(failure_frame("usage", "timeout", message), None)
         elif reason == "cancel":
             state = self._sink.write(lambda: attempt_endings.end_cancelled(self._engine, self._claim))
         elif reason == "misplaced":
-            state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim, _MISPLACED))
+            state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim, LEASE_TOO_SMALL))
         elif reason == "drain":
             state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim))
         else:
-            state = self._fail(_failure("transient", "stopped_from_outside", _FROM_OUTSIDE), tail)
+            state = self._fail(failure_frame("transient", "stopped_from_outside", STOPPED_FROM_OUTSIDE), tail)
         self._clear(state)
         self._log.info("attempt ended", state=state, reason=reason)
 
@@ -376,7 +386,7 @@ class Supervisor:
         return state
 
     def _fail(self, failure: Failed, tail: str | None, *, retry_later: bool = False) -> State:
-        failure = _with_detail(failure, tail)
+        failure = with_detail(failure, tail)
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
         # whatever fills the disk, or keeps files from being read, is not gone within seconds, and failures are counted
         retry_later = retry_later or failure.code == DISK_FULL
@@ -386,17 +396,3 @@ class Supervisor:
         )
         self._clear(state)
         return state
-
-
-def _with_detail(failure: Failed, tail: str | None) -> Failed:
-    return failure if tail is None or failure.detail is not None else replace(failure, detail=tail)
-
-
-def _disk_full(error: Exception) -> Failed | None:
-    """The failure where it is a disk that is full."""
-    full = describe_full_disk(error) if isinstance(error, OSError) else None
-    return None if full is None else _failure("transient", DISK_FULL, full)
-
-
-def _failure(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:
-    return Failed(category=category, code=code, message=message, pointer=None, layer=None, detail=None)

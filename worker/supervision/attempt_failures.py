@@ -1,0 +1,57 @@
+"""Failures that the supervisor itself ends an attempt with, and what their messages say."""
+
+from dataclasses import replace
+from typing import Literal
+
+from catalog.frames import Failed
+from worker.disk.free_space import DISK_FULL, describe_full_disk
+
+DEADLINE_PASSED = (
+    "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
+)
+ATTEMPT_TOO_LONG = (
+    "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
+    "Ask for less in one job, or the operator for more time (KRONOSCOPE_ATTEMPT_LIMIT)"
+)
+LEASE_TOO_SMALL = "needs more than was leased for it; another device holds it"
+STOPPED_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
+
+
+def with_detail(failure: Failed, tail: str | None) -> Failed:
+    """Return a failure with the end of the child's output as its detail, unless it has a detail.
+
+    Args:
+        failure: The failure.
+        tail: The last lines of the child's output; None if there are none.
+
+    Returns:
+        The failure, with a detail if there is one.
+    """
+    return failure if tail is None or failure.detail is not None else replace(failure, detail=tail)
+
+
+def full_disk_failure(error: Exception) -> Failed | None:
+    """Return the failure for an error that a full disk caused.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The transient failure; None if the error has another cause.
+    """
+    full = describe_full_disk(error) if isinstance(error, OSError) else None
+    return None if full is None else failure_frame("transient", DISK_FULL, full)
+
+
+def failure_frame(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:
+    """Return a failure that concerns the whole attempt, so without pointer, layer and detail.
+
+    Args:
+        category: `usage` is the caller's to mend, `transient` is tried again, `fatal` is not.
+        code: The failure's code, as documented for the API.
+        message: A sentence for the job's owner.
+
+    Returns:
+        The frame, as a child would have sent it.
+    """
+    return Failed(category=category, code=code, message=message, pointer=None, layer=None, detail=None)
