@@ -24,7 +24,7 @@ from engine.estimate import estimate
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import readable_bytes
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
-from worker.execution.artifact_files import ArtifactFiles
+from worker.execution.files.artifact_files import ArtifactFiles
 
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
 BEGIN, END = "<!-- llama: begin -->\n", "<!-- llama: end -->\n"

@@ -79,7 +79,7 @@ def test_a_folder_without_factors_says_what_to_give(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found_when_verifying(tmp_path: Path, model: nn.Module, batches: list[Any]) -> None:
-    from worker.execution.artifact_files import ArtifactFiles  # noqa: PLC0415 - the test writes as the worker does
+    from worker.execution.files.artifact_files import ArtifactFiles  # noqa: PLC0415 - the test writes as the worker does
 
     found = measure(model, batches, task="classification", kinds=("factors",), collection=EXACT)
     held = found.factors.collected

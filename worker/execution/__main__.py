@@ -14,10 +14,8 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -36,69 +34,30 @@ from engine.layers.coverage_check import survey_layers
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
-from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
-from worker.execution.artifact_files import ArtifactFiles, find_factors
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from worker.execution.assignment import Assignment, read_assignment
+from worker.execution.cache.factor_cache import CacheUse, FactorCache
+from worker.execution.cache.factor_cache_key import Witness, data_digest, factor_key, reason_uncacheable
 from worker.execution.computing_environment import computing_device, computing_environment
 from worker.execution.computing_place import ComputingPlace, computing_place
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import DataStream
-from worker.execution.data.validation import validate_chunks
 from worker.execution.device_calibration import Calibration
-from worker.execution.factor_cache import FactorCache
-from worker.execution.factor_cache_key import Witness, data_digest, factor_key, reason_uncacheable
 from worker.execution.failures import DocumentRefused, failure_of
+from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
-from worker.execution.loaded_model import LoadedModel
+from worker.execution.job_inputs import load_data, load_model, open_factors
 from worker.execution.loader_context import LoaderContext
-from worker.execution.matrix_file import MatrixFile
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
+from worker.execution.stop_flag import StopFlag
 
 EXIT_STOPPED = 5
+
+
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 
+
 ESTIMATE = "engine.estimate:estimate"
-
-MODEL_SOURCES = {
-    "builtin": "worker.execution.models.builtin:load",
-    "directory": "worker.execution.models.checkpoint:load",
-    "factory": "worker.execution.models.factory:load",
-    "huggingface": "worker.execution.models.huggingface:load",
-}
-DATA_SOURCES = {
-    "builtin": "worker.execution.data.builtin:load",
-    "factory": "worker.execution.data.factory:load",
-    "file": "worker.execution.data.file:load",
-    "huggingface": "worker.execution.data.huggingface:load",
-    "synthetic": "worker.execution.data.synthetic:load",
-}
-
-
-class StopFlag:
-    """Raised by a signal handler, looked at between units of work."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def install(self) -> None:
-        """Take SIGTERM. Ctrl-C is the parent's business."""
-        signal.signal(signal.SIGTERM, self._ask)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._asked = True
-
-    def checkpoint(self) -> None:
-        """Stop here if it was asked for.
-
-        Raises:
-            StopRequested: If so.
-        """
-        if self._asked:
-            raise StopRequested
 
 
 def parse_document(document: Mapping[str, Any]) -> JobDocument:
@@ -221,16 +180,16 @@ def _compute(
         shapes_only=assignment.estimate,
     )
     if document.factors is not None:
-        workspace.inputs.stored = _stored(document, assignment, context)
+        workspace.inputs.stored = open_factors(document, assignment, context)
         workspace.machine.guard.hold()
     else:
         with workspace.machine.operation("model"):
-            loaded = _load_model(document, context)
+            loaded = load_model(document, context)
         # what the modules alone show of the coverage, before data is read and a device is touched
         if not assignment.estimate:
             survey_layers(loaded.model, document.collection)
         with workspace.machine.operation("data"):
-            data = _load_data(document, loaded, context)
+            data = load_data(document, loaded, context)
         workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
         if assignment.estimate:
             workspace.inputs.model = loaded.model
@@ -272,11 +231,13 @@ def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspa
     workspace.inputs.batches = witness
     workspace.ports.cache = FactorCache(
         assignment.cache,
+        CacheUse(
+            key=factor_key(document, workspace.inputs.model, data, workspace.machine.device),
+            job=assignment.job,
+            own=assignment.scratch / "cached",
+            refresh=document.cache == "refresh",
+        ),
         limit_bytes=assignment.cache_bytes,
-        key=factor_key(document, workspace.inputs.model, data, workspace.machine.device),
-        job=assignment.job,
-        own=assignment.scratch / "cached",
-        refresh=document.cache == "refresh",
         unchanged=lambda: bool(witness.digests) and set(witness.digests) == {data},
         log=workspace.ports.log,
     )
@@ -299,66 +260,6 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
-
-
-def _load_model(document: JobDocument, context: LoaderContext) -> LoadedModel:
-    source: Any = document.model
-    loader = MODEL_SOURCES.get(source.source)
-    if loader is None:
-        raise Refusal(
-            f"`source: {source.source}` is not served here; take one of {', '.join(MODEL_SOURCES)}",
-            pointer="/model/source",
-            code="unsupported_source",
-        )
-    context.report("model", 0, None, "models")
-    loaded: LoadedModel = resolve(loader)(source, document.task, context)
-    context.checkpoint()
-    return loaded
-
-
-def _load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext) -> DataStream:
-    source: Any = document.data
-    loader = DATA_SOURCES.get(source.source)
-    if loader is None or document.task is None:
-        raise Refusal(
-            f"`source: {source.source}` is not served here; take one of {', '.join(DATA_SOURCES)}",
-            pointer="/data/source",
-            code="unsupported_source",
-        )
-    context.report("data", 0, None, "sources")
-    request = DataRequest(
-        task=document.task,
-        loaded=loaded,
-        batch_size=document.collection.batch_size,
-        seed=document.collection.seed,
-        context=context,
-    )
-    stream: DataStream = resolve(loader)(source, request)
-    context.checkpoint()
-    return validate_chunks(stream, loaded, "/data")
-
-
-def _stored(document: JobDocument, assignment: Assignment, context: LoaderContext) -> Artifacts:
-    """The factors of an earlier job: its folder as the parent found it, or the path in the document; or a matrix."""
-    if assignment.factors_path is not None:
-        return find_factors(assignment.factors_path, "/factors")
-    reference = document.factors
-    path = None if reference is None else reference.path
-    if reference is None or path is None:
-        raise Refusal(
-            "names a job of the service; in the foreground give `factors: {path: FOLDER}`", pointer="/factors/job"
-        )
-    found = context.allowed_path(path, "/factors/path")
-    if not found.is_file():
-        if reference.tensor is not None:
-            raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
-        return find_factors(found, "/factors/path")
-    if document.kinds != ("reconstruction",):
-        raise Refusal(
-            "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
-            pointer="/factors/path",
-        )
-    return MatrixFile(found, reference.tensor, context.log)
 
 
 def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:

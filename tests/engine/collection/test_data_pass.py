@@ -194,7 +194,7 @@ from engine.collect import collect_or_read
 from engine.memory.budget import MemoryBudget, peak_bytes
 from engine.memory.plan import LIBRARY_BYTES
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
-from worker.execution.artifact_files import ArtifactFiles
+from worker.execution.files.artifact_files import ArtifactFiles
 
 class Branches(nn.Module):
     def __init__(self):

@@ -23,7 +23,7 @@ from engine.planning import job_plan
 from engine.workspace import JobResults, Workspace
 from kronoscope.local import load_factors
 from tests.oracles import MemoryArtifacts, collect, ggn_block, kronecker, relative_error, row_vector, workspace
-from worker.execution.artifact_files import ArtifactFiles
+from worker.execution.files.artifact_files import ArtifactFiles
 
 
 class Language(nn.Module):

@@ -21,9 +21,10 @@ from catalog.frames import (
     encode,
 )
 from engine.errors import NotConverged, OutOfMemory, WrongShape
-from worker.execution.__main__ import DATA_SOURCES, MODEL_SOURCES, parse_document
+from worker.execution.__main__ import parse_document
 from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.frame_pipe import FramePipe
+from worker.execution.job_inputs import DATA_SOURCES, MODEL_SOURCES
 from worker.execution.refusal import Refusal, Unavailable
 from worker.execution.resolve import resolve
 from worker.process.artifact_check import require_artifact

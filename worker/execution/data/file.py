@@ -13,8 +13,8 @@ from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.text import text_stream
+from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, names
-from worker.execution.safetensors_header import TensorEntry, read_header
 
 _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20

@@ -15,8 +15,8 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, names
-from worker.execution.safetensors_header import TensorEntry, read_header
 
 _MAX_INDEX_BYTES = 8 * 2**20
 _SHARD = re.compile(r"[\w.\-]{1,200}\.safetensors", re.ASCII)

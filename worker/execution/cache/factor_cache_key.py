@@ -23,9 +23,9 @@ import worker
 from catalog.job import JobDocument
 from catalog.record import canonical_json
 from engine.model.determinism import Numerics
-from worker.execution.artifact_files import tensor_bytes
 from worker.execution.computing_environment import computing_environment
 from worker.execution.data.stream import Chunk
+from worker.execution.files.artifact_files import tensor_bytes
 
 _KNOWN_CODE = ("torch", "transformers", "worker")
 """Packages whose modules are told by their version, or by the digest of their source."""

@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from worker.execution.files.safetensors_header import read_header
 from worker.execution.refusal import Refusal
-from worker.execution.safetensors_header import read_header
 
 GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 

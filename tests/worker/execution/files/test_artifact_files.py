@@ -8,7 +8,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from worker.execution.artifact_files import ArtifactFiles, find_factors
+from worker.execution.files.artifact_files import ArtifactFiles, find_factors
 from worker.execution.refusal import Refusal
 
 

@@ -20,11 +20,12 @@ from torch import nn
 from catalog.frames import Frame, LayerDone, LogLine, Progress, decode
 from engine.errors import StopRequested
 from worker.disk.cache_folder import ENTRY, cache_of_tenant, discard, part, publish, sweep, sweep_tenants
-from worker.execution.__main__ import StopFlag, execute, parse_document
+from worker.execution.__main__ import execute, parse_document
 from worker.execution.assignment import read_assignment
-from worker.execution.factor_cache import FactorCache
-from worker.execution.factor_cache_key import Witness, data_digest, factor_key, model_digest, reason_uncacheable
+from worker.execution.cache.factor_cache import CacheUse, FactorCache
+from worker.execution.cache.factor_cache_key import Witness, data_digest, factor_key, model_digest, reason_uncacheable
 from worker.execution.frame_pipe import FramePipe
+from worker.execution.stop_flag import StopFlag
 
 KEY = "0" * 64
 
@@ -201,11 +202,10 @@ def test_code_that_is_not_known_has_no_key() -> None:
 
 
 def cache(folder: Path, **changes: Any) -> FactorCache:
-    options: dict[str, Any] = {
-        "limit_bytes": 10**6, "key": KEY, "job": "one", "own": folder / "own", "refresh": False,
-        "unchanged": lambda: True, "log": lambda *_: None,
-    }  # fmt: skip
-    return FactorCache(folder / "cache", **options | changes)
+    use = {"key": KEY, "job": "one", "own": folder / "own", "refresh": False}
+    options: dict[str, Any] = {"limit_bytes": 10**6, "unchanged": lambda: True, "log": lambda *_: None}
+    use |= {name: changes.pop(name) for name in use if name in changes}
+    return FactorCache(folder / "cache", CacheUse(**use), **options | changes)
 
 
 def filled(one: FactorCache, value: float = 1.0) -> None:
@@ -285,7 +285,7 @@ def test_a_file_that_a_disk_has_lost_is_damage(tmp_path: Path, monkeypatch: pyte
     def lost(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("worker.execution.factor_cache._sha256", lost)
+    monkeypatch.setattr("worker.execution.cache.factor_cache._sha256", lost)
     assert cache(tmp_path).find() is None
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -315,7 +315,7 @@ def test_a_file_in_the_place_of_an_entry_is_in_nobodys_way(tmp_path: Path) -> No
 
 
 def test_a_disk_that_is_nearly_full_is_left_to_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.execution.factor_cache._free_share", lambda _: 0.04)
+    monkeypatch.setattr("worker.execution.cache.factor_cache._free_share", lambda _: 0.04)
     heard: list[str] = []
     filled(cache(tmp_path, log=lambda _, message: heard.append(message)))
     assert "5% of the disk" in heard[0]
@@ -333,10 +333,10 @@ FILLS_AND_WAITS = """
 import sys, time
 from pathlib import Path
 import torch
-from worker.execution.factor_cache import FactorCache
+from worker.execution.cache.factor_cache import CacheUse, FactorCache
 cache = FactorCache(
-    Path(sys.argv[1]), limit_bytes=10**6, key="0" * 64, job="one", own=Path(sys.argv[1]) / "own", refresh=False,
-    unchanged=lambda: True, log=print,
+    Path(sys.argv[1]), CacheUse(key="0" * 64, job="one", own=Path(sys.argv[1]) / "own", refresh=False),
+    limit_bytes=10**6, unchanged=lambda: True, log=print,
 )
 cache.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(4)}, {})
 print("written", flush=True)

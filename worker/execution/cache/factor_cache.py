@@ -1,4 +1,4 @@
-"""The factor cache as a child sees it: find an entry by its key, or fill one from what was collected.
+"""The factor cache of a child: find an entry by its key, or fill one with the factors that were collected.
 
 What is found is linked into the job's own scratch folder and its digests are computed before anything is read from
 it; what does not agree is removed, and collected again, while an entry that merely cannot be had here and now is left
@@ -12,11 +12,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.workspace import Artifacts
 from worker.disk import cache_folder
-from worker.execution.artifact_files import ArtifactFiles
+from worker.execution.files.artifact_files import ArtifactFiles
 
 _FORMAT = "kronoscope-cached-factors/1"
 _MAX_ENTRY_BYTES = 64 * 2**20
@@ -27,34 +28,58 @@ _DAMAGE = (errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR)
 """What reading says where a disk has lost bytes, or something stands where a file of an entry was."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheUse:
+    """The use that one job makes of its tenant's cache."""
+
+    key: str
+    """The key of its collection, as `factor_key` returns it."""
+    job: str
+    """The name by which the log of a later job tells where its factors come from."""
+    own: Path
+    """The job's own folder, for links to the files of an entry."""
+    refresh: bool
+    """Whether the factors are collected in any case, and replace those of an earlier entry."""
+
+
 class FactorCache:
-    """One job's key in one tenant's folder."""
+    """The entry of one collection in a tenant's folder of cached factors, to be found or to be filled."""
 
     def __init__(
         self,
         folder: Path,
+        use: CacheUse,
         *,
         limit_bytes: int,
-        key: str,
-        job: str,
-        own: Path,
-        refresh: bool,
         unchanged: Callable[[], bool],
         log: Callable[[str, str], None],
     ) -> None:
-        """``own`` is the job's place for links; ``unchanged`` says whether the data came as the key has it."""
+        """Set up the cache; nothing is read yet.
+
+        Args:
+            folder: The tenant's folder of cached factors.
+            use: Key, job and policy.
+            limit_bytes: Bytes that all entries of the folder may take together.
+            unchanged: Returns whether every pass yielded the data that the key was computed from.
+            log: Receives level and message.
+        """
         self._folder = folder
         self._limit_bytes = limit_bytes
-        self._key = key
-        self._job = job
-        self._own = own
-        self._refresh = refresh
+        self._key = use.key
+        self._job = use.job
+        self._own = use.own
+        self._refresh = use.refresh
         self._unchanged = unchanged
         self._log = log
         self._shelf: _Shelf | None = None
 
     def find(self) -> tuple[Artifacts, str] | None:
-        """The cached factors and where they are from; None where there are none that read as written."""
+        """Find the entry of the key, and verify every file of it.
+
+        Returns:
+            The cached factors, and a phrase that names the job that collected them and the key; None if there is no
+            entry, if it is damaged, or if it cannot be read here.
+        """
         if self._refresh:
             return None
         entry = self._folder / self._key
@@ -102,7 +127,11 @@ class FactorCache:
         return str(value["job"])
 
     def shelf(self) -> Artifacts:
-        """Where what was collected is written; ``keep`` makes it an entry."""
+        """Return the folder for factors that are being collected; ``keep`` makes it an entry.
+
+        Returns:
+            The artifacts to write to; what cannot be written is dropped with a warning.
+        """
         if self._shelf is None:
             self._shelf = _Shelf(cache_folder.part(self._folder), self._limit_bytes, self._log)
         return self._shelf

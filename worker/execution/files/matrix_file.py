@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.factors.factor_files import FORMAT, INDEX, factor_file
 from engine.factors.factor_set import GIVEN_MATRIX
 from engine.factors.kronecker_factors import digest
+from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, names
-from worker.execution.safetensors_header import TensorEntry, read_header
 
 _TOLERANCES = {
     torch.float64: 1e-10,

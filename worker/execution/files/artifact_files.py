@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from catalog.record import plain
+from worker.execution.files.safetensors_header import read_header
 from worker.execution.refusal import Refusal
-from worker.execution.safetensors_header import read_header
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,127}(/[A-Za-z0-9][\w.\-]{0,127}){0,3}", re.ASCII)
 _PART_BYTES = 16 * 2**20
