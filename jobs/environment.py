@@ -92,7 +92,16 @@ class EnvironmentSettings(BaseSettings):
     def settings_customise_sources(  # type: ignore[override]  # it is called by names
         cls, *_: object, init_settings: PydanticBaseSettingsSource, **__: object
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take what the constructor is given, and nothing else."""
+        """Take the values that the constructor is given, and no others.
+
+        Args:
+            _: Arguments that pydantic passes by position; not used.
+            init_settings: The source that holds the constructor's arguments.
+            __: The sources of environment, files and secrets; not used.
+
+        Returns:
+            The constructor's source alone.
+        """
         return (init_settings,)
 
     @classmethod
@@ -136,7 +145,15 @@ class EnvironmentSource(PydanticBaseSettingsSource):
         self._environ = environ
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[str | None, str, bool]:
-        """Return the field's text, None where no variable of it is set; its name; and that it is not JSON."""
+        """Return the text of one field, read from the first of its variables that is set.
+
+        Args:
+            field: The field's description; one without `repr` is a secret and may be in a file.
+            field_name: The field's name.
+
+        Returns:
+            The text, or None if no variable of the field is set; the field's name; and False: the text is not JSON.
+        """
         for name in variables_of(field_name, field).names:
             text = self._environ.get(name) if field.repr else secret(self._environ, name)
             if text:

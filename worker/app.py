@@ -65,7 +65,14 @@ app = create_app(_broker)
 
 
 def send_wakeup(job_id: str) -> None:
-    """Send the wake-up of one job, or raise at once if the broker does not answer."""
+    """Send the wake-up of one job, without a second try.
+
+    Args:
+        job_id: The job's id, for a reader of Redis; the worker that receives it takes the next job in order.
+
+    Raises:
+        kombu.exceptions.OperationalError: If the broker does not answer.
+    """
     app.send_task("worker.tasks.ring", args=[job_id], retry=False, ignore_result=True)
 
 

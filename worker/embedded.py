@@ -21,7 +21,14 @@ _PARENT_POLL_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until told to stop."""
+    """Run the worker until it is told to stop.
+
+    Args:
+        arguments: The command line without the program's name; None for that of the process.
+
+    Returns:
+        The exit code: 0 after a stop, 2 if the settings are invalid or the ledger cannot be opened.
+    """
     parser = argparse.ArgumentParser(prog="worker.embedded")
     parser.add_argument("--with-parent", action="store_true", help="end when the starting process ends")
     parser.add_argument("--until-idle", action="store_const", const="1", help="end when nothing is left to do")

@@ -72,7 +72,7 @@ class Maintenance:
         Args:
             engine: The ledger's database.
             settings: The intervals, in seconds.
-            wakeups: The sender; None where there is no broker, so that only the reaper runs.
+            wakeups: The sender; None if there is no broker: then only the reaper runs.
         """
         self._engine = engine
         self._settings = settings

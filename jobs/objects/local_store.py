@@ -37,7 +37,18 @@ class LocalObjects:
         self.root = root.absolute()
 
     def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
-        """Link the file into place, or copy it from another file system (`ObjectStore.put`)."""
+        """Link the file into place, or copy it from another file system (`ObjectStore.put`).
+
+        Args:
+            key: The object's key, a path of plain segments.
+            source: The file, which nobody changes any more.
+            sha256: The declared digest, in hexadecimal.
+            size_bytes: The declared size.
+
+        Raises:
+            ArtifactDamaged: If the file is missing, not a plain file, or other than declared.
+            OSError: If the disk is full or fails.
+        """
         target = self._path(key)
         _make_folder(target.parent)
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
@@ -57,7 +68,19 @@ class LocalObjects:
         _sync_folder(target.parent)
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """Open the file, which stays readable whatever happens to its name (`ObjectStore.open`)."""
+        """Open the file, which stays readable whatever happens to its name (`ObjectStore.open`).
+
+        Args:
+            key: The object's key.
+            size_bytes: The listed size.
+            first: The offset of the first byte to read.
+
+        Returns:
+            The open file, at that offset.
+
+        Raises:
+            ArtifactDamaged: If it is missing, reached through a link, not a plain file, or of another size.
+        """
         path = self._path(key)
         # links were not written by a store, and could lead out of its folder
         if path.resolve() != self.root.resolve() / key:
@@ -67,7 +90,18 @@ class LocalObjects:
         return file
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Link the file to another path of the same file system, or copy it (`ObjectStore.fetch`)."""
+        """Link the file to another path of the same file system, or copy it (`ObjectStore.fetch`).
+
+        Args:
+            key: The object's key.
+            target: The path, which appears complete or not at all.
+            sha256: The listed digest, in hexadecimal.
+            size_bytes: The listed size.
+
+        Raises:
+            ArtifactDamaged: If the file is missing or other than listed.
+            OSError: If the disk is full or fails.
+        """
         self.open(key, size_bytes).close()
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         try:
@@ -79,7 +113,14 @@ class LocalObjects:
             part.unlink(missing_ok=True)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """List all files, those under temporary names too: they are being written, or left of a killed process."""
+        """List all files, also those under temporary names, which are being written or were left by a killed process.
+
+        Args:
+            prefix: The beginning of the keys, which ends with a slash or is empty.
+
+        Yields:
+            One entry per file, with its age by the file system's clock.
+        """
         for folder, _, names in os.walk(self.root / prefix):
             for name in names:
                 path = Path(folder) / name
@@ -92,7 +133,15 @@ class LocalObjects:
                     )
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Unlink the file; no object takes its place between the check of its age and that (`ObjectStore.delete`)."""
+        """Unlink the file under a lock, so that no new object takes its place after the check of its age.
+
+        Args:
+            key: The object's key.
+            older_than: Time in seconds of the store's clock; a younger object stays. None: whatever its age.
+
+        Returns:
+            Whether an object was deleted.
+        """
         path = self._path(key)
         try:
             with self._locked(fcntl.LOCK_EX):
@@ -110,7 +159,13 @@ class LocalObjects:
             return os.fstat(descriptor).st_mtime
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> None:
-        """Return None: a folder has no addresses."""
+        """Return None, since a folder has no addresses.
+
+        Args:
+            key: The object's key.
+            seconds: The address is valid for so long.
+            answers: Headers of the answer, such as ``content-disposition``.
+        """
 
     def _path(self, key: str) -> Path:
         if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key:

@@ -23,15 +23,38 @@ class Moment(TypeDecorator[datetime]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """Choose the column's type."""
+        """Choose the column's type.
+
+        Args:
+            dialect: The database's dialect.
+
+        Returns:
+            A double on SQLite, timestamptz elsewhere.
+        """
         return dialect.type_descriptor(Double() if dialect.name == "sqlite" else DateTime(timezone=True))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:  # noqa: ANN401 - as overridden
-        """Send a moment to the database."""
+        """Convert a moment to the value that the database stores.
+
+        Args:
+            value: The moment, with a time zone; None stays None.
+            dialect: The database's dialect.
+
+        Returns:
+            Seconds since 1970 on SQLite, the moment elsewhere.
+        """
         return value.timestamp() if value is not None and dialect.name == "sqlite" else value
 
     def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:  # noqa: ANN401 - as overridden
-        """Read a moment, always in UTC."""
+        """Convert a stored value to a moment in UTC.
+
+        Args:
+            value: Seconds since 1970 on SQLite, a moment with a time zone elsewhere; None stays None.
+            dialect: The database's dialect.
+
+        Returns:
+            The moment in UTC, or None.
+        """
         if value is None:
             return None
         return datetime.fromtimestamp(value, UTC) if dialect.name == "sqlite" else value.astimezone(UTC)

@@ -12,7 +12,14 @@ _DEVICE_NODE = Path("/dev/nvidiactl")
 
 
 def describe_device(environ: Mapping[str, str] = os.environ) -> str:
-    """One phrase for the first log line: ``cpu (…)`` with the reason, or ``cuda (…)`` with the GPUs' names."""
+    """Describe the device that this worker computes on, for its first log line.
+
+    Args:
+        environ: The environment's variables; `CUDA_VISIBLE_DEVICES` and `PATH` are read.
+
+    Returns:
+        ``cpu (…)`` with the reason, or ``cuda (…)`` with the names of the GPUs.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return "cpu (CUDA_VISIBLE_DEVICES hides every GPU)"

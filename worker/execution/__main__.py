@@ -61,10 +61,17 @@ ESTIMATE = "engine.estimate:estimate"
 
 
 def parse_document(document: Mapping[str, Any]) -> JobDocument:
-    """The document as a record, strictly: no string for a number, no number for a flag.
+    """Read the document strictly: no string for a number, no number for a flag.
+
+    Args:
+        document: The document, as decoded from JSON.
+
+    Returns:
+        The document as a record.
 
     Raises:
-        DocumentRefused: With every complaint.
+        Refusal: If it holds NaN or an infinity.
+        DocumentRefused: If it is not valid; with every complaint.
     """
     try:
         raw = json.dumps(document, allow_nan=False)
@@ -78,10 +85,16 @@ def parse_document(document: Mapping[str, Any]) -> JobDocument:
 
 
 def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> None:
-    """Run every analysis of the document, frame by frame.
+    """Run every analysis of the document, and send its rows as frames.
+
+    Args:
+        assignment: The job, and what this attempt may use.
+        pipe: The pipe to the parent.
+        checkpoint: The flag that is read between units of work.
 
     Raises:
-        Exception: Whatever goes wrong; ``failures`` tells it.
+        StopRequested: If the flag is set meanwhile.
+        Exception: Any fault of the job; `failure_of` turns it into the last frame.
     """
     # read when CUDA's libraries are first used; without it their products are not the same in every run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -279,7 +292,14 @@ def _options(kind: str, document: JobDocument) -> Any:  # noqa: ANN401 - each an
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program."""
+    """Compute the job whose assignment stands on standard input.
+
+    Args:
+        arguments: The command line without the program's name; None for that of the process.
+
+    Returns:
+        The exit code: 0 finished, 2 usage, 3 transient, 4 fatal, 5 stopped.
+    """
     parser = argparse.ArgumentParser(prog="worker.execution", description="Compute one job; started by its parent.")
     parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
     pipe = FramePipe(parser.parse_args(arguments).frames)

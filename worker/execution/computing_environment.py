@@ -15,14 +15,17 @@ _PACKAGES = ("kronoscope", "torch", "numpy", "scipy", "safetensors", "transforme
 
 
 def computing_device(leased: str | None) -> torch.device:
-    """Where the job computes: on the GPU, where this process sees one, and it answers.
+    """Choose the device: the GPU, if this process sees one and it answers, else the CPU.
 
     Args:
-        leased: The kind of device that was leased for it; None where nobody leases.
+        leased: The kind of device that was leased for the job; None if nobody leases.
+
+    Returns:
+        The device.
 
     Raises:
-        Unavailable: If that was a GPU, and there is none: its numbers would be another device's.
-        RuntimeError: If CUDA counts a GPU that nothing can be done on; found out before anything of the job is.
+        Unavailable: If a GPU was leased and there is none: the CPU's numbers would be another device's.
+        RuntimeError: If CUDA counts a GPU on which nothing can be computed; found out before the job begins.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -38,7 +41,14 @@ def computing_device(leased: str | None) -> torch.device:
 
 
 def computing_environment(device: torch.device) -> dict[str, Any]:
-    """Facts on which digests depend, and nothing about the machine's owner."""
+    """Return the facts on which digests depend, and nothing about the machine's owner.
+
+    Args:
+        device: The device that computes.
+
+    Returns:
+        Versions, platform, processor, device, threads and instruction set, by name.
+    """
     return {
         "python": platform.python_version(),
         "implementation": sys.implementation.name,

@@ -47,7 +47,12 @@ class FramePipe:
         self.send(Progress(stage=stage, done=done, total=total, unit=unit))
 
     def log(self, level: str, message: str) -> None:
-        """Send a line for the job's log."""
+        """Send a line for the job's log.
+
+        Args:
+            level: `debug`, `info` or `warning`; any other counts as `info`.
+            message: The line; characters that the ledger cannot store are replaced.
+        """
         message = storable_text(message)
         known: dict[str, LogLine] = {
             "debug": LogLine(level="debug", message=message),
@@ -56,7 +61,11 @@ class FramePipe:
         self.send(known.get(level) or LogLine(level="info", message=message))
 
     def planned(self, plan: object) -> None:
-        """Send the memory plan."""
+        """Send the memory plan.
+
+        Args:
+            plan: The plan as a JSON object; anything else is sent as an empty one.
+        """
         self.send(Planned(plan=plan if isinstance(plan, dict) else {}))
 
     def artifact(self, name: str, sha256: str, size_bytes: int, media_type: str) -> None:

@@ -61,9 +61,14 @@ Last = Finished | Failed | Stopped
 
 
 class Stopper:
-    """Turns the end of the lifeline, a signal or the parent's death into one clean stop of the child."""
+    """The one clean stop of the child, on the end of the lifeline, on a signal or on the parent's death."""
 
     def __init__(self, lifeline: int | None) -> None:
+        """Set up the stop; nothing is watched before `install`.
+
+        Args:
+            lifeline: A descriptor that ends when the parent is gone; None to go by signals and the parent's id alone.
+        """
         self.asked = threading.Event()
         self._lifeline = lifeline
         self._parent = os.getppid()
@@ -78,7 +83,11 @@ class Stopper:
         threading.Thread(target=self._watch, name="stopper", daemon=True).start()
 
     def guard(self, child: Child) -> None:
-        """Name the child to stop; one that was asked for before it stood is stopped at once."""
+        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once.
+
+        Args:
+            child: The child.
+        """
         self._child = child
         if self.asked.is_set():
             child.terminate()
@@ -144,7 +153,18 @@ class Echo:
 
 
 def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, command: Sequence[str]) -> int:
-    """Run one job into ``output``; return the exit code."""
+    """Run one job into a folder.
+
+    Args:
+        request: The document, and what the run may use.
+        output: The folder for the results.
+        stopper: The stop of the child.
+        echo: Receives every frame.
+        command: The child's program.
+
+    Returns:
+        The exit code.
+    """
     document, schedule = _apart(request.get("document"))
     seconds = _seconds_left(schedule, time.time())
     if seconds is not None and seconds <= 0:
@@ -282,7 +302,15 @@ def _read_request(descriptor: int) -> tuple[bytes, bool]:
 
 
 def main(arguments: Sequence[str] | None = None, command: Sequence[str] = EXECUTION) -> int:
-    """The program; ``command`` is the child's."""
+    """Run the job that one line on standard input describes.
+
+    Args:
+        arguments: The command line without the program's name; None for that of the process.
+        command: The child's program.
+
+    Returns:
+        The exit code, as `run` returns it; that of a usage error if the line is not a request.
+    """
     parser = argparse.ArgumentParser(prog="worker.foreground", description="Run one job into a folder.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--frames-to-stdout", action="store_true")

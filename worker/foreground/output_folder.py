@@ -34,6 +34,10 @@ class OutputFolder:
     def __init__(self, path: Path, document: object) -> None:
         """Take the folder over, setting aside what an earlier run left in it.
 
+        Args:
+            path: The folder, which need not exist yet.
+            document: The job document, as it was given.
+
         Raises:
             OutputRefused: If it is a file, cannot be written, or holds files of our names that no run wrote.
         """
@@ -70,8 +74,11 @@ class OutputFolder:
     def take(self, frame: Frame) -> None:
         """Write down one frame.
 
+        Args:
+            frame: The child's frame.
+
         Raises:
-            ArtifactMismatch: If an announced artifact is not what stands on the disk.
+            ArtifactMismatch: If an announced artifact is missing or other than announced.
             OSError: If the disk refuses.
         """
         match frame:
@@ -99,6 +106,10 @@ class OutputFolder:
         """Write the results, then the last state: in this order, so that `succeeded` promises them.
 
         A run that was refused or stopped before its first row gives back what it found.
+
+        Args:
+            state: `succeeded`, `failed` or `cancelled`.
+            failure: The failure; None without one.
         """
         self._log.close()
         refused = failure.category == "usage" if failure is not None else state == "cancelled"

@@ -107,8 +107,11 @@ class Child:
             environment: Its whole environment.
             command: The child's program; ``--frames FD`` is appended.
 
+        Returns:
+            The running child.
+
         Raises:
-            OSError: If no process, pipe or temporary file can be had.
+            OSError: If no process, pipe, thread or temporary file can be had.
         """
         with contextlib.ExitStack() as ours, tempfile.TemporaryFile() as text:
             # a file, not a pipe: a child that never reads cannot block its supervisor
@@ -149,7 +152,17 @@ class Child:
         return group_lives(self.pid, self.began)
 
     def output(self, limit: int) -> Iterator[bytes]:
-        """Lines of standard output and error, where ``start`` was given ``subprocess.PIPE``; long ones in pieces."""
+        """Yield lines of standard output and error, where ``start`` was given ``subprocess.PIPE``.
+
+        Args:
+            limit: The most bytes of one piece; longer lines come in pieces.
+
+        Returns:
+            An iterator over the lines with their ends, until the group is gone.
+
+        Raises:
+            ValueError: If the child was started with an output of its own.
+        """
         if self._process.stdout is None:
             raise ValueError("this child was started with an output of its own; there is no pipe to read")
         return lines(self._process.stdout.fileno(), self._gone_read, limit)

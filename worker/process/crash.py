@@ -31,7 +31,7 @@ class Signature:
 
 
 class LastPosition:
-    """How far a child was: follows its frames."""
+    """The last position of a child, by its frames: whether it began, its stage, its last row."""
 
     def __init__(self, last_row: str | None = None) -> None:
         self.begun = False
@@ -40,7 +40,11 @@ class LastPosition:
         self.layer = last_row
 
     def follow(self, frame: Frame) -> None:
-        """Note stage and layer."""
+        """Note the stage and the row that a frame reports.
+
+        Args:
+            frame: The child's frame.
+        """
         self.begun = self.begun or not isinstance(frame, Failed)
         if isinstance(frame, Progress):
             self.stage = frame.stage

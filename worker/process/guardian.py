@@ -32,7 +32,14 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code, 128 + n where signal n ended it, 71 where it could not be started."""
+    """Run the command that stands on the guardian's command line.
+
+    Args:
+        arguments: The command line without the program's name; None for that of the process.
+
+    Returns:
+        The command's exit code, 128 + n if signal n ended it, 71 if it could not be started.
+    """
     parser = argparse.ArgumentParser(prog="worker.process.guardian")
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("command", nargs="+")

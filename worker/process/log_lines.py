@@ -93,13 +93,17 @@ def layer_lines(frame: LayerDone) -> list[LogLine]:
 def closing_lines(
     frame: Summarised, document: Mapping[str, Any], policies: Iterable[str], branches: Mapping[str, int] | None = None
 ) -> list[LogLine]:
-    """The closing INFO line of one analysis, and its warnings.
+    """Return the closing INFO line of one analysis, and its warnings.
 
     Args:
         frame: The summary.
         document: The job document; its collection and stabilisation complete a summary without them.
         policies: The policies that the layers' records named.
-        branches: Covered layers by the branch that their records name; a summary that counts them goes before.
+        branches: Covered layers by the branch that their records name; counts in the summary have precedence. None:
+            no counts.
+
+    Returns:
+        The lines, the INFO line first.
     """
     asked = {
         "update_freq": 1,

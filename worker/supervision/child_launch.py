@@ -40,15 +40,18 @@ def assignment(
     factors: Path | None,
     scratch: Scratch,
 ) -> dict[str, Any]:
-    """What `worker.execution.assignment` reads.
+    """Return the assignment that `worker.execution.assignment` reads.
 
     Args:
-        claim: The job, and what it has leased.
-        settings: What the operator allows.
-        threads: How many it computes with.
-        artifacts: Where the attempt's files go.
-        factors: Where an earlier job's were laid out; None where it names none.
-        scratch: Where the attempts' checkpoints stand.
+        claim: The job, and its leased device.
+        settings: The worker's settings: paths and factories that are allowed, store, cache and intervals.
+        threads: Threads that the child computes with.
+        artifacts: The folder for the attempt's files.
+        factors: The folder of an earlier job's factors; None if the document names none.
+        scratch: The folders of the attempts' checkpoints.
+
+    Returns:
+        The assignment as a JSON object.
     """
     return {
         "document": plain(claim.document),

@@ -56,12 +56,15 @@ class LedgerSink:
         self._log_lines = 0
 
     def take(self, frame: Frame) -> None:
-        """Write one frame and say what is to be said of it.
+        """Write one frame, and log what is to be said of it.
+
+        Args:
+            frame: The child's frame, other than a last one.
 
         Raises:
-            Misplaced: If the frame was a plan that belongs on another device.
-            LeaseLost: If the job is another's by now.
-            ArtifactDamaged: If an announced artifact is not what stands on the disk.
+            Misplaced: If the frame is a plan that belongs on another device.
+            LeaseLost: If the job has another holder by now, or none.
+            ArtifactDamaged: If an announced artifact is missing or other than announced.
             QuotaExceeded: If it is more than its tenant's files may take.
         """
         self._keep(frame)
@@ -72,10 +75,16 @@ class LedgerSink:
                 self._keep(line)
 
     def write(self, write: Callable[[], T]) -> T:
-        """Write, patiently: asked again after ever longer pauses, which workers do not take in step.
+        """Write, and repeat a write that was not answered after ever longer pauses, which differ between workers.
+
+        Args:
+            write: The write, which may be repeated.
+
+        Returns:
+            The result of the write.
 
         Raises:
-            LeaseLost: If the job is another's by now.
+            LeaseLost: If the job has another holder by now, or none.
             Interrupted: If the store of artifacts does not answer, and the attempt was told to stop.
         """
         pause = _FIRST_RETRY_SECONDS

@@ -14,7 +14,7 @@ _WRITE_SECONDS = 0.5
 
 
 class ProgressView:
-    """Follows one attempt. Batches may come by the hundred a second; the ledger hears twice a second."""
+    """The progress of one attempt. Batches may come by the hundred a second; two views a second are written."""
 
     def __init__(self, kinds: Sequence[str], done: Sequence[tuple[str, int]], *, collects: bool) -> None:
         self._analyses = list(kinds)
@@ -28,7 +28,11 @@ class ProgressView:
         self._written_at = 0.0
 
     def take_layer(self, frame: LayerDone) -> None:
-        """Count a row."""
+        """Count a row.
+
+        Args:
+            frame: The row; one that was counted before counts once.
+        """
         self._rows.add((frame.kind, frame.ordinal))
 
     def take(self, frame: Progress) -> Mapping[str, Any] | None:

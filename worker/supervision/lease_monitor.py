@@ -58,7 +58,11 @@ class LeaseWatch:
         self._thread.start()
 
     def guard(self, child: Child) -> None:
-        """Name the child to stop; one that was to be stopped before it stood is stopped now."""
+        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once.
+
+        Args:
+            child: The child.
+        """
         with self._lock:
             self._child = child
             self.progressed()
@@ -73,7 +77,11 @@ class LeaseWatch:
         self._silent_at = _from_now(self._settings.no_progress_seconds)
 
     def stop(self, reason: StopReason) -> None:
-        """Have the child stop at its next checkpoint, and end it when it does not; the first reason counts."""
+        """Have the child stop at its next checkpoint, and kill it if it does not.
+
+        Args:
+            reason: The reason; only the first one counts.
+        """
         with self._lock:
             if self.reason is None and not self._ended.is_set():
                 self.reason = reason

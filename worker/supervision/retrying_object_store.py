@@ -31,9 +31,9 @@ class Interrupted(Exception):
 
 
 class RetryingObjectStore:
-    """A store whose calls raise `Interrupted` where the attempt was told to stop, and `LeaseLost` where it is over.
+    """A store with calls that raise `Interrupted` if the attempt was told to stop, and `LeaseLost` if it is over.
 
-    What a stopped attempt has made may be put for `UPLOAD_SECONDS`; what it would have read it needs no more.
+    The files of a stopped attempt may be put for `UPLOAD_SECONDS`; reads end at once.
     """
 
     def __init__(self, store: ObjectStore, claim: Claim, watch: LeaseWatch) -> None:
@@ -42,24 +42,62 @@ class RetryingObjectStore:
         self._watch = watch
 
     def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
-        """Keep the file; one that is put without being waited for may be gone in the middle of it."""
+        """Store the file; an upload that is not waited for goes on, and may fail unseen.
+
+        Args:
+            key: The object's key.
+            source: The file, which nobody changes any more.
+            sha256: The declared digest, in hexadecimal.
+            size_bytes: The declared size.
+        """
         self._await(lambda: self._store.put(key, source, sha256=sha256, size_bytes=size_bytes), UPLOAD_SECONDS)
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """A stream, each of whose reads is a call."""
+        """Open a stream; each of its reads is a call that can be interrupted.
+
+        Args:
+            key: The object's key.
+            size_bytes: The listed size.
+            first: The offset of the first byte to read.
+
+        Returns:
+            A buffered stream from that offset on.
+        """
         stream = self._await(lambda: self._store.open(key, size_bytes, first), 0)
         return io.BufferedReader(_Stream(stream, self._await))
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Bring a copy."""
+        """Copy or link the object to a path.
+
+        Args:
+            key: The object's key.
+            target: The path.
+            sha256: The listed digest, in hexadecimal.
+            size_bytes: The listed size.
+        """
         self._await(lambda: self._store.fetch(key, target, sha256=sha256, size_bytes=size_bytes), 0)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """All at once: an attempt lists no more than its own job's."""
+        """List all objects below a prefix in one call, since an attempt lists its own job's alone.
+
+        Args:
+            prefix: The beginning of the keys, which ends with a slash.
+
+        Returns:
+            An iterator over the entries.
+        """
         return iter(self._await(lambda: list(self._store.listing(prefix)), UPLOAD_SECONDS))
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Remove one object."""
+        """Delete one object.
+
+        Args:
+            key: The object's key.
+            older_than: Time in seconds of the store's clock; a younger object stays. None: whatever its age.
+
+        Returns:
+            Whether an object was deleted.
+        """
         return self._await(lambda: self._store.delete(key, older_than=older_than), UPLOAD_SECONDS)
 
     def now(self) -> float:
@@ -67,7 +105,16 @@ class RetryingObjectStore:
         return self._await(self._store.now, UPLOAD_SECONDS)
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
-        """The store is not asked for it."""
+        """Return a signed address, for which the store itself is not asked.
+
+        Args:
+            key: The object's key.
+            seconds: The address is valid for so long.
+            answers: Headers of the answer.
+
+        Returns:
+            The address; None if the store cannot sign.
+        """
         return self._store.signed_url(key, seconds, answers)
 
     def _await(self, call: Callable[[], T], seconds: float) -> T:

@@ -16,7 +16,18 @@ _TOKENS = 128
 
 
 def load(source: BuiltinData, request: DataRequest) -> DataStream:
-    """Digits as images with classes; English as bytes, or as the model's own tokens where it has a tokenizer."""
+    """Open the digits as images with classes, or English as bytes or as the model's own tokens.
+
+    Args:
+        source: The data's block of the document.
+        request: The model, the task and the batches that are wanted.
+
+    Returns:
+        The stream: images (n, ...) with classes (n,), or token ids (n, T) as inputs and targets.
+
+    Raises:
+        Refusal: If the data set does not fit the model or the task.
+    """
     if source.name == "digits":
         return _digits(source, request)
     vocabulary = request.loaded.vocabulary

@@ -13,10 +13,17 @@ _POINTER = "/data/factory"
 
 
 def load(source: DataFactory, request: DataRequest) -> DataStream:
-    """A stream that calls the factory anew for every pass.
+    """Open a stream that calls the caller's factory anew for every pass.
+
+    Args:
+        source: The data's block of the document.
+        request: The model, the task and the batches that are wanted.
+
+    Returns:
+        The stream, of unknown length.
 
     Raises:
-        Refusal: If the factory cannot be imported; on a pass, if it raises or yields something else.
+        Refusal: If the factory cannot be imported; on a pass, if it raises or yields something else than batches.
     """
     around = request.context
     factory = resolve_factory(source.factory, around.paths, around.factories, _POINTER)

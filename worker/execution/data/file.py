@@ -23,7 +23,18 @@ _SUFFIXES = (".safetensors", ".jsonl", ".txt")
 
 
 def load(source: DataFile, request: DataRequest) -> DataStream:
-    """The stream that the file's suffix asks for."""
+    """Open a file by its suffix: `.safetensors`, `.jsonl` or `.txt`.
+
+    Args:
+        source: The data's block of the document.
+        request: The model, the task and the batches that are wanted.
+
+    Returns:
+        The stream: the file's tensors along dimension 0, or the tokens of its texts.
+
+    Raises:
+        Refusal: If the path is not allowed or is a folder, or its content cannot be read as its suffix says.
+    """
     path = request.context.allowed_path(source.path, _POINTER)
     if not path.is_file():
         raise Refusal(f"{source.path} is a folder; give a file", pointer=_POINTER)

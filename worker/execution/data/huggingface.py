@@ -24,7 +24,19 @@ _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "c
 
 
 def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
-    """Texts of one column, with labels of another where the task needs them."""
+    """Open the texts of one column, with labels from another if the document names it.
+
+    Args:
+        source: The data's block of the document.
+        request: The model, the task and the batches that are wanted.
+
+    Returns:
+        The stream of token ids.
+
+    Raises:
+        Refusal: If the data set is not there, or a column is missing, empty or of another type.
+        Unavailable: If the hub does not answer.
+    """
     datasets.disable_progress_bars()
     request.context.report("data", 0, None, "rows")
     table = _table(source, request)

@@ -44,7 +44,12 @@ class ArtifactFiles:
     """Writes below one folder, reads from it, or from the folder of an earlier job."""
 
     def __init__(self, root: Path, announce: Announce | None) -> None:
-        """Write below ``root``; without ``announce``, nothing is announced, and nothing hashed for it."""
+        """Set up the folder; nothing is written yet.
+
+        Args:
+            root: The folder, which need not exist yet.
+            announce: Receives each complete file; None announces nothing, and computes no digests.
+        """
         self._root = root
         self._announce = announce
 
@@ -97,9 +102,15 @@ class ArtifactFiles:
     def load_tensors(self, name: str) -> dict[str, Tensor]:
         """Read tensors back.
 
+        Args:
+            name: The file's name below the folder.
+
+        Returns:
+            Tensors on the host by name, with the shapes and dtypes that were written.
+
         Raises:
             FileNotFoundError: If nothing has that name.
-            Refusal: If the file is no safetensors file.
+            Refusal: If the file is not a valid safetensors file.
         """
         path = self._path(name)
         if not path.is_file():
@@ -110,9 +121,15 @@ class ArtifactFiles:
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
         """Read a table back.
 
+        Args:
+            name: The file's name below the folder.
+
+        Returns:
+            The value, as decoded from JSON.
+
         Raises:
             FileNotFoundError: If nothing has that name.
-            Refusal: If the file is not JSON.
+            Refusal: If the file is not JSON, or has more than 512 MiB.
         """
         path = self._path(name)
         if not path.is_file():
@@ -125,7 +142,11 @@ class ArtifactFiles:
             raise Refusal(f"{path.name} is not valid JSON", pointer="/factors", code="broken_factors") from error
 
     def remove(self, name: str) -> None:
-        """Delete a file; one that is gone already is no error."""
+        """Delete a file; one that does not exist is not an error.
+
+        Args:
+            name: The file's name below the folder.
+        """
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
@@ -173,7 +194,14 @@ class StoredFactors(ArtifactFiles):
         super().__init__(folder, _never)
 
     def remove(self, name: str) -> None:
-        """Never: they are another job's."""
+        """Refuse, since the factors are another job's.
+
+        Args:
+            name: The file's name.
+
+        Raises:
+            PermissionError: In any case.
+        """
         _never(name)
 
     def _path(self, name: str) -> Path:

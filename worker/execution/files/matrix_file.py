@@ -33,10 +33,15 @@ class MatrixFile:
     """The matrix of a safetensors file, as the engine reads stored factors."""
 
     def __init__(self, path: Path, tensor: str | None, log: Callable[[str, str], None]) -> None:
-        """Read and check.
+        """Read the matrix and check it.
+
+        Args:
+            path: The safetensors file.
+            tensor: The name of the matrix in it; None if the file holds a single tensor.
+            log: Receives level and message.
 
         Raises:
-            Refusal: If the file, or the matrix in it, is not as it must be.
+            Refusal: If the file cannot be read, or the matrix is not square, floating-point, finite and symmetric.
         """
         self.name = _chosen(path, read_header(path, "/factors/path"), tensor)
         with safe_open(path, framework="pt") as file:
@@ -55,7 +60,17 @@ class MatrixFile:
         }  # fmt: skip
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - the port's signature
-        """The index of one layer."""
+        """Return the index of stored factors with this matrix as its only layer.
+
+        Args:
+            name: The index's name.
+
+        Returns:
+            The index, as a job that collected the factors would have written it.
+
+        Raises:
+            FileNotFoundError: If the name is another.
+        """
         if name != INDEX:
             raise FileNotFoundError(name)
         return {
@@ -70,7 +85,18 @@ class MatrixFile:
         }
 
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Its packed triangle."""
+        """Return the factors of the only layer.
+
+        Args:
+            name: The name of the file of layer 0.
+
+        Returns:
+            ``activation_covariance``, shape (1,), which is 1; and ``gradient_covariance``, the packed upper triangle,
+            shape (n(n + 1)/2,) for a matrix of shape (n, n); both in the matrix's dtype.
+
+        Raises:
+            FileNotFoundError: If the name is another.
+        """
         if name != factor_file(0):
             raise FileNotFoundError(name)
         return {
@@ -79,17 +105,41 @@ class MatrixFile:
         }
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Never."""
+        """Refuse, since the matrix is the caller's.
+
+        Args:
+            name: The file's name.
+            tensors: Tensors of any shape; not used.
+            metadata: Text for the header; not used.
+
+        Raises:
+            PermissionError: In any case.
+        """
         del tensors, metadata
         raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
 
     def save_json(self, name: str, value: object) -> None:
-        """Never."""
+        """Refuse, since the matrix is the caller's.
+
+        Args:
+            name: The file's name.
+            value: The table; not used.
+
+        Raises:
+            PermissionError: In any case.
+        """
         del value
         raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
 
     def remove(self, name: str) -> None:
-        """Never."""
+        """Refuse, since the matrix is the caller's.
+
+        Args:
+            name: The file's name.
+
+        Raises:
+            PermissionError: In any case.
+        """
         raise PermissionError(f"{name}: a matrix of the caller's is read, never removed")
 
 

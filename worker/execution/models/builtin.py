@@ -33,7 +33,16 @@ _LEARNING_RATE = {"digits_cnn": 5e-3, "digits_mlp": 5e-3, "tiny_gpt": 3e-3}
 
 
 def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
-    """The trained model, from the store or trained now."""
+    """Load a builtin model from the store, or train it now and store it.
+
+    Args:
+        source: The model's block of the document.
+        task: Not used: each builtin model has one head.
+        context: The store, and how to report.
+
+    Returns:
+        The trained model in ``eval()`` on the host; untrained on the meta device if the context asks for shapes only.
+    """
     vocabulary = Vocabulary(size=BYTES, max_length=CONTEXT, tokenizer=None) if source.name == "tiny_gpt" else None
     if context.shapes_only:
         with torch.device("meta"):
@@ -146,7 +155,14 @@ def _measure(name: str, model: nn.Module) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Train one model into the store, or say that it is there."""
+    """Train one model into the store, or say that it is there.
+
+    Args:
+        arguments: The command line without the program's name.
+
+    Returns:
+        The exit code, 0.
+    """
     parser = argparse.ArgumentParser(prog="python -P -m worker.execution.models.builtin", description=__doc__)
     parser.add_argument("name", choices=sorted(ARCHITECTURES))
     parser.add_argument("--store", type=Path, required=True, help="folder of the model store")

@@ -33,7 +33,19 @@ _SLACK = 1.02
 
 
 def load(source: DirectoryModel, task: Task, context: LoaderContext) -> LoadedModel:
-    """The model of a folder that the caller names."""
+    """Load the model in a folder that the caller names.
+
+    Args:
+        source: The model's block of the document.
+        task: The task, which decides the head and must suit the architecture.
+        context: The loaders' rules, folders and reports.
+
+    Returns:
+        The model in ``eval()`` on the host; on the meta device if the context asks for shapes only.
+
+    Raises:
+        Refusal: If the path is not allowed or is a file, or the checkpoint is not valid.
+    """
     folder = context.allowed_path(source.path, "/model/path")
     if not folder.is_dir():
         raise Refusal(f"{source.path} is a file; give the folder that holds it", pointer="/model/path")
@@ -41,10 +53,19 @@ def load(source: DirectoryModel, task: Task, context: LoaderContext) -> LoadedMo
 
 
 def load_checkpoint(folder: Path, task: Task, context: LoaderContext, pointer: str) -> LoadedModel:
-    """The model in ``folder``, built for ``task`` and filled.
+    """Build the model in a folder for a task, and fill it.
+
+    Args:
+        folder: The folder in the Hugging Face layout.
+        task: The task, which decides the head and must suit the architecture.
+        context: The loaders' rules and reports.
+        pointer: The field of the document that named the folder, for messages.
+
+    Returns:
+        The model in float32 and ``eval()`` on the host; on the meta device if the context asks for shapes only.
 
     Raises:
-        Refusal: If anything about it is not as it must be; the message names it.
+        Refusal: If the configuration, the weights or the tokenizer are not valid; the message says which.
     """
     transformers.logging.set_verbosity_error()
     architecture = read_architecture(folder / "config.json", pointer)

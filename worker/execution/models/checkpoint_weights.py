@@ -41,7 +41,7 @@ _VIT_PROJECTIONS = (("query_proj", "q_proj"), ("key_proj", "k_proj"), ("value_pr
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFiles:
-    """Which file holds which tensor."""
+    """The tensors of a checkpoint, and the file that holds each."""
 
     entries: Mapping[str, TensorEntry]
     files: Mapping[str, Path]
@@ -53,10 +53,17 @@ class CheckpointFiles:
 
 
 def find_weights(folder: Path, pointer: str) -> CheckpointFiles:
-    """The safetensors files of ``folder``, every header checked.
+    """Find the safetensors files of a folder, and check every header.
+
+    Args:
+        folder: The checkpoint's folder.
+        pointer: The field of the document that named it, for messages.
+
+    Returns:
+        The tensors' entries and files, by the tensors' names.
 
     Raises:
-        Refusal: If there are none, or an index names a file that is not there.
+        Refusal: If there are no safetensors files, the index names a file that is not there, or two hold one tensor.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
@@ -97,7 +104,17 @@ def _shards(index: Path, pointer: str) -> list[str]:
 
 
 def fill(model: nn.Module, prefix: str, model_type: str, found: CheckpointFiles, pointer: str) -> list[str]:
-    """Copy the tensors into ``model``; return the names left over because the task does not use them.
+    """Copy a checkpoint's tensors into a model.
+
+    Args:
+        model: The built model.
+        prefix: The base model's prefix, which names in the checkpoint may lack or have.
+        model_type: The architecture, for its older spellings of names.
+        found: The checkpoint's tensors.
+        pointer: The field of the document that named the checkpoint, for messages.
+
+    Returns:
+        Names of tensors that are left over because the task does not use them.
 
     Memory:
         One tensor beyond the model itself.

@@ -36,10 +36,17 @@ class Architecture:
 
 
 def read_architecture(path: Path, pointer: str) -> Architecture:
-    """The architecture in ``config.json``.
+    """Read the architecture in a ``config.json``.
+
+    Args:
+        path: The file.
+        pointer: The field of the document that named its folder, for messages.
+
+    Returns:
+        The architecture, with each field checked against its type and bound.
 
     Raises:
-        Refusal: If a field is missing, of another type, out of bounds, or asks for foreign code.
+        Refusal: If a field is missing, of another type or out of bounds, or asks for foreign code.
     """
     config = _read_json(path, pointer)
     model_type = config.get("model_type")

@@ -15,10 +15,18 @@ _POINTER = "/model/factory"
 
 
 def load(source: ModelFactory, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
-    """Call the factory and take its module in ``eval()``.
+    """Call the caller's factory and take its module in ``eval()``.
+
+    Args:
+        source: The model's block of the document: the factory and its arguments.
+        task: Not used: the factory decides the head.
+        context: The loaders' rules; for shapes only, the factory is first called on the meta device.
+
+    Returns:
+        The model.
 
     Raises:
-        Refusal: If the factory cannot be imported, raises, or returns something else.
+        Refusal: If the factory cannot be imported, raises, returns something else, or names modules unwritably.
     """
     factory = resolve_factory(source.factory, context.paths, context.factories, _POINTER)
     model = _called(factory, source, context)

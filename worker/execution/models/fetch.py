@@ -18,7 +18,14 @@ from worker.execution.refusal import Refusal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch; returns the exit code (0 done, 2 usage, 3 the hub does not answer)."""
+    """Fetch one model of the hub into the store.
+
+    Args:
+        arguments: The command line without the program's name; None for that of the process.
+
+    Returns:
+        The exit code: 0 done, 2 usage, 3 if the hub does not answer.
+    """
     parser = argparse.ArgumentParser(prog="fetch", description="Put a model of the hub into the model store.")
     parser.add_argument("id", metavar="OWNER/NAME", help="the model on the hub")
     parser.add_argument("--revision", help="a branch, tag or commit; pinned to the commit it names now")
