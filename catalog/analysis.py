@@ -11,10 +11,16 @@ Decomposed = Literal["none", "values", "vectors"]
 
 
 def most_decomposed(options: Iterable[Any]) -> Decomposed:
-    """The most that analyses with these options ask for.
+    """Return the most that several analyses ask of the eigendecomposition.
 
-    An options record says so by a property ``decomposition``, an analysis without options by its entry of the menu,
-    which stands for them; whatever does not say asks for the values.
+    An options record says so by a property ``decomposition``. An analysis without options is represented by its
+    entry of the menu. Whatever does not say asks for the values.
+
+    Args:
+        options: One options record, or entry of the menu, per analysis.
+
+    Returns:
+        `vectors` if one of them asks for eigenvectors, else `values` if one asks for eigenvalues, else `none`.
     """
     steps: tuple[Decomposed, ...] = ("none", "values", "vectors")
     asked = [steps.index(getattr(each, "decomposition", "values")) for each in options]

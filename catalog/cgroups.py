@@ -15,7 +15,7 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True)
 class Group:
-    """One group's files."""
+    """One control group, by its folder."""
 
     folder: Path
     version: int
@@ -27,7 +27,7 @@ class Group:
         return min(known, default=None)
 
     def free_bytes(self) -> int | None:
-        """What of its limit may still be taken; None where it limits nothing."""
+        """Return the bytes of its limit that may still be taken; None where it limits nothing."""
         limit = self.limit_bytes()
         used = _number(self.folder / ("memory.current" if self.version == 2 else "memory.usage_in_bytes"))
         if limit is None or used is None:
@@ -41,7 +41,14 @@ class Group:
 
 
 def memory_groups(root: Path = Path("/")) -> tuple[Group, ...]:
-    """The groups that bind this process's memory, its own first; ``root`` is where `proc` and `sys` are."""
+    """Find the groups that bind this process's memory.
+
+    Args:
+        root: The folder with `proc` and `sys`; another than `/` for tests.
+
+    Returns:
+        The groups, the process's own first; none if the kernel shows none.
+    """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -59,18 +66,39 @@ def memory_groups(root: Path = Path("/")) -> tuple[Group, ...]:
 
 
 def free_group_bytes(root: Path = Path("/")) -> int | None:
-    """The least that any group of this process leaves free; None where none limits memory."""
+    """Return the bytes that the groups of this process leave free.
+
+    Args:
+        root: The folder with `proc` and `sys`; another than `/` for tests.
+
+    Returns:
+        The least over all groups; None if no group limits memory.
+    """
     return min((free for group in memory_groups(root) if (free := group.free_bytes()) is not None), default=None)
 
 
 def tightest_group(root: Path = Path("/")) -> Group | None:
-    """The group of this process that allows it the least; None where none limits memory."""
+    """Return the group of this process with the lowest limit.
+
+    Args:
+        root: The folder with `proc` and `sys`; another than `/` for tests.
+
+    Returns:
+        The group; None if no group limits memory.
+    """
     limited = [each for each in memory_groups(root) if each.limit_bytes() is not None]
     return min(limited, key=lambda each: each.limit_bytes() or 0, default=None)
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Kills for want of memory in this process's own groups, so far."""
+    """Count the processes of this process's own group that the kernel has killed for want of memory.
+
+    Args:
+        root: The folder with `proc` and `sys`; another than `/` for tests.
+
+    Returns:
+        The count so far; 0 if the kernel shows none.
+    """
     groups = memory_groups(root)
     return sum(group.oom_kills() or 0 for group in groups[:1])
 

@@ -7,6 +7,13 @@ _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smhd])")
 
 
 def duration_seconds(text: str) -> float | None:
-    """The seconds that ``text`` names; None where it is no duration."""
+    """Read a duration.
+
+    Args:
+        text: A number with its unit, such as ``90s`` or ``1.5h``; blanks around it do not count.
+
+    Returns:
+        The seconds; None if the text is not a duration.
+    """
     found = _DURATION.fullmatch(text.strip())
     return None if found is None else float(found[1]) * _UNITS[found[2]]

@@ -8,7 +8,14 @@ ESTIMATE = "plan"
 
 
 def unplannable(document: JobDocument) -> Complaint | None:
-    """Why there can be no plan of this document before it runs, or None."""
+    """Return why a document cannot be planned before it runs.
+
+    Args:
+        document: The job document.
+
+    Returns:
+        The complaint about its field; None if it can be planned.
+    """
     if document.factors is None:
         return None
     return Complaint(

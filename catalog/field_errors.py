@@ -41,7 +41,15 @@ class Complaint:
 
 
 def complaints(errors: Iterable[Mapping[str, Any]], document: type) -> tuple[Complaint, ...]:
-    """Translate validation errors of ``document``, at most twenty, in their order."""
+    """Translate validation errors into complaints with pointers and remedies.
+
+    Args:
+        errors: Errors as pydantic lists them.
+        document: The record that was validated, for the names of its fields.
+
+    Returns:
+        At most twenty complaints, in the order of the errors, without repetitions.
+    """
     said: dict[tuple[str, str], Complaint] = {}
     for error in errors:
         if len(said) >= _MAX_COMPLAINTS:
@@ -175,7 +183,15 @@ class Spelling:
 
 
 def spellings(document: type, prefix: str = "") -> dict[str, Spelling]:
-    """Older and bare spellings of the document's nested fields, with the place each has here."""
+    """Collect older and bare spellings of the document's nested fields.
+
+    Args:
+        document: The record of the document, or of one of its blocks.
+        prefix: The path of that block with a dot at its end; empty for the whole document.
+
+    Returns:
+        The place that each spelling has here.
+    """
     found: dict[str, Spelling] = {}
     hints = get_type_hints(document, include_extras=True)
     for field in dataclasses.fields(document):

@@ -135,14 +135,27 @@ _FRAMES: dict[str, type[Frame]] = {
 
 
 def layer_frame(result: LayerResult) -> LayerDone:
-    """The row of ``result``, its reproducible part apart from what was observed."""
+    """Return the frame of one row, with its reproducible part apart from what was observed.
+
+    Args:
+        result: The row.
+
+    Returns:
+        The frame; `outcome` is the part that digests are taken of.
+    """
     outcome = plain(result)
     observed = outcome.pop("observed")
     return LayerDone(kind=result.kind, ordinal=result.ordinal, layer=result.layer, outcome=outcome, observed=observed)
 
 
 def encode(frame: Frame) -> bytes:
-    """One line.
+    """Encode a frame as one line of JSON.
+
+    Args:
+        frame: The frame.
+
+    Returns:
+        The line in UTF-8, with its end.
 
     Raises:
         ValueError: If a number is NaN or infinite, or the line would be longer than 8 MiB.
@@ -155,10 +168,16 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(line: bytes) -> Frame:
-    """Read one line.
+    """Read the frame in one line.
+
+    Args:
+        line: The line in UTF-8, with or without its end.
+
+    Returns:
+        The frame.
 
     Raises:
-        ValueError: If it is no frame of this vocabulary.
+        ValueError: If it is not a frame of this vocabulary.
     """
     value = json.loads(line, parse_constant=_finite, parse_float=_finite)
     try:

@@ -264,13 +264,29 @@ class Task:
 
 
 def require_positive(field: str, value: int | None) -> None:
-    """Raise unless ``value`` is absent or at least one."""
+    """Require that a value is absent or at least one.
+
+    Args:
+        field: The field's name, for the error.
+        value: The value; None is absent.
+
+    Raises:
+        FieldError: If it is less than one.
+    """
     if value is not None and value < 1:
         raise FieldError(field, f"is {value}; take 1 or more")
 
 
 def require_weights(field: str, weights: tuple[float, ...] | None) -> None:
-    """Raise unless ``weights`` is absent, or finite numbers of 0 or more of which one is not 0."""
+    """Require that weights are absent, or finite numbers of 0 or more of which at least one is not 0.
+
+    Args:
+        field: The field's name, for the error.
+        weights: The weights; None is absent.
+
+    Raises:
+        FieldError: If a weight is negative or not finite, or all are 0.
+    """
     if weights is None:
         return
     for place, weight in enumerate(weights):
@@ -281,12 +297,28 @@ def require_weights(field: str, weights: tuple[float, ...] | None) -> None:
 
 
 def require_path(field: str, value: str) -> None:
-    """Raise unless ``value`` can name a file or folder."""
+    """Require that a text can name a file or folder.
+
+    Args:
+        field: The field's name, for the error.
+        value: The text.
+
+    Raises:
+        FieldError: If it is empty or holds NUL.
+    """
     if not value or "\0" in value:
         raise FieldError(field, "names nothing; give the path of a file or folder")
 
 
 def require_factory(field: str, value: str) -> None:
-    """Raise unless ``value`` is written ``package.module:callable``."""
+    """Require that a text is written ``package.module:callable``.
+
+    Args:
+        field: The field's name, for the error.
+        value: The text.
+
+    Raises:
+        FieldError: If it is written otherwise.
+    """
     if not _FACTORY.fullmatch(value):
         raise FieldError(field, "is no factory; write `package.module:callable`")

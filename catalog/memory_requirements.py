@@ -20,7 +20,14 @@ _TOKEN_BYTES = 8
 
 
 def least_bytes(document: JobDocument) -> int | None:
-    """Bytes below which the job cannot be done where it computes; None where the document does not tell."""
+    """Return a lower bound of the memory that a job needs where it computes, by its document alone.
+
+    Args:
+        document: The job document.
+
+    Returns:
+        Bytes below which the job cannot be done; None if the document does not show any.
+    """
     number_bytes = 8 if document.collection.dtype == "float64" else 4
     known: list[int] = []
     if isinstance(document.model, BuiltinModel):
@@ -31,9 +38,16 @@ def least_bytes(document: JobDocument) -> int | None:
 
 
 def planned_bytes(plan: Mapping[str, Any], memory: Memory) -> int | None:
-    """What a device must have free for a plan, or the host where there is none; None if the plan names no peak.
+    """Return the memory that a device must have free for a plan, or the host if the plan uses no device.
 
-    A budget that is a part of what is free leaves the rest of it free beside the peak.
+    For a budget that is a fraction of what is free, it is so much more than the peak that the rest stays free.
+
+    Args:
+        plan: The plan, with `device_peak_bytes` or `host_peak_bytes`.
+        memory: The budgets of the job's document.
+
+    Returns:
+        Bytes; None if the plan names no peak.
     """
     for place in ("device", "host"):
         peak = plan.get(f"{place}_peak_bytes")
@@ -45,13 +59,27 @@ def planned_bytes(plan: Mapping[str, Any], memory: Memory) -> int | None:
 
 
 def memory_of(document: Mapping[str, Any]) -> Memory:
-    """The budgets of a stored document."""
+    """Return the budgets of a stored document.
+
+    Args:
+        document: The document, as decoded from JSON.
+
+    Returns:
+        Its budgets for device and host; those that it does not name have their defaults.
+    """
     given = document.get("memory") or {}
     return Memory(**{name: given[name] for name in ("device", "host") if name in given})
 
 
 def factories_of(document: JobDocument) -> tuple[str | None, str | None]:
-    """The factories of model and data that a worker must be allowed to call."""
+    """Return the factories that a worker must be allowed to call for a job.
+
+    Args:
+        document: The job document.
+
+    Returns:
+        The model's and the data's factory, as ``package.module:callable``; None for a source without one.
+    """
     model = document.model.factory if isinstance(document.model, ModelFactory) else None
     data = document.data.factory if isinstance(document.data, DataFactory) else None
     return model, data

@@ -41,11 +41,14 @@ def record(cls: type[T]) -> type[T]:
 
 
 def option(default: Any, *, known_as: str | Mapping[str, str] = "") -> Any:  # noqa: ANN401 - as dataclasses.field
-    """A field with a default and, where people know it from older scripts, those spellings.
+    """Declare a field with a default and, where people know it from older scripts, those spellings.
 
     Args:
-        default: The value, or what makes it.
+        default: The value, or a callable that makes it.
         known_as: An older spelling; or several, each with what its values are here (empty: the same).
+
+    Returns:
+        The field, as `dataclasses.field` returns it.
     """
     spellings = {known_as: ""} if isinstance(known_as, str) else dict(known_as)
     metadata = {"known_as": spellings} if known_as else {}
@@ -88,7 +91,14 @@ class TextFormat:
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - any record goes in, JSON comes out
-    """A record as JSON-ready dicts, lists and scalars."""
+    """Convert a record to values that JSON holds.
+
+    Args:
+        value: A record, or a tree of mappings, lists and tuples that may hold records.
+
+    Returns:
+        Dicts with text keys, lists and scalars.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -99,7 +109,13 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any record goes in, JSON comes o
 
 
 def canonical_json(value: Any) -> str:  # noqa: ANN401
-    """The one JSON text of ``value``: sorted keys, no spaces, no NaN; digests are taken of it.
+    """Return the one JSON text of a value: sorted keys, no spaces, no NaN; digests are taken of it.
+
+    Args:
+        value: A record, or anything that JSON holds.
+
+    Returns:
+        The text, with characters beyond ASCII as they are.
 
     Raises:
         ValueError: If a number is NaN or infinite (undefined values are ``None``).

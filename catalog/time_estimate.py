@@ -33,7 +33,15 @@ def seconds_range(seconds: float | None, pace: Paced) -> tuple[float, float] | N
 
 
 def written_seconds(seconds: float | None, pace: Paced) -> str:
-    """Return a foreseen duration with its bounds, such as ``24 s (6 to 96)``; empty where it is not worth showing."""
+    """Write a predicted duration with its bounds, such as ``24 s (6 to 96)``.
+
+    Args:
+        seconds: The prediction; None and 0 where there is none.
+        pace: Whether the machine's pace was measured, or is the usual one.
+
+    Returns:
+        The text; empty if the duration is not worth showing.
+    """
     bounds = seconds_range(seconds, pace)
     if bounds is None or seconds is None:
         return ""

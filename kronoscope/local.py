@@ -102,7 +102,7 @@ class LayerFactors:
 
     @property
     def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """(out_dim,) diagonal of G, without making it dense."""
+        """Diagonal of G, shape (out_dim,), computed without making G dense."""
         if isinstance(self._factors.G, Structured):
             return self._factors.G.diagonal()
         widened = self._factors.widened_G
@@ -110,7 +110,7 @@ class LayerFactors:
 
     @property
     def diagonal_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """(in_dim,) diagonal of A, without making a diagonal A dense."""
+        """Diagonal of A, shape (in_dim,), computed without making a diagonal A dense."""
         stored = self._factors.widened_A
         return stored if stored.ndim == 1 else stored.diagonal()
 
@@ -179,11 +179,14 @@ class LayersFactors(Mapping[str, LayerFactors]):
 
 
 def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
-    """The factors in a folder: the one with ``factors.index.json``, a run's output, or its `artifacts`.
+    """Open the factors in a folder: the one with ``factors.index.json``, a run's output, or its `artifacts`.
 
     Args:
         path: The folder.
-        verify: Read everything now and compare each digest with the index.
+        verify: Whether to read everything now and compare each digest with the index.
+
+    Returns:
+        The factors by layer name; each layer is read when it is first used.
 
     Raises:
         BrokenFactors: If there is no index, or (when verifying) a factor is not the one recorded.
@@ -203,13 +206,16 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
 
 
 def load_stabilised(path: str | Path) -> StabilisedLayers:
-    """What a reconstruction with `sides: both` left as eigenbases: by that route, or of gradients kept as rows.
+    """Open the eigenbases that a reconstruction with `sides: both` wrote, by that route or of gradients kept as rows.
 
-    Where all are matrices, of `route: rebuild`, they are read by ``load_factors``. A matrix of one's own is read here
-    by either route: it is G, and A is 1.
+    Matrices, of `route: rebuild`, are read by ``load_factors``. A single matrix of the caller's is read here for either
+    route: it is G, and A is 1.
 
     Args:
         path: The folder `stabilised`, a run's output, or its `artifacts`.
+
+    Returns:
+        The layers by name, each with products and solves of its stabilised curvature.
 
     Raises:
         BrokenFactors: If there are none.
@@ -248,7 +254,7 @@ def _verify(folder: Path, found: LayersFactors) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What ``measure`` found."""
+    """The results of ``measure``."""
 
     layers: Sequence[LayerResult]
     """All rows of all analyses, as a job would store them."""
@@ -260,7 +266,14 @@ class Measurement:
     plan: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, kind: str) -> dict[str, LayerResult]:
-        """One analysis's rows by layer name."""
+        """Return the rows of one analysis.
+
+        Args:
+            kind: The analysis.
+
+        Returns:
+            Its rows by layer name.
+        """
         return {row.layer: row for row in self.layers if row.kind == kind}
 
 
@@ -280,7 +293,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     """Run analyses on a model in this process; the model and its gradients are left as they were.
 
     Args:
-        model: Where its parameters are is where it is measured.
+        model: The model; it is measured on the device of its parameters.
         batches: Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``: a list, or a callable that
             gives them anew. An iterator that runs dry is turned into a list first.
         task: ``catalog.inputs.Task``, or its type alone (``"classification"``).
@@ -292,9 +305,12 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         params: Each analysis's options record, by kind.
         report: Receives ``(stage, done, total, unit)``.
 
+    Returns:
+        Rows and summaries of the analyses, with the collected factors, their index and the plan.
+
     Raises:
         EngineError: As ``engine.errors`` lists.
-        TypeError: If the model is no ``torch.nn.Module``.
+        TypeError: If the model is not a ``torch.nn.Module``.
         ValueError: If a kind is not on the menu, or a task not one of the document's.
     """
     _require_known(model, task, kinds)

@@ -17,25 +17,63 @@ class Folder:
         self._folder = folder
 
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors under ``name``."""
+        """Return the tensors of one file.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+
+        Returns:
+            Tensors on the host by name, with the shapes and dtypes that were stored.
+        """
         return safetensors.torch.load_file(self._folder / name.removeprefix("factors/"))
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        """Return the table under ``name``."""
+        """Return the table of one file.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+
+        Returns:
+            The value, as decoded from JSON.
+        """
         return json.loads((self._folder / name.removeprefix("factors/")).read_bytes())
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Refuse: nothing is written here."""
+        """Refuse, since nothing is written here.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+            tensors: Tensors of any shape; not used.
+            metadata: Text for the header; not used.
+
+        Raises:
+            PermissionError: In any case.
+        """
         del tensors, metadata
         raise PermissionError(f"{name}: factors of an earlier job are read, never written")
 
     def save_json(self, name: str, value: object) -> None:
-        """Refuse: nothing is written here."""
+        """Refuse, since nothing is written here.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+            value: The table; not used.
+
+        Raises:
+            PermissionError: In any case.
+        """
         del value
         raise PermissionError(f"{name}: factors of an earlier job are read, never written")
 
     def remove(self, name: str) -> None:
-        """Refuse: nothing is removed here."""
+        """Refuse, since nothing is removed here.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+
+        Raises:
+            PermissionError: In any case.
+        """
         raise PermissionError(f"{name}: factors of an earlier job are read, never removed")
 
 
@@ -46,24 +84,59 @@ class Held:
         self._kept: dict[str, Any] = {}
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Keep copies of ``tensors`` on the host."""
+        """Keep copies of tensors on the host.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+            tensors: Tensors by name, of any shape, dtype and device.
+            metadata: Text for the header; not kept.
+        """
         del metadata
         self._kept[name] = {key: tensor.detach().to("cpu").clone() for key, tensor in tensors.items()}
 
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors under ``name``."""
+        """Return the tensors under a name.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+
+        Returns:
+            The copies on the host by name, with the shapes and dtypes of the originals.
+
+        Raises:
+            FileNotFoundError: If nothing was kept under the name.
+        """
         return dict(self._find(name))
 
     def save_json(self, name: str, value: object) -> None:
-        """Keep a copy of ``value``."""
+        """Keep a copy of a table.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+            value: A record, or anything that JSON holds.
+        """
         self._kept[name] = copy.deepcopy(value)
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        """Return the table under ``name``."""
+        """Return the table under a name.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+
+        Returns:
+            A copy of the value that was kept.
+
+        Raises:
+            FileNotFoundError: If nothing was kept under the name.
+        """
         return copy.deepcopy(self._find(name))
 
     def remove(self, name: str) -> None:
-        """Let go of ``name``."""
+        """Remove a file; one that does not exist is not an error.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+        """
         self._kept.pop(name, None)
 
     def _find(self, name: str) -> Any:  # noqa: ANN401 - whatever was written

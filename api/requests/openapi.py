@@ -37,7 +37,14 @@ _ALWAYS = (400, 401, 403, 405, 500, 503)
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of the errors ``statuses``, and of those that any route can answer."""
+    """Return the OpenAPI entries of a route's errors, with those that any route can answer.
+
+    Args:
+        statuses: HTTP statuses of the route's own errors.
+
+    Returns:
+        One entry per status, in order.
+    """
     return {status: _entry(status) for status in sorted({*_ALWAYS, *statuses})}
 
 

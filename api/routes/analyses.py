@@ -79,7 +79,7 @@ def list_all(_: Reader) -> MenuView:
 
 @router.get("/{kind}", summary="One analysis", responses=error_responses(404))
 def read(kind: str, _: Reader) -> AnalysisView:
-    """One entry of the menu."""
+    """One entry of the menu, with the schemas of its options and results."""
     for item in _menu().items:
         if item.kind == kind:
             return item

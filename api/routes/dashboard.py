@@ -53,7 +53,7 @@ Known = Annotated[str | None, Header()]
 @router.get("/")
 @open_to_all
 async def index(if_none_match: Known = None) -> Response:
-    """The dashboard."""
+    """The dashboard's page, as HTML."""
     return _serve("index.html", if_none_match)
 
 

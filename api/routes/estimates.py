@@ -107,7 +107,7 @@ async def read(
 
 @router.delete("/{estimate_id}", status_code=204, summary="Delete an estimate", responses=error_responses(404, 409))
 def delete(estimate_id: str, caller: Submitter, service: ServiceOf) -> Response:
-    """Delete an estimate that has ended; estimates are kept for as long as jobs."""
+    """Delete an estimate that has ended; the answer has no body. Estimates are kept for as long as jobs."""
     delete_job(service.engine, caller.tenant_id, estimate_id, estimate=True)
     service.artifacts.remove(estimate_id)
     return Response(status_code=204)

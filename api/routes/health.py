@@ -49,7 +49,7 @@ async def live() -> LiveView:
 @router.get("/readyz", summary="Readiness", responses=probe_error_responses())
 @open_to_all
 async def ready(service: ServiceOf) -> ReadyView:
-    """Checks the database within a second, its schema and the free disk space; without Redis it is `degraded`."""
+    """The state of the database, its schema and the free disk space, each within a second; without Redis `degraded`."""
     async with service.probe.lock:
         if time.monotonic() - service.probe.at > _KEPT_SECONDS:
             service.probe.checks = await _checks(service)

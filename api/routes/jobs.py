@@ -95,7 +95,7 @@ async def create(
     ] = None,
     validate_only: Annotated[bool, Query(description="Run every check and store nothing.")] = False,
 ) -> Response:
-    """Submit a job document; a worker runs the job when one is free."""
+    """Submit a job document, which a worker runs when one is free; returns the job."""
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     document = await run_in_threadpool(parse_document, raw)
@@ -200,7 +200,10 @@ async def read(
     responses=error_responses(404),
 )
 def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
-    """Cancel a queued job, or ask a running one to stop before its next batch or layer; an ended job stays as it is."""
+    """Cancel a queued job, or ask a running one to stop before its next batch or layer; returns the job.
+
+    An ended job stays as it is.
+    """
     return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id), 202)
 
 
@@ -212,7 +215,7 @@ def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     openapi_extra=schedule_body(),
 )
 async def reschedule_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
-    """Give a queued or running job another priority and deadline, in place of those that it has."""
+    """Replace priority and deadline of a queued or running job; returns the job."""
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     schedule = await run_in_threadpool(parse_schedule, raw)
@@ -222,7 +225,7 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
 
 @router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=error_responses(404, 409))
 def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
-    """Delete an ended job with its results and files."""
+    """Delete an ended job with its results and files; the answer has no body."""
     deleted = delete_job(service.engine, caller.tenant_id, job_id)
     service.artifacts.remove(job_id)
     delete_unlisted(service.engine, service.artifacts, deleted, service.settings.ledger.grace_seconds)

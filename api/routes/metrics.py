@@ -21,7 +21,7 @@ router = APIRouter(tags=["health"])
 @router.get("/metrics", summary="Metrics", response_class=Response, responses=scraper_error_responses())
 @scraper_only
 async def metrics(service: ServiceOf) -> Response:
-    """For Prometheus, in its text format 0.0.4; it needs the operator's token, no key."""
+    """The metrics for Prometheus, in its text format 0.0.4; it needs the operator's token, no key."""
     reading = await service.metrics_cache.read()
     return Response(
         _text(service.settings, reading, service.stream_limits.open_streams)

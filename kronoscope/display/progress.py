@@ -42,7 +42,11 @@ class Display(Protocol):
         """
 
     def line(self, text: str) -> None:
-        """Show a line of text."""
+        """Show a line of text.
+
+        Args:
+            text: The line, without markup.
+        """
 
 
 class BarDisplay:
@@ -73,7 +77,14 @@ class BarDisplay:
             self._bars.stop()
 
     def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """Move the stage's bar; one of unknown length pulses."""
+        """Move the stage's bar; one of unknown length pulses.
+
+        Args:
+            stage: Its name; a new one completes the bars before it.
+            done: Units that are done.
+            total: Units in all; None where unknown.
+            unit: Plural noun of the units.
+        """
         if stage not in self._tasks:
             for other in self._bars.tasks:
                 # its last update may be from before its end
@@ -86,7 +97,11 @@ class BarDisplay:
             self._shown = True
 
     def line(self, text: str) -> None:
-        """Print above the bars."""
+        """Print a line above the bars.
+
+        Args:
+            text: The line, without markup.
+        """
         (self._bars.console if self._shown else self._console).print(
             escape(text), style="dim", soft_wrap=True, highlight=False
         )
@@ -107,7 +122,14 @@ class LineDisplay:
         return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """Print a line where the stage is new, has ended, or ten seconds have passed."""
+        """Print a line if the stage is new or has ended, or ten seconds have passed since the last one.
+
+        Args:
+            stage: Its name.
+            done: Units that are done.
+            total: Units in all; None where unknown.
+            unit: Plural noun of the units.
+        """
         now = time.monotonic()
         ended = total is not None and done >= total
         if stage == self._stage and not ended and now - self._said < _LINE_SECONDS:
@@ -118,7 +140,11 @@ class LineDisplay:
         self.line(f"{stage}:{counted}")
 
     def line(self, text: str) -> None:
-        """Print a line without markup."""
+        """Print a line.
+
+        Args:
+            text: The line; markup in it is printed as it is.
+        """
         self._console.print(escape(text), soft_wrap=True, highlight=False)
 
 
@@ -132,10 +158,21 @@ class SilentDisplay:
         return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """Show nothing."""
+        """Show nothing.
+
+        Args:
+            stage: Not used.
+            done: Not used.
+            total: Not used.
+            unit: Not used.
+        """
 
     def line(self, text: str) -> None:
-        """Show nothing."""
+        """Show nothing.
+
+        Args:
+            text: Not used.
+        """
 
 
 def display_for(console: Console, *, silent: bool = False) -> Display:

@@ -26,7 +26,8 @@ def load(source: ModelFactory, task: Task, context: LoaderContext) -> LoadedMode
         The model.
 
     Raises:
-        Refusal: If the factory cannot be imported, raises, returns something else, or names modules unwritably.
+        Refusal: If the factory cannot be imported, raises or returns something else, or a parameter has a name that
+            cannot be stored.
     """
     factory = resolve_factory(source.factory, context.paths, context.factories, _POINTER)
     model = _called(factory, source, context)
