@@ -20,7 +20,7 @@ from engine.accumulation.hooked_model import hooked
 from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
-from engine.accumulation.output_gradients import arrival, note_reached, watch_gradient
+from engine.accumulation.output_gradients import Direction, arrival, note_reached, unscaled, watch_gradient
 from engine.accumulation.picked_rows import routing
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
@@ -60,15 +60,15 @@ class Collector:
     head: LossHead | None = None
     """The layer whose outputs are the loss's logits, where it keeps their probabilities."""
     scale: LossScale | None = None
-    """The number that directions are multiplied by; None where that is one."""
+    """The number that directions are multiplied by, until all their gradients are finite; None where that is one."""
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards: they keep a copy."""
     inputs: InputArrival = field(default_factory=lambda: InputArrival(deferred=frozenset(), required=False))
     """When the inputs of calls enter A."""
     shapes: CallShapes = field(default_factory=CallShapes)
     """Shapes of the calls so far."""
-    _held: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
-    """Gradients of one direction, and where they go once all of them are known to be finite."""
+    _direction: Direction = field(default_factory=Direction)
+    """The gradients of the direction that is pulled back."""
     _calls: CallCounts = field(init=False)
     _reached: list[tuple[Key, Tensor]] = field(default_factory=list)
     """Whether a gradient reached positions that the mask dropped, () booleans, of the current batch."""
@@ -141,42 +141,21 @@ class Collector:
 
     def returned(self) -> bool:
         """Close one backward pass; return False where a gradient has overflowed, and none has entered any sum."""
-        held, self._held = self._held, []
         use_mode = self._use_mode
-        if self.scale is not None:
-            arrived = [gradient for _, gradient in held] + ([] if use_mode is None else use_mode.arrived())
-            if arrived and not bool(torch.stack([gradient.isfinite().all() for gradient in arrived]).all()):
-                if use_mode is not None:
-                    use_mode.forget()
-                return False
+        others = [] if use_mode is None or self.scale is None else use_mode.arrived()
+        if not self._direction.is_finite(self.scale, others):
+            if use_mode is not None:
+                use_mode.forget()
+            return False
         self.inputs.pulled_back()
-        for enter, gradient in held:
-            enter(self._unscaled(gradient))
+        self._direction.enter(self.scale)
         for meeting in self._meetings.values():
             meeting.close()
         for name, start, gradients in () if use_mode is None else use_mode.returned():
             if name in self._bare:
-                self._bare[name].add_example_gradients_(self._unscaled(gradients), start, self.examples)
+                self._bare[name].add_example_gradients_(unscaled(gradients, self.scale), start, self.examples)
             del gradients  # before those of the next examples are made
         return True
-
-    def receive(self, gradient: Tensor, enter: Callable[[Tensor], None]) -> None:
-        """Hand on one gradient that has arrived: at once, or when the others of its direction are there.
-
-        Args:
-            gradient: Gradient of one call's output, of that output's shape.
-            enter: Lets it enter the sums.
-        """
-        if self.scale is None:
-            enter(gradient)
-        else:
-            self._held.append((enter, gradient))
-
-    def _unscaled(self, gradient: Tensor) -> Tensor:
-        if self.scale is None:
-            return gradient
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        return wide.div_(self.scale.value)
 
     def end(self) -> None:
         """Close one batch.
@@ -408,6 +387,6 @@ class Collector:
         def arrived(gradient: Tensor) -> None:
             if entry is not None:
                 entry()
-            self.receive(gradient, enter)
+            self._direction.receive(gradient, enter, self.scale)
 
         return watch_gradient(output, arrived)

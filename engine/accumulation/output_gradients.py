@@ -1,6 +1,7 @@
 """Arrival: the path of one call's output gradient into the sums."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from engine.accumulation.example_gradients import Meeting
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.layers.layer import TreatedLayer, Use
+from engine.model.mixed_precision import LossScale
 from engine.model.tensor_storage import detach_view
 from engine.row_layout.attention_masks import Key
 from engine.row_layout.layer_calls import require_unwritten, version
@@ -90,3 +92,66 @@ def note_reached(
     key, dropped = call
     largest = torch.linalg.vector_norm(layer.gradient_rows(gradient), ord=torch.inf, dim=1)
     reached.append((key, (largest[dropped] != 0).any()))
+
+
+def unscaled(gradient: Tensor, scale: LossScale | None) -> Tensor:
+    """Divide a gradient by what its direction was multiplied by.
+
+    Args:
+        gradient: A gradient, of any shape.
+        scale: The number that directions are multiplied by; None where that is one.
+
+    Returns:
+        The gradient itself where nothing is to be divided, else a copy of its shape in float32 or wider.
+    """
+    if scale is None:
+        return gradient
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+    return wide.div_(scale.value)
+
+
+@dataclass
+class Direction:
+    """The gradients of one direction, which wait for each other where directions are scaled."""
+
+    _held: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
+    """Gradients, each with what lets it enter the sums."""
+
+    def receive(self, gradient: Tensor, enter: Callable[[Tensor], None], scale: LossScale | None) -> None:
+        """Hand on one gradient that has arrived: at once, or when the others of its direction are there.
+
+        Args:
+            gradient: Gradient of one call's output, of that output's shape.
+            enter: Lets it enter the sums.
+            scale: The number that directions are multiplied by; None where that is one, and nothing waits.
+        """
+        if scale is None:
+            enter(gradient)
+        else:
+            self._held.append((enter, gradient))
+
+    def is_finite(self, scale: LossScale | None, others: Sequence[Tensor]) -> bool:
+        """Tell whether the gradients that wait may enter; those of a direction that overflowed are let go of.
+
+        Args:
+            scale: The number that directions are multiplied by; None where that is one, and nothing waits.
+            others: Further gradients of the direction, of any shape.
+
+        Returns:
+            False where a gradient of a scaled direction holds NaN or Inf.
+        """
+        arrived = [] if scale is None else [*(gradient for _, gradient in self._held), *others]
+        if not arrived or bool(torch.stack([gradient.isfinite().all() for gradient in arrived]).all()):
+            return True
+        self._held.clear()
+        return False
+
+    def enter(self, scale: LossScale | None) -> None:
+        """Let the gradients that wait enter the sums.
+
+        Args:
+            scale: The number that their direction was multiplied by; None where that is one.
+        """
+        held, self._held = self._held, []
+        for enter, gradient in held:
+            enter(unscaled(gradient, scale))
