@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import results_file
 from engine.factors.clip_eigenvalues import Placement, stabilise_
 from engine.factors.clipped_inverse import StabilisedSide
-from engine.factors.clipping_check import reached
+from engine.factors.clipping_check import check_clipping
 
 KAPPA_MAX = 1e6
 SIZES = (1024, 2048, 4096, 8192)
@@ -128,7 +128,7 @@ def exact(size: int) -> dict[str, Any]:
         work = original.clone()
         done = stabilise_(work, values, kept, KAPPA_MAX, placement=placement)
         results[placement] = work
-        smallest = reached(work, values, vectors, done.floor).smallest
+        smallest = check_clipping(work, values, vectors, done.floor).smallest
         assert done.placement == placement
         results[f"{placement}_floor"] = smallest / done.floor
     first = results["device"].to(torch.float64)

@@ -29,7 +29,7 @@ from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.memory.budget import MemoryBudget
-from engine.memory.device_speed import Pace
+from engine.memory.device_speed import DeviceSpeed
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import Chosen, Plan, Stage
@@ -164,9 +164,9 @@ class Machine:
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
     guard: Guard = field(default_factory=Guard.unlimited)
     """Checks each large allocation against the budget, and takes a cheaper way where it would not fit."""
-    speed: Pace | None = None
+    speed: DeviceSpeed | None = None
     """Operations and bytes per second of the device, where they were measured; None takes typical values."""
-    measure_speed: Callable[[], Pace | None] = _ignore
+    measure_speed: Callable[[], DeviceSpeed | None] = _ignore
     """Measures the speed, for a job that is long enough; returns None where that is not possible."""
     curve: MemoryCurve = field(default_factory=MemoryCurve)
     """How many bytes were held at which time."""

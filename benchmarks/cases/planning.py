@@ -34,7 +34,7 @@ from engine.analyses.capacity import measure_capacity
 from engine.collection import run_passes
 from engine.estimate import plan_job
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes, status_bytes
-from engine.memory.guard import Descended, Guard, Rung
+from engine.memory.guard import Fallback, FallbackResult, Guard
 from engine.memory.limits import warm_up
 from engine.memory.plan import Chosen, Plan
 from engine.workspace import JobOptions, JobResults, ModelInputs, Ports, Workspace
@@ -142,10 +142,10 @@ class Unhurried(Guard):
 def unguarded() -> None:
     """What would be done without a guard: the first rung, whatever is free."""
 
-    def first(_: Guard, rungs: Sequence[Rung[Any]], **__: object) -> Descended[Any]:
-        return Descended(value=rungs[0].run(), taken=(rungs[0].name,), refused=(), planning_errors=())
+    def first(_: Guard, rungs: Sequence[Fallback[Any]], **__: object) -> FallbackResult[Any]:
+        return FallbackResult(value=rungs[0].run(), taken=(rungs[0].name,), refused=(), planning_errors=())
 
-    Guard.descend = first  # type: ignore[assignment,method-assign]
+    Guard.run_with_fallbacks = first  # type: ignore[assignment,method-assign]
     run_passes.ran_out_of_memory = lambda _: False  # type: ignore[assignment]
 
 

@@ -28,7 +28,7 @@ from engine.collection.collection_state import CollectionState, Cursor, Snapshot
 from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.errors import Unwinding
 from engine.factors.kronecker_factors import digest
-from engine.factors.spilled_factors import Waiting
+from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.row_layout.attention_masks import Key
 from engine.workspace import Artifacts, Workspace
@@ -56,7 +56,7 @@ class Resumed:
     deferred: frozenset[str]
     finished: dict[str, dict[str, Any]]
     """Counts of the layers of finished passes."""
-    waiting: dict[str, Waiting]
+    spilled: dict[str, SpilledFactors]
     """Factors of finished passes."""
     nested: dict[int, Snapshot]
     nondeterministic: tuple[str, ...]
@@ -162,16 +162,16 @@ class Checkpoints:
             unmasked=frozenset((name, number) for name, number in body["unmasked"]),
             deferred=frozenset(body["deferred"]),
             finished=body["finished"],
-            waiting={name: Waiting(**waiting) for name, waiting in body["waiting"].items()},
+            spilled={name: SpilledFactors(**spilled) for name, spilled in body["spilled"].items()},
             nondeterministic=tuple(body["nondeterministic"]),
             nested={entry["eighths"]: _snapshot(entry) for entry in body["nested"]},
             running=body["running"],
             self_check=body["self_check"],
             files=body["files"],
         )
-        kept = [entry for snapshot in found.nested.values() for entry in snapshot.waiting.items()]
-        for name, waiting in (*found.waiting.items(), *kept):
-            if not self._stands(waiting):
+        kept = [entry for snapshot in found.nested.values() for entry in snapshot.spilled.items()]
+        for name, spilled in (*found.spilled.items(), *kept):
+            if not self._stands(spilled):
                 raise CheckpointForeign(f"the factors of layer `{name}` that waited with it are damaged")
         self._serial, self._files = body["serial"], tuple(found.files)
         return found
@@ -281,7 +281,7 @@ class Checkpoints:
                 "unmasked": sorted(state.unmasked),
                 "deferred": sorted(state.deferred),
                 "finished": {name: counts(each) for name, each in state.statistics.items()},
-                "waiting": {name: asdict(each) for name, each in state.waiting.items()},
+                "spilled": {name: asdict(each) for name, each in state.spilled.items()},
                 "nondeterministic": sorted(state.nondeterministic),
                 "nested": [asdict(each) for each in state.nested.values()],
                 "running": {each.layer.name: counts(each) for each in running},
@@ -327,17 +327,17 @@ class Checkpoints:
                 if isinstance(value, Tensor):
                     yield "sums", each.layer.name, entry, value
 
-    def _stands(self, waiting: Waiting) -> bool:
+    def _stands(self, spilled: SpilledFactors) -> bool:
         try:
-            return waiting.intact(self._scratch)
+            return spilled.intact(self._scratch)
         except Exception:  # noqa: BLE001 - the port's own errors, and whatever a damaged file makes a reader say
             return False
 
 
 def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
-    waiting = {name: Waiting(**each) for name, each in stored["waiting"].items()}
+    spilled = {name: SpilledFactors(**each) for name, each in stored["spilled"].items()}
     rows = {name: (int(a), int(g)) for name, (a, g) in stored["rows"].items()}
-    return Snapshot(eighths=stored["eighths"], examples=stored["examples"], waiting=waiting, rows=rows)
+    return Snapshot(eighths=stored["eighths"], examples=stored["examples"], spilled=spilled, rows=rows)
 
 
 def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[tuple[str, str, str, Tensor]]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.factors.kronecker_factors import Factors
-from engine.factors.spilled_factors import Waiting
+from engine.factors.spilled_factors import SpilledFactors
 from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
 from engine.model.batches import Batch, tensors
@@ -27,7 +27,7 @@ class Snapshot:
     """The size, in eighths of the data."""
     examples: int
     """Examples that entered."""
-    waiting: dict[str, Waiting] = field(default_factory=dict)
+    spilled: dict[str, SpilledFactors] = field(default_factory=dict)
     """Places of each layer's factors, by name."""
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Rows that had entered its A and its G."""
@@ -45,7 +45,7 @@ class CollectionState:
     """Follower → leader of the layers that share one A."""
     unmasked: frozenset[Key] = frozenset()
     """Calls that the mask is not laid on after all."""
-    waiting: dict[str, Waiting] = field(default_factory=dict)
+    spilled: dict[str, SpilledFactors] = field(default_factory=dict)
     """Places of the factors that are spilled, by name."""
     nested: dict[int, Snapshot] = field(default_factory=dict)
     """Smaller sample sizes, by eighths."""
@@ -78,7 +78,7 @@ class CollectionState:
 
     def settled(self) -> dict[str, Any]:
         """Return copies of the state that a pass changes, for ``restore``."""
-        kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "waiting")}
+        kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "spilled")}
         counts = {name: getattr(self, name) for name in ("examples", "updates", "passes", "loss_scale")}
         checked = {} if self.self_check is None else {"checked": self.self_check.state()}
         return {**kept, **counts, **checked}

@@ -25,7 +25,7 @@ from engine.factors.kronecker_factors import Corrected, Factors
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import decompose
 from engine.memory.budget import give_back_host_memory
-from engine.memory.guard import Rung
+from engine.memory.guard import Fallback
 from engine.model.mixed_precision import FIRST_SCALE
 from engine.workspace import Artifacts
 
@@ -175,7 +175,7 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
     while (last := sizes[-1] or whole) > 1:
         sizes.append(-(-last // 2))
     rungs = [
-        Rung(
+        Fallback(
             name="whole batches" if size is None else f"slices of {size}",
             formula="as the plan counts them",
             device_bytes=0,
@@ -184,7 +184,7 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
         )
         for size in sizes
     ]
-    job.workspace.machine.guard.descend(rungs, what="the correction", layer=None, stage="correction")
+    job.workspace.machine.guard.run_with_fallbacks(rungs, what="the correction", layer=None, stage="correction")
 
 
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:

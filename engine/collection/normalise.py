@@ -20,7 +20,7 @@ from engine.errors import NonFiniteFactor
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.kronecker_factors import Factors, mirrored_, to_storage
 from engine.factors.softmax_fisher import SoftmaxFisher
-from engine.factors.spilled_factors import lay_aside
+from engine.factors.spilled_factors import spill
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import TreatedLayer
 from engine.linalg.linear_operator import Structured
@@ -64,8 +64,8 @@ def keep_factors(
         for factors in finish_layer(found, workspace.options.collection, dtype, shared):
             part = factors.layer
             if aside and workspace.ports.scratch is not None:
-                waiting = lay_aside(workspace.ports.scratch, factors, str(places[part]), state.waiting.get(leader))
-                state.waiting[part], state.factors[part] = waiting, partial(waiting.load, workspace.ports.scratch)
+                spilled = spill(workspace.ports.scratch, factors, str(places[part]), state.spilled.get(leader))
+                state.spilled[part], state.factors[part] = spilled, partial(spilled.load, workspace.ports.scratch)
             else:
                 state.factors[part] = partial(_same, factors)
         if found.layer.name not in leaders:

@@ -223,7 +223,7 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> CollectionState:
         statistics={},
         factors={},
         shared=found.shared,
-        waiting=found.waiting,
+        spilled=found.spilled,
         nested=found.nested,
         unmasked=found.unmasked,
         deferred=found.deferred,
@@ -246,5 +246,5 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> CollectionState:
         set_counts(state.statistics[name], stored)
     scratch = job.workspace.ports.scratch
     if scratch is not None:
-        state.factors = {name: partial(waiting.load, scratch) for name, waiting in found.waiting.items()}
+        state.factors = {name: partial(spilled.load, scratch) for name, spilled in found.spilled.items()}
     return state

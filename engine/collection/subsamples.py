@@ -20,7 +20,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState, Snapshot
 from engine.collection.normalise import Stored, finish_layer
 from engine.factors.factor_set import LayerFacts, NestedSize
-from engine.factors.spilled_factors import lay_aside
+from engine.factors.spilled_factors import spill
 from engine.model.batches import make_batches
 from engine.workspace import Artifacts, Workspace
 
@@ -174,8 +174,8 @@ def keep_size(
                 leader = _copied(leader, None)
             for part, factors in enumerate(finish_layer(_copied(found, leader), collection, dtype, shared)):
                 stem = f"nested/{snapshot.eighths}/{first + place}.{part}"
-                own = None if found.leader is None else snapshot.waiting.get(holder)
-                snapshot.waiting[factors.layer] = lay_aside(sizes.shelf, factors, stem, own)
+                own = None if found.leader is None else snapshot.spilled.get(holder)
+                snapshot.spilled[factors.layer] = spill(sizes.shelf, factors, stem, own)
                 snapshot.rows[factors.layer] = found.rank_bounds
         if last[holder] == place:
             shared.pop(holder, None)
@@ -198,7 +198,7 @@ def by_ordinal(sizes: Sizes | None, state: CollectionState, layers: tuple[LayerF
     found = []
     for _, snapshot in sorted(state.nested.items()):
         bounds = [(facts, snapshot.rows[facts.name]) for facts in layers]
-        waiting = [snapshot.waiting[facts.name] for facts in layers]
+        spilled = [snapshot.spilled[facts.name] for facts in layers]
         found.append(
             NestedSize(
                 eighths=snapshot.eighths,
@@ -207,7 +207,7 @@ def by_ordinal(sizes: Sizes | None, state: CollectionState, layers: tuple[LayerF
                     ((rows_a or None) if facts.form == "kronecker" else None, rows_g or None)
                     for facts, (rows_a, rows_g) in bounds
                 ),
-                load=lambda ordinal, waiting=waiting: waiting[ordinal].load(shelf),  # type: ignore[misc]
+                load=lambda ordinal, spilled=spilled: spilled[ordinal].load(shelf),  # type: ignore[misc]
             )
         )
     return tuple(found)

@@ -25,7 +25,7 @@ _LEAST_NORM = 1e-140
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
+class ClippingCheck:
     """One stabilised factor, as it is."""
 
     smallest: float
@@ -53,7 +53,7 @@ def checking_bytes(size: int, dtype: torch.dtype) -> int:
     return 8 * ((4 * rows * rows if size <= EXACT_ROWS else 0) + vectors)
 
 
-def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Reached:
+def check_clipping(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> ClippingCheck:
     """Compare a stabilised matrix with its definition.
 
     Args:
@@ -77,7 +77,7 @@ def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Re
         wide = matrix.to("cpu", torch.float64)
         spectrum = torch.linalg.eigvalsh(wide)
         truth = definition.dense().to("cpu")
-        return Reached(
+        return ClippingCheck(
             smallest=float(spectrum[0]),
             largest=float(spectrum[-1]),
             relative_error=relative_difference(wide, truth),
@@ -91,7 +91,7 @@ def reached(matrix: Tensor, values: Tensor, vectors: Tensor, floor: float) -> Re
     # a floor that float64 rounds to zero clipped nothing, and divides by nothing
     ratio = _smallest_ratio(matrix, definition, draws[:, :1]) if floor > 0 else 1.0
     smallest = max(float(values[0]), floor) * ratio
-    return Reached(
+    return ClippingCheck(
         smallest=smallest,
         largest=float((top * wide_product(matrix, top.to(matrix.device)).to(here)).sum() / top.square().sum()),
         relative_error=relative_difference(found, wanted),

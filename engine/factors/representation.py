@@ -114,7 +114,7 @@ DENSE = Representation(kind="dense", why="")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreseen:
+class WorkloadEstimate:
     """What is known of the data before the pass."""
 
     calls: Sequence[Call]
@@ -179,7 +179,7 @@ class Foreseen:
 
 
 def choose(
-    layer: TreatedLayer, options: Woodbury, collection: Collection, foreseen: Foreseen, sums: torch.dtype
+    layer: TreatedLayer, options: Woodbury, collection: Collection, foreseen: WorkloadEstimate, sums: torch.dtype
 ) -> Representation:
     """Choose how a layer keeps its G.
 

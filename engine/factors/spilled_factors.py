@@ -17,7 +17,7 @@ from engine.workspace import Artifacts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
+class SpilledFactors:
     """One layer's factors in scratch files; plain values, so that a checkpoint can name them."""
 
     layer: str
@@ -90,7 +90,7 @@ class Waiting:
         return activation["A"], read_structured(self.kind, gradient, self.metadata)
 
 
-def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting | None) -> Waiting:
+def spill(scratch: Artifacts, factors: Factors, place: str, shared: SpilledFactors | None) -> SpilledFactors:
     """Write a layer's factors to scratch files.
 
     Args:
@@ -123,7 +123,7 @@ def lay_aside(scratch: Artifacts, factors: Factors, place: str, shared: Waiting 
         scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
     if factors.head_diagonal is not None:
         scratch.save_tensors(_file(place, "head"), {"head": factors.head_diagonal}, {})
-    return Waiting(
+    return SpilledFactors(
         layer=factors.layer,
         form=factors.form,
         bias=factors.bias,

@@ -34,7 +34,7 @@ from torch import Tensor
 from engine.errors import NonFiniteFactor, NotConverged
 from engine.linalg.eigensolvers import LARGEST, Need, RungCost, Solver, solvers
 from engine.linalg.linear_operator import Structured
-from engine.memory.guard import Guard, Refused, Rung, RungFailed
+from engine.memory.guard import Fallback, FallbackFailed, Guard, Refused
 
 SINGLE_SUFFICES = 1e-4
 """Float32 does for a caller who looks at no eigenvalue below this share of the largest."""
@@ -189,7 +189,7 @@ def decompose(
             layer=layer,
         )
     steps = [
-        Rung(
+        Fallback(
             name=solver.cost.name,
             formula=solver.cost.formula,
             device_bytes=solver.cost.device_bytes,
@@ -200,8 +200,8 @@ def decompose(
     ]
     watch = guard or Guard.unlimited()
     try:
-        found = watch.descend(steps, what=what, layer=layer, stage="decomposition", begin=begin)
-    except RungFailed as error:
+        found = watch.run_with_fallbacks(steps, what=what, layer=layer, stage="decomposition", begin=begin)
+    except FallbackFailed as error:
         raise NotConverged(
             f"layer `{layer}`: no eigenvalue solver converged on a {size}×{size} factor ({error})", layer=layer
         ) from error
@@ -334,7 +334,7 @@ def _attempt(solver: Solver, factor: Tensor, expected: _Expected, rank_bound: in
     """What the solver gives.
 
     Raises:
-        RungFailed: If it fails, or what it gives is not the factor's: some library versions err without an error.
+        FallbackFailed: If it fails, or what it gives is not the factor's: some library versions err without an error.
     """
     size = factor.shape[0]
     # values of a matrix of denormal numbers are themselves rounded to multiples of the least of them
@@ -343,13 +343,13 @@ def _attempt(solver: Solver, factor: Tensor, expected: _Expected, rank_bound: in
     solved, vectors = solver.solve(factor)
     values = solved.to("cpu", torch.float64)
     if not expected.values_agree(values, tolerance):
-        raise RungFailed("its values are not those of the factor's trace and norm")
+        raise FallbackFailed("its values are not those of the factor's trace and norm")
     residual = None
     if vectors is not None:
         residual, unitary = expected.residual(values, vectors)
         # comparisons that NaN fails
         if not (residual <= tolerance and unitary <= tolerance):
-            raise RungFailed(
+            raise FallbackFailed(
                 f"its vectors give the factor back to {residual:.2g}, and are orthonormal to {unitary:.2g}"
             )
     values.clamp_min_(0)

@@ -1,7 +1,7 @@
 """Eigensolvers: each way to decompose one symmetric matrix, and the bytes that it takes.
 
 Those that can be are in place: LAPACK's own workspace is then all that comes on top of the one
-wide copy that the matrix is overwritten in. A solver that does not converge raises ``RungFailed``.
+wide copy that the matrix is overwritten in. A solver that does not converge raises ``FallbackFailed``.
 
 References:
     Dhillon, Parlett & Vömel (2006), The design and implementation of the MRRR algorithm
@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
-from engine.memory.guard import RungFailed
+from engine.memory.guard import FallbackFailed
 from engine.memory.out_of_memory import ran_out_of_memory
 
 Need = Literal["values", "vectors"]
@@ -168,7 +168,7 @@ def _torch_vectors(matrix: Tensor) -> Solved:
 
 
 def _told(error: RuntimeError) -> Exception:
-    return error if ran_out_of_memory(error) else RungFailed(str(error).splitlines()[0])
+    return error if ran_out_of_memory(error) else FallbackFailed(str(error).splitlines()[0])
 
 
 _ROUTINES = {
@@ -202,7 +202,7 @@ def _lapack(routine: str, matrix: Tensor, precision: torch.dtype, need: Need) ->
     found = getattr(lapack, routine)(given, compute_v=int(need == "vectors"), overwrite_a=1)
     values, vectors, info = found[0], found[1], found[-1]
     if info != 0:
-        raise RungFailed(f"{routine} returned {info} for n = {matrix.shape[0]}")
+        raise FallbackFailed(f"{routine} returned {info} for n = {matrix.shape[0]}")
     return torch.from_numpy(values.copy()), torch.from_numpy(vectors) if need == "vectors" else None
 
 
@@ -262,19 +262,19 @@ def _cholesky_columns(matrix: Tensor, rank: int) -> Tensor:
     """``L`` (n, r ≤ T) with ``L Lᵀ`` the matrix, its rows permuted.
 
     Raises:
-        RungFailed: If the matrix has another rank.
+        FallbackFailed: If the matrix has another rank.
     """
     size = matrix.shape[0]
     wide = matrix.to("cpu", torch.float64, copy=True).contiguous()
     total = float(wide.diagonal().sum())
     factor, _, found, info = lapack.dpstrf(wide.numpy().T, tol=-1.0, lower=1, overwrite_a=1)
     if info < 0:
-        raise RungFailed(f"dpstrf returned {info} for n = {size}")
+        raise FallbackFailed(f"dpstrf returned {info} for n = {size}")
     # beyond the rank that was found stands what was never factored
     columns = torch.from_numpy(factor)[:, : min(found, rank)].clone(memory_format=torch.contiguous_format)
     columns[: columns.shape[1]].tril_()
     kept = float(torch.linalg.vector_norm(columns)) ** 2
     # the trace is that of L Lᵀ: what further columns would add is what is missing of it
     if abs(total - kept) > 4 * size * torch.finfo(torch.float64).eps * total:
-        raise RungFailed(f"the matrix has more than {rank} eigenvalues that are not rounding (dpstrf: {found})")
+        raise FallbackFailed(f"the matrix has more than {rank} eigenvalues that are not rounding (dpstrf: {found})")
     return columns

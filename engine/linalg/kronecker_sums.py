@@ -1,6 +1,6 @@
 """Sums over every eigenvalue of F = G ⊗ A under damping: log det(F + λI) and Σ λᵢμⱼ/(λᵢμⱼ + λ).
 
-The products of two condensed spectra (``condensed``) stand in for all n·m of them: some 200 nodes a
+The products of two condensed spectra (``condense_spectrum``) stand in for all n·m of them: some 200 nodes a
 side for a spectrum over twelve decades, whatever n and m are, and the same nodes for every λ.
 
 Where G is known by its own log-determinants alone (a structured side that is never made dense),
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from engine.linalg.linear_operator import Structured
-from engine.linalg.spectrum_quadrature import Condensed, times_power
+from engine.linalg.spectrum_quadrature import SpectrumQuadrature, times_power
 
 _PRODUCTS_AT_ONCE = 2**18
 
 
-def logdet_damped(a: Condensed, g: Condensed, damping: float) -> float | None:
+def logdet_damped(a: SpectrumQuadrature, g: SpectrumQuadrature, damping: float) -> float | None:
     """Return log det(F + λI) = Σᵢⱼ log(λᵢμⱼ + λ), over the nodes of two condensed spectra.
 
     Args:
@@ -54,7 +54,7 @@ def logdet_damped(a: Condensed, g: Condensed, damping: float) -> float | None:
     return total
 
 
-def effective_dimensions(a: Condensed, g: Condensed, dampings: Sequence[float]) -> list[float | None]:
+def effective_dimensions(a: SpectrumQuadrature, g: SpectrumQuadrature, dampings: Sequence[float]) -> list[float | None]:
     """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ, over the nodes of two condensed spectra.
 
     Args:
@@ -85,7 +85,7 @@ class Answering:
     side: Structured
     lowest: float
     """What ``side`` is not asked below: there its answers are of its rounding."""
-    counted: Condensed | None
+    counted: SpectrumQuadrature | None
     """Its eigenvalues, as they were counted; None where nothing is known below ``lowest``."""
 
     def reached(self, shifts: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Answering:
         return found
 
 
-def logdet_damped_structured(a: Condensed, g: Answering, damping: float) -> float | None:
+def logdet_damped_structured(a: SpectrumQuadrature, g: Answering, damping: float) -> float | None:
     """Return log det(F + λI) for a G that is never made dense.
 
     Args:
@@ -155,7 +155,9 @@ def logdet_damped_structured(a: Condensed, g: Answering, damping: float) -> floa
     return float(a.weights @ inner) + a.zeros * g.side.size * math.log(damping)
 
 
-def effective_dimensions_structured(a: Condensed, g: Answering, dampings: Sequence[float]) -> list[float | None]:
+def effective_dimensions_structured(
+    a: SpectrumQuadrature, g: Answering, dampings: Sequence[float]
+) -> list[float | None]:
     """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ for a G that is never made dense.
 
     Args:
@@ -173,7 +175,7 @@ def effective_dimensions_structured(a: Condensed, g: Answering, dampings: Sequen
     return [next(sums) if each else None for each in reached.tolist()]
 
 
-def _rows(a: Condensed, g: Condensed) -> Iterator[tuple[Tensor, Tensor]]:
+def _rows(a: SpectrumQuadrature, g: SpectrumQuadrature) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(1, _PRODUCTS_AT_ONCE // max(1, g.nodes.numel()))
     for start in range(0, a.nodes.numel(), rows):
         yield a.nodes[start : start + rows], a.weights[start : start + rows]

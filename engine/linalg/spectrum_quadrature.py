@@ -45,7 +45,7 @@ def times_power(values: Tensor, exponents: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Condensed:
+class SpectrumQuadrature:
     """Nodes and weights in place of the positive eigenvalues of one side."""
 
     nodes: Tensor
@@ -65,7 +65,7 @@ class Condensed:
         return times_power(self.nodes, torch.tensor(self.exponent))
 
 
-def condensed(spectrum: Tensor) -> Condensed:
+def condense_spectrum(spectrum: Tensor) -> SpectrumQuadrature:
     """Condense a spectrum to nodes and weights.
 
     Args:
@@ -80,7 +80,7 @@ def condensed(spectrum: Tensor) -> Condensed:
     positive = spectrum[spectrum > 0]
     zeros = spectrum.numel() - positive.numel()
     if positive.numel() == 0:
-        return Condensed(nodes=positive, weights=positive, exponent=0, zeros=zeros, size=spectrum.numel())
+        return SpectrumQuadrature(nodes=positive, weights=positive, exponent=0, zeros=zeros, size=spectrum.numel())
     mantissas, exponents = torch.frexp(positive)
     top = int(exponents[-1])
     # panel 0 ends at 2^top, which the largest eigenvalue lies below
@@ -102,7 +102,7 @@ def condensed(spectrum: Tensor) -> Condensed:
         else:
             nodes.append(times_power(_NODE_VALUES, torch.tensor(centre - top)))
             weights.append(_weights(places / (_OCTAVES / 2)))
-    return Condensed(
+    return SpectrumQuadrature(
         nodes=torch.cat(nodes), weights=torch.cat(weights), exponent=top, zeros=zeros, size=spectrum.numel()
     )
 

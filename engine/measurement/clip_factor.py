@@ -12,13 +12,13 @@ from catalog.reconstruction import ReconstructedSide
 from engine.factors.clip_eigenvalues import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
 from engine.factors.clipped_inverse import StabilisedSide
 from engine.factors.clipped_operator import ClippedOperator
-from engine.factors.clipping_check import Reached, checking_bytes, reached, relative_difference
+from engine.factors.clipping_check import ClippingCheck, check_clipping, checking_bytes, relative_difference
 from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import clipping_floor
-from engine.memory.guard import Rung
+from engine.memory.guard import Fallback
 from engine.workspace import Workspace
 
-_NO_CURVATURE = Reached(smallest=0.0, largest=0.0, relative_error=0.0, found_by="eigenvalues")
+_NO_CURVATURE = ClippingCheck(smallest=0.0, largest=0.0, relative_error=0.0, found_by="eigenvalues")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def rebuild(
     for place in PLACEMENTS:
         on_device, on_host = placement_bytes(size, clipped, factor.dtype, place, workspace.machine.device)
         rungs.append(
-            Rung(
+            Fallback(
                 name=place,
                 formula="n² + n · r on the device, and tiles" if place == "device" else "tiles",
                 device_bytes=on_device,
@@ -107,7 +107,7 @@ def rebuild(
                 run=partial(_attempt, workspace, decomposed, kappa_max, place),
             )
         )
-    found = workspace.machine.guard.descend(
+    found = workspace.machine.guard.run_with_fallbacks(
         rungs,
         what="the stabilised factor",
         layer=layer,
@@ -115,7 +115,7 @@ def rebuild(
         begin=planned if wish == "auto" else wish,
     )
     matrix, done = found.value
-    came_out = reached(matrix, values, vectors, done.floor) if largest > 0 else _NO_CURVATURE
+    came_out = check_clipping(matrix, values, vectors, done.floor) if largest > 0 else _NO_CURVATURE
     outcome = _Outcome(
         kind="matrix",
         smallest=came_out.smallest,

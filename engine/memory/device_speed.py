@@ -1,4 +1,4 @@
-"""Pace: how fast a device multiplies, moves and decomposes; measured once for a machine, in a few seconds.
+"""Device speed: how fast a device multiplies, moves and decomposes; measured once for a machine, in a few seconds.
 
 Durations are flops over throughput and bytes over bandwidth. Where nothing was measured, what is
 usual is taken, so that the same job makes the same choice.
@@ -27,7 +27,7 @@ _DISK_BYTES = 2**25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class DeviceSpeed:
     """What one device does in a second."""
 
     operations_per_second: float
@@ -44,7 +44,7 @@ class Pace:
     """To begin one, however small."""
 
 
-def usual_pace(device: torch.device) -> Pace:
+def typical_speed(device: torch.device) -> DeviceSpeed:
     """Return the figures that are assumed where nothing was measured.
 
     Args:
@@ -54,7 +54,7 @@ def usual_pace(device: torch.device) -> Pace:
         Round numbers for a GPU or a CPU.
     """
     if device.type == "cuda":
-        return Pace(
+        return DeviceSpeed(
             operations_per_second=2e13,
             bytes_per_second=1e10,
             held_bytes_per_second=1e12,
@@ -62,7 +62,7 @@ def usual_pace(device: torch.device) -> Pace:
             disk_bytes_per_second=1e9,
             seconds_an_operation=1e-5,
         )
-    return Pace(
+    return DeviceSpeed(
         operations_per_second=1e11,
         bytes_per_second=5e9,
         held_bytes_per_second=1e10,
@@ -72,7 +72,7 @@ def usual_pace(device: torch.device) -> Pace:
     )
 
 
-def measured_pace(device: torch.device, scratch: Path | None = None, seconds: float = MEASURING_SECONDS) -> Pace:
+def measure_speed(device: torch.device, scratch: Path | None = None, seconds: float = MEASURING_SECONDS) -> DeviceSpeed:
     """Measure a device, each figure once more after a first time to warm up.
 
     Args:
@@ -101,7 +101,7 @@ def measured_pace(device: torch.device, scratch: Path | None = None, seconds: fl
     moved = max(_seconds(device, leave), _seconds(device, lambda: left.copy_(pinned)))
     other = torch.zeros_like(left)
     added = _seconds(device, lambda: other.add_(left))
-    return Pace(
+    return DeviceSpeed(
         operations_per_second=multiplied,
         bytes_per_second=left.nbytes / moved,
         held_bytes_per_second=3 * left.nbytes / added,

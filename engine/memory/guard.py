@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung(Generic[T]):
+class Fallback(Generic[T]):
     """One way to do a piece of work; bytes are what it takes beside what is held already."""
 
     name: str
@@ -40,7 +40,7 @@ class Rung(Generic[T]):
     run: Callable[[], T]
 
 
-class RungFailed(Exception):
+class FallbackFailed(Exception):
     """A rung could not do it for a reason other than memory: the next one is tried."""
 
 
@@ -72,7 +72,7 @@ class PlanningError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descended(Generic[T]):
+class FallbackResult(Generic[T]):
     """A result, and the way down to it."""
 
     value: T
@@ -152,9 +152,9 @@ class Guard:
         """
         return self._lacking(device_bytes, host_bytes) is None
 
-    def descend(
-        self, rungs: Sequence[Rung[T]], *, what: str, layer: str | None, stage: str, begin: str | None = None
-    ) -> Descended[T]:
+    def run_with_fallbacks(
+        self, rungs: Sequence[Fallback[T]], *, what: str, layer: str | None, stage: str, begin: str | None = None
+    ) -> FallbackResult[T]:
         """Do the work by the first fallback that fits, or by a lower one where that fails.
 
         Args:
@@ -171,14 +171,14 @@ class Guard:
         Raises:
             BudgetExceeded: If none fits into what is free.
             OutOfMemory: If one was predicted to fit, ran out of memory, and no lower one gave a result.
-            RungFailed: If the last one that was tried failed otherwise; the message lists each.
+            FallbackFailed: If the last one that was tried failed otherwise; the message lists each.
         """
         start = next((place for place, rung in enumerate(rungs) if rung.name == begin), 0)
         taken: list[str] = []
         refused: list[Refused] = []
         errors: list[PlanningError] = []
         failures: list[str] = []
-        last: Rung[T] | None = None
+        last: Fallback[T] | None = None
         for rung in rungs[start:]:
             lacking = self._lacking(rung.device_bytes, rung.host_bytes)
             if lacking is not None:
@@ -215,20 +215,20 @@ class Guard:
                 self.missed(errors[-1])
                 ended = self._attempt(rung)
             if not isinstance(ended, _Ended):
-                return Descended(
+                return FallbackResult(
                     value=ended[0], taken=tuple(taken), refused=tuple(refused), planning_errors=tuple(errors)
                 )
             if ended.exhausted:
                 free_memory(self.device)
             failures.append(f"{rung.name}: {ended.said}")
         if last is not None and not errors and not refused:
-            raise RungFailed("; ".join(failures))
+            raise FallbackFailed("; ".join(failures))
         raise self._ended(rungs[start:], what, layer, stage, last if errors else None, refused)
 
-    def _attempt(self, rung: Rung[T]) -> tuple[T] | _Ended:
+    def _attempt(self, rung: Fallback[T]) -> tuple[T] | _Ended:
         try:
             return (rung.run(),)
-        except RungFailed as failed:
+        except FallbackFailed as failed:
             return _Ended(str(failed), exhausted=False)
         except Exception as error:
             if not ran_out_of_memory(error):
@@ -269,7 +269,7 @@ class Guard:
         Returns:
             The error to raise, its message with the whole report.
         """
-        asked = Rung(
+        asked = Fallback(
             name=missed.rung,
             formula=missed.said,
             device_bytes=missed.foreseen_device_bytes,
@@ -296,11 +296,11 @@ class Guard:
 
     def _ended(
         self,
-        rungs: Sequence[Rung[Any]],
+        rungs: Sequence[Fallback[Any]],
         what: str,
         layer: str | None,
         stage: str,
-        exhausted: Rung[Any] | None,
+        exhausted: Fallback[Any] | None,
         refused: Sequence[Refused],
     ) -> BudgetExceeded:
         cheapest = min(rungs, key=lambda rung: (rung.device_bytes, rung.host_bytes))
@@ -316,7 +316,7 @@ class Guard:
             pointer=f"/memory/{place}",
         )
 
-    def report(self, asked: Rung[Any], stage: str) -> str:
+    def report(self, asked: Fallback[Any], stage: str) -> str:
         """Describe a shortage: the request and its formula, what is held and free, and the plan's largest terms.
 
         Args:
@@ -343,15 +343,15 @@ class Guard:
             parts.append("the plan counts " + ", ".join(largest(terms, "host" if allocated is None else "device")))
         return "; ".join(parts)
 
-    def _remedy(self, rung: Rung[Any], place: Literal["device", "host"]) -> str:
+    def _remedy(self, rung: Fallback[Any], place: Literal["device", "host"]) -> str:
         allocated, _ = device_bytes(self.device)
         held = resident_bytes() if place == "host" else allocated or 0
         return f"{self.budget.remedy(place)} to {written_bytes(held + _needed(rung, place))} or more"
 
 
-def _needed(rung: Rung[Any], place: Literal["device", "host"]) -> int:
+def _needed(rung: Fallback[Any], place: Literal["device", "host"]) -> int:
     return rung.device_bytes if place == "device" else rung.host_bytes
 
 
-def _larger(rung: Rung[Any]) -> Literal["device", "host"]:
+def _larger(rung: Fallback[Any]) -> Literal["device", "host"]:
     return "device" if rung.device_bytes > 0 else "host"

@@ -11,7 +11,7 @@ from engine.factors.clipping_check import EXACT_ROWS
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
 from engine.linalg.shift_interpolation import NODES, PANELS
-from engine.memory.device_speed import usual_pace
+from engine.memory.device_speed import typical_speed
 from engine.memory.plan import Plan
 from engine.planning.analysis_memory import rebuilt_sides
 from engine.planning.collection_time import Work
@@ -85,7 +85,7 @@ def _reconstruction(
 ) -> float:
     params = workspace.options.of("reconstruction") or ReconstructionParams()
     kept = kept_as(workspace, probe.dtype)
-    host = usual_pace(torch.device("cpu")) if workspace.machine.device.type == "cuda" else work.pace
+    host = typical_speed(torch.device("cpu")) if workspace.machine.device.type == "cuda" else work.pace
     total = 0.0
     for layer in probe.layers:
         place = plan.chosen.placement.get(layer.parts[0])

@@ -14,7 +14,7 @@ from engine.collection.probe import Probe
 from engine.factors.representation import DENSE, Representation
 from engine.gradient_identity.schedule import CheckWork, check_work
 from engine.memory.budget import give_back_host_memory
-from engine.memory.device_speed import MEASURING_BYTES, Pace, usual_pace
+from engine.memory.device_speed import MEASURING_BYTES, DeviceSpeed, typical_speed
 from engine.memory.plan import Plan
 from engine.planning.plan_search import batch_size, total_seconds
 from engine.workspace import Workspace
@@ -33,7 +33,7 @@ _USUAL_BATCHES = 16
 class Work:
     """What the data costs, as a dry run has shown."""
 
-    pace: Pace
+    pace: DeviceSpeed
     measured: bool
     """Whether the pace was measured."""
     examples: int
@@ -88,7 +88,7 @@ def work_of(
     ) / probe.examples  # fmt: skip
     batch = batch_size(workspace)
     return Work(
-        pace=usual_pace(workspace.machine.device) if workspace.machine.speed is None else workspace.machine.speed,
+        pace=typical_speed(workspace.machine.device) if workspace.machine.speed is None else workspace.machine.speed,
         measured=workspace.machine.speed is not None,
         examples=-(-(workspace.inputs.examples or batch * _USUAL_BATCHES) // collection.update_freq),
         batch=batch,

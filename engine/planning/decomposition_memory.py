@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from engine.collection.probe import Probe
-from engine.factors.representation import Foreseen, Representation
+from engine.factors.representation import Representation, WorkloadEstimate
 from engine.factors.representation_bytes import dense_head_bytes, iteration_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
@@ -18,12 +18,12 @@ from engine.linalg.eigendecomposition import basis_bytes, rungs
 from engine.linalg.eigensolvers import LARGEST, RungCost
 from engine.linalg.spectrum_counts import COUNTS, LARGEST_STEPS
 from engine.memory.budget import MemoryBudget
-from engine.memory.device_speed import Pace, usual_pace
+from engine.memory.device_speed import DeviceSpeed, typical_speed
 from engine.memory.plan import Plan, Term
 from engine.workspace import Workspace
 
 COUNTED = "counted"
-"""Rung of a side whose eigenvalues are bounded by inertia counts."""
+"""Fallback of a side whose eigenvalues are bounded by inertia counts."""
 _OF_A_LAYER = 0.005
 """Digests, norms and the record of one layer: seconds, whatever the layer."""
 
@@ -43,7 +43,7 @@ def with_decompositions(
     workspace: Workspace,
     probe: Probe,
     budget: MemoryBudget,
-    pace: Pace,
+    pace: DeviceSpeed,
 ) -> Plan:
     """Add the bytes and seconds of every layer's decompositions, and the solvers that they begin with.
 
@@ -60,8 +60,8 @@ def with_decompositions(
     kept, need = kept_as(workspace, probe.dtype), workspace.options.decomposition
     several = len(plan.chosen.parts) > 1
     cuda = workspace.machine.device.type == "cuda"
-    on_host = usual_pace(torch.device("cpu")) if cuda else pace
-    foreseen = Foreseen(
+    on_host = typical_speed(torch.device("cpu")) if cuda else pace
+    foreseen = WorkloadEstimate(
         calls=probe.calls, seen=probe.examples, outputs=probe.outputs, examples=workspace.inputs.examples
     )
     sides_of = {layer.name: _sides(layer, probe, follows=layer.name in probe.shared) for layer in probe.layers}
@@ -179,7 +179,13 @@ def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int
 
 
 def _of_rows(
-    kept: Representation, size: int, planned: str | None, room: int, paces: tuple[Pace, Pace], *, cuda: bool
+    kept: Representation,
+    size: int,
+    planned: str | None,
+    room: int,
+    paces: tuple[DeviceSpeed, DeviceSpeed],
+    *,
+    cuda: bool,
 ) -> tuple[RungCost | None, float]:
     """The rung by which the eigenvalues of a side of rows are had, and its seconds.
 
@@ -226,7 +232,7 @@ def _counting_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost:
     )
 
 
-def _counting_seconds(kept: Representation, size: int, pace: Pace) -> float:
+def _counting_seconds(kept: Representation, size: int, pace: DeviceSpeed) -> float:
     """Of a Gram matrix and its eigenvalues for each count, and of products for the largest eigenvalues."""
     rows = kept.gram_rows(size)
     # in float64 a product takes twice as long; signs differ, so that both triangles are made
@@ -234,7 +240,7 @@ def _counting_seconds(kept: Representation, size: int, pace: Pace) -> float:
     return operations / pace.operations_per_second + COUNTS * 5 * rows**3 / pace.eigen_operations_per_second
 
 
-def _gram_seconds(rows: int, size: int, pace: Pace) -> float:
+def _gram_seconds(rows: int, size: int, pace: DeviceSpeed) -> float:
     """Of the eigenvalues of ``rows`` gradient rows, by their Gram matrix."""
     # in float64 a product takes twice as long
     return 4 * size * rows**2 / pace.operations_per_second + 5 * rows**3 / pace.eigen_operations_per_second

@@ -16,7 +16,7 @@ from engine.collection.nan_check import locate_nan
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.errors import EngineError
-from engine.factors.representation import Foreseen, choose
+from engine.factors.representation import WorkloadEstimate, choose
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer
@@ -246,7 +246,9 @@ def _with_passes(
 def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     """The probe, with how each layer is to keep its G."""
     workspace = job.workspace
-    foreseen = Foreseen(calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.examples)
+    foreseen = WorkloadEstimate(
+        calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.examples
+    )
     basis = workspace.options.decomposition == "vectors"
     chosen = {
         layer.name: dataclasses.replace(

@@ -10,7 +10,7 @@ from catalog.memory import Memory
 from engine.collect import collect_or_read
 from engine.errors import OutOfMemory
 from engine.memory.budget import MemoryBudget, free_device_bytes
-from engine.memory.guard import Guard, Rung
+from engine.memory.guard import Fallback, Guard
 from engine.memory.limits import hold_device
 from engine.memory.out_of_memory import free_memory, lost_device
 from tests.oracles import relative_error, workspace
@@ -54,21 +54,21 @@ def test_a_failure_is_retried_and_then_taken_one_rung_down() -> None:
     keeper = Guard(budget=budget, device=CUDA, log=lambda _, line: lines.append(line))
     calls: list[str] = []
 
-    def rung(name: str, mib: int, foreseen: int) -> Rung[int]:
+    def rung(name: str, mib: int, foreseen: int) -> Fallback[int]:
         def run() -> int:
             calls.append(name)
             return numbers(mib).numel()
 
-        return Rung(name=name, formula="n", device_bytes=foreseen * MIB, host_bytes=0, run=run)
+        return Fallback(name=name, formula="n", device_bytes=foreseen * MIB, host_bytes=0, run=run)
 
     # the first is foreseen too small, the second is passed over, the third does
     ladder = [rung("a", 600, 10), rung("b", 500, 500), rung("c", 64, 64)]
-    found = keeper.descend(ladder, what="w", layer="fc", stage="s")
+    found = keeper.run_with_fallbacks(ladder, what="w", layer="fc", stage="s")
     assert (found.value, found.taken, calls) == (64 * MIB, ("a", "c"), ["a", "a", "c"])
     assert [refused.name for refused in found.refused] == ["b"]
     assert len(found.planning_errors) == 1
     with pytest.raises(OutOfMemory, match="reserved") as ended:
-        keeper.descend(ladder[:1], what="w", layer="fc", stage="s")
+        keeper.run_with_fallbacks(ladder[:1], what="w", layer="fc", stage="s")
     assert ended.value.pointer == "/memory/device"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.memory.device_speed import Pace, measured_pace
+from engine.memory.device_speed import DeviceSpeed, measure_speed
 from worker.execution.computing_environment import processor
 
 FORMAT = "kronoscope-pace/1"
@@ -45,19 +45,19 @@ class Calibration:
         key = hashlib.sha256(json.dumps(self.machine, sort_keys=True).encode()).hexdigest()[:16]
         return self.store / _FOLDER / f"{key}.json"
 
-    def read(self) -> Pace | None:
+    def read(self) -> DeviceSpeed | None:
         """What was measured earlier; None where nothing was, or what stands there is not this machine's."""
         try:
             found = json.loads(self.path.read_bytes())
-            figures = {field.name: found["pace"][field.name] for field in fields(Pace)}
+            figures = {field.name: found["pace"][field.name] for field in fields(DeviceSpeed)}
             if found["format"] != FORMAT or found["machine"] != self.machine:
                 return None
         except (OSError, ValueError, TypeError, KeyError):
             return None
         whole = all(type(each) in (int, float) and 0 < each < math.inf for each in figures.values())
-        return Pace(**figures) if whole else None
+        return DeviceSpeed(**figures) if whole else None
 
-    def measure(self) -> Pace | None:
+    def measure(self) -> DeviceSpeed | None:
         """Measure it now, and keep it where the store can be written; None where it cannot be measured.
 
         A job does without: what is usual is taken then.
@@ -65,7 +65,7 @@ class Calibration:
         self.log("info", "measuring what this machine does in a second: once, for all jobs on it")
         try:
             near = next((each for each in (self.scratch, *self.scratch.parents) if each.is_dir()), None)
-            pace = measured_pace(self.device, near)
+            pace = measure_speed(self.device, near)
         except OSError as error:
             self.log("warning", f"the usual pace is taken, as the disk cannot be measured: {error.strerror or error}")
             return None

@@ -23,7 +23,7 @@ from engine.collection.pass_job import PassJob
 from engine.errors import NonFiniteFactor, UsageError
 from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
-from engine.memory.guard import Rung
+from engine.memory.guard import Fallback
 from engine.model.determinism import Numerics
 from engine.planning.exact_ggn_memory import probes_at_once, search_bytes, search_lengths
 from engine.workspace import Workspace
@@ -227,7 +227,7 @@ class _Check:
                     length, self._vector_bytes, on_device=name == "device", cuda=device.type == "cuda"
                 )
                 rungs.append(
-                    Rung(
+                    Fallback(
                         name=f"{length} vectors on the {name}",
                         formula=f"2 · {length} · P and 9 P around them, P = {self._vector_bytes} bytes of parameters",
                         device_bytes=on_device,
@@ -235,7 +235,9 @@ class _Check:
                         run=partial(self._search, starts, length, place),
                     )
                 )
-        return guard.descend(rungs, what="the search for the largest eigenvalues", layer=None, stage=_STAGE).value
+        return guard.run_with_fallbacks(
+            rungs, what="the search for the largest eigenvalues", layer=None, stage=_STAGE
+        ).value
 
     def _search(self, starts: list[Tensor], length: int, place: torch.device) -> dict[int, Searched]:
         blocks = {**self.blocks, -1: joined("the model", self.blocks.values())}

@@ -15,7 +15,7 @@ from engine.linalg.damping import Damping
 from engine.linalg.kronecker_quantiles import Pair, Products
 from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
-from engine.linalg.spectrum_quadrature import Condensed, condensed
+from engine.linalg.spectrum_quadrature import SpectrumQuadrature, condense_spectrum
 
 _RESOLVED = 1e-12
 """Share of a structured side's largest eigenvalue below which its answers are rounding, and factorisations fail."""
@@ -109,16 +109,16 @@ class Sides:
         return None if self.frobenius_A is None or self.frobenius_G is None else self.frobenius_A * self.frobenius_G
 
     @cached_property
-    def condensed_A(self) -> Condensed | None:  # noqa: N802 - the field's own symbol
+    def quadrature_A(self) -> SpectrumQuadrature | None:  # noqa: N802 - the field's own symbol
         """A's eigenvalues in few nodes, G's scale among them where G answers for itself."""
         if self.spectrum_A is None:
             return None
-        return condensed(self.spectrum_A if self.structured_G is None else self.spectrum_A * self.scale_G)
+        return condense_spectrum(self.spectrum_A if self.structured_G is None else self.spectrum_A * self.scale_G)
 
     @cached_property
-    def condensed_G(self) -> Condensed | None:  # noqa: N802 - the field's own symbol
+    def quadrature_G(self) -> SpectrumQuadrature | None:  # noqa: N802 - the field's own symbol
         """G's eigenvalues in few nodes."""
-        return None if self.spectrum_G is None else condensed(self.spectrum_G)
+        return None if self.spectrum_G is None else condense_spectrum(self.spectrum_G)
 
     @cached_property
     def lowest_shift(self) -> float:
@@ -135,7 +135,7 @@ class Sides:
             The side that log-determinants and effective dimensions are asked of, at shifts that are divided by
             ``scale_G``.
         """
-        counted = None if self.counted_G is None else condensed(self.counted_G.values / self.scale_G)
+        counted = None if self.counted_G is None else condense_spectrum(self.counted_G.values / self.scale_G)
         return sums.Answering(side=side, lowest=self.lowest_shift, counted=counted)
 
     def products(self) -> Products | None:
@@ -162,16 +162,16 @@ class Sides:
             shift is not resolved.
         """
         grid = list(dampings)
-        if self.condensed_A is None:
+        if self.quadrature_A is None:
             return [None] * len(grid)
         if self.structured_G is not None:
-            if self.condensed_A.nodes.numel() == 0:
+            if self.quadrature_A.nodes.numel() == 0:
                 return [0.0] * len(grid)
-            return sums.effective_dimensions_structured(self.condensed_A, self.answering(self.structured_G), grid)
+            return sums.effective_dimensions_structured(self.quadrature_A, self.answering(self.structured_G), grid)
         return (
             [None] * len(grid)
-            if self.condensed_G is None
-            else sums.effective_dimensions(self.condensed_A, self.condensed_G, grid)
+            if self.quadrature_G is None
+            else sums.effective_dimensions(self.quadrature_A, self.quadrature_G, grid)
         )
 
 
@@ -270,11 +270,11 @@ def _logdet_of_structured(sides: Sides) -> float | None:
 
 def _logdet_damped(sides: Sides) -> float | None:
     damping = sides.damping.joint
-    if damping is None or sides.condensed_A is None:
+    if damping is None or sides.quadrature_A is None:
         return None
     if sides.structured_G is not None:
-        return sums.logdet_damped_structured(sides.condensed_A, sides.answering(sides.structured_G), damping)
-    return None if sides.condensed_G is None else sums.logdet_damped(sides.condensed_A, sides.condensed_G, damping)
+        return sums.logdet_damped_structured(sides.quadrature_A, sides.answering(sides.structured_G), damping)
+    return None if sides.quadrature_G is None else sums.logdet_damped(sides.quadrature_A, sides.quadrature_G, damping)
 
 
 def _logdet_factored(sides: Sides) -> float | None:

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import BrokenFactors, NonFiniteFactor
-from engine.factors import clipping_check as reached_module
+from engine.factors import clipping_check
 from engine.factors.clip_eigenvalues import stabilise_
 from engine.factors.clipped_inverse import StabilisedInverse, StabilisedSide
-from engine.factors.clipping_check import reached
+from engine.factors.clipping_check import check_clipping
 
 
 def psd(size: int, decades: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,14 +102,14 @@ def test_what_was_reached_is_told_by_either_way(
     matrix = ((matrix + matrix.mT) / 2).to(dtype)
     values, basis = torch.linalg.eigh(matrix.to(torch.float64))
     found = stabilise_(matrix, values, basis, 1e6)
-    exact = reached(matrix, values, basis, found.floor)
+    exact = check_clipping(matrix, values, basis, found.floor)
     spectrum = torch.linalg.eigvalsh(matrix.to(torch.float64))
     truth = clipped(values, basis, 1e6)
     assert exact.smallest == pytest.approx(float(spectrum[0]), rel=1e-9)
     assert exact.largest == pytest.approx(float(spectrum[-1]), rel=1e-12)
     assert exact.relative_error == pytest.approx(distance(matrix, truth), rel=1e-3, abs=1e-15)
-    monkeypatch.setattr(reached_module, "EXACT_ROWS", 10)
-    estimated = reached(matrix, values, basis, found.floor)
+    monkeypatch.setattr(clipping_check, "EXACT_ROWS", 10)
+    estimated = check_clipping(matrix, values, basis, found.floor)
     assert estimated.found_by == "lanczos"
     assert estimated.smallest == pytest.approx(float(spectrum[0]), rel=2e-3)
     assert estimated.largest == pytest.approx(float(spectrum[-1]), rel=1e-6)
@@ -123,5 +123,5 @@ def test_a_floor_that_was_lost_is_seen_by_either_way(monkeypatch: pytest.MonkeyP
     for left in (0.3e-6, -0.5e-6):
         spoilt = matrix + (left - 1e-6) * basis[:, :1] @ basis[:, :1].mT
         for rows in (1024, 10):
-            monkeypatch.setattr(reached_module, "EXACT_ROWS", rows)
-            assert reached(spoilt, values, basis, 1e-6).smallest == pytest.approx(left, rel=1e-3)
+            monkeypatch.setattr(clipping_check, "EXACT_ROWS", rows)
+            assert check_clipping(spoilt, values, basis, 1e-6).smallest == pytest.approx(left, rel=1e-3)

@@ -17,7 +17,7 @@ from engine.linalg import kronecker_sums
 from engine.linalg.damping import Clipping, clipping_floor, damping, identity_warnings
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.kronecker_sums import effective_dimensions, logdet_damped
-from engine.linalg.spectrum_quadrature import condensed
+from engine.linalg.spectrum_quadrature import condense_spectrum
 from tests.oracles import workspace
 
 
@@ -45,7 +45,7 @@ def test_factored_damping_is_another_quantity(pair: tuple[Tensor, Tensor, Tensor
     assert found.relative_A == pytest.approx(found.relative_G)
     truth = sum(float(x / (x + found.A)) * float(y / (y + found.G)) for x in a for y in g)
     assert spectrum.effective_dimension_factored(a, g, found.A, found.G) == pytest.approx(truth, rel=1e-12)
-    (joint,) = effective_dimensions(condensed(a), condensed(g), [found.joint])
+    (joint,) = effective_dimensions(condense_spectrum(a), condense_spectrum(g), [found.joint])
     assert joint != pytest.approx(truth, rel=1e-3)
 
 
@@ -114,7 +114,7 @@ def test_clipping_compares_with_the_floor_that_it_raises_to() -> None:
 
 
 def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = [condensed(torch.rand(size).double().sort().values) for size in (37, 11)]
+    sides = [condense_spectrum(torch.rand(size).double().sort().values) for size in (37, 11)]
     whole = *effective_dimensions(*sides, [0.1]), logdet_damped(*sides, 0.1)
     monkeypatch.setattr(kronecker_sums, "_PRODUCTS_AT_ONCE", 25)
     cut = *effective_dimensions(*sides, [0.1]), logdet_damped(*sides, 0.1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.errors import BudgetExceeded, OutOfMemory
 from engine.memory import guard as guard_module
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
-from engine.memory.guard import Guard, Rung, RungFailed
+from engine.memory.guard import Fallback, FallbackFailed, Guard
 from engine.memory.limits import hold_device
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.memory.plan import Plan, Term
@@ -30,8 +30,8 @@ def limited(host_bytes: int) -> tuple[Guard, list[str]]:
     return Guard(budget=budget, device=torch.device("cpu"), log=lambda _, line: lines.append(line)), lines
 
 
-def rung(name: str, host_bytes: int, run: Callable[[], str]) -> Rung[str]:
-    return Rung(name=name, formula=f"{name}'s n²", device_bytes=0, host_bytes=host_bytes, run=run)
+def rung(name: str, host_bytes: int, run: Callable[[], str]) -> Fallback[str]:
+    return Fallback(name=name, formula=f"{name}'s n²", device_bytes=0, host_bytes=host_bytes, run=run)
 
 
 class Failing:
@@ -57,7 +57,7 @@ def host_failure() -> RuntimeError:
 def test_the_first_rung_that_fits_is_taken_and_the_others_are_named() -> None:
     keeper, _ = limited(100 * MIB)
     ladder = [rung("top", 4_000 * MIB, Failing("top")), rung("low", 10 * MIB, Failing("low"))]
-    found = keeper.descend(ladder, what="the eigenvalues of A", layer="fc", stage="decomposition")
+    found = keeper.run_with_fallbacks(ladder, what="the eigenvalues of A", layer="fc", stage="decomposition")
     assert (found.value, found.taken, found.planning_errors) == ("low", ("low",), ())
     (passed,) = found.refused
     assert (passed.name, passed.place, passed.needed) == ("top", "host", 4_000 * MIB)
@@ -68,7 +68,7 @@ def test_the_plans_rung_is_where_the_ladder_begins() -> None:
     keeper = Guard.unlimited()
     top, middle = Failing("top"), Failing("middle", MemoryError("no"), MemoryError("no"))
     ladder = [rung("top", 1, top), rung("middle", 1, middle), rung("low", 1, Failing("low"))]
-    found = keeper.descend(ladder, what="w", layer=None, stage="s", begin="middle")
+    found = keeper.run_with_fallbacks(ladder, what="w", layer=None, stage="s", begin="middle")
     assert (found.value, found.taken, found.refused, top.calls) == ("low", ("middle", "low"), (), 0)
 
 
@@ -90,10 +90,10 @@ def test_what_runs_out_is_tried_once_more_then_a_rung_lower(error: BaseException
     keeper, lines = limited(100 * MIB)
     once, twice = Failing("a", error), Failing("a", error, error)
     ladder = [rung("a", MIB, once), rung("b", MIB, Failing("b"))]
-    found = keeper.descend(ladder, what="w", layer="fc", stage="s")
+    found = keeper.run_with_fallbacks(ladder, what="w", layer="fc", stage="s")
     assert (found.value, found.taken, len(found.planning_errors), once.calls) == ("a", ("a",), 1, 2)
     ladder[0] = rung("a", MIB, twice)
-    found = keeper.descend(ladder, what="w", layer="fc", stage="s")
+    found = keeper.run_with_fallbacks(ladder, what="w", layer="fc", stage="s")
     assert (found.value, found.taken, twice.calls) == ("b", ("a", "b"), 2)
     (missed,) = found.planning_errors
     assert (missed.rung, missed.layer, missed.foreseen_host_bytes) == ("a", "fc", MIB)
@@ -104,16 +104,18 @@ def test_what_runs_out_is_tried_once_more_then_a_rung_lower(error: BaseException
 def test_other_failures_pass_through_and_a_failed_rung_goes_on() -> None:
     keeper = Guard.unlimited()
     with pytest.raises(ZeroDivisionError):
-        keeper.descend([rung("a", 0, Failing("a", ZeroDivisionError()))], what="w", layer=None, stage="s")
+        keeper.run_with_fallbacks([rung("a", 0, Failing("a", ZeroDivisionError()))], what="w", layer=None, stage="s")
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert lost_device(lost)
     with pytest.raises(RuntimeError, match="illegal"):
-        keeper.descend([rung("a", 0, Failing("a", lost)), rung("b", 0, Failing("b"))], what="w", layer=None, stage="s")
-    ladder = [rung("a", 0, Failing("a", RungFailed("did not converge"))), rung("b", 0, Failing("b"))]
-    assert keeper.descend(ladder, what="w", layer=None, stage="s").taken == ("a", "b")
-    ladder = [rung(name, 0, Failing(name, RungFailed("did not converge"))) for name in "ab"]
-    with pytest.raises(RungFailed, match="a: did not converge; b: did not converge"):
-        keeper.descend(ladder, what="w", layer=None, stage="s")
+        keeper.run_with_fallbacks(
+            [rung("a", 0, Failing("a", lost)), rung("b", 0, Failing("b"))], what="w", layer=None, stage="s"
+        )
+    ladder = [rung("a", 0, Failing("a", FallbackFailed("did not converge"))), rung("b", 0, Failing("b"))]
+    assert keeper.run_with_fallbacks(ladder, what="w", layer=None, stage="s").taken == ("a", "b")
+    ladder = [rung(name, 0, Failing(name, FallbackFailed("did not converge"))) for name in "ab"]
+    with pytest.raises(FallbackFailed, match="a: did not converge; b: did not converge"):
+        keeper.run_with_fallbacks(ladder, what="w", layer=None, stage="s")
 
 
 def test_a_ladder_that_does_not_fit_says_what_would() -> None:
@@ -123,7 +125,7 @@ def test_a_ladder_that_does_not_fit_says_what_would() -> None:
     )
     ladder = [rung("a", 9_000 * MIB, Failing("a")), rung("b", 5_000 * MIB, Failing("b"))]
     with pytest.raises(BudgetExceeded) as refused:
-        keeper.descend(ladder, what="the eigenvalues of G", layer="head", stage="s")
+        keeper.run_with_fallbacks(ladder, what="the eigenvalues of G", layer="head", stage="s")
     said = refused.value
     assert (said.layer, said.pointer, said.code) == ("head", "/memory/host", "budget_exceeded")
     assert "`b` requested 4.88 GiB of host memory (b's n²)" in said.message
@@ -136,7 +138,7 @@ def test_the_last_rung_that_runs_out_ends_with_the_report() -> None:
     keeper, _ = limited(500 * MIB)
     ladder = [rung(name, 20 * MIB, Failing(name, host_failure(), host_failure())) for name in "ab"]
     with pytest.raises(OutOfMemory, match=r"`b` requested 20 MiB of host memory \(b's n²\)") as ended:
-        keeper.descend(ladder, what="w", layer="fc", stage="s")
+        keeper.run_with_fallbacks(ladder, what="w", layer="fc", stage="s")
     assert (ended.value.code, ended.value.category) == ("out_of_memory", "usage")
     assert [missed.rung for missed in keeper.planning_errors] == ["a", "b"]
     assert "are resident" in ended.value.message
@@ -159,7 +161,9 @@ def test_an_attempt_that_failed_holds_nothing_when_the_next_begins() -> None:
 
     gc.disable()
     try:
-        Guard.unlimited().descend([rung("a", 0, fails), rung("b", 0, works)], what="w", layer=None, stage="s")
+        Guard.unlimited().run_with_fallbacks(
+            [rung("a", 0, fails), rung("b", 0, works)], what="w", layer=None, stage="s"
+        )
     finally:
         gc.enable()
     assert alive == [0, 0, 0]

@@ -10,7 +10,7 @@ from catalog.memory import Memory
 from engine.collect import collect_or_read
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.memory import host_accumulation
-from engine.memory.device_speed import measured_pace
+from engine.memory.device_speed import measure_speed
 from engine.memory.host_accumulation import Staging, staging_numbers
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -129,6 +129,6 @@ def offload_chosen(plan: dict[str, Any], names: list[str]) -> Any:
 
 
 def test_pace_is_measured() -> None:
-    pace = measured_pace(CPU)
+    pace = measure_speed(CPU)
     assert 1e8 < pace.operations_per_second < 1e15
     assert 1e6 < pace.bytes_per_second < 1e13

@@ -14,7 +14,7 @@ from torch import nn
 from catalog.memory import Memory
 from engine import estimate
 from engine.memory.budget import MemoryBudget
-from engine.memory.device_speed import measured_pace, usual_pace
+from engine.memory.device_speed import measure_speed, typical_speed
 from engine.memory.guard import Guard
 from engine.memory.plan import LIBRARY_BYTES, Plan, Term
 from engine.memory.smallest_budget import smallest_budget
@@ -132,7 +132,7 @@ def test_a_rung_that_does_not_fit_is_planned_around(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_usual_is_near_what_is_measured() -> None:
     """Orders of magnitude: a plan's proportions hang on them."""
-    measured, usual = measured_pace(torch.device("cpu")), usual_pace(torch.device("cpu"))
+    measured, usual = measure_speed(torch.device("cpu")), typical_speed(torch.device("cpu"))
     for name in ("operations_per_second", "held_bytes_per_second", "eigen_operations_per_second"):
         assert getattr(usual, name) / 100 < getattr(measured, name) < getattr(usual, name) * 100
 
@@ -146,7 +146,7 @@ def long_job(pace: Any = None, **options: Any) -> Workspace:
 
 
 def test_the_pace_is_measured_for_a_long_job_with_room_alone() -> None:
-    slow = replace(usual_pace(torch.device("cpu")), operations_per_second=1e9)
+    slow = replace(typical_speed(torch.device("cpu")), operations_per_second=1e9)
     asked: list[int] = []
 
     def measure() -> Any:
@@ -172,7 +172,7 @@ def test_the_pace_is_measured_for_a_long_job_with_room_alone() -> None:
 def test_what_was_chosen_is_done_again_at_another_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers follow the choice, so no attempt's measurement may change it."""
     monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
-    usual = usual_pace(torch.device("cpu"))
+    usual = typical_speed(torch.device("cpu"))
     # whether slices or further passes are faster is a matter of products against memory
     paces = [replace(usual, operations_per_second=rate, held_bytes_per_second=1e19 / rate) for rate in (1e7, 1e13)]
 
@@ -189,5 +189,5 @@ def test_what_was_chosen_is_done_again_at_another_pace(monkeypatch: pytest.Monke
 
 def test_measuring_ends_in_time() -> None:
     begun = time.process_time()
-    measured_pace(torch.device("cpu"), seconds=0.0)
+    measure_speed(torch.device("cpu"), seconds=0.0)
     assert time.process_time() - begun < 5

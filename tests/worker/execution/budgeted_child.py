@@ -22,7 +22,7 @@ from engine.analyses.capacity import measure_capacity
 from engine.collect import JobFactors, collect_or_read
 from engine.linalg.eigensolvers import Solver, solvers
 from engine.memory.budget import MemoryBudget, resident_bytes, status_bytes
-from engine.memory.guard import Descended, Guard, Rung
+from engine.memory.guard import Fallback, FallbackResult, Guard
 from engine.memory.limits import warm_up
 from engine.memory.out_of_memory import free_memory
 from engine.workspace import JobResults, Workspace
@@ -31,9 +31,9 @@ from tests.oracles import workspace
 CPU = torch.device("cpu")
 
 
-def first_rung(rungs: Sequence[Rung[Any]], **_: Any) -> Descended[Any]:
+def first_rung(rungs: Sequence[Fallback[Any]], **_: Any) -> FallbackResult[Any]:
     """What would be done without a guard."""
-    return Descended(value=rungs[0].run(), taken=(rungs[0].name,), refused=(), planning_errors=())
+    return FallbackResult(value=rungs[0].run(), taken=(rungs[0].name,), refused=(), planning_errors=())
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def measured(made: Workspace, budget: MemoryBudget, *, guarded: bool = True) -> 
     made.machine.budget = budget
     made.machine.guard = Guard(budget=budget, device=CPU, log=lambda _, line: lines.append(line))
     if not guarded:
-        made.machine.guard.descend = first_rung  # type: ignore[assignment,method-assign]
+        made.machine.guard.run_with_fallbacks = first_rung  # type: ignore[assignment,method-assign]
     factors = made.results.of(JobFactors).factors
     made.results = JobResults()
     made.results.of(JobFactors).factors = factors

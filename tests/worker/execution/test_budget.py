@@ -19,7 +19,7 @@ from engine.errors import BudgetExceeded
 from engine.estimate import plan_job
 from engine.linalg.eigendecomposition import decompose, rungs
 from engine.memory.budget import MemoryBudget, resident_bytes
-from engine.memory.guard import Guard, Rung
+from engine.memory.guard import Fallback, Guard
 from engine.memory.plan import Plan
 from tests.memory_profile import peak_bytes
 from tests.oracles import MemoryArtifacts, workspace
@@ -129,14 +129,14 @@ def test_the_ladder_is_never_slower_with_more(monkeypatch: pytest.MonkeyPatch) -
     ladder = rungs(2000, need="vectors", device=torch.device("cpu"))
     flops = {cost.name: cost.seconds_flops for cost in ladder}
     steps = [
-        Rung(name=cost.name, formula=cost.formula, device_bytes=0, host_bytes=cost.host_bytes, run=lambda: None)
+        Fallback(name=cost.name, formula=cost.formula, device_bytes=0, host_bytes=cost.host_bytes, run=lambda: None)
         for cost in ladder
     ]
     tried = []
     for budget in range(20, 120, 5):
         monkeypatch.setattr(Guard, "free_bytes", lambda _, __, budget=budget: budget * 10**6)
         try:
-            taken = Guard.unlimited().descend(steps, what="w", layer=None, stage="decomposition").taken
+            taken = Guard.unlimited().run_with_fallbacks(steps, what="w", layer=None, stage="decomposition").taken
         except BudgetExceeded:
             tried.append(float("inf"))
         else:

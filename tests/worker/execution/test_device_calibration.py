@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.memory.device_speed import Pace, usual_pace
+from engine.memory.device_speed import DeviceSpeed, typical_speed
 from worker.execution import device_calibration as kept
 from worker.execution.device_calibration import Calibration
 
@@ -22,20 +22,20 @@ def at(store: Path, log: Any = None) -> Calibration:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Pace:
-    pace = replace(usual_pace(CPU), operations_per_second=123.5)
-    monkeypatch.setattr(kept, "measured_pace", lambda *_: pace)
+def measured(monkeypatch: pytest.MonkeyPatch) -> DeviceSpeed:
+    pace = replace(typical_speed(CPU), operations_per_second=123.5)
+    monkeypatch.setattr(kept, "measure_speed", lambda *_: pace)
     return pace
 
 
-def test_what_was_measured_is_read_by_the_next(tmp_path: Path, measured: Pace) -> None:
+def test_what_was_measured_is_read_by_the_next(tmp_path: Path, measured: DeviceSpeed) -> None:
     assert at(tmp_path).read() is None
     assert at(tmp_path).measure() == measured
     assert at(tmp_path).read() == measured
     assert [path.suffix for path in (tmp_path / "pace").iterdir()] == [".json"]
 
 
-def test_another_number_of_threads_is_another_machine(tmp_path: Path, measured: Pace) -> None:
+def test_another_number_of_threads_is_another_machine(tmp_path: Path, measured: DeviceSpeed) -> None:
     at(tmp_path).measure()
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -52,11 +52,11 @@ def test_another_number_of_threads_is_another_machine(tmp_path: Path, measured: 
         b"", b"{", b"[]", b"null", b'{"pace": 1}', b"\xff\xfe",
         {"format": "kronoscope-pace/0"}, {"machine": {"device": "another"}},
         {"pace": {"operations_per_second": 1.0}}, {"pace": "fast"},
-        *({"pace": asdict(usual_pace(CPU)) | {"disk_bytes_per_second": value}}
+        *({"pace": asdict(typical_speed(CPU)) | {"disk_bytes_per_second": value}}
           for value in (0, -1.0, float("nan"), float("inf"), True, "1", None)),
     ],
 )  # fmt: skip
-def test_what_is_garbled_or_foreign_is_measured_again(tmp_path: Path, measured: Pace, broken: Any) -> None:
+def test_what_is_garbled_or_foreign_is_measured_again(tmp_path: Path, measured: DeviceSpeed, broken: Any) -> None:
     calibration = at(tmp_path)
     calibration.measure()
     whole = json.loads(calibration.path.read_bytes())
@@ -66,7 +66,7 @@ def test_what_is_garbled_or_foreign_is_measured_again(tmp_path: Path, measured: 
     assert calibration.read() == measured
 
 
-def test_a_store_that_cannot_be_written_costs_the_file_alone(tmp_path: Path, measured: Pace) -> None:
+def test_a_store_that_cannot_be_written_costs_the_file_alone(tmp_path: Path, measured: DeviceSpeed) -> None:
     (tmp_path / "pace").write_text("in the way")
     said: list[tuple[str, str]] = []
     calibration = at(tmp_path, lambda level, text: said.append((level, text)))

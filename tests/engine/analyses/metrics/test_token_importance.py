@@ -14,7 +14,7 @@ from engine.analyses.capacity import measure_capacity
 from engine.collect import collect_or_read
 from engine.errors import NoSuchLayer
 from engine.factors.factor_files import factor_file, write_factors
-from engine.factors.spilled_factors import lay_aside
+from engine.factors.spilled_factors import spill
 from engine.workspace import Workspace
 from tests.oracles import workspace
 
@@ -116,7 +116,7 @@ def test_a_tied_softmax_head_gives_that_of_its_probabilities_also_where_factors_
     write_factors(made.ports.artifacts, facts, own)
     tensors = made.ports.artifacts.load_tensors(factor_file(facts.ordinal))
     torch.testing.assert_close(tensors["head_diagonal"], expected, rtol=1e-12, atol=0)
-    waiting = lay_aside(made.ports.artifacts, own, "aside", None)
+    waiting = spill(made.ports.artifacts, own, "aside", None)
     torch.testing.assert_close(waiting.load(made.ports.artifacts).head_diagonal, expected, rtol=1e-12, atol=0)
 
 
