@@ -1,7 +1,8 @@
 """What may be asked and what comes back: the ground floor, standard library only.
 
 ``ANALYSES`` is the one list. The document, the menu, the codec, dispatch and the contract tests
-are derived from it: a new analysis is a file here, a file in ``engine/analyses`` and one word below.
+are derived from it: a new analysis is a file here, a file in ``engine/analyses``, and
+its import and one word below.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine.accumulation import hooks
+from engine.accumulation import hooked_model
 from engine.accumulation.output_gradients import arrival
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
@@ -126,7 +126,7 @@ def nobody_stands_in(*_: object) -> Iterator[list[object]]:
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing sees a parameter that is used outside of its module's calls."""
     monkeypatch.setattr(probe_model, "find_shared_parameters", lambda *_: frozenset())
-    monkeypatch.setattr(hooks, "install_stand_ins", nobody_stands_in)
+    monkeypatch.setattr(hooked_model, "install_stand_ins", nobody_stands_in)
 
 
 def test_a_parameter_read_elsewhere_is_found_by_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
