@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine.accumulation import hooked_model
+from engine.accumulation import hooked_model, hooks
 from engine.accumulation.output_gradients import arrival
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
