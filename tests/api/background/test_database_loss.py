@@ -67,7 +67,7 @@ class Breakable:
 @pytest.fixture(scope="module")
 def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Breakable]:
     """An API whose PostgreSQL may be killed."""
-    with servers.private_postgres() as postgres:
+    with servers.private_postgres(synchronous_commit="on") as postgres:  # it is killed: what it said, it keeps
         with psycopg.connect(postgres.url, autocommit=True) as connection:
             connection.execute("CREATE DATABASE ledger")
         parts = urlsplit(postgres.url)._replace(path="/ledger")
