@@ -59,7 +59,6 @@ class StorageEvents(TorchDispatchMode):
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what happens inside, without collections of garbage, which would come between at moments of chance."""
-        gc.collect()
         collecting = gc.isenabled()
         gc.disable()
         try:
