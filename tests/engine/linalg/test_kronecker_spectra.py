@@ -20,7 +20,7 @@ from engine.linalg.kronecker_sums import (
     logdet_damped_structured,
 )
 from engine.linalg.power_law import decay
-from engine.linalg.spectrum_quadrature import NODES, condensed
+from engine.linalg.spectrum_quadrature import NODES, condense_spectrum
 
 LEVELS = (0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0)
 
@@ -170,7 +170,7 @@ def test_sums_under_damping_equal_the_dense_ones(name: str, relative: float) -> 
     a, g = SPIKE if name == "spike" else case(name)
     damping = relative * float(a[-1]) * float(g[-1])
     logdet, effective = exact_sums(a, g, damping)
-    sides = condensed(a), condensed(g)
+    sides = condense_spectrum(a), condense_spectrum(g)
     assert effective_dimensions(*sides, [damping])[0] == pytest.approx(effective, rel=1e-14)
     # the terms' own rounding is what a sum near zero is exact to
     scale = a.numel() * g.numel() * abs(math.log(damping))
@@ -179,18 +179,18 @@ def test_sums_under_damping_equal_the_dense_ones(name: str, relative: float) -> 
 
 def test_many_eigenvalues_take_few_nodes() -> None:
     a = spread(20_000, 12)
-    sides = condensed(a), condensed(spread(30_000, 12, 1))
+    sides = condense_spectrum(a), condense_spectrum(spread(30_000, 12, 1))
     assert all(side.nodes.numel() <= 7 * NODES for side in sides)
     assert float(sides[0].weights.sum()) == pytest.approx(20_000, rel=1e-13)
     few = spread(NODES, 2)
-    assert torch.equal(condensed(few).values.sort().values, few)
+    assert torch.equal(condense_spectrum(few).values.sort().values, few)
 
 
 @given(SPECTRA, SPECTRA, st.floats(1e-30, 1e30))
 @settings(max_examples=60, deadline=None)
 def test_sums_of_small_spectra_equal_the_dense_ones(a: Tensor, g: Tensor, damping: float) -> None:
     logdet, effective = exact_sums(a, g, damping)
-    sides = condensed(a), condensed(g)
+    sides = condense_spectrum(a), condense_spectrum(g)
     found = effective_dimensions(*sides, [damping])[0]
     if found is None:
         # beside eigenvalues more than 300 decades above it float64 does not hold λ
@@ -228,16 +228,16 @@ def test_a_side_without_eigenvalues_is_asked_at_shifts(name: str, relative: floa
     grid = [damping * 10.0**half for half in range(-12, 13)]
     lowest = 1e-12 * float(g[-1])
     answering = Answering(side=side, lowest=0.0, counted=None)  # type: ignore[arg-type]
-    assert logdet_damped_structured(condensed(a), answering, damping) == pytest.approx(
+    assert logdet_damped_structured(condense_spectrum(a), answering, damping) == pytest.approx(
         logdet, rel=1e-10, abs=1e-12 * scale
     )
     found = effective_dimensions_structured(
-        condensed(a),
+        condense_spectrum(a),
         Answering(side=side, lowest=lowest, counted=None),
         grid,  # type: ignore[arg-type]
     )
     # rounding beside the side's largest eigenvalue is not asked for
-    reached = [value / float(condensed(a).values.max()) >= lowest for value in grid]
+    reached = [value / float(condense_spectrum(a).values.max()) >= lowest for value in grid]
     assert [each is not None for each in found] == reached
     for each, value in zip(found, grid, strict=True):
         assert each is None or each == pytest.approx(exact_sums(a, g, value)[1], rel=1e-10)
