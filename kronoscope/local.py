@@ -20,9 +20,10 @@ from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
 from engine.factors.clipped_inverse import StabilisedLayers
-from engine.factors.factor_files import INDEX, read_factors
+from engine.factors.factor_files import read_factors
+from engine.factors.factor_index import INDEX
 from engine.factors.factor_set import FactorSet
-from engine.factors.kronecker_factors import Corrected, Factors, digest
+from engine.factors.kronecker_factors import Corrected, Factors
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
 from engine.memory.budget import MemoryBudget
@@ -183,20 +184,20 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
 
     Args:
         path: The folder.
-        verify: Whether to read everything now and compare each digest with the index.
+        verify: Whether to read everything now; else each layer is read, and verified, when it is first used.
 
     Returns:
-        The factors by layer name; each layer is read when it is first used.
+        The factors by layer name.
 
     Raises:
-        BrokenFactors: If there is no index, or (when verifying) a factor is not the one recorded.
+        BrokenFactors: If there is no index, a value of it cannot be, or a factor has another digest than it records.
     """
     folder = Path(path)
     for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
         if (candidate / "factors.index.json").is_file():
             found = LayersFactors(read_factors(Folder(candidate)))
             if verify:
-                _verify(candidate, found)
+                _read_all(found.collected)
             return found
         if (candidate / "stabilised.index.json").is_file():
             raise BrokenFactors(f"{candidate} holds eigenbases, alone or among matrices; read it by `load_stabilised`")
@@ -236,20 +237,11 @@ def _load_ordinal(folder: Path, files: Mapping[int, str | None], ordinal: int) -
     return safetensors.torch.load_file(folder / (files[ordinal] or f"{ordinal}.safetensors"))
 
 
-def _verify(folder: Path, found: LayersFactors) -> None:
-    index = json.loads((folder / "factors.index.json").read_bytes())
-    for entry in index["layers"]:
-        factors = found.collected.load(int(entry["ordinal"]))
-        tensors = {"activation_covariance": factors.A, "gradient_covariance": factors.G}
-        if found.collected.load_corrected is not None:
-            tensors |= found.collected.load_corrected(int(entry["ordinal"])).stored(own_a=True)
-        for side, tensor in tensors.items():
-            if digest(tensor) != entry[side]["sha256"]:
-                raise BrokenFactors(
-                    f"layer `{entry['name']}`: {side} in {entry[side]['file']} is not what the index records; "
-                    "collect the factors again",
-                    layer=str(entry["name"]),
-                )
+def _read_all(factors: FactorSet) -> None:
+    for layer in factors.layers:
+        factors.load(layer.ordinal)
+        if factors.load_corrected is not None:
+            factors.load_corrected(layer.ordinal)
 
 
 @dataclass(frozen=True, kw_only=True)

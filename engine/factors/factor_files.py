@@ -1,24 +1,19 @@
 """Factor files: a factor set as artifacts, one file for each layer, and an index that is written last."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from torch import Tensor
 
-from catalog.collection import Collection
-from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
+from engine.factors.factor_index import FORMAT, INDEX, LayerEntry, read_index
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.factors.kronecker_factors import Corrected, Factors, packed, require_bias_column, unpacked
+from engine.factors.kronecker_factors import Corrected, Factors, digest, packed, require_bias_column, unpacked
 from engine.factors.representation import read_structured
-from engine.layers.coverage import DeclaredLayer
 from engine.layers.tied import NEAREST
 from engine.linalg.linear_operator import Structured
 from engine.workspace import Artifacts
 
-FORMAT = "kronoscope-factors/1"
-INDEX = "factors/factors.index.json"
 RUN = "factors/run.json"
 _RUN = ("device", "storage_policy", "planned_peak_bytes")
 
@@ -166,56 +161,42 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         artifacts: The artifacts of that job.
 
     Returns:
-        A factor set whose ``load`` reads files.
+        A factor set whose ``load`` reads files, and verifies each tensor by its digest.
 
     Raises:
-        BrokenFactors: If there is no index, or it is not of this format.
+        BrokenFactors: If there is no index, it is not of this format, or a value of it cannot be.
     """
     try:
-        index = artifacts.load_json(INDEX)
+        index = read_index(artifacts.load_json(INDEX))
     except FileNotFoundError as error:
         raise BrokenFactors(
             f"there is no `{INDEX}`; give the folder that a job with `keep: [factors]` wrote", pointer="/factors"
         ) from error
-    if not isinstance(index, Mapping) or index.get("format") != FORMAT:
-        raise BrokenFactors(f"`{INDEX}` is not of the format {FORMAT}", pointer="/factors")
-    try:
-        layers = tuple(_facts(entry) for entry in index["layers"])
-        scales = {int(entry["ordinal"]): _scales(entry) for entry in index["layers"]}
-        metadata = {
-            int(entry["ordinal"]): dict(_side(entry, "gradient").get("metadata", {})) for entry in index["layers"]
-        }
-        declared = tuple(
-            DeclaredLayer(**{**entry, "parameters": tuple(entry["parameters"])}) for entry in index["declared"]
-        )
-        collection = Collection(**index["collection"])
-        # an index from before there were any has dense ones
-        woodbury = Woodbury(**index.get("woodbury", {"policy": "dense"}))
-        counts = {name: int(index[name]) for name in ("trainable_parameters", "examples", "updates", "passes")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise BrokenFactors(f"`{INDEX}` lacks or garbles an entry: {error}", pointer="/factors") from error
-    by_ordinal = {facts.ordinal: facts for facts in layers}
+    entries = {entry.facts.ordinal: entry for entry in index.layers}
+    counts = index.counts
     return FactorSet(
-        layers=layers,
-        declared=declared,
-        collection=collection,
-        woodbury=woodbury,
+        layers=tuple(entry.facts for entry in index.layers),
+        declared=index.declared,
+        collection=index.collection,
+        woodbury=index.woodbury,
         device="cpu",
         storage_policy="stored",
-        micro_batch=index.get("micro_batch"),
-        amp=index.get("amp", "off"),
-        amp_fallback=index.get("amp_fallback"),
-        loss_scale=index.get("loss_scale"),
+        micro_batch=counts.micro_batch,
+        amp=counts.amp,
+        amp_fallback=counts.amp_fallback,
+        loss_scale=counts.loss_scale,
         planned_peak_bytes=None,
-        nondeterministic=None if index.get("nondeterministic") is None else tuple(index["nondeterministic"]),
+        nondeterministic=counts.nondeterministic,
         not_replayed=(),
-        load=lambda ordinal: _load(artifacts, by_ordinal[ordinal], scales[ordinal], metadata[ordinal]),
-        load_corrected=(lambda ordinal: _load_corrected(artifacts, by_ordinal[ordinal])) if collection.ekfac else None,
+        load=lambda ordinal: _load(artifacts, entries[ordinal]),
+        load_corrected=(lambda ordinal: _load_corrected(artifacts, entries[ordinal]))
+        if index.collection.ekfac
+        else None,
         nested=(),
-        trainable_parameters=counts["trainable_parameters"],
-        examples=counts["examples"],
-        updates=counts["updates"],
-        passes=counts["passes"],
+        trainable_parameters=counts.trainable_parameters,
+        examples=counts.examples,
+        updates=counts.updates,
+        passes=counts.passes,
     )
 
 
@@ -247,43 +228,47 @@ def reused(artifacts: Artifacts, source: str) -> FactorSet:
     return replace(read_factors(artifacts), reused_from=source, **{name: run[name] for name in _RUN})
 
 
-def _facts(entry: Mapping[str, Any]) -> LayerFacts:
-    known = {field.name: field.default for field in fields(LayerFacts)}
-    own = {name: entry[name] if default is MISSING else entry.get(name, default) for name, default in known.items()}
-    return LayerFacts(**{**own, "parameters": tuple(own["parameters"])})
-
-
-def _scales(entry: Mapping[str, Any]) -> tuple[float, float]:
-    """Of A and of G; an index from before there were any has none."""
-    activation, gradient = _side(entry, "activation"), _side(entry, "gradient")
-    return float(activation.get("scale", 1.0)), float(gradient.get("scale", 1.0))
-
-
-def _side(entry: Mapping[str, Any], side: str) -> Mapping[str, Any]:
-    return entry.get(f"{side}_covariance") or {}
-
-
-def _load(artifacts: Artifacts, facts: LayerFacts, scales: tuple[float, float], metadata: Mapping[str, str]) -> Factors:
-    holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
-    activation = _tensor(artifacts, facts, holder, "activation_covariance")
+def _load(artifacts: Artifacts, entry: LayerEntry) -> Factors:
+    facts = entry.facts
+    activation = _tensor(artifacts, facts, _holder(facts), "activation_covariance")
     expected = (facts.in_dim,) if facts.form == "diagonal" else (facts.in_dim * (facts.in_dim + 1) // 2,)
     require_bias_column(facts.name, "the stored A (packed)", tuple(activation.shape), expected, bias=facts.bias)
-    return Factors(
+    factors = Factors(
         layer=facts.name,
         form=facts.form,
         bias=facts.bias,
         A=activation if facts.form == "diagonal" else unpacked(activation, facts.in_dim),
-        G=_gradient(artifacts, facts, metadata),
-        scale_A=scales[0],
-        scale_G=scales[1],
+        G=_gradient(artifacts, entry),
+        scale_A=entry.scale_A,
+        scale_G=entry.scale_G,
         # a set from before it was kept has none
         head_diagonal=artifacts.load_tensors(factor_file(facts.ordinal)).get("head_diagonal")
         if NEAREST in facts.why
         else None,
     )
+    _require_recorded(entry, "activation_covariance", _holder(facts), factors.A)
+    _require_recorded(entry, "gradient_covariance", facts.ordinal, factors.G)
+    return factors
 
 
-def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata: Mapping[str, str]) -> Tensor | Structured:
+def _holder(facts: LayerFacts) -> int:
+    """Ordinal of the layer whose file holds the A."""
+    return facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+
+
+def _require_recorded(entry: LayerEntry, name: str, ordinal: int, found: Tensor | Structured) -> None:
+    recorded = entry.digests.get(name)
+    if recorded is not None and digest(found) != recorded:
+        raise BrokenFactors(
+            f"layer `{entry.facts.name}`: `{name}` of `{factor_file(ordinal)}` is not what `{INDEX}` records; "
+            "collect the factors again",
+            layer=entry.facts.name,
+            pointer="/factors",
+        )
+
+
+def _gradient(artifacts: Artifacts, entry: LayerEntry) -> Tensor | Structured:
+    facts = entry.facts
     if facts.representation_G == "dense":
         stored = _tensor(artifacts, facts, facts.ordinal, "gradient_covariance")
         return _diagonal(stored, facts) if facts.form == "diagonal_block" else unpacked(stored, facts.out_dim)
@@ -293,7 +278,7 @@ def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata: Mapping[str, st
         raise BrokenFactors(
             f"layer `{facts.name}`: `{factor_file(facts.ordinal)}` is missing", layer=facts.name, pointer="/factors"
         ) from error
-    side = read_structured(facts.representation_G, tensors, metadata)
+    side = read_structured(facts.representation_G, tensors, entry.metadata_G)
     if side.size != facts.out_dim:
         raise BrokenFactors(
             f"layer `{facts.name}`: the stored G has {side.size} rows instead of {facts.out_dim}",
@@ -303,12 +288,17 @@ def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata: Mapping[str, st
     return side
 
 
-def _load_corrected(artifacts: Artifacts, facts: LayerFacts) -> Corrected:
-    holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+def _load_corrected(artifacts: Artifacts, entry: LayerEntry) -> Corrected:
+    facts, holder = entry.facts, _holder(entry.facts)
     own = artifacts.load_tensors(factor_file(facts.ordinal))
-    basis = _tensor(artifacts, facts, holder, "eigenvectors_A") if facts.form == "kronecker" else None
-    values = _tensor(artifacts, facts, facts.ordinal, "corrected_eigenvalues")
-    return Corrected(eigenvectors_A=basis, eigenvectors_G=own.get("eigenvectors_G"), eigenvalues=values)
+    corrected = Corrected(
+        eigenvectors_A=_tensor(artifacts, facts, holder, "eigenvectors_A") if facts.form == "kronecker" else None,
+        eigenvectors_G=own.get("eigenvectors_G"),
+        eigenvalues=_tensor(artifacts, facts, facts.ordinal, "corrected_eigenvalues"),
+    )
+    for name, tensor in corrected.stored(own_a=True).items():
+        _require_recorded(entry, name, holder if name == "eigenvectors_A" else facts.ordinal, tensor)
+    return corrected
 
 
 def _diagonal(stored: Tensor, facts: LayerFacts) -> Tensor:
@@ -324,10 +314,18 @@ def _diagonal(stored: Tensor, facts: LayerFacts) -> Tensor:
 
 def _tensor(artifacts: Artifacts, facts: LayerFacts, ordinal: int, name: str) -> Tensor:
     try:
-        return artifacts.load_tensors(factor_file(ordinal))[name]
+        found = artifacts.load_tensors(factor_file(ordinal))[name]
     except (FileNotFoundError, KeyError) as error:
         raise BrokenFactors(
             f"layer `{facts.name}`: `{factor_file(ordinal)}` is missing or holds no `{name}`",
             layer=facts.name,
             pointer="/factors",
         ) from error
+    if not found.is_floating_point():
+        raise BrokenFactors(
+            f"layer `{facts.name}`: `{name}` of `{factor_file(ordinal)}` must hold floating-point numbers "
+            f"(got {found.dtype}); collect the factors again",
+            layer=facts.name,
+            pointer="/factors",
+        )
+    return found

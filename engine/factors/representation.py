@@ -35,6 +35,8 @@ _READERS: Mapping[str, type[Structured]] = {
     "softmax_head": SoftmaxFisher,
     "diagonal_sketch": DiagonalSketch,
 }
+KINDS = frozenset({"dense", *_READERS})
+"""How a stored G may be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

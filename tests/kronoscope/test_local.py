@@ -78,7 +78,7 @@ def test_a_folder_without_factors_says_what_to_give(tmp_path: Path) -> None:
         load_factors(tmp_path)
 
 
-def test_a_flipped_bit_is_found_when_verifying(tmp_path: Path, model: nn.Module, batches: list[Any]) -> None:
+def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, model: nn.Module, batches: list[Any]) -> None:
     from worker.execution.files.artifact_files import ArtifactFiles  # noqa: PLC0415 - the test writes as the worker does
 
     found = measure(model, batches, task="classification", kinds=("factors",), collection=EXACT)
@@ -98,6 +98,7 @@ def test_a_flipped_bit_is_found_when_verifying(tmp_path: Path, model: nn.Module,
     tensors = safetensors.torch.load_file(path)
     tensors["gradient_covariance"][0] += 1e-9
     safetensors.torch.save_file(tensors, path)
-    load_factors(tmp_path)
-    with pytest.raises(BrokenFactors, match=r"layer `2`: gradient_covariance in 1\.safetensors"):
-        load_factors(tmp_path, verify=True)
+    opened = load_factors(tmp_path)
+    for read in (lambda: opened["2"].G, lambda: load_factors(tmp_path, verify=True)):
+        with pytest.raises(BrokenFactors, match=r"layer `2`: `gradient_covariance` of `factors/1\.safetensors`"):
+            read()

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.factors.factor_files import FORMAT, INDEX, factor_file
+from engine.factors.factor_files import factor_file
+from engine.factors.factor_index import FORMAT, INDEX
 from engine.factors.factor_set import GIVEN_MATRIX
-from engine.factors.kronecker_factors import digest
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, names
 
@@ -80,7 +80,7 @@ class MatrixFile:
             "examples": 0,
             "updates": 0,
             "passes": 0,
-            "layers": [self._facts | {"gradient_covariance": {"sha256": digest(self._triangle)}}],
+            "layers": [self._facts],
             "declared": [],
         }
 
