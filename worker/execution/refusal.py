@@ -35,6 +35,22 @@ def storable_text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
+def is_storable(text: str) -> bool:
+    """Return whether UTF-8 can hold a text: whether it holds no half of a surrogate pair.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        Whether it can be encoded.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def names(found: list[str], most: int = 5) -> str:
     """Return a list of names for a sentence.
 

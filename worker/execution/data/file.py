@@ -10,11 +10,12 @@ import safetensors
 
 from catalog.inputs import DataFile
 from worker.execution.data.forward_inputs import model_inputs
+from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.text import text_stream
 from worker.execution.files.safetensors_header import TensorEntry, read_header
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, is_storable, names
 
 _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20
@@ -43,7 +44,7 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     if suffix == ".safetensors":
         return _tensor_file(path, source, request)
     if suffix == ".jsonl":
-        texts, labels = _json_lines(path, source.limit)
+        texts, labels = _json_lines(path, source.limit, request.task.type)
     elif suffix == ".txt":
         texts, labels = _text_lines(path, source.limit), None
     else:
@@ -104,7 +105,7 @@ def _text_lines(path: Path, limit: int | None) -> list[str]:
     return list(itertools.islice((line.strip() for _, line in _lines(path) if line.strip()), limit))
 
 
-def _json_lines(path: Path, limit: int | None) -> tuple[list[str], list[float] | None]:
+def _json_lines(path: Path, limit: int | None, task: str) -> tuple[list[str], list[float] | None]:
     texts: list[str] = []
     labels: list[float] = []
     for number, line in _lines(path):
@@ -121,10 +122,18 @@ def _json_lines(path: Path, limit: int | None) -> tuple[list[str], list[float] |
             ) from error
         if not isinstance(text, str):
             raise Refusal(f"{path.name} line {number}: `text` must be a string", pointer=_POINTER, code="wrong_format")
+        if not is_storable(text):
+            raise Refusal(
+                f"{path.name} line {number}: `text` holds half of a surrogate pair, which is not a character; "
+                "write both halves, or the character itself",
+                pointer=_POINTER,
+                code="wrong_format",
+            )
         if "label" in row:
-            if isinstance(row["label"], bool) or not isinstance(row["label"], (int, float)):
-                raise Refusal(f"{path.name} line {number}: `label` must be a number", pointer=_POINTER)
-            labels.append(row["label"])
+            fault = label_fault(row["label"], task)
+            if fault is not None:
+                raise Refusal(f"{path.name} line {number}: `label` {fault}", pointer=_POINTER)
+            labels.append(read_label(row["label"], task))
         texts.append(text)
     if labels and len(labels) != len(texts):
         raise Refusal(

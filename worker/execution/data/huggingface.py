@@ -4,7 +4,6 @@ No loading script ever runs: the library's current versions have none, and only 
 three formats are named to it.
 """
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import datasets.exceptions
 import huggingface_hub.errors
 
 from catalog.inputs import HuggingFaceData
+from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.text import text_stream
@@ -62,16 +62,14 @@ def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
 
 def _labels(table: Any, source: HuggingFaceData, request: DataRequest) -> list[float]:  # noqa: ANN401 - untyped library
     labels = list(table[source.target_column])
-    whole = request.task.type != "regression"
+    task = request.task.type
     for row, label in enumerate(labels):
-        number = isinstance(label, (int, float)) and not isinstance(label, bool) and math.isfinite(label)
-        if not number or (whole and label != int(label)):
+        fault = label_fault(label, task)
+        if fault is not None:
             raise Refusal(
-                f"row {row} is no {'class index' if whole else 'number'}; give one for every row",
-                pointer="/data/target_column",
-                code="wrong_type",
+                f"row {row}: `{source.target_column}` {fault}", pointer="/data/target_column", code="wrong_type"
             )
-    return [int(label) for label in labels] if whole else labels
+    return [read_label(label, task) for label in labels]
 
 
 def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN401 - untyped library

@@ -5,10 +5,10 @@ whatever the batch size. A masked token is always shown as the mask token (BERT'
 a tenth unchanged and a tenth replaced; what is measured here is the plain prediction).
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import tokenizers
 import torch
 from torch import Tensor
 
@@ -16,13 +16,15 @@ from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.tokenizer_process import TokenizerProcess
 from worker.execution.loaded_model import Vocabulary
-from worker.execution.refusal import Refusal
+from worker.execution.refusal import Refusal, is_storable
 
 _MASKED_SHARE = 0.15
 _MASKING = 0x6D61736B
 """Last part of the draw's key: sampled labels have the same seed and example, and must not follow it."""
 _AT_ONCE = 512
+_CHARACTERS_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,10 @@ def text_stream(
         )
     if vocabulary.max_length is not None:
         length = min(length, vocabulary.max_length)
-    mask_id = _mask_id(vocabulary, pointer) if request.task.type == "masked_lm" else None
     least = 2 if request.task.type == "causal_lm" else 1
-    encoded = [text for text in _encode(texts, vocabulary, length, request, pointer) if len(text.ids) >= least]
+    with _open_tokenizer(texts, vocabulary, length, request, pointer) as tokenizer:
+        mask_id = _mask_id(tokenizer) if request.task.type == "masked_lm" else None
+        encoded = [text for text in _encode(texts, tokenizer, length, request) if len(text.ids) >= least]
     if not encoded:
         raise Refusal(
             f"none of the {len(texts)} texts has {least} tokens or more; give text", pointer=pointer, code="empty_data"
@@ -82,58 +85,72 @@ def text_stream(
     return DataStream(batches=batches, examples=len(encoded))
 
 
-def _encode(
+@contextlib.contextmanager
+def _open_tokenizer(
     texts: Sequence[str], vocabulary: Vocabulary, length: int, request: DataRequest, pointer: str
+) -> Iterator[TokenizerProcess | None]:
+    """Open the model's tokenizer; None for a model that reads bytes."""
+    if vocabulary.tokenizer is None:
+        if vocabulary.arguments:
+            raise Refusal(
+                "the model's folder has no tokenizer.json, so texts cannot be read; add it, or give token ids",
+                pointer=pointer,
+                code="no_tokenizer",
+            )
+        yield None
+        return
+    known = (vocabulary.mask_token, "[MASK]", "<mask>")
+    with TokenizerProcess.start(
+        vocabulary.tokenizer,
+        length,
+        [token for token in known if token is not None and is_storable(token)],
+        # no character takes more than 4 bytes
+        max(len(text) if text.isascii() else 4 * len(text) for text in texts),
+        request.context.checkpoint,
+        pointer,
+    ) as tokenizer:
+        yield tokenizer
+
+
+def _encode(
+    texts: Sequence[str], tokenizer: TokenizerProcess | None, length: int, request: DataRequest
 ) -> Iterator[_Encoded]:
-    if vocabulary.tokenizer is None and vocabulary.arguments:
-        raise Refusal(
-            "the model's folder has no tokenizer.json, so texts cannot be read; add it, or give token ids",
-            pointer=pointer,
-            code="no_tokenizer",
-        )
-    tokenizer = _tokenizer(vocabulary, length, pointer)
-    for start in range(0, len(texts), _AT_ONCE):
+    start = 0
+    while start < len(texts):
         request.context.checkpoint()
-        some = list(texts[start : start + _AT_ONCE])
+        some = _next_texts(texts, start)
         if tokenizer is None:
             for place, text in enumerate(some, start):
                 ids = torch.tensor(list(text.encode()[:length]), dtype=torch.int64)
                 yield _Encoded(ids=ids, special=torch.zeros(len(ids), dtype=torch.bool), place=place)
         else:
-            for place, encoding in enumerate(tokenizer.encode_batch(some), start):
+            for place, (tokens, special) in enumerate(tokenizer.encode(some, start), start):
                 yield _Encoded(
-                    ids=torch.tensor(encoding.ids, dtype=torch.int64),
-                    special=torch.tensor(encoding.special_tokens_mask, dtype=torch.bool),
+                    ids=torch.tensor(tokens, dtype=torch.int64),
+                    special=torch.tensor(special, dtype=torch.bool),
                     place=place,
                 )
-        request.context.report("data", min(start + _AT_ONCE, len(texts)), len(texts), "texts")
+        start += len(some)
+        request.context.report("data", start, len(texts), "texts")
 
 
-def _tokenizer(vocabulary: Vocabulary, length: int, pointer: str) -> tokenizers.Tokenizer | None:
-    if vocabulary.tokenizer is None:
-        return None
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(vocabulary.tokenizer))
-        tokenizer.no_padding()
-        tokenizer.enable_truncation(length)
-    except Exception as error:
-        # the library raises bare Exception for every fault of the file
+def _next_texts(texts: Sequence[str], start: int) -> Sequence[str]:
+    """Return texts of one message: at most 512, and of 1 MiB together unless one alone has more."""
+    characters = 0
+    for count, text in enumerate(texts[start : start + _AT_ONCE]):
+        characters += len(text)
+        if count and characters > _CHARACTERS_AT_ONCE:
+            return texts[start : start + count]
+    return texts[start : start + _AT_ONCE]
+
+
+def _mask_id(tokenizer: TokenizerProcess | None) -> int:
+    if tokenizer is None or tokenizer.mask_id is None:
         raise Refusal(
-            f"tokenizer.json cannot be read: {str(error)[:200]}", pointer=pointer, code="broken_tokenizer"
-        ) from error
-    return tokenizer
-
-
-def _mask_id(vocabulary: Vocabulary, pointer: str) -> int:
-    tokenizer = _tokenizer(vocabulary, 512, pointer)
-    for token in (vocabulary.mask_token, "[MASK]", "<mask>"):
-        found = tokenizer.token_to_id(token) if tokenizer is not None and token is not None else None
-        if found is not None:
-            return int(found)
-    raise Refusal(
-        "the model's tokenizer has no mask token, which `masked_lm` needs; take `causal_lm`, or another model",
-        pointer="/task/type",
-    )
+            "the model's tokenizer has no mask token, which `masked_lm` needs; take `causal_lm`, or another model",
+            pointer="/task/type",
+        )
+    return tokenizer.mask_id
 
 
 def _batch(

@@ -9,13 +9,14 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from worker.execution.refusal import Refusal
+from worker.execution.refusal import Refusal, is_storable
 
 MAX_HEADER_BYTES = 8 * 2**20
 MAX_TENSORS = 20_000
 MAX_RANK = 8
+_MOST = 2**62
 _NAME = re.compile(r"[\w.\-/]{1,512}", re.ASCII)
 ELEMENT_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -71,12 +72,15 @@ def read_header(path: Path, pointer: str) -> dict[str, TensorEntry]:
                           f"{MAX_HEADER_BYTES:,} are read; save the tensors with safetensors", pointer)  # fmt: skip
         raw = file.read(length)
     try:
-        header = json.loads(raw, object_pairs_hook=_without_duplicates)
+        # decoded here: from bytes json would guess UTF-16 and UTF-32 too
+        header = json.loads(raw.decode(), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _broken(path, "has a header that is not JSON, or names a tensor twice", pointer) from error
+        raise _broken(path, "has a header that is not JSON in UTF-8, or names a tensor twice", pointer) from error
     if not isinstance(header, dict):
-        raise _broken(path, "has a header that is no JSON object", pointer)
-    header.pop("__metadata__", None)
+        raise _broken(path, "has a header that is not a JSON object", pointer)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not _is_texts(metadata):
+        raise _broken(path, "has a `__metadata__` that is not an object of texts", pointer)
     if not header:
         raise _broken(path, "holds no tensors", pointer)
     if len(header) > MAX_TENSORS:
@@ -106,16 +110,34 @@ def _entries(path: Path, header: dict[str, Any], data_bytes: int, pointer: str) 
 
 
 def _entry(path: Path, name: str, value: Any, pointer: str) -> tuple[TensorEntry, int, int]:  # noqa: ANN401
-    try:
-        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        integers = [*shape, begin, end]
-    except (TypeError, KeyError, ValueError) as error:
-        raise _broken(path, f"describes `{name}` without dtype, shape and data_offsets", pointer) from error
-    if dtype not in ELEMENT_BYTES:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _broken(path, f"must describe `{name}` by dtype, shape and data_offsets alone", pointer)
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
         raise _broken(path, f"gives `{name}` an unknown dtype", pointer)
-    if len(shape) > MAX_RANK or any(type(number) is not int or not 0 <= number < 2**62 for number in integers):
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_count, shape)):
         raise _broken(path, f"gives `{name}` a shape that cannot be", pointer)
-    return TensorEntry(dtype=dtype, shape=tuple(shape)), begin, end
+    if math.prod(number for number in shape if number) >= _MOST:
+        # the library multiplies them one by one, and a 0 at the end comes too late
+        raise _broken(path, f"gives `{name}` a shape that cannot be", pointer)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise _broken(path, f"gives `{name}` data_offsets that are not two whole numbers", pointer)
+    return TensorEntry(dtype=dtype, shape=tuple(shape)), offsets[0], offsets[1]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_texts(value: object) -> bool:
+    """Whether it is an object of texts that UTF-8 can hold, as the library asks."""
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(text, str) and is_storable(text) for pair in value.items() for text in pair)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ nothing but the fields of ``families`` goes on, each with its type and its bound
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -147,7 +146,8 @@ def _integer(name: str, value: Any, least: int, most: int, pointer: str) -> int:
 
 
 def _number(name: str, value: Any, pointer: str) -> float:  # noqa: ANN401
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= 1e12:
+    # NaN lies between no two numbers, and a whole number of 400 digits has no float
+    if type(value) not in (int, float) or not 0 <= value <= 1e12:
         _refuse(f"`{name}` must be a number between 0 and 1e12", pointer)
     return float(value)
 
@@ -164,7 +164,8 @@ def _rope(config: dict[str, Any], model_type: str, pointer: str) -> dict[str, An
     found: dict[str, Any] = {"rope_type": kind, "rope_theta": _number("rope_theta", theta, pointer)}
     for name in _ROPE_NUMBERS:
         if name in given:
-            found[name] = given[name] if type(given[name]) is int else _number(name, given[name], pointer)
+            number = _number(name, given[name], pointer)
+            found[name] = given[name] if type(given[name]) is int else number
     if model_type == "gpt_neox":
         share = given.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
         found["partial_rotary_factor"] = _number("rotary_pct", share, pointer)

@@ -128,6 +128,8 @@ BAD_FILES = [
     ("number.jsonl", b'{"text": 3}\n', "`text` must be a string"),
     ("ragged.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}\n', "1 of 2 lines have a `label`"),
     ("flag.jsonl", b'{"text": "a", "label": true}\n', "`label` must be a number"),
+    ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', "line 2: `text` holds half of a surrogate pair"),
+    ("halves.jsonl", b'{"text": "\\udc00\\ud800"}\n', "line 1: `text` holds half of a surrogate pair"),
     ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
     ("long.txt", b"x" * 2_000_000, "longer than"),
     ("table.parquet", b"", "`.parquet` is not read"),
@@ -145,6 +147,56 @@ def test_a_bad_file_names_the_line_and_the_field(
     with pytest.raises(Refusal, match=said) as refused:
         file.load(DataFile(source="file", path=str(tmp_path / name)), request_for(encoder, "sentence_embedding"))
     assert refused.value.pointer == "/data/path"
+
+
+LABELS = [
+    ("1e308", "sequence_classification", "must be a class index"),
+    ("1e308", "regression", "must lie within"),
+    ("1e999", "sequence_classification", "must be a finite number"),
+    ("1e999", "regression", "must be a finite number"),
+    ("-1e999", "regression", "must be a finite number"),
+    ("NaN", "sequence_classification", "must be a finite number"),
+    ("NaN", "regression", "must be a finite number"),
+    ("1.7", "sequence_classification", r"must be a class index.*got 1\.7"),
+    ("1e19", "sequence_classification", "must be a class index"),
+    ("9223372036854775808", "sequence_classification", "must be a class index"),
+    ("1" + "0" * 400, "sequence_classification", "must be a class index"),
+    ("1" + "0" * 400, "regression", "must lie within"),
+    ("1" + "0" * 5000, "regression", "no JSON object"),
+    ('"1"', "regression", "must be a number"),
+    ("[1]", "regression", "must be a number"),
+    ("null", "regression", "must be a number"),
+]
+
+
+@pytest.mark.parametrize(("label", "task", "said"), LABELS, ids=lambda value: str(value)[:20])
+def test_a_label_that_cannot_be_is_refused_with_its_line(
+    tmp_path: Path, request_for: Callable[..., DataRequest], label: str, task: str, said: str
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(f'{{"text": "a", "label": 1}}\n{{"text": "b", "label": {label}}}\n')
+    with pytest.raises(Refusal, match=rf"texts\.jsonl line 2.*{said}") as refused:
+        file.load(DataFile(source="file", path=str(path)), request_for(BYTES, task))
+    assert (refused.value.category, refused.value.pointer) == ("usage", "/data/path")
+
+
+@pytest.mark.parametrize("label", [1.7, math.inf, math.nan, 1e308])
+def test_a_label_of_a_data_set_that_is_no_class_is_refused_with_its_row(
+    tmp_path: Path, request_for: Callable[..., DataRequest], label: float
+) -> None:
+    datasets.Dataset.from_dict({"text": ["a", "b"], "mark": [0.0, label]}).to_parquet(str(tmp_path / "a.parquet"))
+    source = HuggingFaceData(source="huggingface", id=str(tmp_path), target_column="mark")
+    with pytest.raises(Refusal, match="row 1: `mark` must be a "):
+        huggingface.load(source, request_for(BYTES, "sequence_classification"))
+
+
+def test_a_class_written_as_a_fraction_of_nothing_is_that_class(
+    tmp_path: Path, request_for: Callable[..., DataRequest]
+) -> None:
+    source = write(tmp_path / "texts.jsonl", [{"text": "a", "label": 1.0}, {"text": "b", "label": 0}])
+    ((_, targets, _),) = file.load(source, request_for(BYTES, "sequence_classification")).batches()
+    assert targets.dtype == torch.int64
+    assert targets.tolist() == [1, 0]
 
 
 def test_tensors_that_disagree_on_the_examples_are_refused(

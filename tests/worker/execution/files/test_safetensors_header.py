@@ -43,6 +43,21 @@ BAD = {
     "a flag as dimension": header(entry(shape=[True, 2])),
     "100,001 dimensions": header(entry(shape=[1] * 100_001)),
     "unknown dtype": header(entry(dtype="X9")),
+    "a dtype that is a list": header(entry(dtype=["F32"])),
+    "a dtype that is an object": header(entry(dtype={"F32": 1})),
+    "a shape that is a text": header(entry(shape="")),
+    "a shape that is an object": header(entry(shape={}, data_offsets=[0, 4])),
+    "offsets that are a text": header(entry(data_offsets="08")),
+    "offsets that are an object": header(entry(data_offsets={"0": 0, "8": 8})),
+    "an entry that is a text": header({"a": "F32"}),
+    "an entry with something else": header(entry(evil=1)),
+    "a product that is 0 only at its end": header(entry(shape=[2**61, 2**61, 0], data_offsets=[0, 0]), b""),
+    "metadata that are a list": header({"__metadata__": ["pt"]} | GOOD),
+    "metadata of numbers": header({"__metadata__": {"format": 5}} | GOOD),
+    "metadata of metadata": header({"__metadata__": {"format": {"a": "pt"}}} | GOOD),
+    "metadata with half a surrogate pair": header({"__metadata__": {"format": "\ud800"}} | GOOD),
+    "metadata that are NaN": header(b'{"__metadata__":NaN,' + json.dumps(GOOD).encode()[1:]),
+    "a header in UTF-16": header(json.dumps(GOOD).encode("utf-16")),
     "no offsets": header({"a": {"dtype": "F32", "shape": [2]}}),
     "backward offsets": header(entry(data_offsets=[8, 0])),
     "empty name": header({"": GOOD["a"]}),
@@ -81,6 +96,13 @@ def test_foreign_formats_are_told_by_name(tmp_path: Path, what: str, said: str) 
     path.write_bytes(BAD[what])
     with pytest.raises(Refusal, match=said):
         read_header(path, "/model/path")
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
+def test_what_these_rules_accept_the_library_opens(tmp_path: Path, metadata: Any) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header(GOOD if metadata is None else {"__metadata__": metadata} | GOOD))
+    assert list(read_header(path, "/model/path")) == list(safetensors.torch.load_file(path)) == ["a"]
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:

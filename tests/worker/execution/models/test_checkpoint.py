@@ -207,6 +207,10 @@ def test_shards_are_read_and_a_foreign_shard_is_refused(saved: Callable[..., Pat
         ({"model_type": None}, "`model_type` is missing"),
         ({"hidden_act": "someone/kernel"}, "`hidden_act` is not one of"),
         ({"layer_norm_eps": "0"}, "`layer_norm_eps` must be a number"),
+        ({"layer_norm_eps": 10**400}, "`layer_norm_eps` must be a number"),
+        ({"layer_norm_eps": ["0"]}, "`layer_norm_eps` must be a number"),
+        ({"model_type": ["bert"]}, "`model_type` is missing"),
+        ({"hidden_act": ["gelu"]}, "`hidden_act` is not one of"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
@@ -219,6 +223,24 @@ def test_an_absurd_config_is_refused_before_anything_is_built(
         loaded_from(folder)
     assert said in refused.value.message
     assert refused.value.pointer == "/model/path"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"rope_type": ["linear"], "factor": 2}, "unknown type"),
+        ({"rope_type": "linear", "factor": 10**400}, "`factor` must be a number"),
+        ({"rope_type": "linear", "factor": 2, "rope_theta": 10**400}, "`rope_theta` must be a number"),
+        ({"rope_type": "linear", "factor": [2]}, "`factor` must be a number"),
+    ],
+)
+def test_rotary_parameters_that_cannot_be_are_refused(
+    saved: Callable[..., Path], scaling: dict[str, Any], said: str
+) -> None:
+    folder = saved("AutoModel", CONFIGS["llama"]())
+    rewrite(folder, rope_scaling=scaling, rope_parameters=None)
+    with pytest.raises(Refusal, match=said):
+        loaded_from(folder)
 
 
 def test_foreign_code_and_names_in_a_config_have_no_effect(saved: Callable[..., Path]) -> None:
