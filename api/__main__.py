@@ -7,34 +7,34 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from api.live.event_stream import TRANSPORT
+from api.connections.connection_table import ConnectionTable
+from api.connections.descriptors import BACKLOG, require_descriptors
+from api.connections.protocol import HttpProtocol
 from api.main import create_app
 from api.settings import Settings
 from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
 
-_KEEP_ALIVE_SECONDS = 10
 _SHUTDOWN_SECONDS = 10
-
-
-class _Protocol(H11Protocol):
-    """A protocol that lets a stream cut the connection of a reader that takes nothing."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Pass the connection to every request on it."""
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, TRANSPORT: transport}
+_TICKS_PER_SWEEP = 2
+"""A tick is a tenth of a second."""
 
 
 class _Server(uvicorn.Server):
-    """A server that ends long polls and streams as soon as the process is asked to end."""
+    """A server that looks after its connections, and ends long polls and streams when the process is asked to end."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self._app = app
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do as uvicorn does, and end the connections whose deadline has passed."""
+        if counter % _TICKS_PER_SWEEP == 0:
+            table: ConnectionTable = self._app.state.connections
+            table.sweep(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle the signal as uvicorn does, and wake all that wait."""
@@ -50,18 +50,19 @@ def main() -> int:
     log_last_words()
     try:
         settings = Settings.from_environment(os.environ)
+        require_descriptors(settings.connections)
         engine = open_database(settings.ledger.database_url)
         try:
             require_current_schema(engine)
         finally:
             engine.dispose()
+        app = create_app(settings)
     except LedgerUnavailable as error:
         sys.stderr.write(f"kronoscope api: {error}\n")
         return 3
     except (LedgerError, SchemaOutdated) as error:
         sys.stderr.write(f"kronoscope api: {error}\n")
         return 4
-    app = create_app(settings)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -69,10 +70,11 @@ def main() -> int:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=settings.idle_seconds,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        # a header that never ends is cut here; the body's limits are the routes'
-        http=_Protocol,
+        backlog=BACKLOG,
+        http=HttpProtocol,
+        ws="none",
         h11_max_incomplete_event_size=32 * 1024,
         proxy_headers=False,
     )

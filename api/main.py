@@ -17,6 +17,8 @@ from starlette.concurrency import run_in_threadpool
 from api.background.maintenance import Maintenance, WakeupSender
 from api.background.metrics_cache import MetricsCache
 from api.background.request_metrics import RequestMetrics, RequestMetricsMiddleware
+from api.connections.connection_table import ConnectionTable
+from api.connections.forwarded_clients import ForwardedClientsMiddleware
 from api.live.job_watcher import JobWatcher
 from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
@@ -77,7 +79,15 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.long_polls = set()
-    request_metrics = RequestMetrics(lambda: len(app.state.long_polls))
+    request_metrics = RequestMetrics(lambda: len(app.state.long_polls), lambda: table.open_connections)
+    table = ConnectionTable(settings, request_metrics.count_connection)
+    app.state.connections = table
+    app.add_middleware(
+        ForwardedClientsMiddleware,
+        table=table,
+        most=settings.connections_per_client,
+        count=request_metrics.count_connection,
+    )
     app.add_middleware(SecurityMiddleware, embedded=settings.embedded)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)

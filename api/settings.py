@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from jobs.environment import Flag, Variables
+from jobs.environment import CommaList, Flag, Variables
 from jobs.errors import SettingsInvalid
 from jobs.settings import ServiceSettings
 from jobs.tenancy.api_keys import check_secret
@@ -30,6 +30,21 @@ class Settings(ServiceSettings):
     reads them, but in embedded mode."""
     metrics_seconds: float = Field(5, ge=0, le=60)
     """How long one count of the ledger serves every scrape."""
+    connections: int = Field(1000, ge=1, le=100_000)
+    """Connections open at a time. Beyond them the one that waits longest for its client gives way to a new one. The
+    process needs so many open files and 640 more, and refuses to start where it cannot have them."""
+    connections_per_client: int = Field(100, ge=1, le=100_000)
+    """The same of each client address (of an IPv6 network of 64 bits), and requests at a time of each that a trusted
+    proxy names; beyond them 429 where all are being answered."""
+    trusted_proxies: Annotated[
+        CommaList, Variables(("KRONOSCOPE_TRUSTED_PROXIES",), shown="`127.0.0.1,::1`, in Compose `gateway` too")
+    ] = ("127.0.0.1", "::1")
+    """Comma list of addresses and networks that many clients come from, such as a reverse proxy's; `gateway` is that of
+    the default route. They are no client: the last address in `X-Forwarded-For` that is not listed is."""
+    header_seconds: float = Field(10, ge=0.05, le=3600)
+    """How long a client may take for the header of a request before its connection is closed."""
+    idle_seconds: int = Field(10, ge=1, le=3600)
+    """How long a connection stays open between two requests."""
     body_limit_bytes: Annotated[int, Variables()] = 256 * 1024
     body_seconds: float = Field(10, ge=0)
     """How long the body of a request may take to arrive before it is answered 408."""
@@ -44,7 +59,7 @@ class Settings(ServiceSettings):
     stream_seconds: float = Field(600, ge=0.05, le=86_400)
     """How long one stream lasts before its reader has to connect again."""
     stream_write_seconds: float = Field(10, ge=0.05, le=86_400)
-    """How long a reader may take nothing before its connection is cut."""
+    """How long a reader of any answer may take nothing before its connection is cut."""
     stream_idle_seconds: float = Field(15, ge=0.05, le=86_400)
     """Seconds between two signs of life in a stream without events; less than any proxy's read timeout."""
     long_polls: int = Field(200, ge=0)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.connections.connection_table import REASONS, Reason
+
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _NO_ROUTE = "none"
@@ -22,11 +24,12 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 class RequestMetrics:
     """The counts of one process."""
 
-    def __init__(self, waiting: Callable[[], int]) -> None:
+    def __init__(self, waiting: Callable[[], int], connections: Callable[[], int]) -> None:
         """Begin at zero.
 
         Args:
             waiting: Returns the number of long polls that wait now.
+            connections: Returns the number of open connections.
         """
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = Counter(
@@ -46,6 +49,16 @@ class RequestMetrics:
             "kronoscope_http_long_polls", "Requests that wait for news of a job now.", registry=self.registry
         )
         readers.set_function(waiting)
+        opened = Gauge("kronoscope_http_connections", "Open connections of clients.", registry=self.registry)
+        opened.set_function(connections)
+        self._connections_ended = Counter(
+            "kronoscope_http_connections_ended",
+            "Connections that the service ended by itself, or refused, by reason.",
+            ("reason",),
+            registry=self.registry,
+        )
+        for reason in REASONS:
+            self._connections_ended.labels(reason)
         ProcessCollector(namespace="kronoscope", registry=self.registry)
 
     def count(self, scope: Scope, status: int, seconds: float) -> None:
@@ -60,6 +73,14 @@ class RequestMetrics:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status)).inc()
         self._seconds.labels(route, method).observe(seconds)
+
+    def count_connection(self, reason: Reason) -> None:
+        """Count a connection that the service ended by itself, or refused.
+
+        Args:
+            reason: The deadline that had passed, or the want of room.
+        """
+        self._connections_ended.labels(reason).inc()
 
 
 class RequestMetricsMiddleware:

@@ -1,11 +1,10 @@
-"""A stream of one job's events to one reader, which is cut off when it takes nothing for too long.
+"""A stream of one job's events to one reader, whose connection the server cuts when it takes nothing for too long.
 
 The stream ends after the job's last event; where it ends earlier, because its time is over or the
 process is asked to end, its reader connects again with the number of the last event it has.
 """
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,13 +19,8 @@ from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.repository.events import History
 
-TRANSPORT = "kronoscope_transport"
-"""The key under which the server leaves the connection in the request's state."""
 _RETRY_MILLISECONDS = 2_000
 _DATABASE_RETRY_SECONDS = 1.0
-_CUT_SECONDS = 1.0
-
-_log = logging.getLogger("kronoscope.api.streams")
 
 
 class EventStream(Response):
@@ -55,7 +49,7 @@ class EventStream(Response):
         self._service, self._job_id, self._key = service, job_id, key
         self._first, self._read = first, read
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Send events until the job has ended, the stream's time is over, or the reader has gone."""
         with (
             self._service.stream_limits.slot(self._key),
@@ -64,31 +58,17 @@ class EventStream(Response):
             disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
             disconnected.add_done_callback(lambda _: subscription.wakeup.set())
             try:
-                await self._send_all(scope, send, subscription, disconnected)
+                await self._send_all(send, subscription, disconnected)
             finally:
                 disconnected.cancel()
                 await asyncio.gather(disconnected, return_exceptions=True)
 
-    async def _send_all(
-        self, scope: Scope, send: Send, subscription: Subscription, disconnected: asyncio.Future[None]
-    ) -> None:
-        try:
-            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for text in self._texts(subscription, disconnected):
-                await self._send(send, {"type": "http.response.body", "body": text, "more_body": True})
-            if not disconnected.done():
-                await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            seconds = self._service.settings.stream_write_seconds
-            _log.info("a stream's reader took nothing for %g s; its connection is cut", seconds)
-            transport = scope.get("state", {}).get(TRANSPORT)
-            if transport is not None:
-                transport.abort()
-                await asyncio.wait([disconnected], timeout=_CUT_SECONDS)
-
-    async def _send(self, send: Send, message: dict[str, object]) -> None:
-        async with asyncio.timeout(self._service.settings.stream_write_seconds):
-            await send(message)
+    async def _send_all(self, send: Send, subscription: Subscription, disconnected: asyncio.Future[None]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for text in self._texts(subscription, disconnected):
+            await send({"type": "http.response.body", "body": text, "more_body": True})
+        if not disconnected.done():
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _texts(self, subscription: Subscription, disconnected: asyncio.Future[None]) -> AsyncIterator[bytes]:
         """Yield events and keepalives until the stream ends."""

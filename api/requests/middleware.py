@@ -21,7 +21,7 @@ from api.settings import is_loopback
 _log = logging.getLogger("kronoscope.api")
 
 _ID = "kronoscope.request_id"
-_HEADERS = {
+SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -70,7 +70,7 @@ class SecurityMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(raw=message.setdefault("headers", []))
                 headers["x-request-id"] = identity
-                for name, value in _HEADERS.items():
+                for name, value in SECURITY_HEADERS.items():
                     headers[name] = value
                 if "cache-control" not in headers:
                     headers["cache-control"] = "no-store"

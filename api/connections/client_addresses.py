@@ -1,0 +1,124 @@
+"""The address that a client is counted by: its own, or the one that a listed proxy names for it.
+
+A proxy, or the gateway of a container network, stands for many clients, so it is listed in ``trusted_proxies`` and is
+none itself. The header decides whom a request is counted for, and nothing else: no right comes with an address.
+"""
+
+import ipaddress
+from collections.abc import Iterable
+from pathlib import Path
+
+from jobs.errors import SettingsInvalid
+
+GATEWAY = "gateway"
+"""The entry that stands for the gateway of this machine's, or container's, default route."""
+_ROUTES = Path("/proc/net/route")
+_MAX_FORWARDED = 20
+"""Entries of `X-Forwarded-For` that are looked at, from the last."""
+_V6_PREFIX = 64
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class ClientAddresses:
+    """The proxies that are believed, and the clients behind them."""
+
+    def __init__(self, trusted: Iterable[str]) -> None:
+        """Read the operator's list.
+
+        Args:
+            trusted: Addresses and networks of proxies, or `gateway`.
+
+        Raises:
+            SettingsInvalid: If an entry is neither.
+        """
+        self._networks = tuple(network for entry in trusted for network in _networks(entry))
+
+    def direct_client(self, peer: str) -> str | None:
+        """Return the client at the other end of a connection.
+
+        Args:
+            peer: The address that the connection comes from.
+
+        Returns:
+            The name that the client is counted by; None where a proxy is at the other end.
+        """
+        address = _parse(peer)
+        if address is None or self._is_trusted(address):
+            return None
+        return _name(address)
+
+    def forwarded_client(self, peer: str, header: str) -> str | None:
+        """Return the client for whom a proxy forwards a request.
+
+        Args:
+            peer: The address that the connection comes from.
+            header: All of `X-Forwarded-For`, in which each proxy appends the address it was called from.
+
+        Returns:
+            The last address that is not a trusted proxy's; None where there is none, or `peer` is not trusted.
+        """
+        address = _parse(peer)
+        if address is None or not self._is_trusted(address):
+            return None
+        for entry in reversed(header.rsplit(",", _MAX_FORWARDED)):
+            named = _parse(entry.strip())
+            if named is None:
+                return None
+            if not self._is_trusted(named):
+                return _name(named)
+        return None
+
+    def _is_trusted(self, address: _Address) -> bool:
+        return any(address in network for network in self._networks)
+
+
+def _name(address: _Address) -> str:
+    """Return the name to count by: one subscriber has a whole network of IPv6 addresses."""
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((address, _V6_PREFIX), strict=False))
+    return str(address)
+
+
+def _parse(text: str) -> _Address | None:
+    host = text.partition("%")[0]
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    elif host.count(":") == 1:  # some proxies name the port too
+        host = host.partition(":")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else address
+
+
+def _networks(entry: str) -> tuple[_Network, ...]:
+    if entry == GATEWAY:
+        return tuple(ipaddress.ip_network(gateway) for gateway in default_gateways())
+    try:
+        return (ipaddress.ip_network(entry, strict=False),)
+    except ValueError:
+        raise SettingsInvalid(
+            f"KRONOSCOPE_TRUSTED_PROXIES has {entry[:40]!r}, which is neither an address nor a network; "
+            "write a comma list such as 127.0.0.1,10.0.0.0/8, or `gateway`"
+        ) from None
+
+
+def default_gateways(routes: Path = _ROUTES) -> tuple[str, ...]:
+    """Return the gateways of the default routes.
+
+    Args:
+        routes: The kernel's table of IPv4 routes.
+
+    Returns:
+        Their addresses; none where the table cannot be read.
+    """
+    try:
+        lines = routes.read_text().splitlines()[1:]
+    except OSError:
+        return ()
+    fields = [line.split() for line in lines]
+    gateways = [each[2] for each in fields if len(each) > 2 and each[1] == "00000000" and each[2] != "00000000"]
+    return tuple(str(ipaddress.IPv4Address(bytes.fromhex(each)[::-1])) for each in gateways)
