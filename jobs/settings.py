@@ -1,13 +1,15 @@
 """The settings of the ledger, and those that the API and the workers share."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from jobs.environment import CommaList, EnvironmentSettings, Folder, Seconds, Variables
 from jobs.errors import SettingsInvalid
+from jobs.records import LOCAL_TENANT
 from jobs.s3_settings import S3Settings
+from jobs.schema.identifiers import is_id
 
 _S3 = "s3://"
 
@@ -95,15 +97,43 @@ class ServiceSettings(EnvironmentSettings):
     """Carries the wake-ups. An API without it sends none, and workers find jobs by polling; `kronoscope worker` then
     tries `redis://127.0.0.1:6379/0`; embedded mode needs none."""
     allowed_factories: Annotated[CommaList, Variables(("KRONOSCOPE_ALLOW_FACTORIES",))] = ()
-    """Comma list of `package.module:callable` that jobs may name; empty allows none, `*` all. A job with a factory goes
-    to workers that list it, so workers may differ."""
+    """Comma list of `package.module:callable` that jobs may name; empty allows none, `*` all. An entry
+    `TENANT_ID=package.module:callable` is for that tenant alone. A job with a factory goes to workers that list it, so
+    workers may differ."""
     allowed_directories: Annotated[CommaList, Variables(("KRONOSCOPE_ALLOW_DIRECTORIES",))] = ()
-    """Comma list of folders that jobs may read from; empty allows none, `*` all."""
+    """Comma list of folders that jobs may read from; empty allows none, `*` all. An entry `TENANT_ID=/folder` is for
+    that tenant alone. Links are followed as far as they stay in one listed folder."""
     model_store: Folder = Folder(".kronoscope/models")
     """Folder of the model store (in the images `/data/models`): builtin models once trained, hub models once fetched,
     the machine's measured speed."""
     disk_floor_bytes: int = Field(256 * 2**20, ge=0)
     """With less free than this a worker takes no job, and `/readyz` fails, unless artifacts are in a bucket."""
+
+    def factories_of(self, tenant_id: str) -> tuple[str, ...]:
+        """Return the factories that a tenant's jobs may name.
+
+        Args:
+            tenant_id: The tenant's id.
+
+        Returns:
+            The entries for everybody and those for this tenant; `*` stands for all.
+        """
+        return _allowed(self.allowed_factories, tenant_id)
+
+    def directories_of(self, tenant_id: str) -> tuple[str, ...]:
+        """Return the folders that a tenant's jobs may read from.
+
+        Args:
+            tenant_id: The tenant's id.
+
+        Returns:
+            The entries for everybody and those for this tenant; `*` stands for all.
+        """
+        return _allowed(self.allowed_directories, tenant_id)
+
+    def factories_of_any(self) -> tuple[str, ...]:
+        """Return the factories that jobs of at least one tenant may name."""
+        return tuple(dict.fromkeys(value for _, value in map(_owner, self.allowed_factories)))
 
     @classmethod
     def read_values(cls, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -119,3 +149,14 @@ class ServiceSettings(EnvironmentSettings):
             SettingsInvalid: If one of the ledger's is missing or makes no sense.
         """
         return {"ledger": LedgerSettings.from_environment(environ), **super().read_values(environ)}
+
+
+def _allowed(entries: Iterable[str], tenant_id: str) -> tuple[str, ...]:
+    return tuple(value for owner, value in map(_owner, entries) if owner in (None, tenant_id))
+
+
+def _owner(entry: str) -> tuple[str | None, str]:
+    """The tenant that an entry is for, and its value; None is everybody."""
+    owner, equals, value = entry.partition("=")
+    # a folder may have a `=` in its name
+    return (owner, value) if equals and (owner == LOCAL_TENANT or is_id(owner)) else (None, entry)

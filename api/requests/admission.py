@@ -47,7 +47,7 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     Raises:
         DocumentRefused: With a complaint for each source that this service does not take, or for the deadline.
     """
-    complaints = (*_inputs(document, settings), *_factors(document, engine, tenant_id, settings))
+    complaints = (*_inputs(document, settings, tenant_id), *_factors(document, engine, tenant_id, settings))
     if complaints:
         raise DocumentRefused(complaints)
     if document.schedule.deadline_at is not None:
@@ -56,22 +56,22 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
         require_in_time(document.schedule.deadline_at, now)
 
 
-def _inputs(document: JobDocument, settings: Settings) -> Iterator[Complaint]:
+def _inputs(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
     for name, source in (("model", document.model), ("data", document.data)):
         if isinstance(source, (UploadedModel, UploadedData)):
             yield _complaint(
                 f"/{name}/source", "not_available", "`upload` is not part of this service yet; take another source"
             )
         elif isinstance(source, (ModelFactory, DataFactory)):
-            yield from _listed_factory(f"/{name}/factory", source.factory, settings)
+            yield from _listed_factory(f"/{name}/factory", source.factory, settings.factories_of(tenant_id))
         elif isinstance(source, (DirectoryModel, DataFile)):
-            yield from _listed_path(f"/{name}/path", source.path, settings)
+            yield from _listed_path(f"/{name}/path", source.path, settings.directories_of(tenant_id))
         elif isinstance(source, (HuggingFaceModel, HuggingFaceData)):
-            yield from _hub(name, source, settings)
+            yield from _hub(name, source, settings, settings.directories_of(tenant_id))
 
 
-def _listed_factory(pointer: str, factory: str, settings: Settings) -> Iterator[Complaint]:
-    if "*" not in settings.allowed_factories and factory not in settings.allowed_factories:
+def _listed_factory(pointer: str, factory: str, allowed: tuple[str, ...]) -> Iterator[Complaint]:
+    if "*" not in allowed and factory not in allowed:
         yield _complaint(
             pointer,
             "not_allowed",
@@ -80,11 +80,11 @@ def _listed_factory(pointer: str, factory: str, settings: Settings) -> Iterator[
         )
 
 
-def _listed_path(pointer: str, path: str, settings: Settings) -> Iterator[Complaint]:
-    if "*" in settings.allowed_directories:
+def _listed_path(pointer: str, path: str, allowed: tuple[str, ...]) -> Iterator[Complaint]:
+    if "*" in allowed:
         return
     real = Path(os.path.realpath(path))
-    roots = [Path(os.path.realpath(root)) for root in settings.allowed_directories]
+    roots = [Path(os.path.realpath(root)) for root in allowed]
     # a relative path would name the service's own working directory
     if not Path(path).is_absolute() or not any(real.is_relative_to(root) for root in roots):
         # the same sentence whether it exists or not: a caller learns nothing about the machine
@@ -96,9 +96,11 @@ def _listed_path(pointer: str, path: str, settings: Settings) -> Iterator[Compla
         )
 
 
-def _hub(name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settings) -> Iterator[Complaint]:
+def _hub(
+    name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settings, allowed: tuple[str, ...]
+) -> Iterator[Complaint]:
     if name == "data" and source.id.startswith(("/", "./", "../", "~")):
-        yield from _listed_path(f"/{name}/id", source.id, settings)
+        yield from _listed_path(f"/{name}/id", source.id, allowed)
         return
     if not _HUB_ID.fullmatch(source.id) or ".." in source.id:
         yield _complaint(f"/{name}/id", "invalid_value", "is not an id of the hub; write `owner/name`")
@@ -130,7 +132,7 @@ def _factors(document: JobDocument, engine: Engine, tenant_id: str, settings: Se
     if reference is None:
         return
     if reference.job is None:
-        yield from _listed_path("/factors/path", reference.path or "", settings)
+        yield from _listed_path("/factors/path", reference.path or "", settings.directories_of(tenant_id))
         return
     job = read_job(engine, tenant_id, reference.job)
     if job is None:

@@ -48,7 +48,7 @@ class Registration:
             process_space=process_space(settings.node),
             version=importlib.metadata.version("kronoscope"),
             slots=settings.slots,
-            factories=settings.allowed_factories,
+            factories=settings.factories_of_any(),
         )
 
     def start(self) -> None:

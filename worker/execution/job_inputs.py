@@ -10,6 +10,7 @@ from worker.execution.data.stream import DataStream
 from worker.execution.data.validation import validate_chunks
 from worker.execution.files.artifact_files import find_factors
 from worker.execution.files.matrix_file import MatrixFile
+from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
@@ -108,15 +109,15 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
             matrix for another analysis than `reconstruction`.
     """
     if assignment.factors_path is not None:
-        return find_factors(assignment.factors_path, "/factors")
+        return find_factors(OpenFolder.by_itself(assignment.factors_path, "/factors"), "/factors")
     reference = document.factors
     path = None if reference is None else reference.path
     if reference is None or path is None:
         raise Refusal(
             "names a job of the service; in the foreground give `factors: {path: FOLDER}`", pointer="/factors/job"
         )
-    found = context.allowed_path(path, "/factors/path")
-    if not found.is_file():
+    found = context.open_path(path, "/factors/path")
+    if isinstance(found, OpenFolder):
         if reference.tensor is not None:
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
         return find_factors(found, "/factors/path")

@@ -1,9 +1,10 @@
 """A model ready to be measured, with what the data must know about it."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
+
+from worker.execution.files.open_files import ReadableFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,7 @@ class Vocabulary:
     """Token ids lie below this."""
     max_length: int | None
     """Positions the model has; null where any length goes."""
-    tokenizer: Path | None
+    tokenizer: ReadableFile | None
     """`tokenizer.json`; null for a model that reads bytes."""
     pad_id: int = 0
     mask_token: str | None = None

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.execution.refusal import Refusal
+from worker.execution.data.byte_count import ByteCount
+from worker.execution.files.open_files import OpenFile, OpenFolder, open_allowed, outside, real_path
+from worker.execution.refusal import Refusal, storable_text
 
 
 def _ignore(*_: object) -> None:
@@ -23,41 +25,55 @@ class LoaderContext:
     """Where factories are looked for, after everything installed."""
     factories: tuple[str, ...] = ("*",)
     directories: tuple[str, ...] = ("*",)
+    most_bytes: int = 2**62
+    """Bytes of host memory that models and data may take while they are loaded."""
     shapes_only: bool = False
     """For a plan: models stand on the meta device, and no weight is read or fetched."""
     report: Callable[[str, int, int | None, str], None] = _ignore
     checkpoint: Callable[[], None] = _ignore
     log: Callable[[str, str], None] = _ignore
 
-    def allowed_path(self, path: str, pointer: str) -> Path:
-        """Return an existing path that the job may read, with symbolic links followed first.
+    def byte_count(self, pointer: str) -> ByteCount:
+        """Return a count of what a loader holds, which begins at 0.
+
+        Args:
+            pointer: The field of the document, for messages.
+
+        Returns:
+            The count.
+        """
+        return ByteCount(most_bytes=self.most_bytes, pointer=pointer)
+
+    def open_path(self, path: str, pointer: str) -> OpenFile | OpenFolder:
+        """Open a file or folder that the job may read, with links followed as far as they stay in an allowed folder.
 
         Args:
             path: The path as the document names it.
             pointer: The field of the document.
 
         Returns:
-            The real path of a file or folder.
+            The file, open; or the folder, whose files are opened beneath the same allowed folder.
 
         Raises:
-            Refusal: If it lies outside what the operator lists, or is not there.
+            Refusal: If it lies outside what the operator lists, is not there, or is neither a folder nor a file.
         """
-        real = Path(os.path.realpath(Path(path).expanduser()))
-        if "*" not in self.directories:
-            roots = [Path(os.path.realpath(root)) for root in self.directories]
-            if not any(real.is_relative_to(root) for root in roots):
-                # the same sentence whether it exists or not: a caller learns nothing about the machine
-                raise Refusal(
-                    "lies outside the folders that this service's operator lists",
-                    pointer=pointer,
-                    code="not_allowed",
-                )
-        if not real.exists():
+        found = open_allowed(Path(path), self._root(path, pointer), path, pointer)
+        if found is None:
             raise Refusal(
-                f"{path} does not exist on this machine; name a file or folder that does",
+                f"{storable_text(path)} does not exist on this machine; name a file or folder that does",
                 pointer=pointer,
                 code="not_found",
             )
-        if not (real.is_file() or real.is_dir()):
-            raise Refusal(f"{path} is neither a file nor a folder", pointer=pointer, code="not_found")
-        return real
+        return found
+
+    def _root(self, path: str, pointer: str) -> Path | None:
+        """The allowed folder that a path lies in; None if all are allowed."""
+        if "*" in self.directories:
+            return None
+        real = real_path(Path(path))
+        roots = [Path(os.path.realpath(root)) for root in self.directories]
+        within = [root for root in roots if real is not None and real.is_relative_to(root)]
+        if not within:
+            raise outside(None, pointer)
+        # of nested ones the widest: links within it are as good
+        return min(within, key=lambda root: len(root.parts))

@@ -59,7 +59,10 @@ def assignment(
         "completed": [list(row) for row in claim.completed],
         "threads": threads,
         "paths": list(settings.paths),
-        "allowed": {"factories": list(settings.allowed_factories), "directories": list(settings.allowed_directories)},
+        "allowed": {
+            "factories": list(settings.factories_of(claim.tenant_id)),
+            "directories": list(settings.directories_of(claim.tenant_id)),
+        },
         "store": str(settings.model_store),
         "offline": True,
         "plan": None if claim.plan is None else plain(claim.plan),

@@ -23,9 +23,9 @@ def settings(tmp_path: Path, **more: Any) -> Settings:
     return Settings(ledger=ledger, embedded=True, model_store=tmp_path / "models", **more)
 
 
-def refused(engine: Engine, chosen: Settings, document: dict[str, Any]) -> dict[str, str]:
+def refused(engine: Engine, chosen: Settings, document: dict[str, Any], tenant: str = LOCAL_TENANT) -> dict[str, str]:
     try:
-        admit(parse_document(seeding.raw(document)), chosen, engine, LOCAL_TENANT)
+        admit(parse_document(seeding.raw(document)), chosen, engine, tenant)
     except DocumentRefused as error:
         return {each.pointer: each.code for each in error.complaints}
     return {}
@@ -70,6 +70,32 @@ def test_what_the_operator_lists_is_taken(ledger: Engine, tmp_path: Path) -> Non
     assert not taken({"source": "directory", "path": str(inside / ".." / "other")})
     assert not taken({"source": "directory", "path": str(inside / "link" / "model")})
     assert not taken({"source": "directory", "path": "model"})
+
+
+def test_what_is_listed_for_one_tenant_is_refused_to_others(ledger: Engine, tmp_path: Path) -> None:
+    other = _other_tenant(ledger)
+    for name in ("shared", "a=b", "theirs"):
+        (tmp_path / name).mkdir()
+    chosen = settings(
+        tmp_path,
+        allowed_factories=(FACTORY, f"{other}={FACTORY}2"),
+        allowed_directories=(f"{tmp_path}/shared", f"{tmp_path}/a=b", f"{other}={tmp_path}/theirs"),
+    )
+
+    def taken(tenant: str, source: dict[str, str]) -> bool:
+        return not refused(ledger, chosen, {**seeding.DOCUMENT, "model": source}, tenant)
+
+    for tenant in (LOCAL_TENANT, other):
+        assert taken(tenant, {"source": "factory", "factory": FACTORY})
+        assert taken(tenant, {"source": "directory", "path": f"{tmp_path}/shared/m"})
+        assert taken(tenant, {"source": "directory", "path": f"{tmp_path}/a=b/m"})
+        for own in (
+            {"source": "factory", "factory": FACTORY + "2"},
+            {"source": "directory", "path": f"{tmp_path}/theirs"},
+        ):
+            assert taken(tenant, own) == (tenant == other)
+    assert chosen.factories_of_any() == (FACTORY, FACTORY + "2")
+    assert chosen.directories_of(other)[-1] == f"{tmp_path}/theirs"
 
 
 def test_a_model_in_the_store_needs_no_hub(ledger: Engine, tmp_path: Path) -> None:

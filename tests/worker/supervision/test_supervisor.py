@@ -35,6 +35,9 @@ from worker.supervision import lease_monitor
 from worker.supervision import supervisor as supervisor_module
 from worker.supervision.supervisor import Supervisor
 
+OTHER = "0198c0de-0000-7000-8000-000000000000"
+"""A tenant that has no job."""
+
 
 @pytest.fixture
 def supervise(ledger: Any, settings: Any, scripted: Any) -> Any:
@@ -137,11 +140,12 @@ def test_the_child_is_told_what_is_allowed_and_nothing_secret(
     job_id = submitted()
     supervise(
         job_id, ["echo_assignment"], ["echo_environment"], ["finish"],
-        allowed_factories=("a.b:c",), allowed_directories=("/srv/models",), threads=3,
+        allowed_factories=("a.b:c", f"{OTHER}=a.b:theirs"), threads=3,
+        allowed_directories=("/srv/models", "local=/srv/own", f"{OTHER}=/srv/theirs"),
     )  # fmt: skip
     told, environment = [json.loads(line.data["message"]) for line in events(job_id, "log")]
     assert told["document"]["kind"] == "capacity"
-    assert told["allowed"] == {"factories": ["a.b:c"], "directories": ["/srv/models"]}
+    assert told["allowed"] == {"factories": ["a.b:c"], "directories": ["/srv/models", "/srv/own"]}
     assert (told["threads"], told["completed"], told["offline"], told["estimate"]) == (3, [], True, False)
     assert "canary" not in json.dumps([told, environment])
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from pathlib import Path
 from engine.workspace import Artifacts
 from worker.disk import cache_folder
 from worker.execution.files.artifact_files import ArtifactFiles
+from worker.execution.files.open_files import OpenFolder
+from worker.execution.refusal import Refusal
 
 _FORMAT = "kronoscope-cached-factors/1"
 _MAX_ENTRY_BYTES = 64 * 2**20
@@ -86,7 +89,7 @@ class FactorCache:
         shutil.rmtree(self._own, ignore_errors=True)
         try:
             source = self._linked(entry)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, Refusal) as error:
             shutil.rmtree(self._own, ignore_errors=True)
             if isinstance(error, FileNotFoundError) and not (entry / cache_folder.ENTRY).exists():
                 return None
@@ -103,7 +106,10 @@ class FactorCache:
         return ArtifactFiles(self._own, None), found
 
     def _linked(self, entry: Path) -> str:
-        with (entry / cache_folder.ENTRY).open("rb") as file:
+        listing = OpenFolder(entry, Path(os.path.realpath(self._folder)), "/cache").file(cache_folder.ENTRY)
+        if listing is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), cache_folder.ENTRY)
+        with listing.open() as file:
             value = json.loads(file.read(_MAX_ENTRY_BYTES))
         if value["format"] != _FORMAT or value["key"] != self._key:
             raise ValueError("the entry is of another format or key")
@@ -111,6 +117,9 @@ class FactorCache:
             source, target = entry / name, self._own / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"{name!r} is not the name of a file in it")
+            if source.is_symlink():
+                # a link to a link is one, and leads anywhere
+                raise ValueError(f"{name} is a link")
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(source, target)
@@ -122,7 +131,7 @@ class FactorCache:
             except OSError:
                 # a file system without links
                 shutil.copyfile(source, target)
-            if target.stat().st_size != size or _sha256(target) != sha256:
+            if not stat.S_ISREG(target.lstat().st_mode) or target.stat().st_size != size or _sha256(target) != sha256:
                 raise ValueError(f"{name} is not what was written")
         return str(value["job"])
 

@@ -14,6 +14,7 @@ from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.text import text_stream
+from worker.execution.files.open_files import OpenFile
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, is_storable, names
 
@@ -36,8 +37,8 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     Raises:
         Refusal: If the path is not allowed or is a folder, or its content cannot be read as its suffix says.
     """
-    path = request.context.allowed_path(source.path, _POINTER)
-    if not path.is_file():
+    path = request.context.open_path(source.path, _POINTER)
+    if not isinstance(path, OpenFile):
         raise Refusal(f"{source.path} is a folder; give a file", pointer=_POINTER)
     # the name that was given decides: what a link points to may be called anything
     suffix = Path(source.path).suffix.lower()
@@ -54,7 +55,7 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     return text_stream(texts, labels, source.sequence_length, request, _POINTER)
 
 
-def _tensor_file(path: Path, source: DataFile, request: DataRequest) -> DataStream:
+def _tensor_file(path: OpenFile, source: DataFile, request: DataRequest) -> DataStream:
     """Rows of `inputs` (or of `input_ids` and its companions) with `targets`.
 
     Memory:
@@ -86,7 +87,7 @@ def _tensor_file(path: Path, source: DataFile, request: DataRequest) -> DataStre
     return DataStream(batches=batches, examples=rows)
 
 
-def _rows(path: Path, entries: dict[str, TensorEntry]) -> int:
+def _rows(path: OpenFile, entries: dict[str, TensorEntry]) -> int:
     shapes = {name: entry.shape for name, entry in entries.items()}
     if any(not shape for shape in shapes.values()) or len({shape[0] for shape in shapes.values()}) > 1:
         shown = "; ".join(f"`{name}` {list(shape)}" for name, shape in sorted(shapes.items())[:5])
@@ -101,11 +102,11 @@ def _rows(path: Path, entries: dict[str, TensorEntry]) -> int:
     return rows
 
 
-def _text_lines(path: Path, limit: int | None) -> list[str]:
+def _text_lines(path: OpenFile, limit: int | None) -> list[str]:
     return list(itertools.islice((line.strip() for _, line in _lines(path) if line.strip()), limit))
 
 
-def _json_lines(path: Path, limit: int | None, task: str) -> tuple[list[str], list[float] | None]:
+def _json_lines(path: OpenFile, limit: int | None, task: str) -> tuple[list[str], list[float] | None]:
     texts: list[str] = []
     labels: list[float] = []
     for number, line in _lines(path):
@@ -144,7 +145,7 @@ def _json_lines(path: Path, limit: int | None, task: str) -> tuple[list[str], li
     return texts, labels or None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: OpenFile) -> Iterator[tuple[int, str]]:
     """Numbered lines, each of bounded length."""
     with path.open("rb") as file:
         number = 0

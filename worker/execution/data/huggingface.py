@@ -13,14 +13,16 @@ import datasets.exceptions
 import huggingface_hub.errors
 
 from catalog.inputs import HuggingFaceData
+from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
+from worker.execution.data.table_files import read_columns
 from worker.execution.data.text import text_stream
-from worker.execution.refusal import Refusal, Unavailable
+from worker.execution.files.open_files import OpenFile, OpenFolder
+from worker.execution.refusal import Refusal, Unavailable, is_storable, names
 
 _ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(/[A-Za-z0-9][\w.\-]{0,95})?", re.ASCII)
-_READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
@@ -37,31 +39,61 @@ def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
         Refusal: If the data set is not there, or a column is missing, empty or of another type.
         Unavailable: If the hub does not answer.
     """
-    datasets.disable_progress_bars()
     request.context.report("data", 0, None, "rows")
-    table = _table(source, request)
-    columns = list(table.column_names)
-    for field, column in (("input_column", source.input_column), ("target_column", source.target_column)):
-        if column is not None and column not in columns:
-            raise Refusal(f"`{column}` is not a column; there are {', '.join(columns[:20])}", pointer=f"/data/{field}")
-    if source.limit is not None:
-        table = table.select(range(min(source.limit, len(table))))
-    if not len(table):
+    columns = [source.input_column, *([source.target_column] if source.target_column is not None else [])]
+    count = request.context.byte_count("/data/id")
+    place = _local(source, request)
+    if place is not None:
+        found = read_columns(place, source.split, columns, source.limit, count)
+    else:
+        found = _columns(_table(source, request), source, columns, count)
+    texts = found[0]
+    if not texts:
         raise Refusal("the data set holds no row", pointer="/data/id", code="empty_data")
-    texts = list(table[source.input_column])
-    wrong = next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)
-    if wrong is not None:
-        raise Refusal(
-            f"row {wrong} holds {type(texts[wrong]).__name__}, not text; tensors come from `source: file`",
-            pointer="/data/input_column",
-            code="wrong_type",
-        )
-    labels = _labels(table, source, request) if source.target_column is not None else None
+    _require_texts(texts)
+    labels = _labels(found[1], source, request) if source.target_column is not None else None
     return text_stream(texts, labels, source.sequence_length, request, "/data")
 
 
-def _labels(table: Any, source: HuggingFaceData, request: DataRequest) -> list[float]:  # noqa: ANN401 - untyped library
-    labels = list(table[source.target_column])
+def _local(source: HuggingFaceData, request: DataRequest) -> OpenFile | OpenFolder | None:
+    """The file or folder that an id names; None for one of the hub."""
+    local = Path(source.id).expanduser()
+    if local.is_absolute() or source.id.startswith(("./", "../", "~")) or local.exists():
+        return request.context.open_path(source.id, "/data/id")
+    return None
+
+
+def _columns(table: Any, source: HuggingFaceData, columns: list[str], count: ByteCount) -> list[list[Any]]:  # noqa: ANN401 - untyped library
+    there = list(table.column_names)
+    for field, column in zip(("input_column", "target_column"), columns, strict=False):
+        if column not in there:
+            raise Refusal(f"`{column}` is not a column; there are {names(there, 20)}", pointer=f"/data/{field}")
+    found: list[list[Any]] = [[] for _ in columns]
+    for place in range(min(source.limit or len(table), len(table))):
+        row = table[place]
+        for values, column in zip(found, columns, strict=True):
+            count.add_value(row[column])
+            values.append(row[column])
+    return found
+
+
+def _require_texts(texts: list[Any]) -> None:
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise Refusal(
+                f"row {row} holds {type(text).__name__}, not text; tensors come from `source: file`",
+                pointer="/data/input_column",
+                code="wrong_type",
+            )
+        if not is_storable(text):
+            raise Refusal(
+                f"row {row} holds half of a surrogate pair, which is not a character",
+                pointer="/data/input_column",
+                code="wrong_format",
+            )
+
+
+def _labels(labels: list[Any], source: HuggingFaceData, request: DataRequest) -> list[float]:
     task = request.task.type
     for row, label in enumerate(labels):
         fault = label_fault(label, task)
@@ -74,9 +106,7 @@ def _labels(table: Any, source: HuggingFaceData, request: DataRequest) -> list[f
 
 def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN401 - untyped library
     around = request.context
-    local = Path(source.id).expanduser()
-    if local.is_absolute() or source.id.startswith(("./", "../", "~")) or local.exists():
-        return _local_table(around.allowed_path(source.id, "/data/id"), source, around.store)
+    datasets.disable_progress_bars()
     if not _ID.fullmatch(source.id):
         raise Refusal("is not a data set id; write `owner/name`, or a path", pointer="/data/id")
     config = datasets.DownloadConfig(local_files_only=around.offline, cache_dir=str(around.store / "datasets"))
@@ -111,32 +141,4 @@ def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN40
     except (ValueError, datasets.exceptions.DatasetsError) as error:
         raise Refusal(
             f"{source.id} cannot be loaded: {str(error)[:300]}", pointer="/data", code="invalid_data"
-        ) from error
-
-
-def _local_table(path: Path, source: HuggingFaceData, store: Path) -> Any:  # noqa: ANN401 - untyped library
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(file for file in path.rglob("*") if file.suffix in _READERS and source.split in file.stem)
-        or sorted(file for file in path.rglob("*") if file.suffix in _READERS)
-    )
-    suffixes = {file.suffix for file in files}
-    if not files or suffixes - _READERS.keys() or len({_READERS[suffix] for suffix in suffixes}) != 1:
-        raise Refusal(
-            f"{path.name} must hold data files of one kind: {', '.join(_READERS)}",
-            pointer="/data/id",
-            code="wrong_format",
-        )
-    try:
-        return datasets.load_dataset(
-            _READERS[files[0].suffix],
-            data_files=[str(file) for file in files],
-            split="train",  # the reader's own name for all the files it was given
-            cache_dir=str(store / "datasets"),
-        )
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error
-        raise Refusal(
-            f"{path.name} cannot be read: {str(cause)[:300]}", pointer="/data/id", code="wrong_format"
         ) from error

@@ -21,9 +21,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from worker.execution.files.open_files import ReadableFile
 from worker.execution.refusal import Refusal
 
 _PROGRAM = (sys.executable, "-P", "-m", "worker.execution.data.tokenizer_program")
@@ -53,7 +53,7 @@ class TokenizerProcess:
     @contextlib.contextmanager
     def start(
         cls,
-        path: Path,
+        path: ReadableFile,
         length: int,
         masks: Sequence[str],
         largest_text_bytes: int,

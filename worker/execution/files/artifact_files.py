@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from catalog.record import plain
+from worker.execution.files.open_files import OpenFolder, ReadableFile
 from worker.execution.files.safetensors_header import read_header
-from worker.execution.refusal import Refusal
+from worker.execution.refusal import Refusal, storable_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,127}(/[A-Za-z0-9][\w.\-]{0,127}){0,3}", re.ASCII)
 _PART_BYTES = 16 * 2**20
@@ -112,11 +113,9 @@ class ArtifactFiles:
             FileNotFoundError: If nothing has that name.
             Refusal: If the file is not a valid safetensors file.
         """
-        path = self._path(name)
-        if not path.is_file():
-            raise FileNotFoundError(name)
-        read_header(path, "/factors")
-        return safetensors.torch.load_file(path)
+        file = self._opened(name)
+        read_header(file, "/factors")
+        return safetensors.torch.load_file(file)
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
         """Read a table back.
@@ -131,15 +130,13 @@ class ArtifactFiles:
             FileNotFoundError: If nothing has that name.
             Refusal: If the file is not JSON, or has more than 512 MiB.
         """
-        path = self._path(name)
-        if not path.is_file():
-            raise FileNotFoundError(name)
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise Refusal(f"{path.name} has more than {_MAX_JSON_BYTES:,} bytes", pointer="/factors")
+        file = self._opened(name)
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            raise Refusal(f"{file.name} has more than {_MAX_JSON_BYTES:,} bytes", pointer="/factors")
         try:
-            return json.loads(path.read_bytes())
+            return json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise Refusal(f"{path.name} is not valid JSON", pointer="/factors", code="broken_factors") from error
+            raise Refusal(f"{file.name} is not valid JSON", pointer="/factors", code="broken_factors") from error
 
     def remove(self, name: str) -> None:
         """Delete a file; one that does not exist is not an error.
@@ -153,6 +150,13 @@ class ArtifactFiles:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not a name for an artifact")
         return self._root / name
+
+    def _opened(self, name: str) -> ReadableFile:
+        """The file of that name; nothing but our own process writes into the folder."""
+        path = self._path(name)
+        if not path.is_file():
+            raise FileNotFoundError(name)
+        return path
 
     def _write(self, name: str, parts: Iterable[bytes], media_type: str) -> None:
         path = self._path(name)
@@ -190,8 +194,9 @@ class ArtifactFiles:
 class StoredFactors(ArtifactFiles):
     """Factors of an earlier job: a folder with ``factors.index.json``, named as if below ``factors/``."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, _never)
+    def __init__(self, folder: OpenFolder) -> None:
+        super().__init__(folder.path, _never)
+        self._folder = folder
 
     def remove(self, name: str) -> None:
         """Refuse, since the factors are another job's.
@@ -207,12 +212,18 @@ class StoredFactors(ArtifactFiles):
     def _path(self, name: str) -> Path:
         return super()._path(name.removeprefix("factors/"))
 
+    def _opened(self, name: str) -> ReadableFile:
+        file = self._folder.file(str(self._path(name).relative_to(self._folder.path)))
+        if file is None:
+            raise FileNotFoundError(name)
+        return file
 
-def find_factors(path: Path, pointer: str) -> StoredFactors:
+
+def find_factors(folder: OpenFolder, pointer: str) -> StoredFactors:
     """Find the factors of an earlier run.
 
     Args:
-        path: The folder of factors, a run's `artifacts`, or a run's output.
+        folder: The folder of factors, a run's `artifacts`, or a run's output.
         pointer: The field of the document that named it.
 
     Returns:
@@ -221,11 +232,12 @@ def find_factors(path: Path, pointer: str) -> StoredFactors:
     Raises:
         Refusal: If there is no index.
     """
-    for folder in (path, path / "factors", path / "artifacts" / "factors"):
-        if (folder / "factors.index.json").is_file():
-            return StoredFactors(folder)
+    for candidate in (folder, folder.folder("factors"), folder.folder("artifacts/factors")):
+        if candidate.file("factors.index.json") is not None:
+            return StoredFactors(candidate)
     raise Refusal(
-        f"{path} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote",
+        f"{storable_text(str(folder.path))} holds no factors.index.json; give the folder that a job with "
+        "`keep: [factors]` wrote",
         pointer=pointer,
         code="not_found",
     )

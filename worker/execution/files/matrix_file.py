@@ -5,7 +5,6 @@ what its precision rounds; then symmetric to the last bit, as the mean of the tw
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from engine.factors.factor_files import factor_file
 from engine.factors.factor_index import FORMAT, INDEX
 from engine.factors.factor_set import GIVEN_MATRIX
+from worker.execution.files.open_files import ReadableFile
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, names
 
@@ -32,7 +32,7 @@ _ROWS_AT_ONCE = 256
 class MatrixFile:
     """The matrix of a safetensors file, as the engine reads stored factors."""
 
-    def __init__(self, path: Path, tensor: str | None, log: Callable[[str, str], None]) -> None:
+    def __init__(self, path: ReadableFile, tensor: str | None, log: Callable[[str, str], None]) -> None:
         """Read the matrix and check it.
 
         Args:
@@ -143,7 +143,7 @@ class MatrixFile:
         raise PermissionError(f"{name}: a matrix of the caller's is read, never removed")
 
 
-def _chosen(path: Path, header: Mapping[str, TensorEntry], tensor: str | None) -> str:
+def _chosen(path: ReadableFile, header: Mapping[str, TensorEntry], tensor: str | None) -> str:
     """Name of the matrix.
 
     Raises:
@@ -166,13 +166,13 @@ def _chosen(path: Path, header: Mapping[str, TensorEntry], tensor: str | None) -
     return name
 
 
-def _require_finite(path: Path, name: str, matrix: Tensor) -> None:
+def _require_finite(path: ReadableFile, name: str, matrix: Tensor) -> None:
     bad = sum(int((~torch.isfinite(rows)).sum()) for rows in torch.split(matrix, _ROWS_AT_ONCE))
     if bad:
         raise _refused(path, name, f"holds NaN or Inf in {bad} of its {matrix.numel()} numbers; give finite ones")
 
 
-def _require_symmetric(path: Path, name: str, matrix: Tensor) -> float:
+def _require_symmetric(path: ReadableFile, name: str, matrix: Tensor) -> float:
     """The largest difference between the triangles, over the largest entry."""
     differs = largest = 0.0
     for start in range(0, matrix.shape[0], _ROWS_AT_ONCE):
@@ -204,5 +204,5 @@ def _mean_triangle(matrix: Tensor) -> Tensor:
     return triangle
 
 
-def _refused(path: Path, name: str, what: str) -> Refusal:
+def _refused(path: ReadableFile, name: str, what: str) -> Refusal:
     return Refusal(f"`{name}` of {path.name} {what}", pointer="/factors/path", code="broken_matrix")

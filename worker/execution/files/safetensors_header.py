@@ -8,9 +8,9 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
+from worker.execution.files.open_files import ReadableFile
 from worker.execution.refusal import Refusal, is_storable
 
 MAX_HEADER_BYTES = 8 * 2**20
@@ -44,7 +44,7 @@ class TensorEntry:
         return math.prod(self.shape)
 
 
-def read_header(path: Path, pointer: str) -> dict[str, TensorEntry]:
+def read_header(path: ReadableFile, pointer: str) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file, after every check.
 
     Args:
@@ -88,7 +88,7 @@ def read_header(path: Path, pointer: str) -> dict[str, TensorEntry]:
     return _entries(path, header, size - 8 - length, pointer)
 
 
-def _entries(path: Path, header: dict[str, Any], data_bytes: int, pointer: str) -> dict[str, TensorEntry]:
+def _entries(path: ReadableFile, header: dict[str, Any], data_bytes: int, pointer: str) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     spans = []
     for name, value in header.items():
@@ -109,7 +109,7 @@ def _entries(path: Path, header: dict[str, Any], data_bytes: int, pointer: str) 
     return found
 
 
-def _entry(path: Path, name: str, value: Any, pointer: str) -> tuple[TensorEntry, int, int]:  # noqa: ANN401
+def _entry(path: ReadableFile, name: str, value: Any, pointer: str) -> tuple[TensorEntry, int, int]:  # noqa: ANN401
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"must describe `{name}` by dtype, shape and data_offsets alone", pointer)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -147,5 +147,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _broken(path: Path, what: str, pointer: str) -> Refusal:
+def _broken(path: ReadableFile, what: str, pointer: str) -> Refusal:
     return Refusal(f"{path.name} {what}", pointer=pointer, code="broken_safetensors")

@@ -6,13 +6,13 @@ and only then is a module built and filled.
 
 import inspect
 import json
-from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
 
 from catalog.inputs import DirectoryModel, Task
+from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint_weights import CheckpointFiles, fill, find_weights
@@ -46,13 +46,13 @@ def load(source: DirectoryModel, task: Task, context: LoaderContext) -> LoadedMo
     Raises:
         Refusal: If the path is not allowed or is a file, or the checkpoint is not valid.
     """
-    folder = context.allowed_path(source.path, "/model/path")
-    if not folder.is_dir():
+    folder = context.open_path(source.path, "/model/path")
+    if not isinstance(folder, OpenFolder):
         raise Refusal(f"{source.path} is a file; give the folder that holds it", pointer="/model/path")
     return load_checkpoint(folder, task, context, "/model/path")
 
 
-def load_checkpoint(folder: Path, task: Task, context: LoaderContext, pointer: str) -> LoadedModel:
+def load_checkpoint(folder: OpenFolder, task: Task, context: LoaderContext, pointer: str) -> LoadedModel:
     """Build the model in a folder for a task, and fill it.
 
     Args:
@@ -68,7 +68,7 @@ def load_checkpoint(folder: Path, task: Task, context: LoaderContext, pointer: s
         Refusal: If the configuration, the weights or the tokenizer are not valid; the message says which.
     """
     transformers.logging.set_verbosity_error()
-    architecture = read_architecture(folder / "config.json", pointer)
+    architecture = read_architecture(folder.file("config.json"), pointer)
     if task.type not in architecture.family.tasks:
         raise Refusal(
             f"a `{architecture.model_type}` does not do `{task.type}`; "
@@ -97,7 +97,9 @@ def load_checkpoint(folder: Path, task: Task, context: LoaderContext, pointer: s
     )
 
 
-def _filled(folder: Path, architecture: Architecture, task: Task, context: LoaderContext, pointer: str) -> nn.Module:
+def _filled(
+    folder: OpenFolder, architecture: Architecture, task: Task, context: LoaderContext, pointer: str
+) -> nn.Module:
     found = find_weights(folder, pointer)
     _require_plausible(architecture, found, pointer)
     context.checkpoint()
@@ -137,29 +139,31 @@ def _build(architecture: Architecture, task: Task, pointer: str) -> nn.Module:
     return model
 
 
-def _vocabulary(folder: Path, architecture: Architecture, model: nn.Module, pad_id: int, pointer: str) -> Vocabulary:
+def _vocabulary(
+    folder: OpenFolder, architecture: Architecture, model: nn.Module, pad_id: int, pointer: str
+) -> Vocabulary:
     family, fields = architecture.family, architecture.fields
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file() and tokenizer.stat().st_size > _MAX_TOKENIZER_BYTES:
+    tokenizer = folder.file("tokenizer.json")
+    if tokenizer is not None and tokenizer.stat().st_size > _MAX_TOKENIZER_BYTES:
         raise Refusal(f"tokenizer.json has more than {_MAX_TOKENIZER_BYTES:,} bytes", pointer=pointer)
     length = fields[family.length] - family.reserved_positions if family.length else None
     return Vocabulary(
         size=fields["vocab_size"],
         max_length=length,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=tokenizer,
         pad_id=pad_id,
-        mask_token=_mask_token(folder / "tokenizer_config.json"),
+        mask_token=_mask_token(folder.file("tokenizer_config.json")),
         arguments=frozenset(inspect.signature(model.forward).parameters),
         explicit_positions=family.explicit_positions,
     )
 
 
-def _mask_token(path: Path) -> str | None:
+def _mask_token(file: OpenFile | None) -> str | None:
     """The text of the mask token: a string there, or an object with its content."""
-    if not path.is_file() or path.stat().st_size > 2**20:
+    if file is None or file.stat().st_size > 2**20:
         return None
     try:
-        token = json.loads(path.read_bytes()).get("mask_token")
+        token = json.loads(file.read_bytes()).get("mask_token")
     except (ValueError, AttributeError, RecursionError):
         return None
     content = token.get("content") if isinstance(token, dict) else token

@@ -9,16 +9,18 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import safetensors
 import torch
 from torch import Tensor, nn
 
+from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, names
 
 _MAX_INDEX_BYTES = 8 * 2**20
+_MAX_SHARDS = 512
+"""All are open at once."""
 _SHARD = re.compile(r"[\w.\-]{1,200}\.safetensors", re.ASCII)
 _FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 _HEADS = ("cls.", "lm_head.", "classifier.", "score.", "qa_outputs.", "pre_classifier.", "vocab_transform.",
@@ -44,7 +46,7 @@ class CheckpointFiles:
     """The tensors of a checkpoint, and the file that holds each."""
 
     entries: Mapping[str, TensorEntry]
-    files: Mapping[str, Path]
+    files: Mapping[str, OpenFile]
 
     @property
     def numbers(self) -> int:
@@ -52,7 +54,7 @@ class CheckpointFiles:
         return sum(entry.numbers for entry in self.entries.values())
 
 
-def find_weights(folder: Path, pointer: str) -> CheckpointFiles:
+def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
     """Find the safetensors files of a folder, and check every header.
 
     Args:
@@ -65,39 +67,43 @@ def find_weights(folder: Path, pointer: str) -> CheckpointFiles:
     Raises:
         Refusal: If there are no safetensors files, the index names a file that is not there, or two hold one tensor.
     """
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        entries = read_header(whole, pointer)
-        return CheckpointFiles(entries=entries, files=dict.fromkeys(entries, whole))
-    if not index.is_file():
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    whole = folder.file("model.safetensors")
+    if whole is not None:
+        header = read_header(whole, pointer)
+        return CheckpointFiles(entries=header, files=dict.fromkeys(header, whole))
+    index = folder.file("model.safetensors.index.json")
+    if index is None:
+        others = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         remedy = (
             f"{names(others)} may hold code, and is never read: save the model as safetensors"
             if others
             else ("save the model with `save_pretrained`")
         )
         raise Refusal(f"the folder has no model.safetensors; {remedy}", pointer=pointer, code="not_found")
-    entries, files = {}, {}
+    entries: dict[str, TensorEntry] = {}
+    files: dict[str, OpenFile] = {}
     for shard in _shards(index, pointer):
-        path = folder / shard
-        if not path.is_file():
+        file = folder.file(shard)
+        if file is None:
             raise Refusal(f"{index.name} names `{shard}`, which is not in the folder", pointer=pointer)
-        header = read_header(path, pointer)
+        header = read_header(file, pointer)
         twice = sorted(header.keys() & entries.keys())
         if twice:
             raise Refusal(f"two files hold {names(twice)}", pointer=pointer, code="broken_safetensors")
         entries.update(header)
-        files.update(dict.fromkeys(header, path))
+        files.update(dict.fromkeys(header, file))
     return CheckpointFiles(entries=entries, files=files)
 
 
-def _shards(index: Path, pointer: str) -> list[str]:
+def _shards(index: OpenFile, pointer: str) -> list[str]:
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise Refusal(f"{index.name} has more than {_MAX_INDEX_BYTES:,} bytes", pointer=pointer)
     try:
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{index.name} has no readable `weight_map`", pointer=pointer) from error
+    if len(shards) > _MAX_SHARDS:
+        raise Refusal(f"{index.name} names {len(shards):,} files; at most {_MAX_SHARDS} are read", pointer=pointer)
     if not shards or any(not isinstance(shard, str) or not _SHARD.fullmatch(shard) for shard in shards):
         raise Refusal(f"{index.name} names something that is not a safetensors file beside it", pointer=pointer)
     return shards
@@ -134,7 +140,7 @@ def fill(model: nn.Module, prefix: str, model_type: str, found: CheckpointFiles,
         raise Refusal(
             f"{len(wrong)} tensors have another shape: {'; '.join(wrong[:3])}", pointer=pointer, code="wrong_shape"
         )
-    by_file: dict[Path, list[tuple[str, str]]] = {}
+    by_file: dict[OpenFile, list[tuple[str, str]]] = {}
     for place, name in places.items():
         by_file.setdefault(found.files[name], []).append((place, name))
     for path, pairs in by_file.items():

@@ -6,11 +6,11 @@ nothing but the fields of ``families`` goes on, each with its type and its bound
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import transformers
 
+from worker.execution.files.open_files import OpenFile
 from worker.execution.models.families import FAMILIES, MAX_LABELS, Family, Fields
 from worker.execution.refusal import Refusal
 
@@ -34,11 +34,11 @@ class Architecture:
     """transformers' configuration object, built from ``fields`` alone."""
 
 
-def read_architecture(path: Path, pointer: str) -> Architecture:
+def read_architecture(file: OpenFile | None, pointer: str) -> Architecture:
     """Read the architecture in a ``config.json``.
 
     Args:
-        path: The file.
+        file: The file; None if there is none.
         pointer: The field of the document that named its folder, for messages.
 
     Returns:
@@ -47,7 +47,7 @@ def read_architecture(path: Path, pointer: str) -> Architecture:
     Raises:
         Refusal: If a field is missing, of another type or out of bounds, or asks for foreign code.
     """
-    config = _read_json(path, pointer)
+    config = _read_json(file, pointer)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         shown = repr(model_type[:60]) if isinstance(model_type, str) else "missing"
@@ -78,13 +78,13 @@ def read_architecture(path: Path, pointer: str) -> Architecture:
     )
 
 
-def _read_json(path: Path, pointer: str) -> dict[str, Any]:
-    if not path.is_file():
+def _read_json(file: OpenFile | None, pointer: str) -> dict[str, Any]:
+    if file is None:
         _refuse("is missing; a checkpoint folder holds config.json and *.safetensors", pointer, code="not_found")
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        _refuse(f"has {path.stat().st_size:,} bytes; at most {_MAX_CONFIG_BYTES:,} are read", pointer)
+    if file.stat().st_size > _MAX_CONFIG_BYTES:
+        _refuse(f"has {file.stat().st_size:,} bytes; at most {_MAX_CONFIG_BYTES:,} are read", pointer)
     try:
-        value = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        value = json.loads(file.read_bytes(), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         _refuse("is not valid JSON (NaN and Infinity are not)", pointer)
     if not isinstance(value, dict):

@@ -1,5 +1,6 @@
 """A model of the Hugging Face hub: its plain files fetched at a pinned commit, then read as a folder."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from catalog.inputs import HuggingFaceModel, Task
+from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load_checkpoint
@@ -43,7 +45,9 @@ def load(source: HuggingFaceModel, task: Task, context: LoaderContext) -> Loaded
     """
     folder = snapshot(source, context)
     context.log("info", f"{source.id} at commit {folder.name}")
-    return load_checkpoint(folder, task, context, "/model/id")
+    return load_checkpoint(
+        OpenFolder(folder, Path(os.path.realpath(context.store / "hub")), "/model/id"), task, context, "/model/id"
+    )
 
 
 def snapshot(source: HuggingFaceModel, context: LoaderContext) -> Path:

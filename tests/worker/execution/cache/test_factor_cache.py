@@ -290,6 +290,25 @@ def test_a_file_that_a_disk_has_lost_is_damage(tmp_path: Path, monkeypatch: pyte
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", [ENTRY, "factors/0.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_a_pipe_in_an_entry_is_damage(tmp_path: Path, name: str, kind: str) -> None:
+    filled(cache(tmp_path))
+    spoiled, elsewhere = tmp_path / "cache" / KEY / name, tmp_path / "elsewhere"
+    spoiled.rename(elsewhere)
+    if kind == "link":
+        # its content is right now, and another's to change
+        spoiled.symlink_to(elsewhere)
+    else:
+        os.mkfifo(spoiled)
+    heard: list[str] = []
+    assert cache(tmp_path, log=lambda _, message: heard.append(message)).find() is None
+    assert "damaged" in heard[0]
+    assert elsewhere.is_file()
+    filled(cache(tmp_path))
+    assert cache(tmp_path).find() is not None
+
+
 def test_a_folder_that_lost_its_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
     filled(cache(tmp_path))
     (tmp_path / "cache" / KEY / ENTRY).unlink()

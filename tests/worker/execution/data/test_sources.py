@@ -257,7 +257,7 @@ def test_a_local_data_set_is_read_without_the_hub(
     )
     found = rows_of(huggingface.load(source, request_for(encoder, "sequence_classification")))
     assert [found[place][1] for place in range(3)] == [0, 1, 0]
-    with pytest.raises(Refusal, match="`text` is not a column; there are sentence, mark"):
+    with pytest.raises(Refusal, match="`text` is not a column; there are `sentence`, `mark`"):
         huggingface.load(HuggingFaceData(source="huggingface", id=str(tmp_path)), request_for(encoder, "masked_lm"))
 
 

@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 
 from worker.execution.files.artifact_files import ArtifactFiles, find_factors
+from worker.execution.files.open_files import OpenFolder
 from worker.execution.refusal import Refusal
 
 
@@ -87,7 +88,7 @@ def test_stored_factors_are_found_in_a_run_or_below_it(tmp_path: Path, below: st
     folder = tmp_path / below
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "factors.index.json").write_text(json.dumps({"format": "x"}))
-    stored = find_factors(tmp_path, "/factors/path")
+    stored = find_factors(OpenFolder.by_itself(tmp_path, "/factors/path"), "/factors/path")
     assert stored.load_json("factors/factors.index.json") == {"format": "x"}
     with pytest.raises(PermissionError):
         stored.save_json("factors/a.json", {})
@@ -95,5 +96,5 @@ def test_stored_factors_are_found_in_a_run_or_below_it(tmp_path: Path, below: st
 
 def test_a_folder_without_factors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"no factors\.index\.json") as refused:
-        find_factors(tmp_path, "/factors/path")
+        find_factors(OpenFolder.by_itself(tmp_path, "/factors/path"), "/factors/path")
     assert refused.value.pointer == "/factors/path"

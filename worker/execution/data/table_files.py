@@ -1,0 +1,164 @@
+"""Columns of parquet, CSV and JSON files, read row by row from open files: nothing is unpacked to the disk.
+
+Of a small file a reader can make any number of bytes: a column of one repeated text, or a compressed page. So rows are
+read in small batches, and counted as they come; what would not fit is refused before it is all there.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from worker.execution.data.byte_count import ByteCount
+from worker.execution.files.open_files import OpenFile, OpenFolder
+from worker.execution.refusal import Refusal, names, storable_text
+
+SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+_ROWS_AT_ONCE = 64
+_CSV_BLOCK_BYTES = 4 * 2**20
+_MOST_LINE_BYTES = 16 * 2**20
+_MOST_DOCUMENT_BYTES = 256 * 2**20
+"""Of a JSON file that is one list, which is read at once."""
+_POINTER = "/data/id"
+
+
+def read_columns(
+    place: OpenFile | OpenFolder, split: str, columns: Sequence[str], limit: int | None, count: ByteCount
+) -> list[list[Any]]:
+    """Read columns of a file, or of all files of a folder whose names hold the split's, else of all.
+
+    Args:
+        place: The file or folder.
+        split: The split that files are chosen by.
+        columns: Names of the columns.
+        limit: The most rows that are read; None reads all.
+        count: Counts the bytes that are held.
+
+    Returns:
+        The values of each column, in the order of the files' names and of the rows in them.
+
+    Raises:
+        Refusal: If there are no files of one kind, a file cannot be read or has not the columns, or there are more
+            bytes than may be held.
+    """
+    found: list[list[Any]] = [[] for _ in columns]
+    for row in itertools.islice(_rows(place, split, columns), limit):
+        for column, value in zip(found, row, strict=True):
+            count.add_value(value)
+            column.append(value)
+    return found
+
+
+def _rows(place: OpenFile | OpenFolder, split: str, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+    for file in _files(place, split):
+        try:
+            yield from _READERS[SUFFIXES[file.suffix]](file, columns)
+        except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+            raise Refusal(
+                f"{file.name} cannot be read as {SUFFIXES[file.suffix]}: {storable_text(str(error))[:300]}",
+                pointer=_POINTER,
+                code="wrong_format",
+            ) from error
+
+
+def _files(place: OpenFile | OpenFolder, split: str) -> Iterator[OpenFile]:
+    if isinstance(place, OpenFile):
+        listed = [place.name]
+    else:
+        every = [name for name in place.walk() if _suffix(name) in SUFFIXES]
+        listed = [name for name in every if split in name.rpartition("/")[2].rpartition(".")[0]] or every
+    if not listed or len({SUFFIXES.get(_suffix(name)) for name in listed} | {None}) != 2:
+        raise Refusal(
+            f"{place.name} must hold data files of one kind: {', '.join(SUFFIXES)}",
+            pointer=_POINTER,
+            code="wrong_format",
+        )
+    if isinstance(place, OpenFile):
+        yield place
+        return
+    for name in listed:
+        file = place.file(name)
+        if file is not None:
+            yield file
+
+
+def _suffix(name: str) -> str:
+    return "." + name.rpartition(".")[2]
+
+
+def _parquet(file: OpenFile, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+    with file.open() as stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False) as table:
+        _require_columns(table.schema_arrow.names, columns)
+        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=list(columns), use_threads=False):
+            yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+
+
+def _csv(file: OpenFile, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+    with file.open() as stream:
+        _require_columns(_header(stream), columns)
+        stream.seek(0)
+        with pyarrow.csv.open_csv(
+            stream,
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
+            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                include_columns=list(columns),
+                # the first column holds texts, also where they look like numbers
+                column_types={columns[0]: pa.string()},
+            ),
+        ) as reader:
+            for batch in reader:
+                yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+
+
+def _header(stream: BinaryIO) -> list[str]:
+    first = pa.py_buffer(stream.readline(_CSV_BLOCK_BYTES))
+    options = pyarrow.csv.ReadOptions(use_threads=False)
+    found: list[str] = pyarrow.csv.read_csv(pa.BufferReader(first), read_options=options).column_names
+    return found
+
+
+def _json(file: OpenFile, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+    for number, row in enumerate(_json_rows(file)):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is not an object")  # noqa: TRY004 - a fault of the file
+        if number == 0:
+            _require_columns(list(row), columns)
+        yield [row.get(name) for name in columns]
+
+
+def _json_rows(file: OpenFile) -> Iterator[Any]:
+    """Rows of a file that is one list, or has one object in a line."""
+    with file.open() as stream:
+        if stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            if file.stat().st_size > _MOST_DOCUMENT_BYTES:
+                raise ValueError(f"a list of more than {_MOST_DOCUMENT_BYTES:,} bytes; write one object in a line")
+            stream.seek(0)
+            yield from json.loads(stream.read().decode("utf-8-sig"))
+            return
+        stream.seek(0)
+        for number in itertools.count(1):
+            line = stream.readline(_MOST_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > _MOST_LINE_BYTES:
+                raise ValueError(f"line {number} is longer than {_MOST_LINE_BYTES:,} bytes")
+            if line.strip():
+                yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+
+
+def _require_columns(there: Sequence[str], columns: Sequence[str]) -> None:
+    missing = next((name for name in columns if name not in there), None)
+    if missing is not None:
+        field = "input_column" if missing == columns[0] else "target_column"
+        raise Refusal(f"`{missing}` is not a column; there are {names(list(there), 20)}", pointer=f"/data/{field}")
+    twice = next((name for name in columns if list(there).count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two columns are called `{twice}`")
+
+
+_READERS = {"parquet": _parquet, "csv": _csv, "json": _json}
