@@ -13,6 +13,7 @@ from api.connections.descriptors import BACKLOG, require_descriptors
 from api.connections.protocol import HttpProtocol
 from api.main import create_app
 from api.settings import Settings
+from catalog.private_memory import hide_memory
 from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
@@ -46,6 +47,7 @@ class _Server(uvicorn.Server):
 
 def main() -> int:
     """Serve until a signal arrives; return the exit code (3 transient, 4 the operator must act)."""
+    hide_memory()
     configure_logging()
     log_last_words()
     try:

@@ -1,13 +1,16 @@
 """What a worker process does from start to end, with a broker that sends wake-ups or without one."""
 
+import os
 import time
 from collections.abc import Callable
 
 import structlog
 
+from catalog.private_memory import hide_memory
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
 from worker.agent.agent import Agent
+from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
 from worker.devices.device_summary import describe_device
 from worker.lifetime import Ending
@@ -32,6 +35,7 @@ class Service:
             broker_backlog: Returns how many wake-ups are at the broker, not yet received.
 
         Raises:
+            SettingsInvalid: If jobs are to run as a user of their own, and cannot.
             SchemaOutdated: If the database has to be migrated first.
         """
         began = time.monotonic()  # the machine is not lent for longer because it took long to start
@@ -39,6 +43,9 @@ class Service:
         log_last_words()
         log = structlog.get_logger("kronoscope.worker")
         log.info("worker starts", device=describe_device(), slots=settings.slots, wakeups=send_wakeup is not None)
+        hide_memory()
+        isolation = measure_isolation(settings.confinement(), os.environ)
+        log.info("isolation of jobs", holds=isolation)
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)

@@ -16,6 +16,7 @@ from jobs.errors import SettingsInvalid
 from jobs.settings import ServiceSettings
 from worker.devices.discover import usual_slots
 from worker.lifetime import Lifetime, LifetimeSettings
+from worker.process.confinement import Confinement
 
 _MOST_SLOTS = 64
 
@@ -62,6 +63,15 @@ class WorkerSettings(ServiceSettings):
     """A job whose attempt takes longer ends with `timeout`: `24h`; 0 sets no limit."""
     paths: Annotated[tuple[str, ...], BeforeValidator(_split_paths), Variables(("KRONOSCOPE_FACTORY_PATH",))] = ()
     """Colon list of folders in which a worker looks for factories, after everything that is installed."""
+    child_user: int | None = Field(None, ge=1, le=2**31 - 1)
+    """Number of the user that jobs run as (in the image, under Compose, 10002); the worker then needs the capabilities
+    SETUID, SETGID and KILL. Without it they run as the worker's user."""
+    child_files: int = Field(4096, ge=64, le=2**20)
+    """Files that the process of a job may have open."""
+    child_file_bytes: int = Field(2**40, ge=2**20, le=2**62)
+    """Bytes of the largest file that a job may write."""
+    child_processes: int = Field(4096, ge=16, le=2**22)
+    """Processes and threads of all jobs of a machine together, where `KRONOSCOPE_CHILD_USER` names their user."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe lines that a worker logs: `DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     pulse_file: Annotated[Path | None, Variables(("KRONOSCOPE_PULSE",))] = None
@@ -93,6 +103,15 @@ class WorkerSettings(ServiceSettings):
             values["slots"] = min(_MOST_SLOTS, usual_slots(node, fake_gpus, environ))
         values["lifetime"] = LifetimeSettings.from_environment(environ).lifetime(time.time())
         return values
+
+    def confinement(self) -> Confinement:
+        """Return what children are held to."""
+        return Confinement(
+            user=self.child_user,
+            files=self.child_files,
+            file_bytes=self.child_file_bytes,
+            processes=self.child_processes,
+        )
 
     def computing_threads(self) -> int:
         """Return the threads of a first attempt."""

@@ -8,6 +8,7 @@
     out of memory       usage      the job does not fit this machine, or its budget
     a lost device       transient  a new process may find it well
     OSError ENOSPC …    transient  the disk, not the job (``worker.disk.free_space``)
+    OSError EFBIG       usage      a file above the limit of a job's files
     OSError EIO …       transient  the machine, not the job
     anything else       fatal      ours to mend
 """
@@ -76,6 +77,11 @@ def _machine_failure(error: BaseException) -> Failed:
     full = describe_full_disk(error) if isinstance(error, OSError) else None
     if full is not None:
         return _failed(error, "transient", DISK_FULL, full)
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        message = (
+            "a file would be larger than KRONOSCOPE_CHILD_FILE_BYTES lets a job write; ask the operator to raise it"
+        )
+        return _failed(error, "usage", "file_too_large", message)
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         message = f"the machine refused a file operation ({error.strerror}); make room, and run the job again"
         return _failed(error, "transient", "machine", message)

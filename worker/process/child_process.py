@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from catalog.frames import MAX_FRAME_BYTES, Frame, decode
+from worker.process.confinement import Confinement
 from worker.process.pipe_reader import lines
 from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
 
@@ -98,6 +99,7 @@ class Child:
         output: int | IO[bytes],
         environment: Mapping[str, str],
         command: Sequence[str] = EXECUTION,
+        confinement: Confinement = Confinement(),  # noqa: B008 - frozen
     ) -> "Child":
         """Start guardian and child.
 
@@ -106,6 +108,7 @@ class Child:
             output: Where its standard output and error go (``subprocess.PIPE``: to ``.output``).
             environment: Its whole environment.
             command: The child's program; ``--frames FD`` is appended.
+            confinement: What the child is held to.
 
         Returns:
             The running child.
@@ -120,7 +123,10 @@ class Child:
             lifeline_read, lifeline = _pipe(ours)
             frames_read, frames_write = _pipe(ours)
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules, no shell
-                [*_GUARDIAN, "--lifeline", str(lifeline_read), "--", *command, "--frames", str(frames_write)],
+                [
+                    *(*_GUARDIAN, "--lifeline", str(lifeline_read), "--confinement", confinement.as_text()),
+                    *("--", *command, "--frames", str(frames_write)),
+                ],
                 stdin=text,
                 stdout=output,
                 stderr=subprocess.STDOUT,

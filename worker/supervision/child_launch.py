@@ -1,6 +1,8 @@
-"""The launch of a child: its environment, and the assignment that it reads."""
+"""The launch of a child: its environment, the assignment that it reads, and its start."""
 
 import os
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,29 @@ from jobs.objects.scratch import Scratch
 from jobs.records import Claim
 from worker.devices.discover import host
 from worker.disk.cache_folder import cache_of_tenant
-from worker.process.child_process import child_environment
+from worker.process.child_process import Child, child_environment
 from worker.settings import WorkerSettings
+
+
+def start(
+    told: Mapping[str, Any], claim: Claim, threads: int, settings: WorkerSettings, command: Sequence[str]
+) -> Child:
+    """Start the child of a claim, within the worker's limits.
+
+    Args:
+        told: The assignment.
+        claim: The job and its lease.
+        threads: Threads that it computes with.
+        settings: The worker's settings.
+        command: The child's program.
+
+    Returns:
+        The running child, whose output is a pipe.
+
+    Raises:
+        OSError: If no process, pipe, thread or temporary file can be had.
+    """
+    return Child.start(told, subprocess.PIPE, environment(claim, threads), command, settings.confinement())
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:

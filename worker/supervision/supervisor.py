@@ -18,7 +18,6 @@ It starts the child, has its frames written (``worker.supervision.frame_writer``
 
 import contextlib
 import errno
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -242,9 +241,8 @@ class Supervisor:
 
     def _launch(self, told: dict[str, Any]) -> tuple[Child, ChildOutput] | OSError | Failed:
         """The child; an OSError where this worker can start none, whatever the job."""
-        environment = child_launch.environment(self._claim, self._threads)
         try:
-            self._child = child = Child.start(told, subprocess.PIPE, environment, self._command)
+            self._child = child = child_launch.start(told, self._claim, self._threads, self._settings, self._command)
         except OSError as error:
             return full_disk_failure(error) or error
         try:

@@ -101,7 +101,8 @@ def test_the_command_does_not_hold_the_lifeline(guarded: Any) -> None:
 def test_it_needs_the_standard_library_alone() -> None:
     program = (
         "import sys; import worker.process.guardian; "
-        "print([n for n in sys.modules if n.partition('.')[0] not in sys.stdlib_module_names | {'worker', '__main__'}])"
+        "ours = sys.stdlib_module_names | {'worker', '__main__'};"
+        "print([n for n in sys.modules if n.partition('.')[0] not in ours])"
     )
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(Path.cwd())!r}); {program}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)

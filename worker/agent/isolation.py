@@ -1,0 +1,99 @@
+"""Which walls between a child and its worker hold here: measured by a child that tries, not read from settings.
+
+::
+
+    own_user           it runs as another user than the worker
+    memory             the worker's environment and memory are closed to it
+    secret_files       the files that hold the service's secrets are closed to it
+    no_new_privileges  no program that it starts has more rights than it
+    system_calls       a filter denies it what no computation needs
+
+    python -P -m worker.agent.isolation PID UID [FILE]...     (the child: prints the list as JSON)
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from jobs.errors import SettingsInvalid
+from worker.process.child_process import Child, child_environment
+from worker.process.confinement import Confinement
+
+WALLS = ("own_user", "memory", "secret_files", "no_new_privileges", "system_calls")
+_LINE_BYTES = 10_000
+_PROBE_SECONDS = 60.0
+
+
+def measure_isolation(confinement: Confinement, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Start a child that tries what a hostile one would try.
+
+    Args:
+        confinement: What children of this worker are held to.
+        environ: The worker's environment, which names the files of its secrets.
+
+    Returns:
+        The walls that hold, in the order of `WALLS`.
+
+    Raises:
+        SettingsInvalid: If children are to have a user of their own, and none can be started as that user.
+    """
+    files = [path for name, path in sorted(environ.items()) if name.endswith("_FILE") and _is_secret(name) and path]
+    command = (sys.executable, "-P", "-m", "worker.agent.isolation", str(os.getpid()), str(os.getuid()), *files)
+    held: tuple[str, ...] = ()
+    said = b""
+    with closing(Child.start({}, subprocess.PIPE, child_environment(environ), command, confinement)) as child:
+        for line in child.output(_LINE_BYTES):
+            said = line
+        code = child.wait(_PROBE_SECONDS)
+    if code == 0:
+        held = tuple(str(each) for each in json.loads(said))
+    if confinement.user is not None and "own_user" not in held:
+        raise SettingsInvalid(
+            f"KRONOSCOPE_CHILD_USER is {confinement.user}, and no process could be started as that user"
+            f" ({said.decode(errors='replace').strip()[:200]}); give the worker the capabilities SETUID, SETGID and"
+            " KILL, let that user read this installation, or leave the variable out"
+        )
+    return held
+
+
+def _is_secret(name: str) -> bool:
+    return name.startswith(("KRONOSCOPE_", "DATABASE_", "REDIS_", "AWS_"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try each wall from inside a child, and print those that hold.
+
+    Args:
+        arguments: The worker's process number and user, then the files of its secrets.
+
+    Returns:
+        The exit code 0.
+    """
+    worker, user, *files = arguments
+    fields = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    walls = {
+        "own_user": os.getuid() != int(user),
+        "memory": not _opens(f"/proc/{worker}/environ") and not _opens(f"/proc/{worker}/mem"),
+        "secret_files": not any(map(_opens, files)),
+        "no_new_privileges": fields.get("NoNewPrivs") == "1",
+        "system_calls": fields.get("Seccomp") == "2",
+    }
+    sys.stdout.write(json.dumps([name for name in WALLS if walls[name]]) + "\n")
+    return 0
+
+
+def _opens(path: str) -> bool:
+    try:
+        with Path(path).open("rb"):
+            return True
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    # the worker appends `--frames FD`, which this child has no use for
+    sys.exit(main(sys.argv[1 : sys.argv.index("--frames")]))
