@@ -31,6 +31,7 @@ from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
+from engine.memory.budget import resident_bytes
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
@@ -52,6 +53,7 @@ from worker.execution.resume_scratch import adopt_checkpoint
 from worker.execution.stop_flag import StopFlag
 
 EXIT_STOPPED = 5
+_SMALL_INPUT_BYTES = 256 * 2**20
 
 
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
@@ -191,6 +193,8 @@ def _compute(
         checkpoint=checkpoint.checkpoint,
         log=pipe.log,
         shapes_only=assignment.estimate,
+        # the budget counts what this process holds already; inputs that are small the plan refuses, with its reasons
+        most_bytes=max(_SMALL_INPUT_BYTES, memory.host_bytes - resident_bytes()),
     )
     if document.factors is not None:
         workspace.inputs.stored = open_factors(document, assignment, context)

@@ -109,7 +109,7 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
             matrix for another analysis than `reconstruction`.
     """
     if assignment.factors_path is not None:
-        return find_factors(OpenFolder.by_itself(assignment.factors_path, "/factors"), "/factors")
+        return find_factors(OpenFolder.by_itself(assignment.factors_path, "/factors"), "/factors", context.most_bytes)
     reference = document.factors
     path = None if reference is None else reference.path
     if reference is None or path is None:
@@ -120,10 +120,10 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
     if isinstance(found, OpenFolder):
         if reference.tensor is not None:
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
-        return find_factors(found, "/factors/path")
+        return find_factors(found, "/factors/path", context.most_bytes)
     if document.kinds != ("reconstruction",):
         raise Refusal(
             "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
             pointer="/factors/path",
         )
-    return MatrixFile(found, reference.tensor, context.log)
+    return MatrixFile(found, reference.tensor, context.log, context.most_bytes)

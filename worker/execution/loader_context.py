@@ -42,7 +42,7 @@ class LoaderContext:
         Returns:
             The count.
         """
-        return ByteCount(most_bytes=self.most_bytes, pointer=pointer)
+        return ByteCount(most_bytes=self.most_bytes, pointer=pointer, checkpoint=self.checkpoint)
 
     def open_path(self, path: str, pointer: str) -> OpenFile | OpenFolder:
         """Open a file or folder that the job may read, with links followed as far as they stay in an allowed folder.

@@ -1,10 +1,12 @@
 """A count of the bytes that a loader holds, which ends it before the machine's memory does."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.memory.plan import readable_bytes
 from worker.execution.refusal import Refusal
 
+_VALUES_BETWEEN = 1_000
 _OBJECT_BYTES = 56
 """What Python takes for a text or a number beside its content."""
 
@@ -16,6 +18,9 @@ class ByteCount:
     most_bytes: int
     held_bytes: int = 0
     pointer: str = "/data"
+    checkpoint: Callable[[], None] = lambda: None
+    """Called now and then, so that a job can be stopped while it reads."""
+    values: int = 0
 
     def add_value(self, value: object) -> None:
         """Count a value that a file gave.
@@ -25,7 +30,11 @@ class ByteCount:
 
         Raises:
             Refusal: If more are held than may be.
+            StopRequested: If the job is to stop.
         """
+        self.values += 1
+        if self.values % _VALUES_BETWEEN == 0:
+            self.checkpoint()
         self.add(_OBJECT_BYTES + (len(value) if isinstance(value, (str, bytes)) else 0))
 
     def add(self, size: int) -> None:
@@ -40,8 +49,8 @@ class ByteCount:
         self.held_bytes += size
         if self.held_bytes > self.most_bytes:
             raise Refusal(
-                f"the data take more than the {readable_bytes(self.most_bytes)} of host memory that this job's loaders "
-                "may take; give a smaller `limit`, or raise `memory.host`",
+                f"the data take more than the {readable_bytes(self.most_bytes)} of host memory that are left to this "
+                "job; give a smaller `limit`, or give the job more (`memory.host`)",
                 pointer=self.pointer,
-                code="out_of_memory",
+                code="budget_exceeded",
             )

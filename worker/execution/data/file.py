@@ -9,6 +9,7 @@ from typing import Any
 import safetensors
 
 from catalog.inputs import DataFile
+from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
@@ -45,9 +46,9 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     if suffix == ".safetensors":
         return _tensor_file(path, source, request)
     if suffix == ".jsonl":
-        texts, labels = _json_lines(path, source.limit, request.task.type)
+        texts, labels = _json_lines(path, source.limit, request.task.type, request.context.byte_count(_POINTER))
     elif suffix == ".txt":
-        texts, labels = _text_lines(path, source.limit), None
+        texts, labels = _text_lines(path, source.limit, request.context.byte_count(_POINTER)), None
     else:
         raise Refusal(f"`{suffix}` is not read; take {', '.join(_SUFFIXES)}", pointer=_POINTER, code="wrong_format")
     if not texts:
@@ -75,6 +76,8 @@ def _tensor_file(path: OpenFile, source: DataFile, request: DataRequest) -> Data
     if source.limit is not None:
         rows = min(rows, source.limit)
     row_bytes = max(1, sum(entry.numbers * 8 // max(entry.shape[0], 1) for entry in entries.values()))
+    # a row is copied into a batch
+    request.context.byte_count(_POINTER).add(row_bytes)
     step = max(1, min(rows, _CHUNK_BYTES // row_bytes))
 
     def batches() -> Iterator[Chunk]:
@@ -102,11 +105,15 @@ def _rows(path: OpenFile, entries: dict[str, TensorEntry]) -> int:
     return rows
 
 
-def _text_lines(path: OpenFile, limit: int | None) -> list[str]:
-    return list(itertools.islice((line.strip() for _, line in _lines(path) if line.strip()), limit))
+def _text_lines(path: OpenFile, limit: int | None, count: ByteCount) -> list[str]:
+    texts = []
+    for text in itertools.islice((line.strip() for _, line in _lines(path) if line.strip()), limit):
+        count.add_value(text)
+        texts.append(text)
+    return texts
 
 
-def _json_lines(path: OpenFile, limit: int | None, task: str) -> tuple[list[str], list[float] | None]:
+def _json_lines(path: OpenFile, limit: int | None, task: str, count: ByteCount) -> tuple[list[str], list[float] | None]:
     texts: list[str] = []
     labels: list[float] = []
     for number, line in _lines(path):
@@ -134,7 +141,9 @@ def _json_lines(path: OpenFile, limit: int | None, task: str) -> tuple[list[str]
             fault = label_fault(row["label"], task)
             if fault is not None:
                 raise Refusal(f"{path.name} line {number}: `label` {fault}", pointer=_POINTER)
+            count.add_value(row["label"])
             labels.append(read_label(row["label"], task))
+        count.add_value(text)
         texts.append(text)
     if labels and len(labels) != len(texts):
         raise Refusal(

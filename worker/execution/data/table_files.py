@@ -18,7 +18,7 @@ from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.refusal import Refusal, names, storable_text
 
 SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-_ROWS_AT_ONCE = 64
+_ROWS_AT_ONCE = 16
 _CSV_BLOCK_BYTES = 4 * 2**20
 _MOST_LINE_BYTES = 16 * 2**20
 _MOST_DOCUMENT_BYTES = 256 * 2**20

@@ -23,6 +23,8 @@ from worker.execution.refusal import Refusal, is_storable
 _MASKED_SHARE = 0.15
 _MASKING = 0x6D61736B
 """Last part of the draw's key: sampled labels have the same seed and example, and must not follow it."""
+_TEXT_BYTES = 500
+"""Two tensors of one text beside their numbers."""
 _AT_ONCE = 512
 _CHARACTERS_AT_ONCE = 2**18
 
@@ -70,7 +72,12 @@ def text_stream(
     least = 2 if request.task.type == "causal_lm" else 1
     with _open_tokenizer(texts, vocabulary, length, request, pointer) as tokenizer:
         mask_id = _mask_id(tokenizer) if request.task.type == "masked_lm" else None
-        encoded = [text for text in _encode(texts, tokenizer, length, request) if len(text.ids) >= least]
+        count = request.context.byte_count(pointer)
+        encoded = []
+        for text in _encode(texts, tokenizer, length, request):
+            count.add(text.ids.nbytes + text.special.nbytes + _TEXT_BYTES)
+            if len(text.ids) >= least:
+                encoded.append(text)
     if not encoded:
         raise Refusal(
             f"none of the {len(texts)} texts has {least} tokens or more; give text", pointer=pointer, code="empty_data"

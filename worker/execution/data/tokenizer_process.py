@@ -33,6 +33,7 @@ _OWN_BYTES = 512 * 2**20
 _BYTES_PER_FILE_BYTE = 32
 _BYTES_PER_TEXT_BYTE = 512
 """Each token holds its text, offsets and masks; a tokenizer of characters makes one of every byte."""
+_MOST_BYTES = 4 * 2**30
 _LOOK_SECONDS = 0.2
 _MOST_REPLY_BYTES = 2**30
 _PASSED = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
@@ -76,7 +77,10 @@ class TokenizerProcess:
         Raises:
             Refusal: If the file cannot be read within the limits.
         """
-        limit = _OWN_BYTES + _BYTES_PER_FILE_BYTE * path.stat().st_size + _BYTES_PER_TEXT_BYTE * largest_text_bytes
+        limit = min(
+            _MOST_BYTES,
+            _OWN_BYTES + _BYTES_PER_FILE_BYTE * path.stat().st_size + _BYTES_PER_TEXT_BYTE * largest_text_bytes,
+        )
         environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
         # one arena, as each thread's own would count as memory; no traces of Rust in a job's log
         environment |= {"MALLOC_ARENA_MAX": "1", "RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from catalog.record import plain
+from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import OpenFolder, ReadableFile
 from worker.execution.files.safetensors_header import read_header
 from worker.execution.refusal import Refusal, storable_text
@@ -194,9 +195,10 @@ class ArtifactFiles:
 class StoredFactors(ArtifactFiles):
     """Factors of an earlier job: a folder with ``factors.index.json``, named as if below ``factors/``."""
 
-    def __init__(self, folder: OpenFolder) -> None:
+    def __init__(self, folder: OpenFolder, most_bytes: int = 2**62) -> None:
         super().__init__(folder.path, _never)
         self._folder = folder
+        self._most_bytes = most_bytes
 
     def remove(self, name: str) -> None:
         """Refuse, since the factors are another job's.
@@ -216,15 +218,24 @@ class StoredFactors(ArtifactFiles):
         file = self._folder.file(str(self._path(name).relative_to(self._folder.path)))
         if file is None:
             raise FileNotFoundError(name)
+        size = file.stat().st_size
+        if size > self._most_bytes:
+            raise Refusal(
+                f"{file.name} has {readable_bytes(size)}, and {readable_bytes(self._most_bytes)} of host memory are "
+                "left to this job; give it more (`memory.host`)",
+                pointer="/factors",
+                code="budget_exceeded",
+            )
         return file
 
 
-def find_factors(folder: OpenFolder, pointer: str) -> StoredFactors:
+def find_factors(folder: OpenFolder, pointer: str, most_bytes: int = 2**62) -> StoredFactors:
     """Find the factors of an earlier run.
 
     Args:
         folder: The folder of factors, a run's `artifacts`, or a run's output.
         pointer: The field of the document that named it.
+        most_bytes: The most that one file may have, which is read into memory.
 
     Returns:
         The factors, opened for reading.
@@ -234,7 +245,7 @@ def find_factors(folder: OpenFolder, pointer: str) -> StoredFactors:
     """
     for candidate in (folder, folder.folder("factors"), folder.folder("artifacts/factors")):
         if candidate.file("factors.index.json") is not None:
-            return StoredFactors(candidate)
+            return StoredFactors(candidate, most_bytes)
     raise Refusal(
         f"{storable_text(str(folder.path))} holds no factors.index.json; give the folder that a job with "
         "`keep: [factors]` wrote",

@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.factors.factor_files import factor_file
 from engine.factors.factor_index import FORMAT, INDEX
 from engine.factors.factor_set import GIVEN_MATRIX
+from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import ReadableFile
-from worker.execution.files.safetensors_header import TensorEntry, read_header
+from worker.execution.files.safetensors_header import ELEMENT_BYTES, TensorEntry, read_header
 from worker.execution.refusal import Refusal, names
 
 _TOLERANCES = {
@@ -32,18 +33,30 @@ _ROWS_AT_ONCE = 256
 class MatrixFile:
     """The matrix of a safetensors file, as the engine reads stored factors."""
 
-    def __init__(self, path: ReadableFile, tensor: str | None, log: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, path: ReadableFile, tensor: str | None, log: Callable[[str, str], None], most_bytes: int = 2**62
+    ) -> None:
         """Read the matrix and check it.
 
         Args:
             path: The safetensors file.
             tensor: The name of the matrix in it; None if the file holds a single tensor.
             log: Receives level and message.
+            most_bytes: The most that its triangle may take.
 
         Raises:
             Refusal: If the file cannot be read, or the matrix is not square, floating-point, finite and symmetric.
         """
-        self.name = _chosen(path, read_header(path, "/factors/path"), tensor)
+        header = read_header(path, "/factors/path")
+        self.name = _chosen(path, header, tensor)
+        triangle = header[self.name].numbers // 2 * ELEMENT_BYTES[header[self.name].dtype]
+        if triangle > most_bytes:
+            raise Refusal(
+                f"`{self.name}` of {path.name} has a triangle of {readable_bytes(triangle)}, and "
+                f"{readable_bytes(most_bytes)} of host memory are left to this job; give it more (`memory.host`)",
+                pointer="/factors/path",
+                code="budget_exceeded",
+            )
         with safe_open(path, framework="pt") as file:
             matrix: Tensor = file.get_tensor(self.name)
         size = matrix.shape[0]

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from catalog.inputs import DirectoryModel, Task
+from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
@@ -28,6 +29,8 @@ _AUTO = {
     "regression": "AutoModelForSequenceClassification",
     "sentence_embedding": "AutoModel",
 }
+_NUMBER_BYTES = 4
+"""A model is loaded in float32."""
 _SLACK = 1.02
 """The closed form may exceed what the files hold by this much; beyond it, config.json lies."""
 
@@ -103,6 +106,7 @@ def _filled(
     found = find_weights(folder, pointer)
     _require_plausible(architecture, found, pointer)
     context.checkpoint()
+    _require_room(architecture, task, context, pointer)
     model = _build(architecture, task, pointer)
     with torch.no_grad():
         unused = fill(model, str(model.base_model_prefix), architecture.model_type, found, pointer)
@@ -119,6 +123,25 @@ def _require_plausible(architecture: Architecture, found: CheckpointFiles, point
             "config.json and the files belong to different models",
             pointer=pointer,
             code="invalid_config",
+        )
+
+
+def _require_room(architecture: Architecture, task: Task, context: LoaderContext, pointer: str) -> None:
+    """Refuse a model that does not fit before a byte of it is taken: a sparse file may declare any size."""
+    needed = architecture.family.weights(architecture.fields) * _NUMBER_BYTES
+    if needed <= context.most_bytes:
+        # the closed form counts no head and no buffer
+        with torch.device("meta"):
+            model = _build(architecture, task, pointer)
+        distinct = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        needed = sum(tensor.numel() * max(_NUMBER_BYTES, tensor.element_size()) for tensor in distinct.values())
+    if needed > context.most_bytes:
+        raise Refusal(
+            f"config.json describes a model of {readable_bytes(needed)} or more in float32, and "
+            f"{readable_bytes(context.most_bytes)} of host memory are left to this job; take a smaller model, or "
+            "give the job more (`memory.host`)",
+            pointer=pointer,
+            code="budget_exceeded",
         )
 
 
