@@ -89,6 +89,14 @@ def test_a_head_that_no_closed_form_counts_is_counted(tmp_path: Path) -> None:
         load(source, Task(type="sequence_classification"), LoaderContext(store=tmp_path, most_bytes=8 * 2**30))
 
 
+def test_many_stages_of_many_layers_are_too_many(tmp_path: Path) -> None:
+    config = {"model_type": "resnet", "hidden_sizes": [8] * 64, "depths": [1024] * 64, "layer_type": "basic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = DirectoryModel(source="directory", path=str(tmp_path))
+    with pytest.raises(Refusal, match="`depths` are 65,536 layers together"):
+        load(source, Task(type="classification"), LoaderContext(store=tmp_path))
+
+
 def test_a_job_that_names_no_budget_has_that_of_the_machine(tmp_path: Path) -> None:
     document = {
         "kind": "capacity",
@@ -124,6 +132,13 @@ def test_a_table_that_unpacks_to_212_mb_is_counted_and_leaves_nothing(tmp_path: 
     with refused("take more than the"):
         huggingface.load(source, request(tmp_path))
     assert not (tmp_path / "store").exists()
+
+
+def test_a_list_of_lists_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    path.write_text("[" + "[]," * 10**6 + "[]]")
+    with refused("take more than the"):
+        huggingface.load(HuggingFaceData(source="huggingface", id=str(path)), request(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])

@@ -37,6 +37,18 @@ class ByteCount:
             self.checkpoint()
         self.add(_OBJECT_BYTES + (len(value) if isinstance(value, (str, bytes)) else 0))
 
+    def require(self, size: int) -> None:
+        """Require that there is room for bytes that are held for a while.
+
+        Args:
+            size: Their number.
+
+        Raises:
+            Refusal: If there is not.
+        """
+        self.add(size)
+        self.held_bytes -= size
+
     def add(self, size: int) -> None:
         """Count bytes.
 

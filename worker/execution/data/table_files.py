@@ -23,6 +23,8 @@ _CSV_BLOCK_BYTES = 4 * 2**20
 _MOST_LINE_BYTES = 16 * 2**20
 _MOST_DOCUMENT_BYTES = 256 * 2**20
 """Of a JSON file that is one list, which is read at once."""
+_DECODED_PER_BYTE = 24
+"""`[],` has three bytes, and takes 64 once it is a list in a list."""
 _POINTER = "/data/id"
 
 
@@ -46,17 +48,19 @@ def read_columns(
             bytes than may be held.
     """
     found: list[list[Any]] = [[] for _ in columns]
-    for row in itertools.islice(_rows(place, split, columns), limit):
+    for row in itertools.islice(_rows(place, split, columns, count), limit):
         for column, value in zip(found, row, strict=True):
             count.add_value(value)
             column.append(value)
     return found
 
 
-def _rows(place: OpenFile | OpenFolder, split: str, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+def _rows(
+    place: OpenFile | OpenFolder, split: str, columns: Sequence[str], count: ByteCount
+) -> Iterator[Sequence[Any]]:
     for file in _files(place, split):
         try:
-            yield from _READERS[SUFFIXES[file.suffix]](file, columns)
+            yield from _READERS[SUFFIXES[file.suffix]](file, columns, count)
         except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
             raise Refusal(
                 f"{file.name} cannot be read as {SUFFIXES[file.suffix]}: {storable_text(str(error))[:300]}",
@@ -90,14 +94,14 @@ def _suffix(name: str) -> str:
     return "." + name.rpartition(".")[2]
 
 
-def _parquet(file: OpenFile, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+def _parquet(file: OpenFile, columns: Sequence[str], count: ByteCount) -> Iterator[Sequence[Any]]:  # noqa: ARG001 - as every reader
     with file.open() as stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False) as table:
         _require_columns(table.schema_arrow.names, columns)
         for batch in table.iter_batches(_ROWS_AT_ONCE, columns=list(columns), use_threads=False):
             yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
 
 
-def _csv(file: OpenFile, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+def _csv(file: OpenFile, columns: Sequence[str], count: ByteCount) -> Iterator[Sequence[Any]]:  # noqa: ARG001 - as every reader
     with file.open() as stream:
         _require_columns(_header(stream), columns)
         stream.seek(0)
@@ -122,8 +126,8 @@ def _header(stream: BinaryIO) -> list[str]:
     return found
 
 
-def _json(file: OpenFile, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
-    for number, row in enumerate(_json_rows(file)):
+def _json(file: OpenFile, columns: Sequence[str], count: ByteCount) -> Iterator[Sequence[Any]]:
+    for number, row in enumerate(_json_rows(file, count)):
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is not an object")  # noqa: TRY004 - a fault of the file
         if number == 0:
@@ -131,12 +135,13 @@ def _json(file: OpenFile, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
         yield [row.get(name) for name in columns]
 
 
-def _json_rows(file: OpenFile) -> Iterator[Any]:
+def _json_rows(file: OpenFile, count: ByteCount) -> Iterator[Any]:
     """Rows of a file that is one list, or has one object in a line."""
     with file.open() as stream:
         if stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             if file.stat().st_size > _MOST_DOCUMENT_BYTES:
                 raise ValueError(f"a list of more than {_MOST_DOCUMENT_BYTES:,} bytes; write one object in a line")
+            count.require(_DECODED_PER_BYTE * file.stat().st_size)
             stream.seek(0)
             yield from json.loads(stream.read().decode("utf-8-sig"))
             return

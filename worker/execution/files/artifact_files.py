@@ -27,7 +27,6 @@ from worker.execution.refusal import Refusal, storable_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,127}(/[A-Za-z0-9][\w.\-]{0,127}){0,3}", re.ASCII)
 _PART_BYTES = 16 * 2**20
-_MAX_JSON_BYTES = 512 * 2**20
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,6 +43,8 @@ Announce = Callable[[str, str, int, str], None]
 
 class ArtifactFiles:
     """Writes below one folder, reads from it, or from the folder of an earlier job."""
+
+    _most_json_bytes = 512 * 2**20
 
     def __init__(self, root: Path, announce: Announce | None) -> None:
         """Set up the folder; nothing is written yet.
@@ -132,8 +133,8 @@ class ArtifactFiles:
             Refusal: If the file is not JSON, or has more than 512 MiB.
         """
         file = self._opened(name)
-        if file.stat().st_size > _MAX_JSON_BYTES:
-            raise Refusal(f"{file.name} has more than {_MAX_JSON_BYTES:,} bytes", pointer="/factors")
+        if file.stat().st_size > self._most_json_bytes:
+            raise Refusal(f"{file.name} has more than {self._most_json_bytes:,} bytes", pointer="/factors")
         try:
             return json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
@@ -194,6 +195,9 @@ class ArtifactFiles:
 
 class StoredFactors(ArtifactFiles):
     """Factors of an earlier job: a folder with ``factors.index.json``, named as if below ``factors/``."""
+
+    _most_json_bytes = 64 * 2**20
+    """Decoded it takes up to twenty times as much, and 10,000 layers have 15 MB."""
 
     def __init__(self, folder: OpenFolder, most_bytes: int = 2**62) -> None:
         super().__init__(folder.path, _never)

@@ -21,6 +21,8 @@ from worker.execution.refusal import Refusal, names
 _MAX_INDEX_BYTES = 8 * 2**20
 _MAX_SHARDS = 512
 """All are open at once."""
+_MAX_TENSORS = 100_000
+"""Of all files."""
 _SHARD = re.compile(r"[\w.\-]{1,200}\.safetensors", re.ASCII)
 _FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 _HEADS = ("cls.", "lm_head.", "classifier.", "score.", "qa_outputs.", "pre_classifier.", "vocab_transform.",
@@ -91,6 +93,8 @@ def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
         if twice:
             raise Refusal(f"two files hold {names(twice)}", pointer=pointer, code="broken_safetensors")
         entries.update(header)
+        if len(entries) > _MAX_TENSORS:
+            raise Refusal(f"the files hold more than {_MAX_TENSORS:,} tensors", pointer=pointer)
         files.update(dict.fromkeys(header, file))
     return CheckpointFiles(entries=entries, files=files)
 

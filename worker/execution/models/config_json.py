@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import transformers
 
 from worker.execution.files.open_files import OpenFile
-from worker.execution.models.families import FAMILIES, MAX_LABELS, Family, Fields
+from worker.execution.models.families import FAMILIES, MAX_DEPTH, MAX_LABELS, Family, Fields
 from worker.execution.refusal import Refusal
 
 _MAX_CONFIG_BYTES = 2**20
@@ -61,6 +61,9 @@ def read_architecture(file: OpenFile | None, pointer: str) -> Architecture:
         width, heads = (fields[name] for name in family.divides)
         if width % heads:
             _refuse(f"`{family.divides[1]}` is {heads}, which does not divide `{family.divides[0]}` {width}", pointer)
+    depth = sum(fields.get("depths", ()))
+    if depth > MAX_DEPTH:
+        _refuse(f"`depths` are {depth:,} layers together; at most {MAX_DEPTH:,} are read", pointer)
     extra: dict[str, Any] = dict(family.fixed)
     if family.rotary:
         extra["rope_parameters"] = _rope(config, model_type, pointer)

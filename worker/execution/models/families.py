@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_LABELS = 100_000
-_WIDTH, _DEPTH, _VOCABULARY, _LENGTH = 65_536, 1_024, 4_194_304, 4_194_304
+MAX_DEPTH = 1_024
+_WIDTH, _DEPTH, _VOCABULARY, _LENGTH = 65_536, MAX_DEPTH, 4_194_304, 4_194_304
 
 
 class Fields(dict[str, Any]):
