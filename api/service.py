@@ -14,6 +14,7 @@ from api.background.request_metrics import RequestMetrics
 from api.live.job_watcher import JobWatcher
 from api.live.stream_limits import StreamLimits
 from api.settings import Settings
+from api.verified_files import VerifiedFiles
 from jobs.objects.artifacts import ArtifactFolder
 
 
@@ -33,6 +34,7 @@ class Service:
     settings: Settings
     engine: Engine
     artifacts: ArtifactFolder
+    verified_files: VerifiedFiles = field(default_factory=VerifiedFiles)
     maintenance: Maintenance
     metrics_cache: MetricsCache
     request_metrics: RequestMetrics

@@ -46,12 +46,12 @@ class Schedule:
         if self.deadline is None:
             return None
         remedy = 'write date, time and offset from UTC, such as "2026-12-01T12:00Z"'
+        if len(self.deadline) > _LONGEST_TEXT:
+            raise FieldError("deadline", f"has {len(self.deadline)} characters; {remedy}")
         try:
-            moment = datetime.fromisoformat(self.deadline[:_LONGEST_TEXT])
+            moment = datetime.fromisoformat(self.deadline)
         except ValueError as error:
-            raise FieldError(
-                "deadline", f"is {self.deadline[:_LONGEST_TEXT]!r}, which is no moment; {remedy}"
-            ) from error
+            raise FieldError("deadline", f"is {self.deadline!r}, which is no moment; {remedy}") from error
         if moment.tzinfo is None:
             raise FieldError("deadline", f"is {self.deadline!r}, without an offset from UTC; {remedy}")
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -112,6 +113,15 @@ def _of_http(error: HTTPException) -> Refusal:
     return Refusal(error.status_code, kind, title, detail, headers=error.headers)
 
 
+def _methods(request: Request) -> list[str]:
+    """Return the methods that the request's address takes, over all of its routes."""
+    methods: set[str] = set()
+    for route in iter_route_contexts(request.app.routes):
+        if route.path_regex.match(request.scope["path"]):
+            methods |= route.methods or set()
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+
+
 def _of_validation(error: RequestValidationError) -> Refusal:
     """Return the refusal of parameters that FastAPI itself checks, with names and rules but no value."""
     parameter_faults = []
@@ -154,7 +164,10 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
-        return problem_response(_of_http(error), request_id(request.scope))
+        refusal = _of_http(error)
+        if refusal.status == 405:
+            refusal.headers["allow"] = ", ".join(_methods(request))
+        return problem_response(refusal, request_id(request.scope))
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class

@@ -34,6 +34,9 @@ SECURITY_HEADERS = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
 
+_SINGLE = ("authorization", "content-type", "content-encoding", "idempotency-key", "last-event-id", "range", "if-range")
+"""Headers that may be sent once."""
+
 
 def request_id(scope: Scope) -> str:
     """Return the id of a request.
@@ -92,6 +95,10 @@ class SecurityMiddleware:
     def _refusal(self, scope: Scope) -> Refusal | None:
         if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:
             return Refusal(400, "bad-request", "Bad request", "the address holds control characters; leave them out")
+        repeated = next((name for name in _SINGLE if len(Headers(scope=scope).getlist(name)) > 1), None)
+        if repeated is not None:
+            # a proxy may have looked at the other one
+            return Refusal(400, "bad-request", "Bad request", f"the header `{repeated}` is sent twice; send it once")
         if not self.embedded:
             return None
         headers = Headers(scope=scope)

@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader
+from api.requests.etags import has_current
 from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view
 from api.routes.results import owned_job
@@ -84,7 +85,7 @@ async def download(
         raise not_found("there is no such file")
     headers = _headers(artifact)
     etag = headers["etag"]
-    if any(part.strip() in (etag, "*") for part in (options.if_none_match or "").split(",")):
+    if has_current(options.if_none_match, etag):
         return Response(status_code=304, headers=headers)
     store_url = _signed_url(artifact, headers, service) if options.direct else None
     if store_url is not None:
@@ -95,11 +96,15 @@ async def download(
     if options.byte_range is not None and options.if_range in (None, etag):
         part = _part(options.byte_range, artifact.size_bytes)
     first, last = part or (0, artifact.size_bytes - 1)
-    file = await run_in_threadpool(service.artifacts.open, artifact, first)
+    whole = last - first + 1 == artifact.size_bytes
+    if whole:
+        file = await run_in_threadpool(service.artifacts.open, artifact)
+    else:
+        file = await run_in_threadpool(service.verified_files.open, service.artifacts, artifact, first)
     headers["content-length"] = str(last - first + 1)
     if part is not None:
         headers["content-range"] = f"bytes {first}-{last}/{artifact.size_bytes}"
-    chunks = _chunks(file, last - first + 1, None if part else artifact.sha256)
+    chunks = _chunks(file, last - first + 1, artifact.sha256 if whole else None)
     # read before anything is sent, so that a damaged file of one chunk can still be refused
     begin = await anext(chunks, b"")
     return StreamingResponse(

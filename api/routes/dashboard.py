@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Response
 
 from api.problem_details import not_found
 from api.requests.auth import open_to_all
+from api.requests.etags import has_current
 from catalog.record import record
 
 _TYPES = {
@@ -69,6 +70,6 @@ def _serve(name: str, if_none_match: str | None) -> Response:
     if file is None:
         raise not_found()
     headers = {"etag": file.etag, "cache-control": "no-cache"}
-    if if_none_match == file.etag:
+    if has_current(if_none_match, file.etag):
         return Response(status_code=304, headers=headers)
     return Response(file.content, media_type=file.media_type, headers=headers)

@@ -56,6 +56,8 @@ def test_what_is_no_duration(text: str) -> None:
         ({"deadline": "tomorrow"}, "deadline", "no moment"),
         ({"deadline": "2026-12-01T12:00"}, "deadline", "without an offset"),
         ({"deadline": "2026-12-01"}, "deadline", "without an offset"),
+        # cut at 40 characters it was a moment with another offset
+        ({"deadline": "2026-12-01T12:00:00.12345678901234567+01:30"}, "deadline", "has 43 characters"),
         ({"deadline": "0001-01-01T00:00+10:00"}, "deadline", "beyond all calendars"),
         ({"deadline": "2026-12-01T12:00Z", "within": "4h"}, "within", "one of the two"),
         ({"within": "0.5s"}, "within", "1 second to 3650 days"),

@@ -9,7 +9,7 @@ import pytest
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key
 from tests.api.connections.sockets import ATTACKER, client, connect, head, received
-from tests.api.expect import MEMBERS
+from tests.api.expect import MEMBERS, problem
 from tests.api.server import KEY_SECRET, Server, serve
 from tests.conftest import Databases
 
@@ -67,9 +67,9 @@ def test_a_malformed_request_is_answered_by_a_problem(server: Server, name: str)
     assert "content-type: application/problem+json" in lines
     assert "connection: close" in lines
     assert "x-content-type-options: nosniff" in lines
-    problem = json.loads(body)
-    assert set(problem) == MEMBERS
-    assert f"x-request-id: {problem['instance'].removeprefix('urn:uuid:')}" in lines
+    told = json.loads(body)
+    assert set(told) == MEMBERS
+    assert f"x-request-id: {told['instance'].removeprefix('urn:uuid:')}" in lines
     assert b"canary" not in answer
     assert "Traceback" not in server.log.read_text()
     with client(server, ATTACKER) as honest:
@@ -110,3 +110,11 @@ def test_an_upgrade_is_not_taken(server: Server) -> None:
         answer = received(connection)
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b"application/problem+json" in answer
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_keys_are_refused_whichever_comes_first(server: Server, key: str, order: int) -> None:
+    keys = [("authorization", f"Bearer {key}"), ("authorization", "Bearer of another")][::order]
+    with client(server, ATTACKER) as asking:
+        problem(asking.get("/v1/jobs", headers=keys), 400)
+        problem(asking.post("/v1/jobs", headers=[keys[0], ("idempotency-key", "a"), ("idempotency-key", "b")]), 400)
