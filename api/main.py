@@ -24,6 +24,7 @@ from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
 from api.requests.auth import Reader, authenticate
 from api.requests.head import HeadMiddleware
+from api.requests.key_limits import KeyLimitsMiddleware
 from api.requests.middleware import SecurityMiddleware
 from api.requests.openapi import openapi_document
 from api.routes import analyses, artifacts, dashboard, devices, estimates, events, health, jobs, metrics, results
@@ -83,6 +84,9 @@ def create_app(settings: Settings) -> FastAPI:
     request_metrics = RequestMetrics(lambda: len(app.state.long_polls), lambda: table.open_connections)
     table = ConnectionTable(settings, request_metrics.count_connection)
     app.state.connections = table
+    app.add_middleware(
+        KeyLimitsMiddleware, per_second=settings.requests_per_second, at_a_time=settings.requests_per_key
+    )
     app.add_middleware(HeadMiddleware)
     app.add_middleware(
         ForwardedClientsMiddleware,

@@ -64,6 +64,18 @@ class Settings(ServiceSettings):
     """Seconds between two signs of life in a stream without events; less than any proxy's read timeout."""
     long_polls: int = Field(200, ge=0)
     """Requests with `wait` that wait at a time, in each API process; beyond them they are answered at once."""
+    long_polls_per_key: int = Field(50, ge=1, le=100_000)
+    """Requests of each key that wait at a time, in each API process; beyond them 429."""
+    requests_per_second: float = Field(100, ge=0, le=100_000)
+    """Requests of each key a second, and twice as many at once, in each API process; beyond them 429. 0 sets no
+    limit."""
+    requests_per_key: int = Field(4, ge=1, le=10_000)
+    """Requests of each key that are worked on at a time, in each API process. Sixteen times as many wait for them,
+    without a thread or a connection to the database; beyond them 429."""
+    queued_jobs: int = Field(1000, ge=1, le=1_000_000)
+    """Jobs and estimates of each tenant that may wait; beyond them 429."""
+    queued_bytes: int = Field(64 * 2**20, ge=1)
+    """Text of their documents; beyond it 429."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

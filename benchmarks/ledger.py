@@ -138,6 +138,9 @@ def api(url: str, folder: Path, readers: int, polls: int) -> Iterator[str]:
         "KRONOSCOPE_STREAMS": str(readers),
         "KRONOSCOPE_STREAMS_PER_KEY": str(readers),
         "KRONOSCOPE_LONG_POLLS": str(polls),
+        "KRONOSCOPE_LONG_POLLS_PER_KEY": str(polls),
+        "KRONOSCOPE_REQUESTS_PER_SECOND": "0",
+        "KRONOSCOPE_REQUESTS_PER_KEY": str(readers + polls),
     }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KRONOSCOPE_", "REDIS_"))}
     with (folder / "api.log").open("wb") as log, subprocess.Popen(

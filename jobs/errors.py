@@ -110,6 +110,10 @@ class QuotaExceeded(UsageError):
         self.quota_bytes = quota_bytes
 
 
+class QueueFull(UsageError):
+    """A tenant has as many queued jobs as it may, or documents of as many bytes."""
+
+
 class LedgerUnavailable(TransientError):
     """The database did not answer in time, or not at all."""
 

@@ -11,10 +11,20 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.connections.connection_table import REASONS, Reason
+from api.requests.middleware import LIMIT
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _NO_ROUTE = "none"
+_LIMITS = (
+    "queue-full",
+    "quota-exceeded",
+    "too-many-at-a-time",
+    "too-many-long-polls",
+    "too-many-requests",
+    "too-many-streams",
+)
+"""The kinds of problems with status 429."""
 
 
 # a second series for each one here, which only OpenMetrics has a use for
@@ -57,6 +67,11 @@ class RequestMetrics:
             ("reason",),
             registry=self.registry,
         )
+        self._limited = Counter(
+            "kronoscope_http_limited", "Requests answered 429, by limit.", ("limit",), registry=self.registry
+        )
+        for limit in _LIMITS:
+            self._limited.labels(limit)
         for reason in REASONS:
             self._connections_ended.labels(reason)
         ProcessCollector(namespace="kronoscope", registry=self.registry)
@@ -73,6 +88,8 @@ class RequestMetrics:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status)).inc()
         self._seconds.labels(route, method).observe(seconds)
+        if scope.get(LIMIT) is not None:
+            self._limited.labels(scope[LIMIT]).inc()
 
     def count_connection(self, reason: Reason) -> None:
         """Count a connection that the service ended by itself, or refused.

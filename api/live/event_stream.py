@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.live.job_watcher import EventBatch, Subscription
 from api.live.sse_format import KEEPALIVE, MEDIA_TYPE, encode_event, retry_hint
+from api.requests.key_limits import release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.repository.events import History
@@ -49,8 +50,9 @@ class EventStream(Response):
         self._service, self._job_id, self._key = service, job_id, key
         self._first, self._read = first, read
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the job has ended, the stream's time is over, or the reader has gone."""
+        release_slot(scope)
         with (
             self._service.stream_limits.slot(self._key),
             self._service.job_watcher.subscribe(self._job_id, events=True) as subscription,

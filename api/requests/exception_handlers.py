@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from api.problem_details import Fault, Refusal, faults, internal_error, invalid_parameter, not_found, problem_response
-from api.requests.middleware import request_id
+from api.requests.middleware import LIMIT, request_id
 from jobs.errors import (
     ArtifactDamaged,
     DocumentRefused,
@@ -33,6 +33,7 @@ from jobs.errors import (
     LedgerError,
     LedgerUnavailable,
     PageRefused,
+    QueueFull,
     QuotaExceeded,
     TransientError,
 )
@@ -47,6 +48,7 @@ _HTTP = {
 }
 _RETRY_SECONDS = 5
 _QUOTA_SECONDS = 300
+_QUEUE_SECONDS = 60
 
 
 def _document(error: DocumentRefused) -> Refusal:
@@ -79,6 +81,11 @@ def _over_quota(error: QuotaExceeded) -> Refusal:
     return Refusal(429, "quota-exceeded", "No bytes are left", str(error), headers=headers)
 
 
+def _queue_full(error: QueueFull) -> Refusal:
+    headers = {"retry-after": str(_QUEUE_SECONDS)}
+    return Refusal(429, "queue-full", "Too many jobs wait", str(error), headers=headers)
+
+
 def _damaged(_: ArtifactDamaged) -> Refusal:
     return Refusal(
         500, "artifact-damaged", "The file is damaged", "the stored file is not what was recorded, so it is not served"
@@ -94,6 +101,7 @@ _LEDGER: tuple[tuple[type[LedgerError], Callable[[Any], Refusal]], ...] = (
     (JobStillActive, lambda error: Refusal(409, "job-still-active", "The job has not ended", str(error))),
     (PageRefused, lambda error: invalid_parameter(error.parameter, str(error))),
     (QuotaExceeded, _over_quota),
+    (QueueFull, _queue_full),
     (TransientError, _unavailable),
     (ArtifactDamaged, _damaged),
 )
@@ -154,13 +162,18 @@ def install(app: FastAPI) -> None:
 
     async def refusal(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)  # noqa: S101 - registered for this class
+        if error.status == 429:
+            request.scope[LIMIT] = error.kind
         return problem_response(error, request_id(request.scope))
 
     async def ledger(request: Request, error: Exception) -> Response:
         assert isinstance(error, LedgerError)  # noqa: S101 - registered for this class
         if isinstance(error, (FatalError, TransientError)):
             _log.error("request %s: %s", request_id(request.scope), error, exc_info=error)
-        return problem_response(_of_ledger(error), request_id(request.scope))
+        refusal = _of_ledger(error)
+        if refusal.status == 429:
+            request.scope[LIMIT] = refusal.kind
+        return problem_response(refusal, request_id(request.scope))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class

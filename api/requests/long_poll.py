@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
-from api.problem_details import invalid_parameter, not_found
+from api.problem_details import Refusal, invalid_parameter, not_found
+from api.requests.key_limits import release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.records import Job
@@ -15,6 +16,7 @@ from jobs.records import Job
 MAX_WAIT_SECONDS = 30
 _DISCONNECT_CHECK_SECONDS = 2.0
 """Between two checks whether the caller is still connected."""
+_LATER_SECONDS = 5
 _RETRY_SECONDS = 1.0
 """Between two reads from a database that does not answer."""
 
@@ -55,7 +57,7 @@ async def wait_for_job(
         The job as it was read last.
 
     Raises:
-        Refusal: 404 where there is none, or it is deleted meanwhile.
+        Refusal: 404 where there is none, or it is deleted meanwhile; 429 where too many requests of the key wait.
         LedgerUnavailable: If the database does not answer within ``seconds``.
     """
     until = time.monotonic() + seconds
@@ -68,10 +70,20 @@ async def wait_for_job(
 
     if seconds <= 0 or over(job):
         return job
-    polls: set[object] = request.app.state.long_polls
+    release_slot(request.scope)
+    polls: set[tuple[str | None, object]] = request.app.state.long_polls
+    key = request.state.caller.key
+    if key is not None and sum(each == key for each, _ in polls) >= service.settings.long_polls_per_key:
+        raise Refusal(
+            429,
+            "too-many-long-polls",
+            "Too many long polls",
+            f"{service.settings.long_polls_per_key} requests of this key wait for news; ask without `wait`, or later",
+            headers={"retry-after": str(_LATER_SECONDS)},
+        )
     if len(polls) >= service.settings.long_polls:
         return job  # answered at once, which every caller must expect anyway
-    ticket = object()
+    ticket = (key, object())
     polls.add(ticket)
     try:
         with service.job_watcher.subscribe(job.id) as subscription:

@@ -21,6 +21,8 @@ from api.settings import is_loopback
 _log = logging.getLogger("kronoscope.api")
 
 _ID = "kronoscope.request_id"
+LIMIT = "kronoscope.limit"
+"""The key under which a request's scope names the limit that refused it: the kind of its problem."""
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

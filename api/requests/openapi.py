@@ -29,11 +29,11 @@ _ERRORS = {
     415: "The body is not JSON, or is compressed",
     416: "The range is outside the file",
     422: "A field or parameter is not accepted; `errors` names each",
-    429: "This key has too many streams, or its tenant no bytes left; see Retry-After",
+    429: "This key asks too often or too much at a time, or its tenant has no room left; see Retry-After",
     500: "The service failed; its operator finds the request by `instance`",
     503: "A part of the service does not answer, or has no room; see Retry-After",
 }
-_ALWAYS = (400, 401, 403, 405, 500, 503)
+_ALWAYS = (400, 401, 403, 405, 429, 500, 503)
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from jobs.errors import DocumentRefused
 from jobs.records import Job, Submitted
 from jobs.repository.store import delete_job, read_estimate
 from jobs.repository.submission import submit, submitted_earlier
+from jobs.tenancy.quotas import require_place
 
 _RETRY_SECONDS = 2
 _VIEW: TypeAdapter[EstimateView] = TypeAdapter(EstimateView)
@@ -45,7 +46,7 @@ router = APIRouter(prefix="/v1/estimates", tags=["estimates"])
                 "Retry-After": {"description": "Seconds until it is worth asking", "schema": {"type": "integer"}},
             },
         },
-        **error_responses(408, 413, 415, 422),
+        **error_responses(408, 413, 415, 422, 429),
     },
     openapi_extra=document_body(),
 )
@@ -85,7 +86,9 @@ def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) ->
     refused = unplannable(document)
     if refused is not None:
         raise DocumentRefused((refused,))
-    admit(document, service.settings, service.engine, tenant_id)
+    settings = service.settings
+    admit(document, settings, service.engine, tenant_id)
+    require_place(service.engine, tenant_id, settings.queued_jobs, settings.queued_bytes)
     return submit(service.engine, tenant_id, document, key, estimate=True)
 
 

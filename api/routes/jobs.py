@@ -30,7 +30,7 @@ from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, req
 from jobs.repository.submission import submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
-from jobs.tenancy.quotas import require_room
+from jobs.tenancy.quotas import require_place, require_room
 
 _RETRY_SECONDS = 2
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
@@ -108,6 +108,9 @@ async def create(
     if submitted is None:
         await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
         await run_in_threadpool(require_room, service.engine, caller.tenant_id)
+        await run_in_threadpool(
+            require_place, service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes
+        )
         if validate_only:
             return await run_in_threadpool(_validated, service, document)
         submitted = await run_in_threadpool(

@@ -6,13 +6,13 @@ tenant is over its quota by one file of each job running at once at the most.
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, func, select, update
+from sqlalchemy import Connection, Engine, Text, cast, func, select, update
 
 from catalog.record import record
-from jobs.errors import QuotaExceeded
+from jobs.errors import QueueFull, QuotaExceeded
 from jobs.objects.artifacts import object_key
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import artifacts, tenants
+from jobs.schema.tables import artifacts, jobs, tenants
 
 _BYTES = "bytes"
 
@@ -112,6 +112,33 @@ def require_room_for(engine: Engine, tenant_id: str, sha256: str, size_bytes: in
         used = _used(connection, tenant_id)
         if used + size_bytes > quota:
             raise QuotaExceeded(used, quota, size_bytes)
+
+
+def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: int) -> None:
+    """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be.
+
+    Several submissions at once may each find the last place free.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant.
+        most_jobs: The cap on its queued jobs, estimates among them.
+        most_bytes: The cap on the text of their documents.
+
+    Raises:
+        QueueFull: If there is no place.
+    """
+    size = func.coalesce(func.sum(func.length(cast(jobs.c.document, Text))), 0)
+    queued = select(func.count(), size).where(jobs.c.tenant_id == tenant_id, jobs.c.state == "queued")
+    with reading(engine) as connection:
+        count, characters = connection.execute(queued).one()
+    if count >= most_jobs:
+        raise QueueFull(f"{count:,} of your jobs wait, of {most_jobs:,} that may; cancel some, or wait until they run")
+    if characters >= most_bytes:
+        raise QueueFull(
+            f"the documents of your waiting jobs have {characters:,} bytes, of {most_bytes:,} that they may have; "
+            "cancel some, or wait until they run"
+        )
 
 
 def _used(connection: Connection, tenant_id: str) -> int:

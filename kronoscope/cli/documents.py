@@ -16,6 +16,7 @@ from ruamel.yaml.error import YAMLError
 MAX_DOCUMENT_BYTES = 256 * 1024
 _MAX_VALUES = 20_000
 _MAX_DEPTH = 16
+_MAX_INTEGER_BITS = 1024
 
 
 class DocumentUnreadable(ValueError):
@@ -115,13 +116,34 @@ def _require_plain(value: Any, name: str) -> None:  # noqa: ANN401 - whatever th
             for key, below in item.items():
                 if not isinstance(key, str):
                     raise DocumentUnreadable(f"{name}: {path or '/'} has a key that is not a string; put it in quotes")
+                _require_text(key, name, path or "/")
                 pending.append((f"{path}/{key}", below, depth + 1))
         elif isinstance(item, list):
             pending.extend((f"{path}/{place}", below, depth + 1) for place, below in enumerate(item))
-        elif isinstance(item, float) and not math.isfinite(item):
-            raise DocumentUnreadable(f"{name}: {path} is not a finite number; take one")
-        elif item is not None and not isinstance(item, (str, int, float, bool)):
-            raise DocumentUnreadable(f"{name}: {path} is a {type(item).__name__}; put it in quotes")
+        else:
+            _require_scalar(item, name, path)
+
+
+def _require_scalar(item: Any, name: str, path: str) -> None:  # noqa: ANN401 - whatever the file says
+    if isinstance(item, str):
+        _require_text(item, name, path)
+    elif isinstance(item, int) and item.bit_length() > _MAX_INTEGER_BITS:
+        raise DocumentUnreadable(f"{name}: {path} is an integer of {item.bit_length():,} bits; take a smaller one")
+    elif isinstance(item, float) and not math.isfinite(item):
+        raise DocumentUnreadable(f"{name}: {path} is not a finite number; take one")
+    elif item is not None and not isinstance(item, (int, float)):
+        raise DocumentUnreadable(f"{name}: {path} is a {type(item).__name__}; put it in quotes")
+
+
+def _require_text(text: str, name: str, path: str) -> None:
+    """Refuse half of a surrogate pair, which an escape can name and UTF-8 cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = path.encode("ascii", "backslashreplace").decode()
+        raise DocumentUnreadable(
+            f"{name}: {shown} has half of a character (a lone surrogate) at position {error.start}; write it whole"
+        ) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -211,7 +211,8 @@ def _require_address(url: str) -> None:
     try:
         parsed = httpx.URL(url)
         is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except httpx.InvalidURL:
+        parsed.host.encode("idna")  # as it is looked up: no label is longer than 63 characters
+    except (httpx.InvalidURL, UnicodeError):
         is_valid = False
     if not is_valid:
         raise ClientError(0, "Invalid address", f"{url!r} is not an address of a service; write one like {DEFAULT_URL}")

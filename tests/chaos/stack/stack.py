@@ -329,6 +329,7 @@ class Stack:
             "KRONOSCOPE_ARTIFACTS": str(self.artifacts),
             "KRONOSCOPE_MODEL_STORE": str(self.folder / "store"),
             "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
+            "KRONOSCOPE_REQUESTS_PER_SECOND": "0",  # all clients share a key
             "KRONOSCOPE_PORT": self.url.rpartition(":")[2],
             "KRONOSCOPE_ALLOW_FACTORIES": "*",
             "KRONOSCOPE_FACTORY_PATH": str(Path(__file__).parents[1] / "factories"),

@@ -8,14 +8,18 @@ import pytest
 from sqlalchemy import Engine
 
 from catalog.frames import ArtifactWritten
-from jobs.errors import QuotaExceeded
+from catalog.record import canonical_json
+from jobs.codec import parse_document
+from jobs.errors import QueueFull, QuotaExceeded
 from jobs.objects.artifacts import object_key
 from jobs.queue.attempt_endings import finish
 from jobs.queue.attempt_writes import write_artifact
 from jobs.records import LOCAL_TENANT, Claim
-from jobs.repository.store import delete_job
-from jobs.tenancy.quotas import Usage, require_room, require_room_for, set_quota, usage
+from jobs.repository.store import delete_job, request_cancel
+from jobs.repository.submission import submit
+from jobs.tenancy.quotas import Usage, require_place, require_room, require_room_for, set_quota, usage
 from jobs.tenancy.tenants import main, read_bytes
+from tests.api.seeding import raw
 
 
 def listed(ledger: Engine, claim: Claim, name: str, content: bytes) -> str:
@@ -81,3 +85,18 @@ def test_bytes_are_read_as_they_are_written(text: str, expected: int) -> None:
 def test_what_is_no_number_of_bytes_is_said(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write one like 50GB"):
         read_bytes(text)
+
+
+def test_queued_jobs_are_capped_by_number_and_by_the_text_of_their_documents(ledger: Engine) -> None:
+    document = parse_document(raw())
+    require_place(ledger, LOCAL_TENANT, 1, 1)
+    job = submit(ledger, LOCAL_TENANT, document).job
+    text = len(canonical_json(job.document))
+    require_place(ledger, LOCAL_TENANT, 2, 2 * text)
+    require_place(ledger, "another tenant", 1, 1)
+    with pytest.raises(QueueFull, match="1 of your jobs wait, of 1 that may"):
+        require_place(ledger, LOCAL_TENANT, 1, 2 * text)
+    with pytest.raises(QueueFull, match=f"have {text:,} bytes, of {text:,} that"):
+        require_place(ledger, LOCAL_TENANT, 2, text)
+    request_cancel(ledger, LOCAL_TENANT, job.id)
+    require_place(ledger, LOCAL_TENANT, 1, 1)

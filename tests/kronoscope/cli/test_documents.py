@@ -62,6 +62,9 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path, setting: str) -> None
         ("1: a", "key that is not a string"),
         ("a: !!python/object/apply:os.system [id]", "not valid YAML"),
         (b"\xff\xfe", "not UTF-8"),
+        ('a: {b: "\\ud800"}', "/a/b has half of a character"),
+        ('a: {"\\ud800": [{}]}', "/a has half of a character"),
+        ("a: 0x" + "f" * 9000, "/a is an integer of 36,000 bits"),
         ("a: '" + "x" * 300_000 + "'", "has more than 262,144 bytes"),
         ("a: &a [1, &b 2]\n" + "".join(f"k{n}: &k{n} [*{p}, *{p}, *{p}, *{p}]\n" for n, p in
          enumerate(["a", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "k8"])), "holds more than"),
@@ -80,6 +83,7 @@ def test_what_is_no_document_is_said_in_a_sentence(tmp_path: Path, text: str | b
         ("{", "not valid JSON"),
         ('{"a": 1, "a": 2}', "`a` stands twice"),
         ("[" * 99_999, "JSON"),
+        ('{"a": "\\ud800"}', "/a has half of a character"),
     ],
 )
 def test_what_is_no_json_is_said_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:

@@ -11,7 +11,10 @@ from kronoscope.client import ClientError, ServiceUnreachable
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("url", ["nonsense", "ftp://127.0.0.1", "http://", "http://[::1", "http://127.0.0.1:port"])
+@pytest.mark.parametrize(
+    "url",
+    ["nonsense", "ftp://127.0.0.1", "http://", "http://[::1", "http://127.0.0.1:port", f"http://{'a' * 64}.example"],
+)
 def test_what_is_no_address_is_said(url: str) -> None:
     with pytest.raises(ClientError, match="is not an address of a service; write one like http://") as refused:
         Client(url)
