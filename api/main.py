@@ -31,7 +31,7 @@ from api.routes import analyses, artifacts, dashboard, devices, estimates, event
 from api.service import Service
 from api.settings import Settings
 from jobs.objects.artifacts import open_artifacts
-from jobs.schema.database import open_database, require_current_schema
+from jobs.schema.database import across_tenants, open_database, require_current_schema
 
 _DESCRIPTION = """\
 Measure the curvature of trained neural networks, layer by layer.
@@ -56,7 +56,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service = _open(settings, request_metrics)
         try:
-            await run_in_threadpool(require_current_schema, service.engine)
+            await run_in_threadpool(require_current_schema, service.all_tenants)
             app.state.service = service
             service.maintenance.start()
             try:
@@ -109,7 +109,8 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
-    engine = open_database(settings.ledger.database_url)
+    engine = open_database(settings.ledger.database_url, tenants_apart=True)
+    all_tenants = across_tenants(engine)
     # embedded mode has no broker: its worker polls the database
     wakeups = WakeupSender(settings.redis_url) if settings.redis_url and not settings.embedded else None
     if settings.ledger.bucket is None:
@@ -118,11 +119,12 @@ def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
     return Service(
         settings=settings,
         engine=engine,
+        all_tenants=all_tenants,
         artifacts=open_artifacts(settings.ledger),
-        maintenance=Maintenance(engine, settings.ledger, wakeups),
+        maintenance=Maintenance(all_tenants, settings.ledger, wakeups),
         metrics_cache=MetricsCache(settings),
         request_metrics=request_metrics,
-        job_watcher=JobWatcher(engine, stopping),
+        job_watcher=JobWatcher(all_tenants, stopping),
         stream_limits=StreamLimits(settings.streams, settings.streams_per_key),
         stopping=stopping,
     )

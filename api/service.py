@@ -25,6 +25,7 @@ class Probe:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     at: float = -1e9
     checks: dict[str, str] = field(default_factory=dict)
+    isolation: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class Service:
 
     settings: Settings
     engine: Engine
+    """The ledger's database; each transaction declares its tenant, and sees no other's rows."""
+    all_tenants: Engine
+    """The same for what concerns all tenants: keys, devices, the sweep of files, probes."""
     artifacts: ArtifactFolder
     verified_files: VerifiedFiles = field(default_factory=VerifiedFiles)
     maintenance: Maintenance

@@ -89,6 +89,27 @@ class LedgerSettings(EnvironmentSettings):
         return values
 
 
+class RoleSettings(EnvironmentSettings):
+    """The passwords of the database's roles, which a migration makes where all three are set."""
+
+    migrate_password: str | None = Field(None, repr=False)
+    """Password of PostgreSQL's role `kronoscope_migrate`, which the migration makes, and migrates as."""
+    api_password: str | None = Field(None, repr=False)
+    """Password of the role `kronoscope_api`."""
+    worker_password: str | None = Field(None, repr=False)
+    """Password of the role `kronoscope_worker`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Refuse a part of the roles: what stands beside it would log in with rights that it should not have."""
+        if len({each is None for each in (self.migrate_password, self.api_password, self.worker_password)}) > 1:
+            raise SettingsInvalid(
+                "KRONOSCOPE_MIGRATE_PASSWORD, KRONOSCOPE_API_PASSWORD and KRONOSCOPE_WORKER_PASSWORD belong together; "
+                "set all three, or none to use one role for everything"
+            )
+        return self
+
+
 class ServiceSettings(EnvironmentSettings):
     """What the API and the workers of one service both read."""
 

@@ -1,17 +1,55 @@
-"""``python -P -m migrations``: bring the database that the environment names to this version's schema."""
+"""``python -P -m migrations``: bring the database that the environment names to this version's schema.
+
+With the passwords of the roles in the environment it makes them too (`migrations.roles`); the URL is then that of a
+role that may, and only this command needs it.
+"""
 
 import os
 import sys
 
-from jobs.errors import LedgerError, LedgerUnavailable
-from jobs.schema.database import upgrade_schema
-from jobs.settings import LedgerSettings
+from sqlalchemy import make_url
+
+from jobs.errors import LedgerError, LedgerUnavailable, SettingsInvalid
+from jobs.schema.database import open_database, upgrade_schema, writing
+from jobs.settings import LedgerSettings, RoleSettings
+from migrations.roles import API, MIGRATE, OWNER, WORKER, act_as_owner, grant_rights, prepare_roles
+
+
+def migrate(url: str, passwords: RoleSettings) -> None:
+    """Migrate a database, and make its roles where they have passwords.
+
+    Args:
+        url: The database's URL.
+        passwords: The passwords of the roles.
+
+    Raises:
+        LedgerError: If the database does not answer, belongs to newer code, or has no roles.
+    """
+    if passwords.migrate_password is None:
+        upgrade_schema(url)
+        return
+    administrator = open_database(url)
+    migrator_url = make_url(url).set(username=MIGRATE, password=passwords.migrate_password)
+    migrator = open_database(migrator_url.render_as_string(hide_password=False))
+    try:
+        if administrator.dialect.name != "postgresql":
+            raise SettingsInvalid("SQLite has no roles; leave KRONOSCOPE_MIGRATE_PASSWORD and its like out")
+        by_role = {MIGRATE: passwords.migrate_password, API: passwords.api_password, WORKER: passwords.worker_password}
+        with writing(administrator) as connection:
+            prepare_roles(connection, {role: password or "" for role, password in by_role.items()})
+        upgrade_schema(migrator_url.render_as_string(hide_password=False), role=OWNER)
+        with writing(migrator) as connection:
+            act_as_owner(connection)
+            grant_rights(connection)
+    finally:
+        administrator.dispose()
+        migrator.dispose()
 
 
 def main() -> int:
     """Migrate; returns the exit code (0 done, 3 the database does not answer, 4 the operator must act)."""
     try:
-        upgrade_schema(LedgerSettings.from_environment(os.environ).database_url)
+        migrate(LedgerSettings.from_environment(os.environ).database_url, RoleSettings.from_environment(os.environ))
     except LedgerUnavailable as error:
         sys.stderr.write(f"{error}\n{error.__cause__}\n")
         return 3

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from api.settings import Settings
 from jobs.environment import variables_of
 from jobs.s3_settings import S3Settings
-from jobs.settings import LedgerSettings
+from jobs.settings import LedgerSettings, RoleSettings
 from worker.lifetime import LifetimeSettings
 from worker.settings import WorkerSettings
 
@@ -111,7 +111,7 @@ def test_every_setting_that_is_named_is_read(path: Path) -> None:
         for file in sorted((ROOT / room).rglob("*.py"))
     )
     known = set(re.findall(r"KRONOSCOPE_[A-Z]+(?:_[A-Z]+)*", code))
-    models = (LedgerSettings, S3Settings, Settings, WorkerSettings, LifetimeSettings)
+    models = (LedgerSettings, RoleSettings, S3Settings, Settings, WorkerSettings, LifetimeSettings)
     known |= {
         each
         for model in models

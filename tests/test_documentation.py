@@ -21,7 +21,7 @@ from catalog.field_errors import spellings
 from catalog.job import JobDocument
 from jobs.environment import EnvironmentSettings, bounds_of, variables_of
 from jobs.s3_settings import S3Settings
-from jobs.settings import LedgerSettings, ServiceSettings
+from jobs.settings import LedgerSettings, RoleSettings, ServiceSettings
 from worker.lifetime import LifetimeSettings
 from worker.settings import WorkerSettings
 
@@ -62,6 +62,7 @@ def settings_table() -> str:
     rows = ["| variable | read by | default | meaning |", "|---|---|---|---|"]
     models: dict[type[EnvironmentSettings], str] = {
         **dict.fromkeys((LedgerSettings, S3Settings, ServiceSettings), "both"),
+        RoleSettings: "migration",
         Settings: "API",
         **dict.fromkeys((WorkerSettings, LifetimeSettings), "worker"),
     }

@@ -49,7 +49,7 @@ class Service:
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)
-        self.agent = Agent(self._engine, settings)
+        self.agent = Agent(self._engine, settings, isolation=isolation)
         self._maintenance = WorkerMaintenance(self._engine, settings.ledger, send_wakeup, broker_backlog)
         self._ending = Ending(settings.lifetime, self.agent.idle, began)
         self._log = log

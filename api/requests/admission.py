@@ -51,7 +51,7 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     if complaints:
         raise DocumentRefused(complaints)
     if document.schedule.deadline_at is not None:
-        with reading(engine) as connection:
+        with reading(engine, tenant_id) as connection:
             now = connection.execute(select(ledger_now())).scalar_one()
         require_in_time(document.schedule.deadline_at, now)
 

@@ -108,7 +108,7 @@ def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depe
     scheme, _separator, presented = header.partition(" ")
     caller = None
     if scheme.lower() == "bearer" and service.settings.key_secret:
-        caller = verify_key(service.engine, service.settings.key_secret, presented)
+        caller = verify_key(service.all_tenants, service.settings.key_secret, presented)
     if caller is None:
         raise _unauthorised("this key is not valid: mistyped, revoked or expired")
     request.state.caller = caller

@@ -15,7 +15,10 @@ from api.requests.auth import open_to_all
 from api.requests.openapi import probe_error_responses
 from api.service import Service, ServiceOf
 from catalog.record import record
+from jobs.devices.registry import isolation_of_jobs
+from jobs.errors import LedgerUnavailable
 from jobs.schema.database import require_current_schema
+from jobs.tenancy.tenants import separation_of_tenants
 
 _DATABASE_SECONDS = 1
 _BROKER_SECONDS = 1
@@ -37,6 +40,8 @@ class ReadyView:
 
     status: Literal["ready", "degraded"]
     checks: Mapping[str, str]
+    isolation: Mapping[str, str]
+    """What holds: of `jobs` the walls between each worker and its jobs, and what keeps `tenants` apart."""
 
 
 @router.get("/livez", summary="Liveness", responses=probe_error_responses())
@@ -53,8 +58,9 @@ async def ready(service: ServiceOf) -> ReadyView:
     async with service.probe.lock:
         if time.monotonic() - service.probe.at > _KEPT_SECONDS:
             service.probe.checks = await _checks(service)
+            service.probe.isolation = await _isolation(service)
             service.probe.at = time.monotonic()
-        checks = service.probe.checks
+        checks, isolation = service.probe.checks, service.probe.isolation
     failing = {name: result for name, result in checks.items() if result != "ok"}
     if failing.keys() - {"redis"}:
         raise Refusal(
@@ -68,7 +74,7 @@ async def ready(service: ServiceOf) -> ReadyView:
             ],
             headers={"retry-after": "5"},
         )
-    return ReadyView(status="degraded" if failing else "ready", checks=checks)
+    return ReadyView(status="degraded" if failing else "ready", checks=checks, isolation=isolation)
 
 
 async def _checks(service: Service) -> dict[str, str]:
@@ -79,6 +85,30 @@ async def _checks(service: Service) -> dict[str, str]:
     if service.settings.redis_url and not service.settings.embedded:
         checks["redis"] = await _within(_BROKER_SECONDS, lambda: _redis(service))
     return checks
+
+
+async def _isolation(service: Service) -> dict[str, str]:
+    """Told and not judged: an operator decides what is enough."""
+    return {
+        "jobs": await _within(_DATABASE_SECONDS, lambda: _of_jobs(service)),
+        "tenants": await _within(_DATABASE_SECONDS, lambda: _of_tenants(service)),
+    }
+
+
+def _of_jobs(service: Service) -> str:
+    try:
+        walls = isolation_of_jobs(service.all_tenants)
+    except LedgerUnavailable:
+        return "unknown"
+    return "no worker is known" if walls is None else ", ".join(walls) or "none"
+
+
+def _of_tenants(service: Service) -> str:
+    try:
+        # as requests see it: with the rights of the API's own role
+        return separation_of_tenants(service.all_tenants)
+    except LedgerUnavailable:
+        return "unknown"
 
 
 async def _within(limit_seconds: float, check: Callable[[], str]) -> str:
@@ -93,7 +123,7 @@ async def _within(limit_seconds: float, check: Callable[[], str]) -> str:
 
 def _database(service: Service) -> str:
     try:
-        require_current_schema(service.engine)
+        require_current_schema(service.all_tenants)
     except Exception as error:  # noqa: BLE001 - whatever the driver raises, the probe answers
         return f"fails ({type(error).__name__})"
     return "ok"

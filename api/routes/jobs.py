@@ -125,7 +125,7 @@ async def create(
 
 def _validated(service: Service, document: JobDocument) -> Response:
     body = document_json(document)
-    placement = placement_before(service.engine, document, least_bytes(document))
+    placement = placement_before(service.all_tenants, document, least_bytes(document))
     view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body), placement=placement)
     return Response(TypeAdapter(ValidationView).dump_json(view), media_type="application/json")
 
@@ -231,7 +231,7 @@ def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Delete an ended job with its results and files; the answer has no body."""
     deleted = delete_job(service.engine, caller.tenant_id, job_id)
     service.artifacts.remove(job_id)
-    delete_unlisted(service.engine, service.artifacts, deleted, service.settings.ledger.grace_seconds)
+    delete_unlisted(service.all_tenants, service.artifacts, deleted, service.settings.ledger.grace_seconds)
     return Response(status_code=204)
 
 
@@ -252,6 +252,6 @@ def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, st
 
     The placement is not part of the ETag: it may change while the job does not, and long polls do not wake for it.
     """
-    body = _VIEW.dump_json(job_view(job, placement_of(service.engine, job)))
+    body = _VIEW.dump_json(job_view(job, placement_of(service.all_tenants, job)))
     named = {"etag": _etag(_json(job)), **(headers or {})}
     return Response(body, status_code=status, media_type="application/json", headers=named)

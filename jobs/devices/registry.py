@@ -67,6 +67,8 @@ class Worker:
     slots: int
     factories: tuple[str, ...]
     """The factories of the jobs that it takes; `*` is all."""
+    isolation: tuple[str, ...] = ()
+    """The walls between it and its jobs, as it measured them."""
 
 
 @record
@@ -114,6 +116,7 @@ def register(
             "version": worker.version[:40],
             "slots": worker.slots,
             "factories": list(worker.factories),
+            "isolation": list(worker.isolation),
             "seen_at": ledger_now(),
             "expires_at": ledger_now(expiry_seconds),
         }
@@ -184,6 +187,24 @@ def leased_devices(engine: Engine) -> set[str]:
     """
     with reading(engine) as connection:
         return set(connection.execute(select(device_leases.c.device_uuid).distinct()).scalars())
+
+
+def isolation_of_jobs(engine: Engine) -> tuple[str, ...] | None:
+    """Return the walls that every worker has between itself and its jobs.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        The names, sorted; None while no worker is known.
+    """
+    with reading(engine) as connection:
+        named = (
+            connection.execute(select(workers.c.isolation).where(workers.c.expires_at > ledger_now())).scalars().all()
+        )
+    if not named:
+        return None
+    return tuple(sorted(set.intersection(*(set(each or ()) for each in named))))
 
 
 def remove(engine: Engine, worker_id: str) -> None:

@@ -65,7 +65,7 @@ def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit:
         .order_by(job_events.c.seq)
         .limit(limit + 1)
     )
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         # first how far the job is, then its events: what the row counts is there to be read
         job = connection.execute(select(jobs.c.event_seq, jobs.c.state).where(*owned)).one_or_none()
         if job is None:

@@ -96,7 +96,7 @@ def layer_rows(
     query = (
         query.add_columns(value.label("sort_value")).order_by(order, table.kind, table.ordinal).limit(asked.limit + 1)
     )
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         rows = connection.execute(query).all()
     kept = rows[: asked.limit]
     last = kept[-1] if len(rows) > asked.limit else None
@@ -148,7 +148,7 @@ def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
         The number; 0 for a job of another tenant.
     """
     query = select(func.count()).select_from(layer_results).where(*_owned(layer_results, tenant_id, job_id))
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         return connection.execute(query).scalar_one()
 
 
@@ -164,7 +164,7 @@ def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
         The number; 0 for a job of another tenant.
     """
     query = select(func.count()).select_from(job_events).where(*_owned(job_events, tenant_id, job_id))
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         return connection.execute(query).scalar_one()
 
 
@@ -180,7 +180,7 @@ def list_artifacts(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifac
         Their rows, by name; empty for a job of another tenant.
     """
     query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id)).order_by(artifacts.c.name)
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         return tuple(artifact_record(row) for row in connection.execute(query))
 
 
@@ -197,7 +197,7 @@ def read_artifact(engine: Engine, tenant_id: str, job_id: str, name: str) -> Art
         The row, or None if there is none of that name.
     """
     query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id), artifacts.c.name == name.replace("\0", ""))
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         row = connection.execute(query).one_or_none()
     return None if row is None else artifact_record(row)
 
@@ -225,7 +225,7 @@ def events_after(engine: Engine, tenant_id: str, job_id: str, seq: int = 0, limi
         .order_by(job_events.c.seq)
         .limit(limit)
     )
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         return tuple(Event(seq=row.seq, at=row.at, type=row.type, data=row.data) for row in connection.execute(query))
 
 

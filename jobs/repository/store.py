@@ -41,7 +41,7 @@ def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
     Returns:
         The job, or None if this tenant has none of that id.
     """
-    return _read(engine, *_owned(tenant_id, job_id))
+    return _read(engine, tenant_id, *_owned(tenant_id, job_id))
 
 
 def read_estimate(engine: Engine, tenant_id: str, estimate_id: str) -> Job | None:
@@ -55,7 +55,7 @@ def read_estimate(engine: Engine, tenant_id: str, estimate_id: str) -> Job | Non
     Returns:
         The estimate, or None if this tenant has none of that id.
     """
-    return _read(engine, *_owned(tenant_id, estimate_id, estimate=True))
+    return _read(engine, tenant_id, *_owned(tenant_id, estimate_id, estimate=True))
 
 
 def read_claimed(engine: Engine, claim: Claim) -> Job | None:
@@ -68,7 +68,7 @@ def read_claimed(engine: Engine, claim: Claim) -> Job | None:
     Returns:
         The job, or None if it was deleted.
     """
-    return _read(engine, jobs.c.tenant_id == claim.tenant_id, jobs.c.id == claim.job_id)
+    return _read(engine, claim.tenant_id, jobs.c.tenant_id == claim.tenant_id, jobs.c.id == claim.job_id)
 
 
 @record
@@ -122,7 +122,7 @@ def list_jobs(
         if not is_id(asked.before):
             raise PageRefused("before", "is not a cursor; take `next` of the page before")
         query = query.where(jobs.c.id < asked.before)
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         rows = connection.execute(query).all()
     items = tuple(job_record(row) for row in rows[: asked.limit])
     return JobPage(items=items, next=items[-1].id if len(rows) > asked.limit else None)
@@ -142,7 +142,7 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
     Raises:
         JobNotFound: If this tenant has no such job.
     """
-    with writing(engine) as connection:
+    with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id), jobs.c.state.in_(("queued", "running")))
         if drawn is not None:
             change(connection, drawn, {"cancel_requested_at": ledger_now()})
@@ -170,7 +170,7 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
         JobNotFound: If this tenant has no such job.
         JobEnded: If the job has ended.
     """
-    with writing(engine) as connection:
+    with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id))
         if drawn is None:
             raise JobNotFound(job_id)
@@ -203,7 +203,7 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
         JobNotFound: If this tenant has no such job.
         JobStillActive: If it has not ended.
     """
-    with writing(engine) as connection:
+    with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id, estimate=estimate))
         if drawn is None:
             raise JobNotFound(job_id)
@@ -227,8 +227,8 @@ def check_limit(limit: int) -> None:
         raise PageRefused("limit", f"is {limit}; take 1 to {MAX_PAGE}")
 
 
-def _read(engine: Engine, *conditions: ColumnElement[bool]) -> Job | None:
-    with reading(engine) as connection:
+def _read(engine: Engine, tenant_id: str, *conditions: ColumnElement[bool]) -> Job | None:
+    with reading(engine, tenant_id) as connection:
         row = connection.execute(select(jobs).where(*conditions)).one_or_none()
     return None if row is None else job_record(row)
 

@@ -72,7 +72,7 @@ def submit(
     schedule = Schedule() if estimate else document.schedule
     asked = stored_schedule(schedule)
     model_factory, data_factory = factories_of(document)
-    with writing(engine) as connection:
+    with writing(engine, tenant_id) as connection:
         job_id = _insert_job(
             connection,
             {
@@ -126,7 +126,7 @@ def submitted_earlier(
         IdempotencyConflict: If the key stored another document.
     """
     asked = None if estimate else stored_schedule(document.schedule)
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         stored = _stored_key(idempotency_key, estimate=estimate)
         return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), asked)
 

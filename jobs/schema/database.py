@@ -3,6 +3,11 @@
 The same statements run on both. What differs stands here and in ``jobs.schema.clock``: above all how a
 transaction takes its lock. SQLite takes the file's one write lock at BEGIN IMMEDIATE, so that two
 writers queue up instead of failing halfway.
+
+On PostgreSQL row-level security shows a transaction the rows of the tenant that it declares (`kronoscope.tenant`), or
+all rows where it declares that it works for all. Workers, migrations and operators' commands declare that for their
+connections; the API, opened with ``tenants_apart``, declares it in each transaction, and one that forgets to is refused
+on every database: seeing nothing by mistake would make a sweep delete what it does not see.
 """
 
 import functools
@@ -19,13 +24,19 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from catalog.record import canonical_json
 from jobs.errors import LedgerUnavailable, SchemaOutdated, SettingsInvalid
 
+ALL_TENANTS = "*"
+"""Declared in a tenant's place by what works for all of them."""
+
 _READING = "kronoscope_reading"
+_TENANT = "kronoscope_tenant"
+_TENANT_SETTING = "kronoscope.tenant"
 _BUSY_SECONDS = 15
 _POSTGRES_OPTIONS = (
     "-c statement_timeout=30s -c lock_timeout=5s -c idle_in_transaction_session_timeout=10s -c timezone=UTC"
 )
 """A session that is silent for 10 s within a transaction is frozen or gone, and must not keep a job's row locked for
 longer than its lease: no other worker could take it."""
+_DECLARED_FOR_ALL = f" -c {_TENANT_SETTING}={ALL_TENANTS}"
 _POSTGRES_PATIENCE = {
     "connect_timeout": 3,
     # a machine that is gone closes nothing: what was sent is acknowledged within this time, or the connection is over
@@ -40,11 +51,12 @@ _UPGRADE_LOCK = 0x6B726F6E
 """Advisory lock of PostgreSQL under which one process at a time migrates."""
 
 
-def open_database(url: str) -> Engine:
+def open_database(url: str, *, tenants_apart: bool = False) -> Engine:
     """Create an engine with a small pool; it connects on first use.
 
     Args:
         url: The database's URL. A `connect_timeout` in PostgreSQL's is kept.
+        tenants_apart: Whether each transaction must declare its tenant, or `across_tenants`.
 
     Returns:
         The engine.
@@ -53,10 +65,19 @@ def open_database(url: str) -> Engine:
         SettingsInvalid: If the URL is neither PostgreSQL's nor that of an SQLite file.
     """
     parsed = _parse(url)
+    options = {} if tenants_apart else {_TENANT: ALL_TENANTS}
     if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(parsed, json_serializer=canonical_json, pool_size=5, max_overflow=5, pool_timeout=30)
+        engine = create_engine(
+            parsed,
+            execution_options=options,
+            json_serializer=canonical_json,
+            pool_size=5,
+            max_overflow=5,
+            pool_timeout=30,
+        )
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
+        event.listen(engine, "begin", _tenant_of)
         return engine
     patience = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in parsed.query}
     engine = create_engine(
@@ -66,10 +87,50 @@ def open_database(url: str) -> Engine:
         max_overflow=5,
         pool_timeout=5,
         pool_pre_ping=True,  # a connection that a restart has ended is noticed before it is used
-        connect_args={"options": _POSTGRES_OPTIONS, **patience},
+        execution_options=options,
+        connect_args={"options": _POSTGRES_OPTIONS + ("" if tenants_apart else _DECLARED_FOR_ALL), **patience},
     )
     event.listen(engine, "handle_error", _leave_readers)
+    if tenants_apart:
+        event.listen(engine, "begin", _declare_tenant)
     return engine
+
+
+def across_tenants(engine: Engine) -> Engine:
+    """Return the same database for work on all tenants: maintenance, metrics, the verification of keys.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        An engine on the same pool.
+    """
+    return for_tenant(engine, ALL_TENANTS)
+
+
+def for_tenant(engine: Engine, tenant_id: str) -> Engine:
+    """Return the same database as one tenant sees it.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant.
+
+    Returns:
+        An engine on the same pool, each transaction of which declares the tenant.
+    """
+    return engine.execution_options(**{_TENANT: tenant_id})
+
+
+def _tenant_of(connection: Connection) -> str:
+    """The tenant that a transaction declares."""
+    tenant: str | None = connection.get_execution_options().get(_TENANT)
+    if tenant is None:
+        raise RuntimeError("a transaction of the API declares no tenant; give `reading` or `writing` one")
+    return tenant
+
+
+def _declare_tenant(connection: Connection) -> None:
+    connection.exec_driver_sql("SELECT set_config(%s, %s, true)", (_TENANT_SETTING, _tenant_of(connection)))
 
 
 def _leave_readers(context: ExceptionContext) -> None:
@@ -109,11 +170,12 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 @contextmanager
-def writing(engine: Engine) -> Iterator[Connection]:
+def writing(engine: Engine, tenant_id: str | None = None) -> Iterator[Connection]:
     """Open one short transaction that writes; it commits at the end and rolls back on any exception.
 
     Args:
         engine: The ledger's database.
+        tenant_id: The tenant whose rows it sees; None: as the engine declares.
 
     Yields:
         The connection.
@@ -121,16 +183,17 @@ def writing(engine: Engine) -> Iterator[Connection]:
     Raises:
         LedgerUnavailable: If the database does not answer.
     """
-    with _translated(), engine.begin() as connection:
+    with _translated(), (engine if tenant_id is None else for_tenant(engine, tenant_id)).begin() as connection:
         yield connection
 
 
 @contextmanager
-def reading(engine: Engine) -> Iterator[Connection]:
+def reading(engine: Engine, tenant_id: str | None = None) -> Iterator[Connection]:
     """Open one short transaction that only reads, beside any writer.
 
     Args:
         engine: The ledger's database.
+        tenant_id: The tenant whose rows it sees; None: as the engine declares.
 
     Yields:
         The connection.
@@ -139,7 +202,8 @@ def reading(engine: Engine) -> Iterator[Connection]:
         LedgerUnavailable: If the database does not answer.
     """
     with _translated(), engine.connect() as opened:
-        connection = opened.execution_options(**{_READING: True})
+        declared = {} if tenant_id is None else {_TENANT: tenant_id}
+        connection = opened.execution_options(**{_READING: True, **declared})
         with connection.begin():
             yield connection
 
@@ -177,11 +241,12 @@ def migration_config(connection: Connection | None = None) -> Config:
     return config
 
 
-def upgrade_schema(url: str) -> None:
+def upgrade_schema(url: str, role: str | None = None) -> None:
     """Migrate the database to this code's schema; several processes may try at once.
 
     Args:
         url: The database's URL.
+        role: PostgreSQL's role that owns the tables, which the URL's may become; None: the URL's own.
 
     Raises:
         SchemaOutdated: If the database belongs to newer code.
@@ -196,6 +261,8 @@ def upgrade_schema(url: str) -> None:
                 connection.execute(text("SET LOCAL lock_timeout = 0"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
                 connection.execute(text("SET LOCAL lock_timeout = '5s'"))
+                if role is not None:
+                    connection.execute(text("SELECT set_config('role', :role, true)"), {"role": role})
             _check_known(connection)
             command.upgrade(migration_config(connection), "head")
     finally:

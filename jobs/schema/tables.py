@@ -207,6 +207,7 @@ workers = Table(
     Column("started_at", Moment(), nullable=False),
     Column("seen_at", Moment(), nullable=False),
     Column("expires_at", Moment(), nullable=False),  # silent for longer it is counted on no more
+    Column("isolation", _json()),  # which walls between jobs and worker hold there, as it measured at its start
 )
 
 devices = Table(

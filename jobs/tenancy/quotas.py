@@ -82,7 +82,7 @@ def require_room(engine: Engine, tenant_id: str) -> None:
     Raises:
         QuotaExceeded: If its files take all of its quota.
     """
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         quota = _quota_of(connection, tenant_id)
         if quota is not None and (used := _used(connection, tenant_id)) >= quota:
             raise QuotaExceeded(used, quota, 0)
@@ -100,7 +100,7 @@ def require_room_for(engine: Engine, tenant_id: str, sha256: str, size_bytes: in
     Raises:
         QuotaExceeded: If it does not fit.
     """
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         quota = _quota_of(connection, tenant_id)
         if quota is None:
             return
@@ -130,7 +130,7 @@ def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: in
     """
     size = func.coalesce(func.sum(func.length(cast(jobs.c.document, Text))), 0)
     queued = select(func.count(), size).where(jobs.c.tenant_id == tenant_id, jobs.c.state == "queued")
-    with reading(engine) as connection:
+    with reading(engine, tenant_id) as connection:
         count, characters = connection.execute(queued).one()
     if count >= most_jobs:
         raise QueueFull(f"{count:,} of your jobs wait, of {most_jobs:,} that may; cancel some, or wait until they run")

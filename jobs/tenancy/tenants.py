@@ -10,12 +10,18 @@ import re
 import sys
 from collections.abc import Sequence
 
+from sqlalchemy import Engine, text
+
 from jobs.errors import LedgerError, TransientError
-from jobs.schema.database import open_database, require_current_schema
+from jobs.schema.database import open_database, reading, require_current_schema
 from jobs.settings import LedgerSettings
 from jobs.tenancy.quotas import set_quota, usage
 
 _SIZE = re.compile(r"(\d{1,15})(?:\.(\d{1,3}))? ?([kMGT]?)(i?)B?")
+_APART = """
+    SELECT row_security_active('jobs') AND NOT pg_has_role(tableowner, 'USAGE') FROM pg_tables
+    WHERE schemaname = current_schema AND tablename = 'jobs'
+"""
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -37,6 +43,22 @@ def read_bytes(text: str) -> int:
     whole, part, power, binary = match.groups()
     unit: int = (1024 if binary else 1000) ** _POWERS[power]
     return int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)
+
+
+def separation_of_tenants(engine: Engine) -> str:
+    """Return what keeps one tenant from another's rows in this database.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        ``row_level_security`` beside the conditions of the queries, or ``queries`` where those alone do: on SQLite,
+        and where the service logs in as a superuser or as the tables' owner.
+    """
+    if engine.dialect.name != "postgresql":
+        return "queries"
+    with reading(engine) as connection:
+        return "row_level_security" if connection.execute(text(_APART)).scalar_one_or_none() else "queries"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

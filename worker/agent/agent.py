@@ -42,14 +42,20 @@ _RETRY_SECONDS = 3.0
 class Agent:
     """One per worker process."""
 
-    def __init__(self, engine: Engine, settings: WorkerSettings, command: Sequence[str] = EXECUTION) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: WorkerSettings,
+        command: Sequence[str] = EXECUTION,
+        isolation: tuple[str, ...] = (),
+    ) -> None:
         self.idle = threading.Event()
         """Set where the worker is to end with nothing left to do, and nothing is: it takes no job any more."""
         self._engine = engine
         self._settings = settings
         self._command = command
         self._device_health = DeviceHealth()
-        self._registration = Registration(engine, settings, device_health=self._device_health)
+        self._registration = Registration(engine, settings, device_health=self._device_health, isolation=isolation)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._slots = threading.Semaphore(settings.slots)
         self._supervisors: set[Supervisor] = set()

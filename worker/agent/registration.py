@@ -30,6 +30,7 @@ class Registration:
         settings: WorkerSettings,
         provider: Provider | None = None,
         device_health: DeviceHealth | None = None,
+        isolation: tuple[str, ...] = (),
     ) -> None:
         self._engine = engine
         self._device_health = device_health or DeviceHealth()
@@ -49,6 +50,7 @@ class Registration:
             version=importlib.metadata.version("kronoscope"),
             slots=settings.slots,
             factories=settings.factories_of_any(),
+            isolation=isolation,
         )
 
     def start(self) -> None:

@@ -2,12 +2,23 @@
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, delete, insert, select, update
 
-from jobs.devices.registry import Device, Worker, forget_silent, leased_devices, list_devices, register, remove, renew
+from jobs.devices.registry import (
+    Device,
+    Worker,
+    forget_silent,
+    isolation_of_jobs,
+    leased_devices,
+    list_devices,
+    register,
+    remove,
+    renew,
+)
 from jobs.records import LOCAL_TENANT
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -53,6 +64,16 @@ def lease(engine: Engine, device: Device, size: int, *, draining: bool = False) 
 def known(engine: Engine, table: Any) -> int:
     with reading(engine) as connection:
         return len(connection.execute(select(table)).all())
+
+
+def test_the_weakest_worker_says_which_walls_hold(ledger: Engine) -> None:
+    assert isolation_of_jobs(ledger) is None
+    for walls in (("memory", "own_user"), ("memory", "system_calls")):
+        worker = Worker(id=new_id(), node="n", process_space="s", version="0", slots=1, factories=(), isolation=walls)
+        register(ledger, worker, [], 60)
+    assert isolation_of_jobs(ledger) == ("memory",)
+    register(ledger, replace(worker, isolation=()), [], 60)  # an earlier version measured nothing
+    assert isolation_of_jobs(ledger) == ()
 
 
 def test_what_is_registered_is_listed_with_what_is_free(ledger: Engine, joined: Any) -> None:

@@ -1,0 +1,96 @@
+"""The database's roles on PostgreSQL: one that owns the tables, and three that log in and own none.
+
+::
+
+    kronoscope_owner     owns the tables; nobody logs in as it
+    kronoscope_migrate   may become the owner, and does so to migrate
+    kronoscope_api       reads and writes the rows of the tenant that a transaction declares
+    kronoscope_worker    reads and writes the rows of all tenants, but no API keys
+
+`prepare_roles` runs before a migration and `grant_rights` after it, each time: what stands already is left, and a
+database of an earlier version, whose tables belong to a superuser, is taken over.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from psycopg import sql
+from sqlalchemy import Connection, text
+
+OWNER = "kronoscope_owner"
+MIGRATE, API, WORKER = LOGINS = ("kronoscope_migrate", "kronoscope_api", "kronoscope_worker")
+
+_ROLES_LOCK = 0x6B726F6F
+"""Advisory lock: roles belong to the whole server, on which other databases may be prepared at the same time."""
+_OWNED = (
+    "SELECT c.oid::regclass::text FROM pg_class c WHERE c.relnamespace = 'public'::regnamespace AND c.relkind = 'r'"
+)
+_SECURED = f"{_OWNED} AND c.relrowsecurity ORDER BY 1"
+
+
+def prepare_roles(connection: Connection, passwords: Mapping[str, str]) -> None:
+    """Make the roles, set their passwords, and hand the tables that stand to their owner.
+
+    Args:
+        connection: A connection of a role that may make roles and owns the tables, such as a superuser.
+        passwords: The passwords of the three roles that log in, by role.
+    """
+    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ROLES_LOCK})
+    present = set(connection.execute(text("SELECT rolname FROM pg_roles WHERE rolname LIKE 'kronoscope%'")).scalars())
+    for role in (OWNER, *LOGINS):
+        if role not in present:
+            _run(connection, "CREATE ROLE {} NOINHERIT", role)
+    _run(connection, "ALTER ROLE {} NOLOGIN", OWNER)
+    for role in LOGINS:
+        _run(connection, "ALTER ROLE {} LOGIN NOINHERIT NOCREATEDB NOCREATEROLE", role)
+        _set_password(connection, role, passwords[role])
+    _run(connection, "GRANT {} TO {}", OWNER, MIGRATE)
+    database = connection.execute(text("SELECT current_database()")).scalar_one()
+    _run(connection, "GRANT CONNECT ON DATABASE {} TO {}, {}, {}", database, *LOGINS)
+    _run(connection, "GRANT USAGE, CREATE ON SCHEMA public TO {}", OWNER)
+    _run(connection, "GRANT USAGE ON SCHEMA public TO {}, {}, {}", *LOGINS)
+    connection.execute(text("REVOKE CREATE ON SCHEMA public FROM PUBLIC"))
+    for table in connection.execute(text(_OWNED)).scalars().all():
+        _run(connection, "ALTER TABLE {} OWNER TO {}", table, OWNER)
+
+
+def grant_rights(connection: Connection) -> None:
+    """Give API and worker their rights on the tables, as the tables' owner.
+
+    Args:
+        connection: A connection that acts as the owner.
+    """
+    for table in connection.execute(text(_OWNED)).scalars().all():
+        rights = "SELECT" if table == "alembic_version" else "SELECT, INSERT, UPDATE, DELETE"
+        _run(connection, f"GRANT {rights} ON {{}} TO {{}}, {{}}", table, API, WORKER)
+    _run(connection, "REVOKE ALL ON api_keys FROM {}", WORKER)
+    for table in connection.execute(text(_SECURED)).scalars().all():
+        _run(connection, "DROP POLICY IF EXISTS worker_rows ON {}", table)
+        _run(connection, "CREATE POLICY worker_rows ON {} TO {} USING (true)", table, WORKER)
+
+
+def act_as_owner(connection: Connection) -> None:
+    """Become the tables' owner until the transaction ends.
+
+    Args:
+        connection: A connection of `kronoscope_migrate`, or of a superuser.
+    """
+    _run(connection, "SET LOCAL ROLE {}", OWNER)
+
+
+def _run(connection: Connection, statement: str, *names: str) -> None:
+    """Execute a statement that takes no parameters, with its names quoted."""
+    composed = sql.SQL(statement).format(*map(sql.Identifier, names))
+    connection.exec_driver_sql(composed.as_string(_driver(connection)))
+
+
+def _set_password(connection: Connection, role: str, password: str) -> None:
+    """Set a password by its hash, which is made here: logs of statements show no password."""
+    driver = _driver(connection)
+    hashed = driver.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
+    composed = sql.SQL("ALTER ROLE {} PASSWORD {}").format(sql.Identifier(role), sql.Literal(hashed))
+    connection.exec_driver_sql(composed.as_string(driver))
+
+
+def _driver(connection: Connection) -> Any:  # noqa: ANN401 - SQLAlchemy does not say which driver it is
+    return connection.connection.driver_connection
