@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,12 +195,14 @@ def _version(folder: Path) -> tuple[int, int] | None:
 def _linked(folder: Path, place: Path) -> dict[str, Path]:
     files = {}
     for path in sorted(folder.rglob("*")):
-        if path.name.startswith(PART) or not path.is_file():
+        # the folder is the job's: a link of its may lead to a file that only this process can read
+        if path.name.startswith(PART) or path.is_symlink() or not path.is_file():
             continue
         name = path.relative_to(folder).as_posix()
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            os.link(path, target)
-            files[name] = target
+            os.link(path, target, follow_symlinks=False)
+            if stat.S_ISREG(target.lstat().st_mode):
+                files[name] = target
     return files

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,24 @@ def test_the_newest_checkpoint_comes_back_and_the_one_before_is_dropped(store: O
     copies.fetch(JOB, 1, tmp_path / "there")
     assert contents(tmp_path / "there") == expected
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".part-")] == []
+
+
+def test_a_link_in_a_jobs_folder_is_not_copied(store: ObjectStore, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"password of the database")
+    here, copies = tmp_path / "here", ScratchStore(store)
+    checkpoint(here, 1, a=b"sums")
+    expected = contents(here)
+    (here / "link").symlink_to(secret)
+    (here / "checkpoint" / "link.safetensors").symlink_to(secret)
+    (here / "folder").symlink_to(tmp_path)
+    os.mkfifo(here / "pipe")
+    assert copies.save(JOB, 1, here)
+    copies.fetch(JOB, 1, tmp_path / "there")
+    assert contents(tmp_path / "there") == expected
+    for each in store.listing("scratch/"):
+        with store.open(each.key, each.size_bytes) as file:
+            assert b"password" not in file.read()
 
 
 class CutOff:
