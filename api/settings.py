@@ -69,8 +69,8 @@ class Settings(ServiceSettings):
     requests_per_second: float = Field(100, ge=0, le=100_000)
     """Requests of each key a second, and twice as many at once, in each API process; beyond them 429. 0 sets no
     limit."""
-    requests_per_key: int = Field(4, ge=1, le=10_000)
-    """Requests of each key that are worked on at a time, in each API process. Sixteen times as many wait for them,
+    requests_per_key: int = Field(2, ge=1, le=10_000)
+    """Requests of each key that are worked on at a time, in each API process. 32 times as many wait for them,
     without a thread or a connection to the database; beyond them 429."""
     queued_jobs: int = Field(1000, ge=1, le=1_000_000)
     """Jobs and estimates of each tenant that may wait; beyond them 429."""

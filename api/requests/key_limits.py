@@ -21,7 +21,7 @@ _PROBES = ("/livez", "/readyz", "/metrics")
 _SLOT = "kronoscope.slot"
 _KNOWN_KEYS = 10_000
 _BURST_SECONDS = 2
-_WAITING_PER_SLOT = 16
+_WAITING_PER_SLOT = 32
 _WAIT_SECONDS = 10.0
 
 

@@ -1,5 +1,6 @@
 """Records of the ledger's rows: a job and an artifact as the rest of the service reads them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from sqlalchemy import Row
@@ -26,7 +27,7 @@ def artifact_record(row: Row[Any]) -> Artifact:
     )
 
 
-def job_record(row: Row[Any]) -> Job:
+def job_record(row: Row[Any] | SimpleNamespace) -> Job:
     """Return the record of a row of `jobs`; the failure's detail, meant for operators, is left out.
 
     Args:

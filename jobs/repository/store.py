@@ -19,6 +19,7 @@ from jobs.errors import (
 from jobs.lifecycle import TERMINAL, State
 from jobs.queue.fence import append_event, change, draw, move
 from jobs.records import Artifact, Claim, Job, JobPage
+from jobs.repository.job_list import read_jobs
 from jobs.repository.row_records import artifact_record, job_record
 from jobs.scheduling.deadlines import deadline_of, require_in_time
 from jobs.schema.clock import ledger_now
@@ -83,6 +84,8 @@ class JobQuery:
     before: str | None = None
     """The cursor of the page before."""
     limit: int = 20
+    fields: tuple[str, ...] = ()
+    """What the jobs hold of `job_list.FIELDS`."""
 
 
 NEWEST_JOBS = JobQuery()
@@ -102,14 +105,14 @@ def list_jobs(
         asked: Which of the tenant's jobs, and from where on.
 
     Returns:
-        The jobs, and the cursor of the next page, or None on the last one.
+        The jobs, slim but for the fields that are asked for, and the cursor of the next page, or None on the last one.
 
     Raises:
         PageRefused: If the limit is not 1 to 100, or `before` is not a cursor.
     """
     check_limit(asked.limit)
     query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.kind != ESTIMATE)
-    query = query.order_by(jobs.c.id.desc()).limit(asked.limit + 1)
+    query = query.order_by(jobs.c.id.desc())
     if asked.state is not None:
         query = query.where(jobs.c.state == asked.state)
     if asked.kind is not None:
@@ -123,9 +126,8 @@ def list_jobs(
             raise PageRefused("before", "is not a cursor; take `next` of the page before")
         query = query.where(jobs.c.id < asked.before)
     with reading(engine, tenant_id) as connection:
-        rows = connection.execute(query).all()
-    items = tuple(job_record(row) for row in rows[: asked.limit])
-    return JobPage(items=items, next=items[-1].id if len(rows) > asked.limit else None)
+        items, more = read_jobs(connection, query, asked.limit, asked.fields)
+    return JobPage(items=items, next=items[-1].id if more else None)
 
 
 def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:

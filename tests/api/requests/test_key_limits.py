@@ -20,7 +20,7 @@ TIGHT = {
     "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
     "KRONOSCOPE_METRICS_TOKEN": METRICS_TOKEN,
     "KRONOSCOPE_REQUESTS_PER_SECOND": "20",
-    "KRONOSCOPE_REQUESTS_PER_KEY": "2",
+    "KRONOSCOPE_REQUESTS_PER_KEY": "1",
     "KRONOSCOPE_LONG_POLLS_PER_KEY": "3",
     "KRONOSCOPE_QUEUED_JOBS": "2",
     "KRONOSCOPE_METRICS_SECONDS": "0",
@@ -64,7 +64,7 @@ def test_a_key_that_asks_too_often_is_refused_and_nobody_else(tight: Tight) -> N
 
 
 def test_a_key_that_asks_for_much_at_a_time_waits_for_itself(tight: Tight) -> None:
-    """Two are worked on and 32 wait; whatever is beyond is refused at once."""
+    """One is worked on and 32 wait; whatever is beyond is refused at once."""
     with client(tight.server, key=tight.keys[1]) as greedy, client(tight.server, "127.0.0.9") as probe:
         began = threading.Event()
 
@@ -78,7 +78,7 @@ def test_a_key_that_asks_for_much_at_a_time_waits_for_itself(tight: Tight) -> No
             assert seconds_of(probe, "/livez") < 2
             statuses = list(answers)
     assert set(statuses) <= {200, 429}
-    assert statuses.count(200) >= 34
+    assert statuses.count(200) >= 33
 
 
 def test_long_polls_of_a_key_are_counted(tight: Tight) -> None:
