@@ -26,13 +26,14 @@ from tests.api.server import METRICS_TOKEN
 from tests.conftest import Databases
 from tests.machine.stopwatch import until
 
-LABELS = {"state", "reconciler", "category", "code", "kind", "route", "method", "status", "le"}
+LABELS = {"reason", "state", "reconciler", "category", "code", "kind", "route", "method", "status", "le"}
 UNITS = (
     "_seconds",
     "_bytes",
     "_total",
     "_fds",
     "_up",
+    "_connections",
     "_jobs",
     "_expired",
     "_unsent",
