@@ -26,7 +26,7 @@ from tests.api.server import METRICS_TOKEN
 from tests.conftest import Databases
 from tests.machine.stopwatch import until
 
-LABELS = {"reason", "state", "reconciler", "category", "code", "kind", "route", "method", "status", "le"}
+LABELS = {"limit", "reason", "state", "reconciler", "category", "code", "kind", "route", "method", "status", "le"}
 UNITS = (
     "_seconds",
     "_bytes",
