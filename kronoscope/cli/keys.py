@@ -4,11 +4,8 @@ from typing import Annotated
 
 import typer
 
+from kronoscope.cli.options import CODES
 from kronoscope.cli.serve import exec_module
-
-CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
-now · 4 an operator must look into it · 5 stopped or cancelled."""
-"""The end of every command's help."""
 
 keys = typer.Typer(help="API keys of the service's database.", no_args_is_help=True, epilog=CODES)
 

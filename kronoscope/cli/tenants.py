@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kronoscope.cli.keys import CODES
+from kronoscope.cli.options import CODES
 from kronoscope.cli.serve import exec_module
 
 tenants = typer.Typer(help="Tenants of the service's database.", no_args_is_help=True, epilog=CODES)

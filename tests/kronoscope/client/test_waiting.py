@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kronoscope import Client
-from kronoscope.cli.main import run_command
+from kronoscope.cli.exit_codes import run_command
 from kronoscope.client import ClientError, DownloadFailed
 
 Answer = tuple[int, dict[str, str], str]

@@ -1,0 +1,60 @@
+"""The exit codes of the command line, and how a command ends with one.
+
+0 done; 1 a fault of this program; 2 the input or its use is wrong; 3 the service (or the machine) cannot do it now;
+4 a failure that an operator must look into; 5 stopped or cancelled.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import typer
+
+from kronoscope.cli.documents import DocumentUnreadable
+from kronoscope.cli.run_job import NotInstalled
+from kronoscope.cli.serve import ServiceFailed
+from kronoscope.client.client import ClientError, DownloadFailed, ServiceUnreachable
+
+OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
+CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
+"""The exit code of a job that failed, by the category of its failure."""
+
+
+def fail(code: int, lines: Sequence[str]) -> NoReturn:
+    """Print each fault on standard error, and end the command.
+
+    Args:
+        code: The exit code.
+        lines: One sentence for each fault.
+
+    Raises:
+        typer.Exit: Always.
+    """
+    raise typer.Exit(_report_errors(code, lines))
+
+
+def run_command(command: Callable[[], object]) -> int:
+    """Run a command, and turn its errors into sentences and an exit code.
+
+    Args:
+        command: The command line application, or one of its commands.
+
+    Returns:
+        The exit code (see the module's first lines).
+    """
+    try:
+        command()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else OK
+    except ClientError as error:
+        may_pass = isinstance(error, (ServiceUnreachable, DownloadFailed)) or error.status == 429 or error.status >= 500
+        return _report_errors(TRANSIENT if may_pass else USAGE, error.lines)
+    except (DocumentUnreadable, NotInstalled, ServiceFailed) as error:
+        return _report_errors(TRANSIENT if isinstance(error, ServiceFailed) else USAGE, [str(error)])
+    return OK
+
+
+def _report_errors(code: int, lines: Sequence[str]) -> int:
+    for line in lines:
+        sys.stderr.write(f"error: {line}\n")
+    return code

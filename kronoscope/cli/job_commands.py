@@ -1,0 +1,135 @@
+"""The commands on jobs of a service: ``submit``, ``watch``, ``results``, ``cancel`` and ``jobs``."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from catalog.record import plain
+from catalog.responses import JobView, ResultsView
+from kronoscope.cli.documents import read_document
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail
+from kronoscope.cli.options import AsJson, Document, JobId, Settings, Url
+from kronoscope.cli.output import message_console, print_json, result_console
+from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
+from kronoscope.client.client import Client
+from kronoscope.display.progress import display_for
+from kronoscope.display.results import placement_problem, show_progress, show_results
+from kronoscope.display.tables import job_table
+
+
+def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
+    document: Document,
+    settings: Settings = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end.")] = False,
+    validate_only: Annotated[
+        bool, typer.Option("--validate-only", help="Check everything and submit nothing.")
+    ] = False,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key and document give the same job.")] = None,
+    priority: Priority = None,
+    deadline: Deadline = None,
+    within: Within = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job to the service; prints its id."""
+    wanted = with_schedule(read_document(document, settings or ()), priority=priority, deadline=deadline, within=within)
+    with Client(url) as client:
+        if validate_only:
+            checked = client.validate(wanted)
+            print_json(checked) if as_json else result_console().print("the document is valid; nothing was submitted")
+            return
+        job = client.submit(wanted, idempotency_key=idempotency_key)
+        if (note := placement_problem(job)) is not None:
+            message_console().print(note, soft_wrap=True, markup=False)
+        if wait:
+            if not as_json:
+                message_console().print(f"job {job.id}", soft_wrap=True)
+            _watch(client, job.id, as_json=as_json)
+        elif as_json:
+            print_json(plain(job))
+        else:
+            sys.stdout.write(f"{job.id}\n")
+
+
+def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """Follow a job to its end; ctrl-C leaves it running, and watching again goes on."""
+    with Client(url) as client:
+        _watch(client, job_id, as_json=as_json)
+
+
+def results(
+    job_id: JobId,
+    download: Annotated[Path | None, typer.Option(help="Folder to download the job's files into.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a job's table, or everything as JSON; download its files."""
+    with Client(url) as client:
+        job_results = client.results(job_id)
+        if as_json:
+            print_json(plain(job_results) | {"layers": [plain(row) for row in client.layers(job_id)]})
+        else:
+            _show_tables(client, job_results)
+            if not job_results.job.ended:
+                message_console().print(f"the job is {job_results.job.state}: these are the layers so far")
+        if download is not None:
+            _download(client, job_results, download, silent=as_json)
+
+
+def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """Cancel a queued or running job."""
+    with Client(url) as client:
+        job = client.cancel(job_id)
+    print_json(plain(job)) if as_json else result_console().print(f"{job.id} is {job.state}", soft_wrap=True)
+
+
+def list_jobs(
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only jobs of this analysis.")] = None,
+    label: Annotated[str | None, typer.Option(help="Only jobs with this label: name=value.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List your jobs, newest first."""
+    with Client(url) as client:
+        listed = list(client.jobs(state=state, kind=kind, label=label))
+    print_json([plain(job) for job in listed]) if as_json else result_console().print(job_table(listed))
+
+
+def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
+    """Show every change until the job ends; exit with the code of its outcome."""
+    job: JobView | None = None
+    try:
+        with display_for(message_console(), silent=as_json) as display:
+            for job in client.follow(job_id):
+                show_progress(job, display)
+    except KeyboardInterrupt:
+        fail(STOPPED, [f"no longer watching; the job goes on: `kronoscope watch {job_id}` shows it again"])
+    if job is None:
+        fail(INTERNAL, ["the service sent no answer about the job"])
+    if as_json:
+        print_json(plain(job))
+    if job.failure is not None:
+        pointer = f"{job.failure.pointer} " if job.failure.pointer else ""
+        fail(CATEGORIES.get(job.failure.category, FATAL), [f"{pointer}{job.failure.message}"])
+    if job.state == "cancelled":
+        fail(STOPPED, ["the job was cancelled"])
+    if not as_json:
+        _show_tables(client, client.results(job_id))
+
+
+def _show_tables(client: Client, results: ResultsView) -> None:
+    rows, curve = list(client.layers(results.job.id)), client.memory_curve(results)
+    show_results(result_console(), rows, results.summary, results.job.kinds, curve)
+
+
+def _download(client: Client, results: ResultsView, folder: Path, *, silent: bool) -> None:
+    try:
+        with display_for(message_console(), silent=silent) as display:
+            for done, artifact in enumerate(results.artifacts, start=1):
+                client.download(results.job.id, artifact, folder)
+                display.update("download", done, len(results.artifacts), "files")
+    except OSError as error:
+        fail(USAGE, [f"{folder} cannot be written ({error.strerror}); give a folder that you may write, with room"])

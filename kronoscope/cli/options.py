@@ -1,0 +1,20 @@
+"""Arguments and options that several commands take, and the end of every command's help."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
+now · 4 an operator must look into it · 5 stopped or cancelled."""
+"""The end of every command's help."""
+
+Document = Annotated[Path, typer.Argument(metavar="JOB", help="Job document: YAML, or JSON where it ends in .json.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Set one field, e.g. collection.batch_size=32.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and no progress.")]
+Url = Annotated[str | None, typer.Option("--url", help="The service; default KRONOSCOPE_URL or http://127.0.0.1:8000.")]
+Store = Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
