@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
+from catalog.coverage import CoverageView
 from catalog.record import TextFormat, record
 
 JobState = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
@@ -88,6 +89,8 @@ class JobView:
     placement: PlacementView | None
     """Only of a job that is read by itself and has not ended; not part of its ETag."""
     progress: ProgressView | None
+    coverage: CoverageView | None
+    """The share of the model that was measured; null before the first summary, and where no model was given."""
     failure: FailureView | None
     attempt: int
     """The number of times that a worker has taken it up."""

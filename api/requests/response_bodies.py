@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
+from catalog.coverage import assess_coverage
 from catalog.responses import (
     ArtifactView,
     DeviceState,
@@ -46,6 +47,7 @@ def job_view(job: Job, placement: PlacementView | None = None) -> JobView:
         labels=job.document.get("labels") or {},
         placement=placement,
         progress=_progress(job),
+        coverage=assess_coverage(job.summary, _min_coverage(job)),
         failure=None if job.failure is None else _filled(FailureView, job.failure),
         links={"self": here, **{part: f"{here}/{part}" for part in parts}, "cancel": f"{here}:cancel"},
     )
@@ -107,6 +109,11 @@ def layer_view(row: LayerRow) -> LayerView:
     """
     status, parameters = row.outcome.get("status", "covered"), tuple(row.outcome.get("parameters") or ())
     return _filled(LayerView, {**row.outcome, **vars(row)}, status=status, parameters=parameters)
+
+
+def _min_coverage(job: Job) -> float | None:
+    share = (job.document.get("collection") or {}).get("min_coverage")
+    return None if share is None else float(share)
 
 
 def artifact_view(artifact: Artifact) -> ArtifactView:

@@ -1,7 +1,8 @@
 """The exit codes of the command line, and how a command ends with one.
 
 0 done; 1 a fault of this program; 2 the input or its use is wrong; 3 the service (or the machine) cannot do it now;
-4 a failure that an operator must look into; 5 stopped or cancelled.
+4 a failure that an operator must look into; 5 stopped or cancelled; 6 done, and a part of the model that the loss
+depends on was not measured, though the document names no `collection.min_coverage` that would do.
 """
 
 import sys
@@ -10,12 +11,13 @@ from typing import NoReturn
 
 import typer
 
+from catalog.coverage import CoverageView
 from kronoscope.cli.documents import DocumentUnreadable
 from kronoscope.cli.run_job import NotInstalled
 from kronoscope.cli.serve import ServiceFailed
 from kronoscope.client.client import ClientError, DownloadFailed, ServiceUnreachable
 
-OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED = range(6)
+OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED, PARTIAL = range(7)
 CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
 """The exit code of a job that failed, by the category of its failure."""
 
@@ -31,6 +33,19 @@ def fail(code: int, lines: Sequence[str]) -> NoReturn:
         typer.Exit: Always.
     """
     raise typer.Exit(_report_errors(code, lines))
+
+
+def require_coverage(measured: CoverageView | None) -> None:
+    """End the command with a code of its own where a part of the model was not measured.
+
+    Args:
+        measured: The share of the model that was measured; None where no model was given.
+
+    Raises:
+        typer.Exit: If the share is that of a part, and the document does not accept it.
+    """
+    if measured is not None and measured.status == "partial":
+        raise typer.Exit(PARTIAL)
 
 
 def run_command(command: Callable[[], object]) -> int:

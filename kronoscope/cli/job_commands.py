@@ -9,14 +9,14 @@ import typer
 from catalog.record import plain
 from catalog.responses import JobView, ResultsView
 from kronoscope.cli.documents import read_document
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_coverage
 from kronoscope.cli.options import AsJson, Document, JobId, Settings, Url
 from kronoscope.cli.output import message_console, print_json, result_console
 from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
 from kronoscope.client.client import Client
+from kronoscope.display.job_table import job_table
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, show_progress, show_results
-from kronoscope.display.tables import job_table
 
 
 def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
@@ -118,11 +118,12 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
         fail(STOPPED, ["the job was cancelled"])
     if not as_json:
         _show_tables(client, client.results(job_id))
+    require_coverage(job.coverage)
 
 
 def _show_tables(client: Client, results: ResultsView) -> None:
     rows, curve = list(client.layers(results.job.id)), client.memory_curve(results)
-    show_results(result_console(), rows, results.summary, results.job.kinds, curve)
+    show_results(result_console(), rows, results.summary, results.job.kinds, curve, results.job.coverage)
 
 
 def _download(client: Client, results: ResultsView, folder: Path, *, silent: bool) -> None:

@@ -12,11 +12,12 @@ import typer
 from rich.table import Table
 
 from catalog import ANALYSES
+from catalog.coverage import assess_coverage
 from catalog.record import plain
 from kronoscope.cli import job_commands
 from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import read_document
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, run_command
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_coverage, run_command
 from kronoscope.cli.keys import keys
 from kronoscope.cli.options import CODES, AsJson, Document, Offline, Settings, Store
 from kronoscope.cli.output import message_console, print_json, result_console
@@ -66,7 +67,8 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     as_json: AsJson = False,
 ) -> None:
     """Run a job here, in the foreground, without any service."""
-    request = _request(read_document(document, settings or ()), store, offline=offline) | {
+    wanted = read_document(document, settings or ())
+    request = _request(wanted, store, offline=offline) | {
         "threads": threads,
         "cache": None if cache is None else str(cache.absolute()),
         "cache_bytes": _CACHE_BYTES,
@@ -74,15 +76,18 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     }
     with display_for(message_console(), silent=as_json) as display:
         outcome = run_job(request, output, display, verbose=verbose)
+    measured = assess_coverage(outcome.summary, _min_coverage(wanted))
     if as_json:
         print_json({"output": str(output), "finished": outcome.finished, "summary": outcome.summary,
+                    "coverage": plain(measured),
                      "failure": None if outcome.failure is None else _public(outcome)})  # fmt: skip
     _require_success(outcome)
     if not as_json:
         show_results(result_console(), [build_layer(row) for row in outcome.rows],
                      {kind: build_summary(kind, summary) for kind, summary in outcome.summary.items()},
-                     curve=read_memory_curve(output / "artifacts"))  # fmt: skip
+                     curve=read_memory_curve(output / "artifacts"), measured=measured)  # fmt: skip
         result_console().print(f"results in {output}/: results.json, log.jsonl, artifacts/", soft_wrap=True)
+    require_coverage(measured)
 
 
 @app.command(epilog=CODES)
@@ -182,6 +187,12 @@ def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> 
         "store": str((store or _default_store()).absolute()),
         "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
     }
+
+
+def _min_coverage(document: dict[str, Any]) -> float | None:
+    """Return the share that a document asks for; the runner has refused one that is not a number."""
+    collection = document.get("collection")
+    return collection.get("min_coverage") if isinstance(collection, dict) else None
 
 
 def _planned(

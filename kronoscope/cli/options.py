@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
-now · 4 an operator must look into it · 5 stopped or cancelled."""
+now · 4 an operator must look into it · 5 stopped or cancelled · 6 done, but only a part of the model was measured."""
 """The end of every command's help."""
 
 Document = Annotated[Path, typer.Argument(metavar="JOB", help="Job document: YAML, or JSON where it ends in .json.")]

@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
+from catalog.coverage import CoverageView
 from catalog.responses import JobView
 from kronoscope.client.client import MEMORY_CURVE
 from kronoscope.client.responses import Layer
+from kronoscope.display.coverage import coverage_lines
 from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import Display
 from kronoscope.display.tables import layer_table, not_covered_lines, reuse_lines, summary_line
@@ -23,6 +25,7 @@ def show_results(
     summary: Mapping[str, Any],
     kinds: Sequence[str] = (),
     curve: Mapping[str, Any] | None = None,
+    measured: CoverageView | None = None,
 ) -> None:
     """Print one table for each analysis, and the stages.
 
@@ -32,20 +35,21 @@ def show_results(
         summary: The summary of each analysis that has one.
         kinds: The analyses in the order in which they were asked for.
         curve: The memory curve with planned and measured stages; None where there is none.
+        measured: The share of the model that was measured; None where no model was given.
     """
     present = dict.fromkeys([row.kind for row in rows])
     for kind in dict.fromkeys([*(kind for kind in kinds if kind in present), *present]):
         chosen = [row for row in rows if row.kind == kind]
-        console.print(layer_table(kind, chosen, console.width))
+        console.print(layer_table(kind, chosen, console.width, measured))
         for line in not_covered_lines(chosen):
             console.print(line, markup=False, soft_wrap=True)
         if kind in summary:
-            console.print(summary_line(kind, summary[kind]), markup=False, soft_wrap=True)
+            console.print(summary_line(kind, summary[kind], measured), markup=False, soft_wrap=True)
         console.print()
     if curve is not None and curve.get("stages"):
         console.print(measured_stage_table(curve["stages"], curve.get("pace")))
         console.print()
-    for line in reuse_lines(rows):
+    for line in (*reuse_lines(rows), *coverage_lines(measured)):
         console.print(line, markup=False, soft_wrap=True)
 
 

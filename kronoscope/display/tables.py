@@ -1,15 +1,15 @@
 """Results as tables that fit 100 columns: one row per layer, one summary line per analysis."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from catalog.responses import JobView
+from catalog.coverage import CoverageView, percentage
 from kronoscope.client.responses import Layer
+from kronoscope.display.coverage import part_note
 
 Column = tuple[str, Callable[[Layer], str]]
 _WIDTH = 100
@@ -121,7 +121,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 
 
-def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
+def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH, measured: CoverageView | None = None) -> Table:
     """Tabulate the covered layers of one analysis.
 
     Args:
@@ -129,6 +129,7 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
         rows: Its rows; layers that are not covered are left out (`not_covered_lines` names them).
         width: Columns of the terminal. Figures are shown whole and names take the rest; where it is too narrow for all
             columns, the first figures are left out, and named below.
+        measured: The share of the model that was measured, which the title names where a part is missing.
 
     Returns:
         One row per layer, in the model's order.
@@ -152,7 +153,8 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH) -> Table:
     figures = [texts[shown:] for texts in figures]
     left = width - sum(widths) - 3 * len(widths)
     longest = max(_LEAST_NAME, min(_NAME_WIDTH, left))
-    table = Table(title=f"{kind}: {_layers(len(covered))}", title_justify="left", pad_edge=False, show_edge=False)
+    title = f"{kind}: {_layers(len(covered))}{part_note(measured, ', {} of the model')}"
+    table = Table(title=Text(title), title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("layer", no_wrap=True)
     for heading, least in zip(headings, widths, strict=True):
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)
@@ -202,12 +204,13 @@ def _identity_note(identity: float | None) -> list[str]:
     return [] if identity is None else [f"gradient identity to {identity:.1g}"]
 
 
-def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysis has its own record
+def summary_line(kind: str, summary: Any, measured: CoverageView | None = None) -> str:  # noqa: ANN401 - each analysis has its own record
     """Return the summary of one analysis as one line.
 
     Args:
         kind: The analysis.
         summary: Its summary: the catalog's record, or a mapping of an analysis that this client does not know.
+        measured: The share of the model that was measured; where a part is missing, its figures are said to be of it.
 
     Returns:
         Coverage and the figures of the whole model, separated by semicolons.
@@ -216,14 +219,21 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
     # a matrix from a file belongs to no model, so that there is nothing to cover
     if coverage is not None and _field(coverage, "trainable_parameters"):
-        share = _field(coverage, "covered_share")
-        # cut, not rounded: a share below one must not read 100.0%
-        tenths = math.floor(share * 1000 + 1e-9)
-        parts.append(f"{tenths / 10}% of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
+        share = percentage(_field(coverage, "covered_share"))
+        parts.append(f"{share} of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
         reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
         if reasons:
             parts.append("not covered: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons))
         parts += _identity_note(_field(coverage, "gradient_identity"))
+    figures = "; ".join(_figures(summary))
+    return "; ".join(
+        [*parts, *([f"{part_note(measured, 'of the {} that was measured: ')}{figures}"] if figures else [])]
+    )
+
+
+def _figures(summary: Any) -> list[str]:  # noqa: ANN401 - each analysis has its own record
+    """Return the figures of the whole model, each with its name."""
+    parts = []
     dimension, effective = _field(summary, "dimension"), _field(summary, "effective_dimension")
     if effective is not None:
         parts.append(f"effective dimension {format_number(effective)}" + (f" of {dimension:,}" if dimension else ""))
@@ -243,8 +253,7 @@ def summary_line(kind: str, summary: Any) -> str:  # noqa: ANN401 - each analysi
     if late:
         parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
     optional = {"token_importance": _token_note, "cross_check": _exact_comparison}
-    parts += [note(part) for name, note in optional.items() if (part := _field(summary, name)) is not None]
-    return "; ".join(parts)
+    return parts + [note(part) for name, note in optional.items() if (part := _field(summary, name)) is not None]
 
 
 def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a service sends in its place
@@ -293,27 +302,6 @@ def reuse_lines(rows: Sequence[Layer]) -> list[str]:
     """
     sources = dict.fromkeys(row.observed.factors_from for row in rows if row.observed is not None)
     return [f"factors from the cache: those of job {source}" for source in sources if source]
-
-
-def job_table(jobs: Iterable[JobView]) -> Table:
-    """Tabulate jobs, one row each.
-
-    Args:
-        jobs: In the order in which they are shown.
-
-    Returns:
-        Id, kinds, state, progress and time of submission.
-    """
-    table = Table(pad_edge=False, show_edge=False)
-    for heading in ("id", "kind", "state", "progress", "created"):
-        # an id must not be cut, so the kinds wrap
-        fixed_width = {"id": 36, "state": 9, "progress": 8, "created": 16}.get(heading)
-        table.add_column(heading, no_wrap=fixed_width is not None, overflow="fold", min_width=fixed_width)
-    for job in jobs:
-        percent = job.progress.percent if job.progress is not None else None
-        table.add_row(job.id, ", ".join(job.kinds), job.state, "–" if percent is None else f"{percent:.0f} %",
-                      (job.created_at or "")[:16].replace("T", " "))  # fmt: skip
-    return table
 
 
 def _layers(count: Any) -> str:  # noqa: ANN401 - as summaries of analyses unknown here have it

@@ -1,7 +1,7 @@
 // The coverage bar: the share of the trainable parameters that the results cover, and the reasons for the rest.
 
 import { h } from "./dom.js";
-import { number, percent, several, words } from "./format.js";
+import { number, percent, portion, several, words } from "./format.js";
 
 const REASONS = {
   no_gradient: "the loss has no gradient in them",
@@ -22,10 +22,40 @@ function identityLine(coverage) {
   return h("p", { class: "muted small" }, `Gradient identity: the rows of every covered layer give the gradient of each example ${shown} (${against}).`);
 }
 
+/** "of the 37.2 % that was measured", where a part of the model is missing; else null. */
+export function partSentence(coverage) {
+  return coverage?.message ? `of the ${portion(coverage.measured_share)} that was measured` : null;
+}
+
+// A sentence of the service, with what stands between backticks as code.
+function withCode(sentence) {
+  return sentence.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
+}
+
+/** What was not measured and what would cover it; a warning, unless the document accepts the part. */
+export function partialCard(coverage) {
+  if (!coverage?.message) return null;
+  const partial = coverage.status === "partial";
+  return h(
+    "section",
+    { class: partial ? "notice warn" : "notice", role: "status", "aria-label": "Part of the model" },
+    h("strong", {}, `Only ${portion(coverage.measured_share)} of the model was measured`),
+    h("p", {}, `Every figure below is ${partSentence(coverage)}. The loss also depends on:`),
+    h(
+      "ul",
+      {},
+      coverage.not_measured.map((each) =>
+        h("li", {}, `${number(each.parameters)} parameters (${portion(each.share)}), ${words(each.reason)}. `, each.remedy ? ["To cover them: ", ...withCode(each.remedy), "."] : null),
+      ),
+    ),
+    partial ? h("p", { class: "small" }, "To accept the part, name it in the document: ", h("code", {}, `collection.min_coverage: ${Math.floor(coverage.measured_share * 1000) / 1000}`), ".") : null,
+  );
+}
+
 export function coverageCard(coverage) {
   const total = coverage.trainable_parameters || 1;
   const reasons = Object.entries(coverage.reasons ?? {}).sort((a, b) => b[1] - a[1]);
-  const label = `${percent(coverage.covered_share)} of ${number(coverage.trainable_parameters)} trainable parameters are covered`;
+  const label = `${portion(coverage.covered_share)} of ${number(coverage.trainable_parameters)} trainable parameters are covered`;
   return h(
     "section",
     { class: "card stack tight", "aria-label": "Coverage" },
@@ -39,7 +69,7 @@ export function coverageCard(coverage) {
     h(
       "ul",
       { class: "coverage-key" },
-      h("li", {}, h("i", { class: "covered" }), h("strong", {}, percent(coverage.covered_share)), ` covered: ${number(coverage.covered_parameters)} of ${number(coverage.trainable_parameters)} trainable parameters`),
+      h("li", {}, h("i", { class: "covered" }), h("strong", {}, portion(coverage.covered_share)), ` covered: ${number(coverage.covered_parameters)} of ${number(coverage.trainable_parameters)} trainable parameters`),
       reasons.map(([reason, count], index) =>
         h("li", {}, h("i", { class: "declared", "data-order": index % 3 }), h("strong", {}, percent(count / total)), ` not covered, ${REASONS[reason] ?? words(reason)}: ${number(count)} `, h("code", {}, reason)),
       ),

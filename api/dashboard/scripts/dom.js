@@ -8,7 +8,7 @@ export function h(tag, attributes, ...children) {
     else if (name === "share") node.style.setProperty("--share", String(value));
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  for (const child of children.flat()) {
+  for (const child of children.flat(2)) {
     if (child === null || child === undefined || child === false) continue;
     node.append(child instanceof Node ? child : document.createTextNode(String(child)));
   }

@@ -101,12 +101,13 @@ function notes(kind, summary) {
   return [h("p", { class: "muted small" }, parts.join(" · ")), besideExact(summary.cross_check), flat];
 }
 
-export function figuresCard(kind, summary, title) {
+/** The cards of one analysis; `part` says of which part of the model they are, where one is missing. */
+export function figuresCard(kind, summary, title, part) {
   const figures = (FIGURES[kind] ?? generic)(summary);
   return h(
     "section",
     { class: "stack tight", "aria-label": title },
-    h("h2", {}, title),
+    h("h2", {}, title, part ? h("span", { class: "part" }, ` ${part}`) : null),
     h(
       "div",
       { class: "figures" },
@@ -117,6 +118,7 @@ export function figuresCard(kind, summary, title) {
           h("span", { class: "label" }, figure.name),
           h("span", { class: "big" }, figure.value),
           figure.note ? h("span", { class: "muted small" }, figure.note) : null,
+          part ? h("span", { class: "part small" }, part) : null,
           figure.text ? h("p", { class: "small" }, figure.text) : null,
         ),
       ),

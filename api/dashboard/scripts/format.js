@@ -33,6 +33,11 @@ export function percent(share, digits = 1) {
   return `${Number.isInteger(value) ? value : value.toFixed(value < 0.1 && value > 0 ? 2 : digits)} %`;
 }
 
+/** A share of a model, cut to one decimal: what is not whole never reads 100 %. */
+export function portion(share) {
+  return `${Math.floor(share * 1000 + 1e-9) / 10} %`;
+}
+
 export function bytes(size) {
   if (size === null || size === undefined) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -1,16 +1,16 @@
 // The page of one job: progress, summary, layers, spectra, memory and files.
 
 import { allPages, cancel, get, watchJob } from "./api.js";
-import { coverageCard } from "./coverage.js";
+import { coverageCard, partialCard, partSentence } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
 import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
-import { seconds } from "./format.js";
+import { portion, seconds } from "./format.js";
 import { LayerTable } from "./layers.js";
 import { showMemory } from "../plots/memory_curve.js";
 import { showModelSpectrum } from "../plots/model_spectrum.js";
 import { SpectrumPanel } from "../plots/spectrum_panel.js";
-import { bar, ENDED, shareDone, stageSentence } from "./progress.js";
+import { bar, ENDED, isPartial, shareDone, stageSentence } from "./progress.js";
 
 const ROWS_EVERY_MS = 1_500;
 const ASK_EVERY_MS = 1_000;
@@ -33,12 +33,13 @@ function progressCard(job) {
   );
 }
 
-function summaryParts(results, titles, kinds) {
+function summaryParts(results, titles, job) {
+  const { kinds } = job;
   const summaries = Object.entries(results.summary ?? {}).filter(([, summary]) => summary);
   const coverage = summaries.map(([, summary]) => summary.coverage).find(Boolean);
   // in the order of the document, with the collection's own summary last
   summaries.sort(([a], [b]) => (a === "factors") - (b === "factors") || kinds.indexOf(a) - kinds.indexOf(b));
-  return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind)), coverage ? coverageCard(coverage) : null];
+  return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind, partSentence(job.coverage))), coverage ? coverageCard(coverage) : null];
 }
 
 export async function showJob(main, id, signal) {
@@ -79,7 +80,7 @@ export async function showJob(main, id, signal) {
 
   function draw(job) {
     replace(top, heading(job, stop));
-    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null);
+    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
   }
 
   /** Loads the rows so far, at most every second and a half; the last change is always loaded. */
@@ -101,7 +102,7 @@ export async function showJob(main, id, signal) {
     rowsSeen = done;
     if (!rows.length || signal.aborted) return;
     const kinds = job.kinds.filter((kind) => rows.some((row) => row.kind === kind));
-    table.show(rows, kinds);
+    table.show(rows, kinds, ENDED.has(job.state) ? partSentence(job.coverage) : null);
   }
 
   async function finish(job) {
@@ -109,7 +110,7 @@ export async function showJob(main, id, signal) {
     finalShown = true;
     const results = await again(() => get(`${base}/results`, signal));
     await unpressed();
-    replace(summary, ...summaryParts(results, titles, job.kinds));
+    replace(summary, ...summaryParts(results, titles, job));
     replace(files, filesCard(job, base, results));
     showModelSpectrum(model, results.summary?.capacity, signal);
     await Promise.all([panel.show(results.artifacts, table.rows), showMemory(memory, base, results.artifacts, signal)]);
@@ -120,7 +121,7 @@ export async function showJob(main, id, signal) {
   for (;;) {
     await unpressed();
     draw(job);
-    document.title = `${job.kinds.join(" + ")} · Kronoscope`;
+    document.title = `${job.kinds.join(" + ")}${isPartial(job) ? ` · ${portion(job.coverage.measured_share)} measured` : ""} · Kronoscope`;
     const ended = ENDED.has(job.state);
     await loadRows(job, ended);
     if (ended) {

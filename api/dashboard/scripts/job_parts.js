@@ -29,7 +29,7 @@ export function heading(job, stop) {
     h(
       "div",
       { class: "row apart" },
-      h("div", { class: "row title" }, h("h1", {}, modelName(job)), statePill(job.state)),
+      h("div", { class: "row title" }, h("h1", {}, modelName(job)), statePill(job)),
       ENDED.has(job.state)
         ? null
         : h("button", { type: "button", class: "danger", onclick: stop, disabled: job.state === "cancelling" }, job.state === "cancelling" ? "Cancelling…" : "Cancel job"),

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { h, replace, unpressed } from "./dom.js";
 import { age, clock, modelName, percent, sourceName } from "./format.js";
-import { bar, ENDED, shareDone, stageSentence, statePill } from "./progress.js";
+import { bar, ENDED, isPartial, shareDone, stageSentence, statePill } from "./progress.js";
 
 const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
 const BUSY_MS = 2_000;
@@ -16,7 +16,7 @@ function row(job) {
   return h(
     "tr",
     { "data-state": job.state },
-    h("td", { class: "cell-state" }, statePill(job.state)),
+    h("td", { class: "cell-state" }, statePill(job)),
     h(
       "td",
       { class: "cell-name" },
@@ -32,7 +32,7 @@ function row(job) {
         : h(
             "div",
             { class: "progress-line" },
-            bar(share, `Progress of ${modelName(job)}`, { state: job.state }),
+            bar(share, `Progress of ${modelName(job)}`, { state: isPartial(job) ? "partial" : job.state }),
             h("span", { class: "figure" }, percent(share, 0)),
           ),
       stage ? h("span", { class: "under" }, stage) : null,

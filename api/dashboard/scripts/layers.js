@@ -112,6 +112,7 @@ export class LayerTable {
     this.kind = null;
     this.picked = false;
     this.rows = [];
+    this.part = null;
     this.column = LAYER;
     this.descending = false;
     this.filter = "";
@@ -132,8 +133,10 @@ export class LayerTable {
     this.shown = false;
   }
 
-  show(rows, kinds) {
+  /** `part` says of which part of the model the rows are, where one is missing. */
+  show(rows, kinds, part = this.part) {
     this.rows = rows;
+    this.part = part;
     // the analyses of a running job arrive one by one: the table switches to the usual one, unless another was picked
     const usual = kinds.find((kind) => kind === "capacity") ?? kinds[0];
     if (this.kind !== usual && !(this.picked && kinds.includes(this.kind))) {
@@ -184,7 +187,8 @@ export class LayerTable {
     const columns = columnsOf(this.kind, rows);
     const kept = rows.filter((row) => !this.filter || row.layer.toLowerCase().includes(this.filter));
     kept.sort(compare(this.column, this.descending));
-    this.count.textContent = kept.length === rows.length ? `${number(rows.length)}` : `${number(kept.length)} of ${number(rows.length)}`;
+    const shown = kept.length === rows.length ? `${number(rows.length)}` : `${number(kept.length)} of ${number(rows.length)}`;
+    this.count.textContent = this.part ? `${shown}, figures ${this.part}` : shown;
     const largest = new Map(columns.filter((column) => column.relative).map((column) => [column, Math.max(...rows.map((row) => column.value(row) ?? 0))]));
     const head = columns.map((column) => {
       const sort = this.column === column ? (this.descending ? "descending" : "ascending") : "none";

@@ -1,7 +1,7 @@
 // The state of a job as a pill, and its progress as a bar with a sentence.
 
 import { h } from "./dom.js";
-import { number, words } from "./format.js";
+import { number, portion, words } from "./format.js";
 
 export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 
@@ -14,8 +14,14 @@ const SAID = {
   cancelled: "Cancelled",
 };
 
-export function statePill(state) {
-  return h("span", { class: "pill", "data-state": state }, SAID[state] ?? state);
+/** Whether the job ended well and measured only a part of the model, which its document does not accept. */
+export function isPartial(job) {
+  return job.state === "succeeded" && job.coverage?.status === "partial";
+}
+
+export function statePill(job) {
+  if (isPartial(job)) return h("span", { class: "pill", "data-state": "partial", title: job.coverage.message }, `Partial, ${portion(job.coverage.measured_share)}`);
+  return h("span", { class: "pill", "data-state": job.state }, SAID[job.state] ?? job.state);
 }
 
 export function shareDone(job) {

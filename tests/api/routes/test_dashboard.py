@@ -121,6 +121,24 @@ def test_the_job_page_shows_results(page: Page, finished: str) -> None:
     expect(page.get_by_role("img", name="trainable parameters are covered")).to_be_visible()
 
 
+def test_a_part_of_a_model_does_not_look_like_a_success(page: Page, embedded: Embedded) -> None:
+    job_id = seeding.partly_measured(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{job_id}")
+    expect(page).to_have_title("factors + capacity · 35 % measured · Kronoscope")
+    expect(page.locator(".pill")).to_have_text("Partial, 35 %")
+    notice = page.get_by_role("status", name="Part of the model")
+    expect(notice).to_contain_text("Only 35 % of the model was measured")
+    expect(notice).to_contain_text("To cover them: renormalise the table once")
+    expect(notice).to_contain_text("collection.min_coverage: 0.35.")
+    cards = page.locator(".figure-card")
+    expect(cards).to_have_count(7)
+    for card in cards.all():
+        expect(card).to_contain_text("of the 35 % that was measured")
+    expect(page.get_by_text("figures of the 35 % that was measured")).to_be_visible()
+    page.goto("/#/")
+    expect(page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')).to_have_text("Partial, 35 %")
+
+
 def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     page.get_by_role("button", name="features.3", exact=True).click()

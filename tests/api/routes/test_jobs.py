@@ -250,3 +250,17 @@ def test_another_tenants_job_is_like_a_random_id(keyed: Keyed, theirs: httpx.Cli
     assert theirs.get("/v1/jobs").json()["items"] == [] or all(
         each["id"] != job for each in theirs.get("/v1/jobs").json()["items"]
     )
+
+
+def test_a_part_of_a_model_is_told_as_a_part(keyed: Keyed, ours: httpx.Client) -> None:
+    part = ours.get(f"/v1/jobs/{seeding.partly_measured(keyed.engine, keyed.artifacts, tenant(keyed))}").json()
+    assert part["state"] == "succeeded"
+    assert part["coverage"]["status"] == "partial"
+    assert part["coverage"]["measured_share"] == 0.3509
+    assert [each["reason"] for each in part["coverage"]["not_measured"]] == ["embedding_renormalised", "unheard_of"]
+    accepting = {**seeding.DOCUMENT, "collection": {"min_coverage": 0.35}}
+    accepted = seeding.partly_measured(keyed.engine, keyed.artifacts, tenant(keyed), accepting)
+    assert ours.get(f"/v1/jobs/{accepted}").json()["coverage"]["status"] == "accepted"
+    whole = seeding.finished(keyed.engine, keyed.artifacts, tenant(keyed))
+    assert ours.get(f"/v1/jobs/{whole}/results").json()["job"]["coverage"]["status"] == "complete"
+    assert submit(ours)["coverage"] is None

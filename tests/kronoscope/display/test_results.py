@@ -13,10 +13,11 @@ from catalog.responses import DeviceView, JobView
 from catalog.subsamples import NestedCapacity
 from kronoscope.cli.devices import device_table
 from kronoscope.client.responses import build, build_layer
+from kronoscope.display.job_table import job_table
 from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.display.results import show_progress
-from kronoscope.display.tables import format_number, job_table, layer_table, not_covered_lines, shorten, summary_line
+from kronoscope.display.tables import format_number, layer_table, not_covered_lines, shorten, summary_line
 
 ROW = {
     "kind": "capacity", "ordinal": 0, "layer": "encoder.layer.11.attention.self.query", "module": "Linear",
