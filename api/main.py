@@ -27,6 +27,7 @@ from api.requests.head import HeadMiddleware
 from api.requests.key_limits import KeyLimitsMiddleware
 from api.requests.middleware import SecurityMiddleware
 from api.requests.openapi import openapi_document
+from api.requests.query_parameters import refuse_unknown_parameters
 from api.routes import analyses, artifacts, dashboard, devices, estimates, events, health, jobs, metrics, results
 from api.service import Service
 from api.settings import Settings
@@ -74,7 +75,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=_DESCRIPTION,
         lifespan=lifespan,
         # closed by default: a route is open only where its endpoint says so
-        dependencies=[Depends(authenticate)],
+        dependencies=[Depends(authenticate), Depends(refuse_unknown_parameters)],
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

@@ -7,6 +7,7 @@ sentence quotes a short one.
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_type_hints
 
@@ -90,11 +91,14 @@ def _complaint(error: Mapping[str, Any], document: type) -> Complaint:
         field = str(context["discriminator"]).strip("'")
         choices = str(context.get("expected_tags", "")) or "builtin, huggingface, directory, upload, factory"
         wrong = "is missing" if kind == "union_tag_not_found" else "is unknown"
+        near = suggestion(context.get("tag"), choices.replace("'", "").split(", "))
         return Complaint(
-            pointer=_pointer((*path, field)), code="invalid_choice", message=f"{wrong}; take one of {choices}"
+            pointer=_pointer((*path, field)), code="invalid_choice", message=f"{wrong}; take one of {choices}{near}"
         )
     if kind == "literal_error":
-        message = f"is not a choice here; take {context.get('expected', 'another value')}"
+        expected = str(context.get("expected", "another value"))
+        near = suggestion(error.get("input"), re.findall("'([^']*)'", expected))
+        message = f"is not a choice here; take {expected}{near}"
         return Complaint(pointer=_pointer(path), code="invalid_choice", message=message)
     message = _SENTENCES.get(kind) or f"is not accepted: {error['msg']}"
     return Complaint(pointer=_pointer(path), code=kind, message=message)
@@ -165,6 +169,20 @@ def _unknown(wrong: str, owners: list[type], document: type) -> str:
     if near:
         return f"is no field here; did you mean `{near[0]}`?"
     return f"is no field here; there are {', '.join(names)}"
+
+
+def suggestion(wrong: object, choices: Iterable[str]) -> str:
+    """Return the end of a message that names the nearest choice.
+
+    Args:
+        wrong: The value that is not a choice; it is not repeated.
+        choices: The values that are.
+
+    Returns:
+        Such as `; did you mean `capacity`?`; empty where nothing is near.
+    """
+    near = difflib.get_close_matches(wrong, list(choices), n=1) if isinstance(wrong, str) and len(wrong) < 64 else []
+    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 @record

@@ -12,6 +12,7 @@ from catalog.schedule import Schedule
 from catalog.woodbury import Woodbury
 
 MAX_LABELS = 32
+MAX_NAME = 120
 _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 
 
@@ -58,8 +59,11 @@ class JobDocument:
     cache, and left there for the next job. `refresh` collects and replaces them, `off` does neither. A collection with
     `collection.nested`, a head of which a sketch or the diagonal alone was kept, or a model from a factory is not
     cached."""
+    name: str | None = None
+    """A name of your own, which lists show and can be searched for; it need not be unique. Like `schedule` it is no
+    part of the stored document."""
     labels: Mapping[str, str] = option(dict)
-    """Names of your own to find the job by."""
+    """Pairs of your own to find the job by."""
     schedule: Schedule = option(Schedule)
     """Before which of your jobs it goes, and until when it may take; no part of the stored document."""
 
@@ -78,6 +82,7 @@ class JobDocument:
             )
         self._require_model()
         _require_labels(self.labels)
+        _require_name(self.name)
 
     def _require_inputs(self) -> None:
         inputs = {"model": self.model, "data": self.data, "task": self.task}
@@ -118,6 +123,13 @@ class JobDocument:
     def kinds(self) -> tuple[str, ...]:
         """The analyses asked for, in order."""
         return (self.kind,) if isinstance(self.kind, str) else self.kind
+
+
+def _require_name(name: str | None) -> None:
+    if name is not None and not (0 < len(name) <= MAX_NAME and name.isprintable() and name == name.strip()):
+        raise FieldError(
+            "name", f"must be 1 to {MAX_NAME} printable characters without blanks around them (got {name[:40]!r})"
+        )
 
 
 def _require_labels(labels: Mapping[str, str]) -> None:

@@ -76,6 +76,8 @@ class JobView:
     """One job."""
 
     id: str
+    name: str | None
+    """The caller's own name of it."""
     state: JobState
     kinds: tuple[str, ...]
     document: Mapping[str, Any]

@@ -82,14 +82,14 @@ def _parsed(raw: bytes, adapter: TypeAdapter[T], shape: type) -> T:
     try:
         return adapter.validate_json(raw, strict=True)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
+        details = error.errors(include_url=False)
         raise DocumentRefused(complaints(map(dict, details), shape)) from None
 
 
 def document_json(document: JobDocument) -> dict[str, Any]:
     """Return the document as it is stored, with every default written out.
 
-    The schedule is left out: a job's digest identifies what is computed, not when.
+    Name and schedule are left out: a job's digest identifies what is computed, not when, and not what it is called.
 
     Args:
         document: The document.
@@ -97,7 +97,7 @@ def document_json(document: JobDocument) -> dict[str, Any]:
     Returns:
         Its fields, as JSON holds them.
     """
-    return {name: value for name, value in plain(document).items() if name != "schedule"}
+    return {name: value for name, value in plain(document).items() if name not in ("name", "schedule")}
 
 
 def sha256_of(value: Any) -> str:  # noqa: ANN401 - any record or JSON value

@@ -20,6 +20,7 @@ class Job:
 
     id: str
     tenant_id: str
+    name: str | None
     kinds: tuple[str, ...]
     document: Mapping[str, Any]
     document_sha256: str

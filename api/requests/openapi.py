@@ -33,7 +33,7 @@ _ERRORS = {
     500: "The service failed; its operator finds the request by `instance`",
     503: "A part of the service does not answer, or has no room; see Retry-After",
 }
-_ALWAYS = (400, 401, 403, 405, 429, 500, 503)
+_ALWAYS = (400, 401, 403, 405, 422, 429, 500, 503)
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

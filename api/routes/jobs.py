@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import re
 from functools import partial
 from typing import Annotated
 from urllib.parse import urlencode
@@ -12,24 +11,21 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
-from api.problem_details import invalid_parameter
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
 from api.requests.job_fields import JobFields
+from api.requests.job_filter import JobFilter
 from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses, schedule_body
 from api.requests.response_bodies import job_view
 from api.service import Service, ServiceOf
-from catalog import ANALYSES
 from catalog.job import JobDocument
 from catalog.memory_requirements import least_bytes
-from catalog.record import record
 from catalog.responses import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
-from jobs.lifecycle import STATES
 from jobs.records import Job
-from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, request_cancel, reschedule
+from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, reschedule
 from jobs.repository.submission import submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
@@ -37,38 +33,9 @@ from jobs.tenancy.quotas import require_place, require_room
 
 _RETRY_SECONDS = 2
 _PAGE_BYTES = 2**18
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
 _VIEW: TypeAdapter[JobView] = TypeAdapter(JobView)
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-
-
-@record
-class JobFilter:
-    """The query parameters of a list of jobs."""
-
-    state: Annotated[str | None, Query(description=f"One of {', '.join(STATES)}.")] = None
-    kind: Annotated[str | None, Query(description=f"One of {', '.join(ANALYSES)}.")] = None
-    label: Annotated[str | None, Query(description="`name=value` of one of your labels.")] = None
-    before: Annotated[str | None, Query(description="`next` of the page before.")] = None
-    limit: Annotated[int, Query(description="1 to 100.")] = 20
-
-    def query(self) -> JobQuery:
-        """Return the selection for the ledger, which checks cursor and limit.
-
-        Raises:
-            Refusal: 422 if state, kind or label is not valid.
-        """
-        if self.kind is not None and self.kind not in ANALYSES:
-            raise invalid_parameter("kind", f"must be one of {', '.join(ANALYSES)}")
-        state = next((each for each in STATES if each == self.state), None)
-        if state != self.state:
-            raise invalid_parameter("state", f"must be one of {', '.join(STATES)}")
-        if self.label is not None and not _LABEL.fullmatch(self.label):
-            raise invalid_parameter("label", "must be `name=value`")
-        name, _, value = (self.label or "").partition("=")
-        label = None if self.label is None else (name, value)
-        return JobQuery(state=state, kind=self.kind, label=label, before=self.before, limit=self.limit)
 
 
 @router.post(

@@ -42,6 +42,7 @@ def job_record(row: Row[Any] | SimpleNamespace) -> Job:
     return Job(
         id=row.id,
         tenant_id=row.tenant_id,
+        name=row.name,
         kinds=tuple(row.kind.split(",")),
         document=row.document,
         document_sha256=row.document_sha256,

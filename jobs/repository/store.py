@@ -4,6 +4,7 @@ Every statement names the tenant, so another tenant's id and a random one get th
 """
 
 import re
+from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, Engine, delete, false, literal, select
 
@@ -81,6 +82,12 @@ class JobQuery:
     """An analysis that the job asks for, among others or alone."""
     label: tuple[str, str] | None = None
     """A label's name and its value."""
+    name: str | None = None
+    """A part of the job's name, in any case."""
+    since: datetime | float | None = None
+    """Only jobs submitted from this moment on, or in the last seconds by the database's clock."""
+    id_end: str | None = None
+    """The last characters of the id."""
     before: str | None = None
     """The cursor of the page before."""
     limit: int = 20
@@ -121,6 +128,7 @@ def list_jobs(
         )
     if asked.label is not None:
         query = query.where(_labelled(*asked.label))
+    query = query.where(*_called(asked))
     if asked.before is not None:
         if not is_id(asked.before):
             raise PageRefused("before", "is not a cursor; take `next` of the page before")
@@ -238,6 +246,22 @@ def _read(engine: Engine, tenant_id: str, *conditions: ColumnElement[bool]) -> J
 def _owned(tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[ColumnElement[bool], ...]:
     kind = jobs.c.kind == ESTIMATE if estimate else jobs.c.kind != ESTIMATE
     return (jobs.c.tenant_id == tenant_id, jobs.c.id == job_id if is_id(job_id) else false(), kind)
+
+
+def _called(asked: JobQuery) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions on name, id and time of submission."""
+    conditions: list[ColumnElement[bool]] = []
+    if asked.name is not None:
+        printable = asked.name.isprintable()  # no stored name has other characters
+        conditions.append(jobs.c.name.icontains(asked.name, autoescape=True) if printable else false())
+    if asked.id_end is not None:
+        conditions.append(jobs.c.id.endswith(asked.id_end, autoescape=True))
+    if asked.since is not None:
+        # SQLite's double is read rounded to microseconds: a moment that was shown may lie just after the stored one
+        given = asked.since
+        before = given - timedelta(microseconds=1) if isinstance(given, datetime) else ledger_now(-given - 1e-6)
+        conditions.append(jobs.c.created_at > before)
+    return tuple(conditions)
 
 
 def _labelled(name: str, value: str) -> ColumnElement[bool]:

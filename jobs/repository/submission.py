@@ -61,7 +61,7 @@ def submit(
 
     Raises:
         DocumentRefused: If the deadline has passed already.
-        IdempotencyConflict: If the key stored another document, or the same on another schedule.
+        IdempotencyConflict: If the key stored another document, or the same by another name or on another schedule.
         IdempotencyKeyRefused: If the key is not 1 to 255 visible ASCII characters.
     """
     if idempotency_key is not None and not _IDEMPOTENCY_KEY.fullmatch(idempotency_key):
@@ -79,6 +79,7 @@ def submit(
                 "id": new_id(),
                 "tenant_id": tenant_id,
                 "kind": ESTIMATE if estimate else ",".join(document.kinds),
+                "name": document.name,
                 "document": body,
                 "document_sha256": digest,
                 "idempotency_key": idempotency_key,
@@ -94,7 +95,7 @@ def submit(
             },
         )
         if job_id is None:
-            earlier = _earlier(connection, tenant_id, idempotency_key, digest, asked)
+            earlier = _earlier(connection, tenant_id, idempotency_key, digest, (document.name, asked))
             if earlier is None:
                 raise JobNotFound(idempotency_key or "")
             return earlier
@@ -128,18 +129,23 @@ def submitted_earlier(
     asked = None if estimate else stored_schedule(document.schedule)
     with reading(engine, tenant_id) as connection:
         stored = _stored_key(idempotency_key, estimate=estimate)
-        return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), asked)
+        return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), (document.name, asked))
 
 
 def _earlier(
-    connection: Connection, tenant_id: str, idempotency_key: str | None, digest: str, asked: dict[str, Any] | None
+    connection: Connection,
+    tenant_id: str,
+    idempotency_key: str | None,
+    digest: str,
+    apart: tuple[str | None, dict[str, Any] | None],
 ) -> Submitted | None:
+    """Return the job of a key; ``apart`` is what its document has beside the digest: name and schedule."""
     row = connection.execute(
         select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.idempotency_key == idempotency_key)
     ).one_or_none()
     if row is None:
         return None
-    if row.document_sha256 != digest or row.schedule != asked:
+    if row.document_sha256 != digest or (row.name, row.schedule) != apart:
         raise IdempotencyConflict(row.id)
     return Submitted(job=job_record(row), created=False)
 

@@ -81,6 +81,7 @@ jobs = Table(
     Column("id", _Id, primary_key=True),
     _tenant(),
     Column("kind", String(500), nullable=False),  # several kinds are joined by commas
+    Column("name", String(120)),  # the caller's own
     Column("document", _json(), nullable=False),
     Column("document_sha256", _Sha256, nullable=False),
     Column("idempotency_key", String(255)),

@@ -1,5 +1,7 @@
 """The commands on jobs of a service: ``submit``, ``watch``, ``results``, ``cancel`` and ``jobs``."""
 
+import hashlib
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +9,7 @@ from typing import Annotated
 import typer
 
 from catalog.record import plain
-from catalog.responses import JobView, ResultsView
+from catalog.responses import ArtifactView, JobView, ResultsView
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_coverage
 from kronoscope.cli.options import AsJson, Document, JobId, Settings, Url
@@ -22,6 +24,7 @@ from kronoscope.display.results import placement_problem, show_progress, show_re
 def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     document: Document,
     settings: Settings = None,
+    name: Annotated[str | None, typer.Option(help="A name of your own for the job; lists show it.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end.")] = False,
     validate_only: Annotated[
         bool, typer.Option("--validate-only", help="Check everything and submit nothing.")
@@ -35,6 +38,8 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
 ) -> None:
     """Submit a job to the service; prints its id."""
     wanted = with_schedule(read_document(document, settings or ()), priority=priority, deadline=deadline, within=within)
+    if name is not None:
+        wanted = {**wanted, "name": name}
     with Client(url) as client:
         if validate_only:
             checked = client.validate(wanted)
@@ -46,7 +51,8 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         if wait:
             if not as_json:
                 message_console().print(f"job {job.id}", soft_wrap=True)
-            _watch(client, job.id, as_json=as_json)
+            if not _watched(client, job.id, as_json=as_json):
+                raise typer.Exit(STOPPED)
         elif as_json:
             print_json(plain(job))
         else:
@@ -56,32 +62,36 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Follow a job to its end; ctrl-C leaves it running, and watching again goes on."""
     with Client(url) as client:
-        _watch(client, job_id, as_json=as_json)
+        _watched(client, client.full_id(job_id), as_json=as_json)
 
 
 def results(
     job_id: JobId,
     download: Annotated[Path | None, typer.Option(help="Folder to download the job's files into.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace other files of the same names there.")
+    ] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Print a job's table, or everything as JSON; download its files."""
     with Client(url) as client:
-        job_results = client.results(job_id)
+        job_results = client.results(client.full_id(job_id))
         if as_json:
-            print_json(plain(job_results) | {"layers": [plain(row) for row in client.layers(job_id)]})
+            rows = [plain(row) for row in client.layers(job_results.job.id)]
+            print_json(plain(job_results) | {"layers": rows})
         else:
             _show_tables(client, job_results)
             if not job_results.job.ended:
                 message_console().print(f"the job is {job_results.job.state}: these are the layers so far")
         if download is not None:
-            _download(client, job_results, download, silent=as_json)
+            _download(client, job_results, download, overwrite=overwrite, silent=as_json)
 
 
 def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Cancel a queued or running job."""
     with Client(url) as client:
-        job = client.cancel(job_id)
+        job = client.cancel(client.full_id(job_id))
     print_json(plain(job)) if as_json else result_console().print(f"{job.id} is {job.state}", soft_wrap=True)
 
 
@@ -89,24 +99,32 @@ def list_jobs(
     state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
     kind: Annotated[str | None, typer.Option(help="Only jobs of this analysis.")] = None,
     label: Annotated[str | None, typer.Option(help="Only jobs with this label: name=value.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs whose name has this part.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="2d", help='Only jobs of that time, or since a moment: "2026-12-01T12:00Z".')
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many; default: all.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """List your jobs, newest first."""
     with Client(url) as client:
-        listed = list(client.jobs(state=state, kind=kind, label=label))
-    print_json([plain(job) for job in listed]) if as_json else result_console().print(job_table(listed))
+        found = client.jobs(state=state, kind=kind, label=label, name=name, since=since)
+        listed = list(itertools.islice(found, limit))
+    console = result_console()
+    print_json([plain(job) for job in listed]) if as_json else console.print(job_table(listed, console.width))
 
 
-def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
-    """Show every change until the job ends; exit with the code of its outcome."""
+def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
+    """Show every change until the job ends, and exit with the code of a bad end; False after ctrl-C."""
     job: JobView | None = None
     try:
         with display_for(message_console(), silent=as_json) as display:
             for job in client.follow(job_id):
                 show_progress(job, display)
     except KeyboardInterrupt:
-        fail(STOPPED, [f"no longer watching; the job goes on: `kronoscope watch {job_id}` shows it again"])
+        sys.stderr.write(f"no longer watching; the job goes on: `kronoscope watch {job_id}` shows it again\n")
+        return False
     if job is None:
         fail(INTERNAL, ["the service sent no answer about the job"])
     if as_json:
@@ -119,6 +137,7 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
     if not as_json:
         _show_tables(client, client.results(job_id))
     require_coverage(job.coverage)
+    return True
 
 
 def _show_tables(client: Client, results: ResultsView) -> None:
@@ -126,11 +145,27 @@ def _show_tables(client: Client, results: ResultsView) -> None:
     show_results(result_console(), rows, results.summary, results.job.kinds, curve, results.job.coverage)
 
 
-def _download(client: Client, results: ResultsView, folder: Path, *, silent: bool) -> None:
+def _download(client: Client, results: ResultsView, folder: Path, *, overwrite: bool, silent: bool) -> None:
+    """Download a job's files; one that is there already is left as it is, and another is not overwritten silently."""
     try:
+        missing = [each for each in results.artifacts if overwrite or not _is_there(folder / each.name, each)]
         with display_for(message_console(), silent=silent) as display:
-            for done, artifact in enumerate(results.artifacts, start=1):
+            for done, artifact in enumerate(missing, start=1):
                 client.download(results.job.id, artifact, folder)
-                display.update("download", done, len(results.artifacts), "files")
+                display.update("download", done, len(missing), "files")
     except OSError as error:
         fail(USAGE, [f"{folder} cannot be written ({error.strerror}); give a folder that you may write, with room"])
+
+
+def _is_there(path: Path, artifact: ArtifactView) -> bool:
+    """Return whether the file is there; the command ends where another one has its name."""
+    if not path.exists():
+        return False
+    if not path.is_file() or _sha256(path) != artifact.sha256:
+        fail(USAGE, [f"{path} is there already, and is another file; give another folder, or --overwrite"])
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,7 @@ from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_coverage, run_command
 from kronoscope.cli.keys import keys
 from kronoscope.cli.options import CODES, AsJson, Document, Offline, Settings, Store
-from kronoscope.cli.output import message_console, print_json, result_console
+from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
 from kronoscope.cli.plan_options import Budget, Device
 from kronoscope.cli.run_job import Outcome, run_job
 from kronoscope.cli.serve import exec_module, serve_embedded
@@ -233,6 +233,7 @@ def _public(outcome: Outcome) -> dict[str, Any]:
 
 def main() -> None:
     """Run the program; its entry point."""
+    outlast_reader()
     sys.exit(run_command(app))
 
 

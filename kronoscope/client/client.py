@@ -7,6 +7,7 @@ Every method raises ``ClientError``, with the service's own sentences, where the
 import hashlib
 import json
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from kronoscope.client.retry import RetryWindow
 __all__ = ["DEFAULT_URL", "MEMORY_CURVE", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
 
 MEMORY_CURVE = "memory_curve.json"
+_SHORT_ID = re.compile(r"[0-9a-f-]{8,35}")
 
 
 class Client:
@@ -179,20 +181,55 @@ class Client:
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
-    def jobs(self, *, state: str | None = None, kind: str | None = None, label: str | None = None) -> Iterator[JobView]:
+    def jobs(
+        self,
+        *,
+        state: str | None = None,
+        kind: str | None = None,
+        label: str | None = None,
+        name: str | None = None,
+        since: str | None = None,
+    ) -> Iterator[JobView]:
         """Yield the tenant's jobs, newest first, page after page.
 
         Args:
             state: Only jobs in this state; None for all. Likewise the others.
             kind: Only jobs of this analysis.
             label: Only jobs with this label, as ``name=value``.
+            name: Only jobs whose name has this part, in any case.
+            since: Only jobs submitted since then: a moment with its offset from UTC, or a time before now, ``2d``.
 
         Yields:
             Each job, without its placement.
         """
-        options = {"state": state, "kind": kind, "label": label, "limit": "100"}
+        options = {"state": state, "kind": kind, "label": label, "name": name, "since": since, "limit": "100"}
         params = {name: value for name, value in options.items() if value is not None}
         yield from (build(JobView, item) for item in self._connection.pages("/v1/jobs", params, cursor="before"))
+
+    def full_id(self, job_id: str) -> str:
+        """Return the id of the job that a short id names.
+
+        Args:
+            job_id: An id, or the last 8 or more characters of one, as lists and the page show it.
+
+        Returns:
+            The whole id; what does not look like the end of one is returned as it is.
+
+        Raises:
+            ClientError: If no job of the tenant, or more than one, has an id with this end.
+        """
+        if not _SHORT_ID.fullmatch(job_id):
+            return job_id
+        page = self._connection.call("GET", "/v1/jobs", params={"id": job_id, "limit": "3"})
+        ids = [str(item["id"]) for item in page["items"]]
+        if len(ids) == 1:
+            return ids[0]
+        if not ids:
+            raise ClientError(404, "Not found", f"no job of yours has an id that ends with {job_id}")
+        listed = ", ".join(ids)
+        raise ClientError(
+            409, "Ambiguous", f"several jobs have an id that ends with {job_id}: {listed}; give more of it"
+        )
 
     def cancel(self, job_id: str) -> JobView:
         """Cancel a queued or running job; an ended one stays as it is.

@@ -82,7 +82,7 @@ def parse_document(document: Mapping[str, Any]) -> JobDocument:
     try:
         parsed: JobDocument = TypeAdapter(DOCUMENT).validate_json(raw, strict=True)
     except ValidationError as error:
-        raise DocumentRefused(complaints(error.errors(include_url=False, include_input=False), DOCUMENT)) from error
+        raise DocumentRefused(complaints(error.errors(include_url=False), DOCUMENT)) from error
     return parsed
 
 

@@ -71,6 +71,13 @@ export async function watchJob(id, etag, signal) {
   return { job: await read(response), etag: response.headers.get("ETag") };
 }
 
+/** The id of the job that an id, or the end of one, names; an id that is not found is returned as it is. */
+export async function fullId(id, signal) {
+  if (!/^[0-9a-f-]{8,35}$/.test(id)) return id;
+  const { items } = await get(`/v1/jobs?limit=2&id=${id}`, signal);
+  return items.length === 1 ? items[0].id : id;
+}
+
 export async function allPages(path, signal) {
   const items = [];
   let cursor = null;

@@ -84,6 +84,11 @@ export function modelName(job) {
   return document.factors ? "factors of an earlier job" : "–";
 }
 
+/** The caller's own name of a job, or that of its model. */
+export function jobName(job) {
+  return job.name ?? modelName(job);
+}
+
 export function several(count, one, many = `${one}s`) {
   return `${number(count)} ${count === 1 ? one : many}`;
 }

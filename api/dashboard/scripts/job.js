@@ -1,6 +1,6 @@
 // The page of one job: progress, summary, layers, spectra, memory and files.
 
-import { allPages, cancel, get, watchJob } from "./api.js";
+import { allPages, cancel, fullId, get, watchJob } from "./api.js";
 import { coverageCard, partialCard, partSentence } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
 import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
@@ -42,8 +42,9 @@ function summaryParts(results, titles, job) {
   return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind, partSentence(job.coverage))), coverage ? coverageCard(coverage) : null];
 }
 
-export async function showJob(main, id, signal) {
+export async function showJob(main, shownId, signal) {
   document.title = "Job · Kronoscope";
+  const id = await fullId(shownId, signal);
   const base = `/v1/jobs/${encodeURIComponent(id)}`;
   const first = await watchJob(id, null, signal);
   const menu = await get("/v1/analyses", signal).catch(() => ({ items: [] }));
@@ -121,7 +122,7 @@ export async function showJob(main, id, signal) {
   for (;;) {
     await unpressed();
     draw(job);
-    document.title = `${job.kinds.join(" + ")}${isPartial(job) ? ` · ${portion(job.coverage.measured_share)} measured` : ""} · Kronoscope`;
+    document.title = `${job.name ?? job.kinds.join(" + ")}${isPartial(job) ? ` · ${portion(job.coverage.measured_share)} measured` : ""} · Kronoscope`;
     const ended = ENDED.has(job.state);
     await loadRows(job, ended);
     if (ended) {

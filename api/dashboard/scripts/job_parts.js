@@ -2,7 +2,7 @@
 
 import { download } from "./api.js";
 import { h } from "./dom.js";
-import { age, between, bytes, clock, modelName, number, several, sourceName } from "./format.js";
+import { age, between, bytes, clock, jobName, modelName, number, several, sourceName } from "./format.js";
 import { ENDED, statePill } from "./progress.js";
 
 const WHO = {
@@ -14,6 +14,7 @@ const WHO = {
 export function heading(job, stop) {
   const task = job.document?.task?.type;
   const facts = [
+    job.name ? ["Model", modelName(job)] : null,
     ["Analysis", job.kinds.join(" + ")],
     ["Data", sourceName(job.document?.data)],
     task ? ["Task", task.replaceAll("_", " ")] : null,
@@ -29,7 +30,7 @@ export function heading(job, stop) {
     h(
       "div",
       { class: "row apart" },
-      h("div", { class: "row title" }, h("h1", {}, modelName(job)), statePill(job)),
+      h("div", { class: "row title" }, h("h1", {}, jobName(job)), statePill(job)),
       ENDED.has(job.state)
         ? null
         : h("button", { type: "button", class: "danger", onclick: stop, disabled: job.state === "cancelling" }, job.state === "cancelling" ? "Cancelling…" : "Cancel job"),

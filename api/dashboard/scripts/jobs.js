@@ -2,12 +2,13 @@
 
 import { get } from "./api.js";
 import { h, replace, unpressed } from "./dom.js";
-import { age, clock, modelName, percent, sourceName } from "./format.js";
+import { age, clock, jobName, modelName, percent, sourceName } from "./format.js";
 import { bar, ENDED, isPartial, shareDone, stageSentence, statePill } from "./progress.js";
 
 const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
 const BUSY_MS = 2_000;
 const CALM_MS = 8_000;
+const TYPING_MS = 300;
 
 function row(job) {
   const kinds = job.kinds.join(" + ");
@@ -20,8 +21,8 @@ function row(job) {
     h(
       "td",
       { class: "cell-name" },
-      h("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, class: "strong" }, modelName(job)),
-      h("span", { class: "under" }, `on ${sourceName(job.document?.data)}`),
+      h("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, class: "strong" }, jobName(job)),
+      h("span", { class: "under" }, `${job.name ? `${modelName(job)} ` : ""}on ${sourceName(job.document?.data)}`),
     ),
     h("td", { class: "cell-kind" }, kinds),
     h(
@@ -32,7 +33,7 @@ function row(job) {
         : h(
             "div",
             { class: "progress-line" },
-            bar(share, `Progress of ${modelName(job)}`, { state: isPartial(job) ? "partial" : job.state }),
+            bar(share, `Progress of ${jobName(job)}`, { state: isPartial(job) ? "partial" : job.state }),
             h("span", { class: "figure" }, percent(share, 0)),
           ),
       stage ? h("span", { class: "under" }, stage) : null,
@@ -43,7 +44,7 @@ function row(job) {
 }
 
 function table(jobs) {
-  const heads = ["State", "Model", "Analysis", "Progress", "Submitted", "Id"];
+  const heads = ["State", "Job", "Analysis", "Progress", "Submitted", "Id"];
   return h(
     "div",
     { class: "card flush" },
@@ -57,7 +58,8 @@ function table(jobs) {
   );
 }
 
-function nothing(state) {
+function nothing(state, name) {
+  if (name) return h("div", { class: "empty" }, h("p", {}, `No ${state ? `${state} ` : ""}job has a name with “${name}”.`));
   if (state) return h("div", { class: "empty" }, h("p", {}, `No job is ${state}.`));
   return h(
     "div",
@@ -71,6 +73,8 @@ function nothing(state) {
 export async function showJobs(main, signal) {
   document.title = "Jobs · Kronoscope";
   let state = "";
+  let name = "";
+  let typing = 0;
   let pages = 1;
   let timer = 0;
   let turn = 0;
@@ -82,26 +86,43 @@ export async function showJobs(main, signal) {
       h("button", { type: "button", "data-name": name, "aria-pressed": String(name === ""), onclick: () => choose(name) }, name || "all"),
     ),
   );
+  const search = h("input", {
+    type: "search",
+    class: "search",
+    placeholder: "Find by name",
+    "aria-label": "Find jobs by name",
+    maxlength: 120,
+    oninput: (event) => {
+      clearTimeout(typing);
+      typing = setTimeout(find, TYPING_MS, event.target.value.trim());
+    },
+  });
   replace(
     main,
     h(
       "div",
       { class: "stack" },
-      h("div", { class: "row apart" }, h("h1", {}, "Jobs"), filter),
+      h("div", { class: "row apart" }, h("h1", {}, "Jobs"), h("div", { class: "row" }, search, filter)),
       body,
     ),
   );
 
-  function choose(name) {
-    state = name;
+  function find(text) {
+    name = text;
     pages = 1;
-    for (const button of filter.children) button.setAttribute("aria-pressed", String(button.dataset.name === name));
+    refresh();
+  }
+
+  function choose(picked) {
+    state = picked;
+    pages = 1;
+    for (const button of filter.children) button.setAttribute("aria-pressed", String(button.dataset.name === picked));
     refresh();
   }
 
   async function load() {
     const jobs = [];
-    const path = `/v1/jobs?limit=25${state ? `&state=${state}` : ""}`;
+    const path = `/v1/jobs?limit=25${state ? `&state=${state}` : ""}${name ? `&name=${encodeURIComponent(name)}` : ""}`;
     let cursor = null;
     for (let page = 0; page < pages; page += 1) {
       const answer = await get(cursor ? `${path}&before=${encodeURIComponent(cursor)}` : path, signal);
@@ -124,7 +145,7 @@ export async function showJobs(main, signal) {
       const focused = document.activeElement?.getAttribute?.("href");
       replace(
         body,
-        jobs.length ? table(jobs) : nothing(state),
+        jobs.length ? table(jobs) : nothing(state, name),
         more ? h("div", { class: "row" }, h("button", { type: "button", onclick: older }, "Show older jobs")) : null,
       );
       if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
@@ -142,6 +163,6 @@ export async function showJobs(main, signal) {
     refresh();
   }
 
-  signal.addEventListener("abort", () => clearTimeout(timer));
+  signal.addEventListener("abort", () => [timer, typing].forEach(clearTimeout));
   await refresh();
 }

@@ -518,6 +518,23 @@ def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
     expect(page.locator("table.jobs tbody tr[data-state=queued]")).to_have_count(0)
 
 
+def test_a_job_is_found_by_its_name_and_the_end_of_its_id(page: Page, embedded: Embedded) -> None:
+    name = "a run & its <b>name</b>"
+    made = submit(embedded.engine, LOCAL_TENANT, parse_document(seeding.raw({**seeding.DOCUMENT, "name": name}))).job
+    page.goto("/")
+    rows = page.locator("table.jobs tbody tr")
+    expect(rows.first).to_contain_text(name)
+    expect(rows.first).to_contain_text("digits_cnn on digits")
+    page.get_by_label("Find jobs by name").fill("& ITS <")
+    expect(rows).to_have_count(1)
+    page.get_by_label("Find jobs by name").fill("nobody's")
+    expect(page.get_by_text("No job has a name with “nobody's”.")).to_be_visible()
+    page.goto(f"/#/jobs/{made.id[-8:]}")
+    expect(page.get_by_role("heading", level=1)).to_have_text(name)
+    expect(page).to_have_title(f"{name} · Kronoscope")
+    expect(page.locator(".facts")).to_contain_text("digits_cnn")
+
+
 def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     card = page.get_by_role("region", name="Memory", exact=True)

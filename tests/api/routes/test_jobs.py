@@ -118,6 +118,12 @@ def test_parameters_that_mean_nothing(ours: httpx.Client) -> None:
         "state=canary",
         "kind=canary",
         "label=canary",
+        "name=",
+        "since=canary",
+        "since=2026-11-01T12:00",
+        "since=999999999d",
+        "since=0001-01-01T00:00%2B23:59",
+        "id=canary",
         "before=canary",
         "limit=99999999999999999999999",
     ):
@@ -129,6 +135,46 @@ def test_parameters_that_mean_nothing(ours: httpx.Client) -> None:
         assert errors[0]["parameter"] == query.partition("=")[0]
     problem(ours.get("/v1/jobs?kind=%00"), 400)
     problem(ours.get("/v1/jobs/%00"), 400)
+
+
+def test_lists_are_filtered_by_name_age_and_the_end_of_an_id(ours: httpx.Client) -> None:
+    name = f"run of {new_id()}"
+    made = submit(ours, name=name)
+    assert made["name"] == name
+    assert "name" not in made["document"]
+
+    def found(**filters: str) -> list[str]:
+        return [job["id"] for job in ours.get("/v1/jobs", params=filters).json()["items"]]
+
+    assert found(name=name[3:].upper()) == [made["id"]]
+    assert found(name=name, since="5m", id=made["id"][-8:]) == [made["id"]]
+    assert found(name=name, since="2026-01-01T00:00Z") == [made["id"]]
+    assert found(name=name, since="2999-01-01T00:00+01:00") == []
+    unescaped = ours.get(f"/v1/jobs?limit=1&since=2026-01-01T00:00+01:00&name={name.replace(' ', '+')}")
+    assert [job["id"] for job in unescaped.json()["items"]] == [made["id"]]
+
+
+def test_unknown_parameters_are_refused(ours: httpx.Client) -> None:
+    body = problem(ours.get("/v1/jobs?stat=failed"), 422)
+    assert body["detail"] == "`stat` is not a parameter of this address; did you mean `state`?"
+    for address in ("/v1/jobs?canary", "/v1/devices?canary=1", f"/v1/jobs/{new_id()}?canary=1", "/v1/analyses?limit=1"):
+        body = problem(ours.get(address), 422)
+        assert body["errors"][0]["code"] == "unknown_parameter", address  # type: ignore[index]
+    problem(ours.post("/v1/jobs?validate-only=true", json=DOCUMENT), 422)
+    assert ours.get("/livez?canary=1").status_code == 200  # probes are asked in ways of their own
+
+
+def test_a_value_that_is_nearly_a_choice_is_suggested(ours: httpx.Client) -> None:
+    assert "did you mean `succeeded`?" in problem(ours.get("/v1/jobs?state=suceeded"), 422)["detail"]
+    for change, meant in (
+        ({"kind": "capcity"}, "capacity"),
+        ({"kind": ["capacity", "factor"]}, "factors"),
+        ({"collection": {"fisher": "empircal"}}, "empirical"),
+        ({"model": {"source": "buildin", "name": "digits_cnn"}}, "builtin"),
+    ):
+        refused = problem(ours.post("/v1/jobs", json={**DOCUMENT, **change}), 422)
+        assert f"did you mean `{meant}`?" in refused["errors"][0]["message"]  # type: ignore[index]
+        assert "canary" not in str(problem(ours.post("/v1/jobs", json={**DOCUMENT, "kind": "canary"}), 422))
 
 
 def test_an_etag_names_a_version(keyed: Keyed, ours: httpx.Client) -> None:

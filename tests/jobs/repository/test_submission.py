@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from sqlalchemy import Engine, func, select
 
 from catalog.job import JobDocument
 from jobs.codec import document_json, sha256_of
-from jobs.errors import IdempotencyConflict, IdempotencyKeyRefused, JobNotFound, JobStillActive, PageRefused
+from jobs.errors import (
+    DocumentRefused,
+    IdempotencyConflict,
+    IdempotencyKeyRefused,
+    JobNotFound,
+    JobStillActive,
+    PageRefused,
+)
 from jobs.records import LOCAL_TENANT, Claim, Job, Submitted
 from jobs.repository.results import count_layers, events_after, layer_rows, list_artifacts, read_artifact
 from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, request_cancel
@@ -113,6 +121,39 @@ def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) 
     assert found(kind="factor") == found(kind="%") == found(kind="a\0") == set()
     assert found(label=("a.b/c", 'x"y')) == found(label=("n", "1")) == {both.id}
     assert found(label=("n", "2")) == found(label=('x"', "1")) == found(label=("n", "\0")) == set()
+
+
+def test_jobs_are_found_by_name_age_and_the_end_of_their_id(ledger: Engine, document: Make) -> None:
+    named = submit(ledger, LOCAL_TENANT, document(name="Résumé of run_7, 50 %")).job
+    other = submit(ledger, LOCAL_TENANT, document()).job
+
+    def found(**filters: Any) -> set[str]:
+        return {job.id for job in list_jobs(ledger, LOCAL_TENANT, JobQuery(**filters)).items}
+
+    assert found(name="RUN_7") == found(name="50 %") == {named.id}
+    assert found(name="run%7") == found(name="runx7") == found(name="a\0") == set()  # no pattern
+    assert found(id_end=other.id[-8:]) == found(id_end=other.id) == {other.id}
+    assert found(id_end="%") == set()
+    assert {named.id, other.id} <= found(since=600.0)
+    assert found(since=named.created_at) == {named.id, other.id}
+    assert found(since=other.created_at) == {other.id}
+    assert found(since=named.created_at + timedelta(days=1)) == set()
+
+
+def test_a_name_is_no_part_of_what_is_computed(ledger: Engine, document: Make) -> None:
+    plain, named = (submit(ledger, LOCAL_TENANT, document(**more)).job for more in ({}, {"name": "first"}))
+    assert named.document_sha256 == plain.document_sha256
+    assert "name" not in named.document
+    key = submit(ledger, LOCAL_TENANT, document(name="second"), "a-key").job
+    assert submit(ledger, LOCAL_TENANT, document(name="second"), "a-key").job.id == key.id
+    with pytest.raises(IdempotencyConflict):
+        submit(ledger, LOCAL_TENANT, document(name="third"), "a-key")
+
+
+@pytest.mark.parametrize("name", ["", " a", "a ", "a\nb", "x" * 121])
+def test_a_name_is_one_short_line(document: Make, name: str) -> None:
+    with pytest.raises(DocumentRefused, match="/name must be 1 to 120 printable characters"):
+        document(name=name)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 101, 2**40])

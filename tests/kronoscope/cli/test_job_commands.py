@@ -1,0 +1,126 @@
+"""The commands on jobs of a service, as processes against a real one: names, short ids, pipes, ctrl-C, files."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.records import LOCAL_TENANT
+from kronoscope.client import Client, ClientError
+from tests.api import seeding
+from tests.api.conftest import Embedded, embedded
+from tests.kronoscope.conftest import KRONOSCOPE, environment
+
+__all__ = ["embedded"]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def finished(embedded: Embedded) -> str:
+    return seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+
+
+@pytest.fixture
+def run(tmp_path: Path, embedded: Embedded) -> Run:
+    (tmp_path / "job.json").write_text(json.dumps(seeding.DOCUMENT))
+
+    def command(*arguments: str, shell: str = "") -> subprocess.CompletedProcess[str]:
+        words = [*KRONOSCOPE, *arguments]
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", f"{shlex.join(words)} {shell}"],
+            cwd=tmp_path,
+            env=environment(KRONOSCOPE_URL=embedded.server.url),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return command
+
+
+def test_a_job_is_found_by_its_name(run: Run) -> None:
+    done = run("submit", "job.json", "--name", "first of the thesis")
+    assert done.returncode == 0, done.stderr
+    job_id = done.stdout.strip()
+    listed = run("jobs", "--name", "THESIS", "--since", "5m", "--state", "queued")
+    assert "first of the thesis" in listed.stdout
+    assert job_id[-12:] in listed.stdout
+    assert all(len(line) <= 100 for line in listed.stdout.splitlines())
+    assert run("jobs", "--name", "another").stdout.count("\n") == 2
+    wrong = run("jobs", "--state", "quued")
+    assert wrong.returncode == 2
+    assert "did you mean `queued`?" in wrong.stderr
+
+
+def test_a_short_id_is_taken_wherever_it_is_shown(run: Run, finished: str, embedded: Embedded) -> None:
+    assert json.loads(run("results", finished[-8:], "--json").stdout)["job"]["id"] == finished
+    assert run("watch", finished[-12:]).returncode == 0
+    nobody = run("results", "00000000")
+    assert nobody.returncode == 2
+    assert "no job of yours has an id that ends with 00000000" in nobody.stderr
+    with Client(embedded.server.url) as client:
+        assert client.full_id(finished) == finished
+        assert client.full_id("no id") == "no id"  # for the service to refuse
+        client._connection.call = lambda *_, **__: {"items": [{"id": "a1234567"}, {"id": "b1234567"}]}  # type: ignore[method-assign]
+        with pytest.raises(ClientError, match="several jobs have an id that ends with 01234567: a1234567, b1234567"):
+            client.full_id("01234567")
+
+
+def test_a_reader_that_stops_early_is_no_error(run: Run, finished: str) -> None:
+    for options in ((), ("--json",)):
+        done = run(
+            "results", finished, *options, "--download", f"files{len(options)}", shell="| true; echo ${PIPESTATUS[0]}"
+        )
+        assert done.stdout.strip() == "0", done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Broken" not in done.stderr
+
+
+def test_what_is_downloaded_overwrites_nothing_silently(run: Run, finished: str, tmp_path: Path) -> None:
+    assert run("results", finished, "--download", "files").returncode == 0
+    curve = tmp_path / "files" / "memory_curve.json"
+    whole = curve.read_bytes()
+    before = curve.stat().st_mtime_ns
+    assert run("results", finished, "--download", "files").returncode == 0
+    assert curve.stat().st_mtime_ns == before
+    curve.write_text("mine")
+    refused = run("results", finished, "--download", "files")
+    assert refused.returncode == 2
+    assert "memory_curve.json is there already, and is another file" in refused.stderr
+    assert curve.read_text() == "mine"
+    assert run("results", finished, "--download", "files", "--overwrite").returncode == 0
+    assert curve.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("command", "code"), [(("watch",), 0), (("submit", "job.json", "--wait"), 5)])
+def test_ctrl_c_while_watching_is_no_error(
+    command: tuple[str, ...], code: int, embedded: Embedded, tmp_path: Path
+) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(seeding.DOCUMENT))
+    arguments = command
+    if command == ("watch",):
+        arguments = ("watch", seeding.running(embedded.engine, LOCAL_TENANT).job_id)
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    watching = subprocess.Popen(
+        [*KRONOSCOPE, *arguments], cwd=tmp_path, env=environment(KRONOSCOPE_URL=embedded.server.url), **options
+    )
+    assert watching.stderr is not None
+    said = ""
+    while "collection" not in said and "queued" not in said:  # it has seen the job
+        said += watching.stderr.readline()
+    time.sleep(0.3)
+    os.kill(watching.pid, signal.SIGINT)
+    _, rest = watching.communicate(timeout=30)
+    assert watching.returncode == code, rest
+    assert "no longer watching; the job goes on" in rest
+    assert "error" not in rest
+    assert "Traceback" not in rest
