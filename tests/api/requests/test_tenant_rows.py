@@ -46,7 +46,7 @@ class Roles:
         admin = open_database(admin_url)
         # as version 0.1 left it: filled, every table a superuser's
         with admin.begin() as connection:
-            command.upgrade(migration_config(connection), "0010")
+            command.upgrade(migration_config(connection), "0011")
         self.ours = create_key(admin, KEY_SECRET, "ours")
         self.theirs = create_key(admin, KEY_SECRET, "theirs")
         caller = verify_key(admin, KEY_SECRET, self.ours)
