@@ -13,6 +13,7 @@ from worker.agent.agent import Agent
 from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
 from worker.devices.device_summary import describe_device
+from worker.devices.discover import process_space
 from worker.lifetime import Ending
 from worker.settings import WorkerSettings
 
@@ -50,7 +51,11 @@ class Service:
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)
         self.agent = Agent(self._engine, settings, isolation=isolation)
-        self._maintenance = WorkerMaintenance(self._engine, settings.ledger, send_wakeup, broker_backlog)
+        self._maintenance = WorkerMaintenance(
+            *(self._engine, settings.ledger, send_wakeup, broker_backlog),
+            process_space=process_space(settings.node),
+            wake=self.agent.wake,
+        )
         self._ending = Ending(settings.lifetime, self.agent.idle, began)
         self._log = log
 

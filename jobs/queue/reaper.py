@@ -1,8 +1,8 @@
-"""The reaper takes jobs from silent holders, and fails queued jobs at their deadline."""
+"""The reaper takes jobs from silent holders and dead ones, and fails queued jobs at their deadline."""
 
 import logging
 
-from sqlalchemy import Engine, literal, select
+from sqlalchemy import ColumnElement, Engine, and_, delete, exists, literal, not_, select
 
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add
@@ -10,7 +10,7 @@ from jobs.queue.attempt_endings import record_failure
 from jobs.queue.fence import draw, move
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import jobs
+from jobs.schema.tables import device_leases, jobs, workers
 
 _log = logging.getLogger("kronoscope.jobs")
 
@@ -61,19 +61,51 @@ def reap_expired(engine: Engine) -> int:
         candidates = connection.execute(
             select(jobs.c.id, jobs.c.fence).where(*expired).limit(_AT_ONCE).with_for_update(skip_locked=True)
         ).all()
-    taken = 0
-    for job_id, fence in candidates:
-        with writing(engine) as connection:
-            drawn = draw(connection, jobs.c.id == job_id, jobs.c.fence == fence, *expired)
-            if drawn is not None:
-                overdue = drawn.deadline_at is not None and drawn.deadline_at <= drawn.now
-                record_failure(connection, drawn, _SILENT_AND_OVERDUE if overdue else _SILENT)
-                add(connection, "reaped")
-                taken += 1
-        if drawn is not None:
-            fields = {"job": job_id, "attempt": drawn.attempt, "fence": fence, "owner": drawn.lease_owner}
-            _log.warning("lease reaped", extra=fields)
+    return sum(_take_away(engine, job_id, fence, *expired) for job_id, fence in candidates)
+
+
+def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int:
+    """Take every job from a worker of which nothing runs any more, and forget the worker.
+
+    Its device leases go with it, but for those of which this machine sees the processes: `free_drained` frees
+    them when the last one is gone.
+
+    Args:
+        engine: The ledger's database.
+        worker_id: The worker; it and all its guardians have ended.
+        process_space: The machine and namespace in which the caller can tell whether a process lives.
+
+    Returns:
+        The number of jobs taken.
+    """
+    of_worker = and_(device_leases.c.job_id == jobs.c.id, device_leases.c.fence == jobs.c.fence)
+    held = (jobs.c.state.in_(HELD), exists().where(of_worker, device_leases.c.worker_id == worker_id))
+    with reading(engine) as connection:
+        candidates = connection.execute(select(jobs.c.id, jobs.c.fence).where(*held)).all()
+    taken = sum(_take_away(engine, job_id, fence, *held) for job_id, fence in candidates)
+    seen = and_(device_leases.c.process_space == process_space, device_leases.c.guardian_pid.is_not(None))
+    with writing(engine) as connection:
+        connection.execute(
+            delete(device_leases).where(
+                device_leases.c.worker_id == worker_id, device_leases.c.draining_at.is_not(None), not_(seen)
+            )
+        )
+        connection.execute(delete(workers).where(workers.c.id == worker_id))
     return taken
+
+
+def _take_away(engine: Engine, job_id: str, fence: int, *conditions: ColumnElement[bool]) -> bool:
+    """Take one job from its holder, unless a condition or the fence does not hold any more."""
+    with writing(engine) as connection:
+        drawn = draw(connection, jobs.c.id == job_id, jobs.c.fence == fence, *conditions)
+        if drawn is None:
+            return False
+        overdue = drawn.deadline_at is not None and drawn.deadline_at <= drawn.now
+        record_failure(connection, drawn, _SILENT_AND_OVERDUE if overdue else _SILENT)
+        add(connection, "reaped")
+    fields = {"job": job_id, "attempt": drawn.attempt, "fence": fence, "owner": drawn.lease_owner}
+    _log.warning("lease reaped", extra=fields)
+    return True
 
 
 def end_overdue(engine: Engine) -> int:

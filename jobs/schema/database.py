@@ -11,9 +11,11 @@ on every database: seeing nothing by mistake would make a sweep delete what it d
 """
 
 import functools
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
@@ -23,6 +25,7 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 
 from catalog.record import canonical_json
 from jobs.errors import LedgerUnavailable, SchemaOutdated, SettingsInvalid
+from jobs.schema.query_limits import LimitedConnection, connect_limited, limit_queries
 
 ALL_TENANTS = "*"
 """Declared in a tenant's place by what works for all of them."""
@@ -90,10 +93,16 @@ def open_database(url: str, *, tenants_apart: bool = False) -> Engine:
         execution_options=options,
         connect_args={"options": _POSTGRES_OPTIONS + ("" if tenants_apart else _DECLARED_FOR_ALL), **patience},
     )
+    event.listen(engine, "do_connect", _connect_limited)
     event.listen(engine, "handle_error", _leave_readers)
     if tenants_apart:
         event.listen(engine, "begin", _declare_tenant)
     return engine
+
+
+def _connect_limited(_dialect: object, _record: object, arguments: Any, named: Any) -> LimitedConnection:  # noqa: ANN401
+    """Connect as the dialect would, so that no query waits for ever on a connection that is open and silent."""
+    return connect_limited(*arguments, **named)
 
 
 def across_tenants(engine: Engine) -> Engine:
@@ -254,7 +263,7 @@ def upgrade_schema(url: str, role: str | None = None) -> None:
     """
     engine = open_database(url)
     try:
-        with writing(engine) as connection:
+        with limit_queries(math.inf), writing(engine) as connection:
             if connection.dialect.name == "postgresql":
                 # another migration may be waited for; waiting for a table would hold up every query behind it
                 connection.execute(text("SET LOCAL statement_timeout = 0"))

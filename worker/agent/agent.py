@@ -22,10 +22,12 @@ from jobs.queue.claims import claim
 from jobs.records import Claim
 from jobs.scheduling.placement import has_future_work, next_places, reserve
 from worker.agent.registration import Registration
+from worker.agent.worker_locks import WorkerLock
 from worker.devices.device_health import DeviceHealth
 from worker.disk.free_space import free_bytes
 from worker.lifetime import DRAIN_SECONDS
 from worker.process.child_process import EXECUTION
+from worker.process.node_clock import node_seconds
 from worker.process.process_group import group_lives
 from worker.settings import WorkerSettings
 from worker.supervision.supervisor import Supervisor
@@ -56,6 +58,7 @@ class Agent:
         self._command = command
         self._device_health = DeviceHealth()
         self._registration = Registration(engine, settings, device_health=self._device_health, isolation=isolation)
+        self._lock_file = WorkerLock(settings.ledger.artifact_root, self._registration.worker.id)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._slots = threading.Semaphore(settings.slots)
         self._supervisors: set[Supervisor] = set()
@@ -68,6 +71,7 @@ class Agent:
 
     def start(self) -> None:
         """Be known to the others, and begin to look for work."""
+        self._lock_file.hold()
         self._registration.start()
         self._poller.start()
 
@@ -85,9 +89,10 @@ class Agent:
             return False
         taken = False
         try:
+            asked = node_seconds()  # the lease runs from the first try on, whichever was the one that was answered
             held = self._claim_next()
             if held is not None:
-                self._supervise(held)
+                self._supervise(held, asked)
                 taken = True
         finally:
             if not taken:
@@ -136,6 +141,8 @@ class Agent:
         if self._poller.is_alive():  # its last look may be under way, and the caller is about to close the database
             self._poller.join(max(0.0, deadline - time.monotonic()))
         self._registration.end()
+        if all(free):  # else something may be left, and the others take it back when this process has ended
+            self._lock_file.release()
         return all(free)
 
     def _nothing_to_do(self) -> bool:
@@ -168,13 +175,19 @@ class Agent:
                 time.sleep(0.2)
         return None
 
-    def _supervise(self, held: Claim) -> None:
-        supervisor = Supervisor(self._engine, held, self._settings, self._command, self._device_health)
+    def _supervise(self, held: Claim, held_since: float) -> None:
+        supervisor = Supervisor(
+            *(self._engine, held, self._settings, self._command, self._device_health),
+            lock=self._lock_file.descriptor,
+        )
         with self._lock:
             self._supervisors.add(supervisor)
         # a daemon: where a drain is cut short the process may end, and the lifeline ends the child
         try:
-            threading.Thread(target=self._run, args=(supervisor,), name=f"job-{held.job_id}", daemon=True).start()
+            run = threading.Thread(
+                target=self._run, args=(supervisor, held_since), name=f"job-{held.job_id}", daemon=True
+            )
+            run.start()
         except RuntimeError as error:  # no thread is to be had
             with self._lock:
                 self._supervisors.discard(supervisor)
@@ -183,9 +196,9 @@ class Agent:
         if self._draining:
             supervisor.stop("drain")
 
-    def _run(self, supervisor: Supervisor) -> None:
+    def _run(self, supervisor: Supervisor, held_since: float) -> None:
         try:
-            supervisor.run()
+            supervisor.run(held_since)
         finally:
             with self._lock:
                 self._supervisors.discard(supervisor)

@@ -1,6 +1,7 @@
 """Maintenance: reaper, relay and clean-up, which run in every worker process, so that no single one matters.
 
-The clean-up has a thread of its own: a store that is silent for minutes must not hold up the reaper.
+The clean-up has a thread of its own: a store that is silent for minutes must not hold up the reaper. So has the look
+for workers of this machine that were killed: neither must a silent broker.
 """
 
 import random
@@ -16,12 +17,15 @@ from jobs.metrics.counters import Reconciler, note_round
 from jobs.objects.artifacts import ArtifactFolder, open_artifacts
 from jobs.objects.scratch import open_scratch, sweep_scratch
 from jobs.queue.outbox import relay
-from jobs.queue.reaper import end_overdue, reap_expired
+from jobs.queue.reaper import end_overdue, reap_ended_worker, reap_expired
 from jobs.retention.object_sweep import sweep_attempts, sweep_objects
 from jobs.retention.retention import archive_ended, forget_estimates
 from jobs.settings import LedgerSettings
+from worker.agent.worker_locks import EndedWorkers
 from worker.disk.cache_folder import sweep_tenants
 
+_ENDED_SECONDS = 1.0
+"""Between two looks for dead workers of this machine, which ask the database only where there is one."""
 _SCRATCH_SECONDS = 60
 _FAULTS_SECONDS = 3600
 """How long a job that cannot be archived is passed over."""
@@ -36,6 +40,8 @@ class WorkerMaintenance:
         settings: LedgerSettings,
         send_wakeup: Callable[[str], object] | None,
         broker_backlog: Callable[[], int] = lambda: 0,
+        process_space: str = "",
+        wake: Callable[[], object] = lambda: None,
     ) -> None:
         """Get ready.
 
@@ -45,15 +51,20 @@ class WorkerMaintenance:
             send_wakeup: Sends one wake-up to all workers. None: nothing is relayed, since a row marked as sent is not
                 sent again for a while, and workers elsewhere that have a broker would miss it.
             broker_backlog: Returns how many wake-ups are at the broker, not yet received.
+            process_space: The scope of process numbers that this process can see.
+            wake: Has this process look into the queue.
         """
         self._engine = engine
         self._settings = settings
+        self._process_space = process_space
+        self._wake = wake
         self._send_wakeup = send_wakeup
         self._broker_backlog = broker_backlog
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=self._reconcile, name="reconcilers", daemon=True),
             threading.Thread(target=self._clear, name="clean-up", daemon=True),
+            threading.Thread(target=self._take_back, name="ended workers", daemon=True),
         ]
         self._at_fault: set[str] = set()
         self._log = structlog.get_logger("kronoscope.worker")
@@ -84,6 +95,18 @@ class WorkerMaintenance:
                 if self._round("wake-ups sent", self._relay) and self._send_wakeup is not None:
                     self._note("relay")
             self._ended.wait(max(0.0, min(next_reap, next_relay) - time.monotonic()))
+
+    def _take_back(self) -> None:
+        ended = EndedWorkers(self._settings.artifact_root)
+
+        def take_back(worker_id: str) -> int:
+            taken = reap_ended_worker(self._engine, worker_id, self._process_space)
+            if taken:
+                self._wake()
+            return taken
+
+        while not self._ended.wait(_ENDED_SECONDS):
+            self._round("taken back", lambda: ended.sweep(take_back))
 
     def _clear(self) -> None:
         next_clearing = forgotten = time.monotonic()

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from catalog.frames import MAX_FRAME_BYTES, Frame, decode
+from catalog.record import record
 from worker.process.confinement import Confinement
+from worker.process.guardian import MOMENT
 from worker.process.pipe_reader import lines
 from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
 
@@ -72,6 +74,16 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+@record
+class Hold:
+    """What allows a child to run."""
+
+    until: float
+    """When its guardian kills it, on the machine's clock (`node_seconds`), unless `Child.extend` comes before."""
+    lock: int | None = None
+    """A descriptor of the worker's lock, which the guardian holds on to as long as it lives."""
+
+
 class Child:
     """A running child. ``start`` makes one; the group is gone when ``wait`` returns."""
 
@@ -100,6 +112,7 @@ class Child:
         environment: Mapping[str, str],
         command: Sequence[str] = EXECUTION,
         confinement: Confinement = Confinement(),  # noqa: B008 - frozen
+        hold: Hold | None = None,
     ) -> "Child":
         """Start guardian and child.
 
@@ -109,6 +122,7 @@ class Child:
             environment: Its whole environment.
             command: The child's program; ``--frames FD`` is appended.
             confinement: What the child is held to.
+            hold: Until when it may run; None: as long as this process lives.
 
         Returns:
             The running child.
@@ -124,19 +138,21 @@ class Child:
             frames_read, frames_write = _pipe(ours)
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules, no shell
                 [
-                    *(*_GUARDIAN, "--lifeline", str(lifeline_read), "--confinement", confinement.as_text()),
+                    *(*_GUARDIAN, "--lifeline", str(lifeline_read), *_hold_arguments(hold)),
+                    *("--confinement", confinement.as_text()),
                     *("--", *command, "--frames", str(frames_write)),
                 ],
                 stdin=text,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                pass_fds=(lifeline_read, frames_write),
+                pass_fds=(lifeline_read, frames_write, *_lock(hold)),
                 start_new_session=True,
             )
             ours.pop_all()
         os.close(lifeline_read)
         os.close(frames_write)
+        os.set_blocking(lifeline, False)
         frames = os.fdopen(frames_read, "rb")
         try:
             return cls(process, frames, lifeline)
@@ -198,6 +214,18 @@ class Child:
             if not self._reaped:
                 os.kill(self.pid, signal.SIGTERM)  # not Popen's: it would reap the leader before its group
 
+    def extend(self, until: float) -> None:
+        """Let it run longer; whoever calls this no more, for whatever reason, has it killed in time.
+
+        Args:
+            until: When its guardian kills it, on the machine's clock (`node_seconds`).
+        """
+        with self._lock:
+            if not self._reaped:
+                # a guardian that stands still reads nothing, and one that has ended guards nothing
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    os.write(self._lifeline, MOMENT.pack(until))
+
     def kill(self) -> None:
         """End it and everything it started, now."""
         with self._lock:
@@ -249,6 +277,17 @@ class Child:
             kill_descendants(self.pid)  # what left the group is still below its guardian
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+def _hold_arguments(hold: Hold | None) -> list[str]:
+    if hold is None:
+        return []
+    lock = [] if hold.lock is None else ["--lock", str(hold.lock)]
+    return ["--until", str(hold.until), *lock]
+
+
+def _lock(hold: Hold | None) -> tuple[int, ...]:
+    return () if hold is None or hold.lock is None else (hold.lock,)
 
 
 def _pipe(ours: contextlib.ExitStack) -> tuple[int, int]:

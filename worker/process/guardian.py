@@ -1,9 +1,13 @@
 """The guardian: starts one command and never lets it outlive the process that asked for it.
 
 It leads its own session; the command and everything the command starts are in its process
-group. The parent holds the other end of the *lifeline*, a pipe on which nothing is ever
-written: however the parent dies, the kernel closes its end, the guardian reads end-of-file and
-kills the whole group. (PR_SET_PDEATHSIG is no answer: it fires when the starting *thread* ends.)
+group. The parent holds the other end of the *lifeline*, a pipe: however the parent dies, the
+kernel closes its end, the guardian reads end-of-file and kills the whole group.
+(PR_SET_PDEATHSIG is no answer: it fires when the starting *thread* ends.)
+
+Where the parent holds a lease it also writes until when, at each renewal. The guardian kills the
+group at that moment of the machine's own clock, whether the parent is frozen, hangs in a query
+or is starved: whoever waits that long may use the device.
 
 What the command starts in a session of its own is in no group of ours; the guardian is the
 *subreaper* of all of it, so that it can be found below the guardian and ends with the rest.
@@ -12,27 +16,35 @@ The command runs within limits (``worker.process.confinement``), and cannot look
 
 Standard library only, and modules of ours that are too: it is started once per job and must be cheap and unbreakable.
 
-    python -P -m worker.process.guardian --lifeline FD [--confinement JSON] -- COMMAND...
+    python -P -m worker.process.guardian --lifeline FD [--until SECONDS] [--lock FD] [--confinement JSON] -- COMMAND...
 """
 
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from worker.process.confinement import Confinement
+from worker.process.node_clock import node_seconds
 from worker.process.process_group import kill_descendants
 
 NOT_STARTED = 71
 """The exit code where the command could not be started: sysexits.h's for what the system refused."""
 
+MOMENT = struct.Struct("=d")
+"""One message on the lifeline: a moment of the machine's clock (`node_seconds`)."""
+
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_MESSAGES_BYTES = 512 * MOMENT.size
+_LONGEST_WAIT_SECONDS = 3600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,19 +58,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="worker.process.guardian")
     parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--until", type=float, default=math.inf)
+    parser.add_argument("--lock", type=int)
     parser.add_argument("--confinement", type=Confinement.from_text, default=Confinement())
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    return guard(options.command, options.lifeline, options.confinement)
+    if options.lock is not None:
+        os.set_inheritable(options.lock, False)  # held until this process ends; the command could release it
+    return guard(options.command, options.lifeline, options.confinement, options.until)
 
 
-def guard(command: Sequence[str], lifeline: int, confinement: Confinement) -> int:
-    """Start a command, forward SIGTERM to it, and kill its group when the lifeline ends.
+def guard(command: Sequence[str], lifeline: int, confinement: Confinement, until: float = math.inf) -> int:
+    """Start a command, forward SIGTERM to it, and kill its group when the lifeline or the time ends.
 
     Args:
         command: The program and its arguments.
-        lifeline: A descriptor that closes when the parent is gone.
+        lifeline: A descriptor that closes when the parent is gone, and from which later moments are read.
         confinement: What the command is held to.
+        until: When the group is killed, on the machine's clock (`node_seconds`), unless a later moment is read.
 
     Returns:
         The command's exit code, 128 + n if signal n ended it, 71 if it could not be started.
@@ -97,12 +114,27 @@ def guard(command: Sequence[str], lifeline: int, confinement: Confinement) -> in
         if code is not None:
             kill_descendants(os.getpid())
             return code if code >= 0 else 128 - code
-        readable, _, _ = select.select([lifeline, asked], [], [])
+        readable, _, _ = select.select([lifeline, asked], [], [], _seconds_until(until))
         if asked in readable:
             os.read(asked, 512)
-        if lifeline in readable and not os.read(lifeline, 1):
+        if lifeline in readable:
+            until = _read_moment(lifeline)
+        if node_seconds() >= until:
             kill_descendants(os.getpid())
             os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _read_moment(lifeline: int) -> float:
+    """The last moment that was written; the past, where nobody is left who could write."""
+    messages = os.read(lifeline, _MESSAGES_BYTES)  # each was written at once, so none comes in pieces
+    if not messages:
+        return -math.inf
+    moment: float = MOMENT.unpack(messages[-MOMENT.size :])[0]
+    return moment
+
+
+def _seconds_until(moment: float) -> float:
+    return min(max(0.0, moment - node_seconds()), _LONGEST_WAIT_SECONDS)
 
 
 def _adopt_orphans() -> None:

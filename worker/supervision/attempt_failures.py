@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Literal
 
 from catalog.frames import Failed
+from jobs.errors import ArtifactDamaged, QuotaExceeded
 from worker.disk.free_space import DISK_FULL, describe_full_disk
 
 DEADLINE_PASSED = (
@@ -41,6 +42,33 @@ def full_disk_failure(error: Exception) -> Failed | None:
     """
     full = describe_full_disk(error) if isinstance(error, OSError) else None
     return None if full is None else failure_frame("transient", DISK_FULL, full)
+
+
+def artifact_failure(error: ArtifactDamaged | QuotaExceeded) -> Failed:
+    """Return the failure of an attempt with a file that cannot be kept.
+
+    Args:
+        error: What is wrong with the file.
+
+    Returns:
+        A transient failure for a damaged file, one of usage for one beyond the quota.
+    """
+    if isinstance(error, QuotaExceeded):
+        return failure_frame("usage", "disk_quota", f"{error}; what was done stays")
+    return failure_frame("transient", "artifact_damaged", f"{error}; it is computed again")
+
+
+def layout_failure(error: OSError) -> Failed:
+    """Return the failure of an attempt that could not be laid out; the job's own files may be why, so it counts.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The transient failure.
+    """
+    message = f"the job's files could not be laid out: {error.strerror or error}; it is tried again"
+    return full_disk_failure(error) or failure_frame("transient", "machine", message)
 
 
 def failure_frame(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:

@@ -12,12 +12,12 @@ from jobs.objects.scratch import Scratch
 from jobs.records import Claim
 from worker.devices.discover import host
 from worker.disk.cache_folder import cache_of_tenant
-from worker.process.child_process import Child, child_environment
+from worker.process.child_process import Child, Hold, child_environment
 from worker.settings import WorkerSettings
 
 
 def start(
-    told: Mapping[str, Any], claim: Claim, threads: int, settings: WorkerSettings, command: Sequence[str]
+    told: Mapping[str, Any], claim: Claim, threads: int, settings: WorkerSettings, command: Sequence[str], hold: Hold
 ) -> Child:
     """Start the child of a claim, within the worker's limits.
 
@@ -27,6 +27,7 @@ def start(
         threads: Threads that it computes with.
         settings: The worker's settings.
         command: The child's program.
+        hold: Until when it may run.
 
     Returns:
         The running child, whose output is a pipe.
@@ -34,7 +35,7 @@ def start(
     Raises:
         OSError: If no process, pipe, thread or temporary file can be had.
     """
-    return Child.start(told, subprocess.PIPE, environment(claim, threads), command, settings.confinement())
+    return Child.start(told, subprocess.PIPE, environment(claim, threads), command, settings.confinement(), hold)
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:

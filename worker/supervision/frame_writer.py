@@ -17,6 +17,7 @@ from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_writes
 from jobs.records import Claim
+from jobs.schema.query_limits import limit_queries
 from jobs.tenancy.quotas import require_room_for
 from worker.process.log_lines import LogFormatter
 from worker.supervision.job_progress import ProgressView
@@ -92,7 +93,8 @@ class LedgerSink:
             if self._watch.lost.is_set():
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
             try:
-                return write()
+                with limit_queries(self._watch.query_seconds):
+                    return write()
             except (LedgerUnavailable, StoreUnavailable) as error:
                 what = "database" if isinstance(error, LedgerUnavailable) else "store of artifacts"
                 if self._watch.reason is not None and isinstance(error, StoreUnavailable):

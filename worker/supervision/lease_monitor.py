@@ -1,7 +1,14 @@
 """The clock beside a running child: heartbeats, cancellation, deadline, limits, and the grace of a stop.
 
-It runs in a thread of its own, so that neither a long write nor a child that hangs can starve a
-heartbeat. Why a child was stopped stands here; what becomes of the job then is the supervisor's.
+Two threads, so that neither a long write nor a child that hangs can starve a heartbeat, and so that
+the one that kills never waits for the network::
+
+    lease   asks the database: renews the lease, looks for cancellation and another deadline
+    clock   asks nobody: stops at a limit, kills after the grace, and once the lease was not renewed in time
+
+The lease ends here by this machine's own clock, counted from before the question that renewed it, so
+never later than in the database; the guardian has the same moment, for where this process stands still.
+Why a child was stopped stands here; what becomes of the job then is the supervisor's.
 """
 
 import math
@@ -19,19 +26,33 @@ from jobs.records import Claim
 from jobs.repository.store import read_claimed
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading
-from worker.process.child_process import STOP_GRACE_SECONDS, Child
+from jobs.schema.query_limits import limit_queries
+from worker.process.child_process import STOP_GRACE_SECONDS, Child, Hold
+from worker.process.node_clock import node_seconds
 from worker.settings import WorkerSettings
 
 StopReason = Literal["cancel", "misplaced", "deadline", "drain", "no_progress", "timeout"]
 
+_LONGEST_WAIT_SECONDS = 3600.0
 _FAILED_BEAT = 0.2
 """Of the time between two heartbeats: how soon one that the database did not answer is tried again."""
+
+_MOST_MARGIN_SECONDS = 1.0
+"""The lease ends for this process so much before the guardian kills, so that both call it a lost lease."""
 
 
 class LeaseWatch:
     """Watches over one claim while its child runs."""
 
-    def __init__(self, engine: Engine, claim: Claim, settings: WorkerSettings, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        claim: Claim,
+        settings: WorkerSettings,
+        log: FilteringBoundLogger,
+        lock: int | None = None,
+    ) -> None:
+        self._lock_file = lock
         self.reason: StopReason | None = None
         self.lost = threading.Event()
         """Set once the job may be another's: nothing is written any more."""
@@ -49,13 +70,52 @@ class LeaseWatch:
         self._ended = threading.Event()
         self._wakeup = threading.Event()
         self._lock = threading.Lock()
+        self._due = threading.Event()
         self._beating = threading.Lock()
-        self._held_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=f"lease-{claim.job_id}", daemon=True)
+        self._held_at = node_seconds()
+        self._threads = [
+            threading.Thread(target=run, name=f"{name}-{claim.job_id}", daemon=True)
+            for name, run in (("clock", self._keep_time), ("lease", self._keep_lease))
+        ]
 
-    def start(self) -> None:
-        """Begin; the claim has just been made."""
-        self._thread.start()
+    def start(self, held_since: float | None = None) -> None:
+        """Begin; the claim has just been made.
+
+        Args:
+            held_since: The moment before the claim was asked for, on the machine's clock (`node_seconds`); None: now.
+
+        Raises:
+            RuntimeError: If no thread can be started.
+        """
+        self._held_at = node_seconds() if held_since is None else held_since
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:
+            self._ended.set()
+            self._wakeup.set()
+            raise
+
+    @property
+    def held_until(self) -> float:
+        """When the child must have ended, on the machine's clock (`node_seconds`)."""
+        return self._held_at + self._settings.ledger.lease_seconds
+
+    @property
+    def hold(self) -> Hold:
+        """What allows the child to run."""
+        return Hold(until=self.held_until, lock=self._lock_file)
+
+    @property
+    def query_seconds(self) -> float:
+        """How long the queries of one write may wait together: it is tried again while the lease holds."""
+        return self._settings.ledger.lease_seconds / 2
+
+    def is_lost(self) -> bool:
+        """Return whether the job may be another's; once the lease has run out here, no answer renews it."""
+        if not self.lost.is_set() and self._expires_in() <= 0:
+            self._lose("it was not renewed in time: the database did not answer, or this process stood still")
+        return self.lost.is_set()
 
     def guard(self, child: Child) -> None:
         """Name the child to stop; if a stop was asked for earlier, the child is stopped at once.
@@ -65,6 +125,7 @@ class LeaseWatch:
         """
         with self._lock:
             self._child = child
+            child.extend(self.held_until)
             self.progressed()
             self._too_long_at = _from_now(self._settings.attempt_seconds)
             if self.lost.is_set():
@@ -83,12 +144,14 @@ class LeaseWatch:
             reason: The reason; only the first one counts.
         """
         with self._lock:
-            if self.reason is None and not self._ended.is_set():
+            first = self.reason is None and not self._ended.is_set()
+            if first:
                 self.reason = reason
                 self._stopped_at = time.monotonic()
-                self._log.info("stopping", reason=reason)
                 self._terminate()
         self._wakeup.set()
+        if first:
+            self._log.info("stopping", reason=reason)
 
     def left(self, seconds: float) -> float:
         """Return the time left after a stop, or after the winding up.
@@ -114,19 +177,30 @@ class LeaseWatch:
         """The attempt is over: the last heartbeat has been."""
         self._ended.set()
         self._wakeup.set()
-        self._thread.join()
+        self._due.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
 
     def _terminate(self) -> None:
         if self._child is not None:
             self._child.terminate()
             self._kill_at = time.monotonic() + STOP_GRACE_SECONDS
 
+    def _expires_in(self) -> float:
+        lease = self._settings.ledger.lease_seconds
+        return self.held_until - min(_MOST_MARGIN_SECONDS, lease / 20) - node_seconds()
+
     def _lose(self, why: str) -> None:
-        self._log.warning("lease lost", why=why)
         with self._lock:
+            first = not self.lost.is_set()
             self.lost.set()
             if self._child is not None:
                 self._child.kill()
+        self._wakeup.set()
+        self._due.set()
+        if first:
+            self._log.warning("lease lost", why=why)
 
     def _lose_unless_settling(self, why: str) -> None:
         """The last write itself finds out whether the job is still ours; seen from here it looks lost either way."""
@@ -135,20 +209,9 @@ class LeaseWatch:
         if not settling:
             self._lose(why)
 
-    def _run(self) -> None:
-        every = self._settings.ledger.heartbeat_seconds
-        look_every = min(every, self._settings.cancel_seconds)
-        self._deadline = self._read_deadline(self._deadline_at)
-        next_beat, next_look = self._held_at + every, self._held_at + look_every
-        while not self._ended.is_set() and not self.lost.is_set():
+    def _keep_time(self) -> None:
+        while not self._ended.is_set() and not self.is_lost():
             now = time.monotonic()
-            if now >= next_beat:
-                # one that failed is tried again soon: the lease must not run out while the database is back already
-                pause = every if self._beat() else every * _FAILED_BEAT
-                next_beat, next_look = now + pause, now + look_every
-            elif now >= next_look:
-                self._look()
-                next_look = now + look_every
             if now >= self._deadline:
                 self._deadline = math.inf
                 self.stop("deadline")
@@ -160,37 +223,63 @@ class LeaseWatch:
                 self.stop("no_progress")
             if now >= self._kill_at and self._child is not None:
                 self._kill_at = math.inf
-                self._log.warning("killing", after_seconds=STOP_GRACE_SECONDS)
                 self._child.kill()
-            due = min(next_beat, next_look, self._deadline, self._too_long_at, self._silent_at, self._kill_at)
-            self._wakeup.wait(max(0.0, due - time.monotonic()))
+                self._log.warning("killing", after_seconds=STOP_GRACE_SECONDS)
+            due = min(self._deadline, self._too_long_at, self._silent_at, self._kill_at) - time.monotonic()
+            self._wakeup.wait(max(0.0, min(due, self._expires_in(), _LONGEST_WAIT_SECONDS)))
             self._wakeup.clear()
+
+    def _keep_lease(self) -> None:
+        every = self._settings.ledger.heartbeat_seconds
+        look_every = min(every, self._settings.cancel_seconds)
+        next_beat, next_look = time.monotonic() + every, time.monotonic() + look_every
+        with limit_queries(every):
+            self._tell_deadline(self._deadline_at)
+        while not self._ended.is_set() and not self.is_lost():
+            now = time.monotonic()
+            if now >= next_beat:
+                # one that failed is tried again soon: the lease must not run out while the database is back already
+                pause = every if self._beat() else every * _FAILED_BEAT
+                next_beat, next_look = now + pause, now + look_every
+            elif now >= next_look:
+                self._look()
+                next_look = now + look_every
+            self._due.wait(max(0.0, min(next_beat, next_look) - time.monotonic()))
+            self._due.clear()
 
     def _beat(self) -> bool:
         """Renew the lease; whether the database answered."""
-        asked = time.monotonic()  # the lease runs from before the question, not from after the answer
+        asked = node_seconds()  # the lease runs from before the question, not from after the answer
         try:
-            with self._beating:
+            with self._beating, limit_queries(self._settings.ledger.heartbeat_seconds):
                 beat = last_heartbeat if self._settling else heartbeat
                 cancel = beat(self._engine, self._claim, self._settings.ledger.lease_seconds)
         except LeaseLost as error:
             self._lose_unless_settling(str(error))
-        except Exception as error:  # noqa: BLE001 - without this thread nothing would beat, stop or kill
-            silent = time.monotonic() - self._held_at
+        except Exception as error:  # noqa: BLE001 - without this thread nothing would renew the lease
             unforeseen = not isinstance(error, LedgerUnavailable)
-            self._log.warning("heartbeat failed", silent_seconds=round(silent, 1), exc_info=unforeseen)
-            if silent > self._settings.ledger.lease_seconds:
-                self._lose("the database did not answer for the length of the lease")
+            silent = round(node_seconds() - self._held_at, 1)
+            self._log.warning("heartbeat failed", silent_seconds=silent, exc_info=unforeseen)
             return False
         else:
-            self._held_at = asked
+            self._renew(asked)
             if cancel is not None:
                 self.stop("cancel")
         return True
 
+    def _renew(self, asked: float) -> None:
+        with self._lock:
+            if self.lost.is_set():
+                return
+            self._held_at = asked
+            if self._child is not None:
+                self._child.extend(self.held_until)
+        self._wakeup.set()
+
     def _look(self) -> None:
         try:
-            job = read_claimed(self._engine, self._claim)
+            with limit_queries(self._settings.ledger.heartbeat_seconds):
+                job = read_claimed(self._engine, self._claim)
         except Exception:  # noqa: BLE001 - the heartbeat is what judges silence, and tells of a fault
             return
         if job is None or job.fence != self._claim.fence or job.ended:
@@ -199,7 +288,12 @@ class LeaseWatch:
             self.stop("cancel")
         elif job.deadline_at != self._deadline_at:
             self._deadline_at = job.deadline_at
-            self._deadline = self._read_deadline(job.deadline_at)
+            with limit_queries(self._settings.ledger.heartbeat_seconds):
+                self._tell_deadline(job.deadline_at)
+
+    def _tell_deadline(self, deadline_at: datetime | None) -> None:
+        self._deadline = self._read_deadline(deadline_at)
+        self._wakeup.set()
 
     def _read_deadline(self, deadline_at: datetime | None) -> float:
         """On this process's monotonic clock, from the difference of two moments of the database's."""

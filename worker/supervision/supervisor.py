@@ -55,8 +55,10 @@ from worker.supervision.attempt_failures import (
     DEADLINE_PASSED,
     LEASE_TOO_SMALL,
     STOPPED_FROM_OUTSIDE,
+    artifact_failure,
     failure_frame,
     full_disk_failure,
+    layout_failure,
     with_detail,
 )
 from worker.supervision.checkpoint_upload import ScratchMirror
@@ -83,6 +85,7 @@ class Supervisor:
         settings: WorkerSettings,
         command: Sequence[str] = EXECUTION,
         device_health: DeviceHealth | None = None,
+        lock: int | None = None,
     ) -> None:
         self._engine = engine
         self._device_health = device_health or DeviceHealth()
@@ -90,7 +93,7 @@ class Supervisor:
         self._settings = settings
         self._command = command
         self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
-        self._watch = LeaseWatch(engine, claim, settings, self._log)
+        self._watch = LeaseWatch(engine, claim, settings, self._log, lock)
         self._folder = open_artifacts(settings.ledger, self._retrying)
         self._scratch = open_scratch(settings.ledger, self._retrying)
         self._copies = open_scratch(settings.ledger).copies
@@ -115,11 +118,15 @@ class Supervisor:
         """
         self._watch.stop(reason)
 
-    def run(self) -> None:
-        """Start the child, write what it sends, and end the attempt."""
+    def run(self, held_since: float | None = None) -> None:
+        """Start the child, write what it sends, and end the attempt.
+
+        Args:
+            held_since: The moment before the claim was asked for, on the machine's clock (`node_seconds`); None: now.
+        """
         self._log.info("job claimed", kinds=self._claim.kinds, threads=self._threads)
         try:
-            self._watch.start()
+            self._watch.start(held_since)
         except RuntimeError as error:
             self.give_up(str(error))
             return
@@ -185,7 +192,7 @@ class Supervisor:
             code = child.wait()
             tail = output.tail()
         self._log.info("child ended", code=code, last=None if last is None else last.frame)
-        if self._watch.lost.is_set():
+        if self._watch.is_lost():
             raise LeaseLost(self._claim.job_id, self._claim.fence)
         self._watch.settle()
         died = None if last is not None else fault or (ending(code) if self._watch.reason is None else None)
@@ -205,12 +212,9 @@ class Supervisor:
             child.kill()
             output.tail()  # its thread reads from descriptors that are about to be others'
             raise
-        except ArtifactDamaged as error:
+        except (ArtifactDamaged, QuotaExceeded) as error:
             child.kill()
-            return failure_frame("transient", "artifact_damaged", f"{error}; it is computed again"), None
-        except QuotaExceeded as error:
-            child.kill()
-            return failure_frame("usage", "disk_quota", f"{error}; what was done stays"), None
+            return artifact_failure(error), None
         except Interrupted:
             child.kill()
             return None, None
@@ -234,15 +238,16 @@ class Supervisor:
             return error.failure
         except ArtifactDamaged as error:
             return failure_frame("fatal", "artifact_damaged", f"{error}")
-        except OSError as error:  # it may be this job's own files that cannot be read, so it counts
-            message = f"the job's files could not be laid out: {error.strerror or error}; it is tried again"
-            return full_disk_failure(error) or failure_frame("transient", "machine", message)
+        except OSError as error:
+            return layout_failure(error)
         return told if self._watch.reason is None else None
 
     def _launch(self, told: dict[str, Any]) -> tuple[Child, ChildOutput] | OSError | Failed:
         """The child; an OSError where this worker can start none, whatever the job."""
         try:
-            self._child = child = child_launch.start(told, self._claim, self._threads, self._settings, self._command)
+            self._child = child = child_launch.start(
+                told, self._claim, self._threads, self._settings, self._command, self._watch.hold
+            )
         except OSError as error:
             return full_disk_failure(error) or error
         try:
@@ -254,8 +259,7 @@ class Supervisor:
     def _note(self, child: Child) -> None:
         """Before anything is computed: whoever finds the device leased must be able to see who is on it."""
         if self._claim.lease is not None:
-            job_id, fence = self._claim.job_id, self._claim.fence
-            self._sink.write(lambda: note_guardian(self._engine, job_id, fence, child.pid, child.began))
+            self._sink.write(lambda: note_guardian(self._engine, *self.held, child.pid, child.began))
 
     def _assignment(self) -> dict[str, Any]:
         artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)

@@ -3,6 +3,8 @@
 The client sends ``COMMIT`` as one simple query; the proxy hands it on, waits until the server has
 answered, and then closes both ends without a word. To the client the outcome is unknown, and it is
 the one outcome that no retry may count on: done.
+
+It can also fall silent, with every connection open: what a hung proxy or a paused pooler looks like.
 """
 
 import contextlib
@@ -33,11 +35,13 @@ class LossyProxy:
     _chance: random.Random = field(default_factory=random.Random)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _open: set[socket.socket] = field(default_factory=set)
+    _speaking: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         """Listen; the port stays the same as long as this proxy lives."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self._listener.getsockname()[1]
+        self._speaking.set()
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def lose(self, share: float, seed: int) -> None:
@@ -50,16 +54,22 @@ class LossyProxy:
         with self._lock:
             self._statement = statement
 
+    def hush(self) -> None:
+        """Hand nothing on any more; connections stay open, and new ones are taken, as by a proxy that hangs."""
+        self._speaking.clear()
+
     def keep(self) -> None:
-        """Lose nothing any more."""
+        """Lose nothing any more, and hand on what came meanwhile."""
         with self._lock:
             self._share, self._statement = 0.0, None
+        self._speaking.set()
 
     def close(self) -> None:
         """End every connection; each is closed by the thread that serves it, which may be looking at it right now."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake who waits for a connection
         self._listener.close()
+        self._speaking.set()
         with self._lock:
             for each in self._open:
                 with contextlib.suppress(OSError):
@@ -74,6 +84,7 @@ class LossyProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
+        self._speaking.wait()
         with contextlib.ExitStack() as held:
             held.callback(_shut, client)
             try:
@@ -97,6 +108,7 @@ class LossyProxy:
             waiting.register(number, select.POLLIN)
         while True:
             for number, _ in waiting.poll():
+                self._speaking.wait()
                 ready = ends[number]
                 data = ready.recv(_BYTES)
                 if not data:

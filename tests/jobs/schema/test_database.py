@@ -5,12 +5,14 @@ import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, event, insert, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from jobs.errors import LedgerUnavailable
 from jobs.schema.clock import ledger_now
+from jobs.schema import database
 from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import tenants
 
@@ -65,15 +67,16 @@ def test_readers_are_not_held_up_by_a_writer(ledger: Engine) -> None:
         assert names == ["local"]
 
 
-def test_a_patience_that_the_url_names_stands() -> None:
+def test_a_patience_that_the_url_names_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
-    def note(_dialect: Any, _record: Any, _arguments: Any, parameters: Any) -> None:
+    def note(*_: Any, **parameters: Any) -> Any:
         given.append((parameters["connect_timeout"], parameters["tcp_user_timeout"]))
+        raise psycopg.OperationalError
 
+    monkeypatch.setattr(database, "connect_limited", note)
     for more in ("", "?connect_timeout=7"):
         engine = open_database(f"postgresql://nobody@127.0.0.1:1/none{more}")
-        event.listen(engine, "do_connect", note)
         with pytest.raises(LedgerUnavailable), reading(engine):
             pass
     assert given == [(3, 10_000), ("7", 10_000)]

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from worker.process.guardian import MOMENT
+from worker.process.node_clock import node_seconds
 
 PARENT = """
 import json, os, subprocess, sys, time
@@ -27,10 +30,11 @@ def guarded() -> Iterator[Any]:
     """Start a guardian directly; its lifeline's other end is ours."""
     started = []
 
-    def start(*command: Any) -> Any:
+    def start(*command: Any, options: Sequence[str] = ()) -> Any:
         lifeline, ours = os.pipe()
+        guardian = (sys.executable, "-P", "-m", "worker.process.guardian", "--lifeline", str(lifeline), *options)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "worker.process.guardian", "--lifeline", str(lifeline), "--", *command],
+            [*guardian, "--", *command],
             pass_fds=(lifeline,),
             start_new_session=True,
             stdout=subprocess.PIPE,
@@ -88,6 +92,19 @@ def test_the_end_of_the_lifeline_kills_the_group(guarded: Any, ended: Any) -> No
     pid = int(process.stdout.readline())
     os.close(lifeline)
     assert process.wait(240) == -signal.SIGKILL
+    assert ended([pid], 2)
+
+
+def test_it_kills_the_group_when_its_time_is_over_though_the_parent_only_stands_still(guarded: Any, ended: Any) -> None:
+    program = "import os, signal; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); signal.pause()"
+    until = node_seconds() + 1.5
+    process, lifeline = guarded(sys.executable, "-c", program, options=["--until", str(until)])
+    pid = int(process.stdout.readline())
+    until = max(until, node_seconds()) + 0.5
+    os.write(lifeline, MOMENT.pack(until - 0.2))
+    os.write(lifeline, MOMENT.pack(until))
+    assert process.wait(240) == -signal.SIGKILL
+    assert until <= node_seconds() < until + 1
     assert ended([pid], 2)
 
 
