@@ -133,6 +133,8 @@ class Claim:
     document: Mapping[str, Any]
     document_sha256: str
     fence: int
+    claim_token: str
+    """Drawn for this claim: a database that lost a commit in a failover may hand out one fence twice."""
     attempt: int
     failures: int
     plan: Mapping[str, Any] | None

@@ -8,7 +8,7 @@ import contextlib
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, bindparam, select, update
+from sqlalchemy import Connection, Double, Engine, Row, bindparam, select, update
 
 from jobs.devices.leases import DeviceLease, Place, lease, lease_of
 from jobs.lifecycle import HELD
@@ -24,6 +24,13 @@ class _PlaceTaken(Exception):
     """The device was leased by another; the claim is rolled back."""
 
 
+_RECOGNISE = (
+    update(jobs)
+    .where(jobs.c.id == bindparam("job"), jobs.c.claim_token == bindparam("token"), jobs.c.state.in_(HELD))
+    .values(lease_expires_at=ledger_now(bindparam("seconds", type_=Double())))
+    .returning(*jobs.c)
+)
+"""Its lease runs from now: who asks counts it from this question on."""
 _SERVED = update(tenants).values(served_at=ledger_now()).where(tenants.c.id == bindparam("served"))
 
 
@@ -62,7 +69,7 @@ def claim(
             connection.execute(_SERVED, {"served": taken.tenant_id})
             return _claim(connection, taken, leased)
         row = connection.execute(
-            select(jobs).where(jobs.c.id == job_id, jobs.c.claim_token == claim_token, jobs.c.state.in_(HELD))
+            _RECOGNISE, {"job": job_id, "token": claim_token, "seconds": float(lease_seconds)}
         ).one_or_none()
         return None if row is None else _claim(connection, row, lease_of(connection, row))
     return None
@@ -123,6 +130,7 @@ def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) ->
         document=row.document,
         document_sha256=row.document_sha256,
         fence=row.fence,
+        claim_token=row.claim_token,
         attempt=row.attempt,
         failures=row.failures,
         plan=row.plan,

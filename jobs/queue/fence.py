@@ -110,7 +110,13 @@ def draw_fenced(connection: Connection, claim: Claim) -> Row[Any]:
     Raises:
         LeaseLost: If a later claim was made or the job has ended.
     """
-    row = draw(connection, jobs.c.id == claim.job_id, jobs.c.fence == claim.fence, jobs.c.state.in_(HELD))
+    row = draw(
+        connection,
+        jobs.c.id == claim.job_id,
+        jobs.c.fence == claim.fence,
+        jobs.c.claim_token == claim.claim_token,
+        jobs.c.state.in_(HELD),
+    )
     if row is None:
         raise LeaseLost(claim.job_id, claim.fence)
     return row

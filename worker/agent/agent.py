@@ -63,6 +63,8 @@ class Agent:
         self._slots = threading.Semaphore(settings.slots)
         self._supervisors: set[Supervisor] = set()
         self._lock = threading.Lock()
+        self._unanswered: tuple[Place, str] | None = None
+        """A claim that may have been made, since no reply came; asked for again before any other."""
         self._draining = False
         self._room = True
         self._wakeup = threading.Event()
@@ -155,22 +157,28 @@ class Agent:
     def _claim_next(self) -> Claim | None:
         """The first in fair-share order that no other worker was quicker to take."""
         self._registration.ensure()
+        if self._unanswered is not None:
+            place, token = self._unanswered
+            held = self._claim(place, token)
+            self._unanswered = None
+            if held is not None:
+                return held
         grace = _GRACE_POLLS * self._settings.poll_seconds
         for place in next_places(self._engine, self._registration.worker.id, grace):
-            held = self._claim(place)
+            held = self._claim(place, secrets.token_hex(16))
             if held is not None:
                 return held
         return None
 
-    def _claim(self, place: Place) -> Claim | None:
-        """Claim; one token for all tries, so that a claim whose reply was lost is recognised."""
-        token = secrets.token_hex(16)
+    def _claim(self, place: Place, token: str) -> Claim | None:
+        """Claim; one token for all tries, the next look's too, so that a claim whose reply was lost is recognised."""
         for tries_left in reversed(range(_CLAIM_TRIES)):
             try:
                 lease_seconds = self._settings.ledger.lease_seconds
                 return claim(self._engine, place.job_id, self._owner, token, lease_seconds, place=place)
             except LedgerUnavailable:
                 if not tries_left:
+                    self._unanswered = place, token
                     raise
                 time.sleep(0.2)
         return None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, select, update
 
 from catalog.frames import ArtifactWritten, Failed, LayerDone, LogLine, Planned, Started, Summarised
 from jobs.codec import sha256_of
@@ -68,6 +68,23 @@ def test_twenty_workers_claim_one_job_and_one_gets_it(ledger: Engine, queued: Ca
     assert (job.state, job.attempt, job.fence) == ("running", 1, 1)
     assert job.started_at is not None
     assert next_claimable(ledger) == []
+
+
+def test_a_fence_that_a_failover_hands_out_twice_has_one_holder(ledger: Engine, queued: Callable[..., str]) -> None:
+    """A standby that never received the first claim makes it again, for another."""
+    job_id = queued()
+    lost = claim(ledger, job_id, "w", "one token", 45)
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(state="queued", fence=0, claim_token=None))
+    kept = claim(ledger, job_id, "v", "another", 45)
+    assert lost is not None
+    assert kept is not None
+    assert lost.fence == kept.fence
+    with pytest.raises(LeaseLost):
+        finish(ledger, lost)
+    with pytest.raises(LeaseLost):
+        heartbeat(ledger, lost, 45)
+    assert finish(ledger, kept) == "succeeded"
 
 
 def test_a_claim_whose_reply_was_lost_recognises_its_own(ledger: Engine, queued: Callable[..., str]) -> None:

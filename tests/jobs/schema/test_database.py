@@ -7,12 +7,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, event, insert, make_url, select, text, update
+from sqlalchemy import Engine, insert, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from jobs.errors import LedgerUnavailable
-from jobs.schema.clock import ledger_now
 from jobs.schema import database
+from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import tenants
 

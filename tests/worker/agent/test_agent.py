@@ -102,6 +102,26 @@ def test_a_wakeup_for_nothing_costs_a_look(
 
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
+def test_a_claim_of_which_every_reply_was_lost_is_found_again_and_counts_no_failure(
+    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any
+) -> None:
+    lost = []
+
+    def claim_unheard(*given: Any, **named: Any) -> Any:
+        held = claim(*given, **named)
+        if len(lost) < 4:
+            lost.append(held)
+            raise LedgerUnavailable
+        return held
+
+    monkeypatch.setattr(agent_module, "claim", claim_unheard)
+    monkeypatch.setattr(agent_module, "_RETRY_SECONDS", 0.1)
+    job_id = submitted()
+    agent(["finish"], poll_seconds=0.1)
+    eventually(lambda: job(job_id).ended)
+    assert (job(job_id).state, job(job_id).attempt, job(job_id).failures) == ("succeeded", 1, 0)
+
+
 @pytest.mark.parametrize("error", [LedgerUnavailable, RuntimeError])
 def test_a_look_that_failed_is_repeated_soon_however_rare_the_others_are(
     agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, error: type[Exception]
