@@ -95,7 +95,7 @@ def create_app(settings: Settings) -> FastAPI:
         most=settings.connections_per_client,
         count=request_metrics.count_connection,
     )
-    app.add_middleware(SecurityMiddleware, embedded=settings.embedded)
+    app.add_middleware(SecurityMiddleware, embedded=settings.embedded, database_seconds=settings.database_seconds)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
     for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, dashboard):

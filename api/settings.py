@@ -48,6 +48,8 @@ class Settings(ServiceSettings):
     body_limit_bytes: Annotated[int, Variables()] = 256 * 1024
     body_seconds: float = Field(10, ge=0)
     """How long the body of a request may take to arrive before it is answered 408."""
+    database_seconds: float = Field(8, ge=0.1, le=600)
+    """How long the database may take for all queries of a request together before it is answered 503."""
     estimate_seconds: float = Field(10, ge=0)
     """How long `POST /v1/estimates` waits before it answers 202; 0 answers at once."""
     signed_seconds: int = Field(300, ge=0, le=604_800)

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.live.job_watcher import EventBatch, Subscription
+from api.live.job_watcher import EventBatch, Subscription, read_in_time
 from api.live.sse_format import KEEPALIVE, MEDIA_TYPE, encode_event, retry_hint
 from api.requests.key_limits import release_slot
 from api.service import Service
@@ -100,7 +100,7 @@ class EventStream(Response):
     async def _read_after(self, position: int) -> EventBatch | None:
         """Read events above ``position`` from the ledger; None where the database does not answer."""
         try:
-            history = await run_in_threadpool(self._read, position)
+            history = await run_in_threadpool(read_in_time, self._read, position)
         except LedgerUnavailable:
             return None
         if history is None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from sqlalchemy import Engine
 from starlette.concurrency import run_in_threadpool
@@ -21,12 +22,17 @@ from catalog.record import record
 from jobs.errors import LedgerUnavailable
 from jobs.records import Job
 from jobs.repository.events import History, read_new_events
+from jobs.schema.query_limits import limit_queries
+
+T = TypeVar("T")
 
 _log = logging.getLogger("kronoscope.api.job_watcher")
 
 _TICK_SECONDS = 0.25
 _RETRY_SECONDS = 1.0
 """Between two queries of a database that does not answer."""
+_READ_SECONDS = 8.0
+"""For one read on behalf of those who wait."""
 _KEPT_EVENTS = 500
 _KEPT_BYTES = 2**20
 
@@ -188,11 +194,28 @@ class Subscription:
         channel = self._channel
         stale = channel.reading is None or channel.read_version != channel.version
         if stale or (channel.reading is not None and channel.reading.done() and channel.reading.exception()):
-            channel.reading = asyncio.ensure_future(run_in_threadpool(read))
+            channel.reading = asyncio.ensure_future(run_in_threadpool(read_in_time, read))
             channel.reading.add_done_callback(lambda done: done.cancelled() or done.exception())
             channel.read_version = channel.version
         assert channel.reading is not None  # noqa: S101 - set just above
         return await asyncio.shield(channel.reading)
+
+
+def read_in_time(read: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 - passed on
+    """Read within a limit of its own: who waits asks again and again, and one read may be for many.
+
+    Args:
+        read: Reads from the ledger.
+        arguments: What it takes.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        LedgerUnavailable: If the database does not answer in time.
+    """
+    with limit_queries(_READ_SECONDS):
+        return read(*arguments)
 
 
 class JobWatcher:
@@ -267,7 +290,7 @@ class JobWatcher:
         positions = {job_id: channel.position for job_id, channel in channels.items()}
         try:
             histories, encoded = await asyncio.get_running_loop().run_in_executor(
-                self._thread, _query_and_encode, self._engine, positions
+                self._thread, read_in_time, _query_and_encode, self._engine, positions
             )
         except LedgerUnavailable:
             if not self._failing:

@@ -17,6 +17,7 @@ from structlog.contextvars import bound_contextvars
 
 from api.problem_details import Refusal, internal_error, problem_response
 from api.settings import is_loopback
+from jobs.schema.query_limits import limit_queries
 
 _log = logging.getLogger("kronoscope.api")
 
@@ -55,9 +56,10 @@ def request_id(scope: Scope) -> str:
 class SecurityMiddleware:
     """The outermost middleware but one: only the metrics of requests are around it."""
 
-    def __init__(self, app: ASGIApp, *, embedded: bool) -> None:
+    def __init__(self, app: ASGIApp, *, embedded: bool, database_seconds: float) -> None:
         self.app = app
         self.embedded = embedded
+        self.database_seconds = database_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -85,7 +87,8 @@ class SecurityMiddleware:
         if refusal is not None:
             await problem_response(refusal, identity)(scope, receive, send_with_headers)
             return
-        with bound_contextvars(request=identity):  # in every line that is logged for it
+        # the id stands in every line that is logged for it; the limit holds for all of its queries together
+        with bound_contextvars(request=identity), limit_queries(self.database_seconds):
             try:
                 await self.app(scope, receive, send_with_headers)
             except Exception:

@@ -76,6 +76,7 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Breakable]:
         through = parts._replace(netloc=f"{parts.username}:{parts.password}@127.0.0.1:{proxy.port}").geturl()
         engine = open_database(parts._replace(query="connect_timeout=60").geturl())
         settings = {"KRONOSCOPE_KEY_SECRET": KEY_SECRET, "KRONOSCOPE_METRICS_TOKEN": METRICS_TOKEN}
+        settings["KRONOSCOPE_DATABASE_SECONDS"] = "2"
         with serve(through, tmp_path_factory.mktemp("breakable"), settings) as server:
             yield Breakable(postgres, proxy, engine, server)
         engine.dispose()
@@ -155,6 +156,19 @@ def test_every_route_says_503_until_postgresql_is_back_and_who_waits_is_kept(
         assert page["items"] == seen
         # on a machine so slow that the wait was over before, it was answered as things stood
         assert polled[0].elapsed.total_seconds() > WAIT_SECONDS or polled[0].json()["state"] == "succeeded"
+
+
+def test_behind_a_connection_that_is_open_and_silent_a_request_ends_with_its_limit(breakable: Breakable) -> None:
+    with breakable.server.client(breakable.key) as client:
+        recovered(client)
+        breakable.proxy.hush()
+        watch = Stopwatch()
+        try:
+            unavailable(client.get("/v1/jobs"))
+        finally:
+            breakable.proxy.keep()
+        assert watch.seconds() < 2 + BOUND_SECONDS
+        recovered(client)
 
 
 def test_while_nobody_listens_at_its_address_it_is_the_same(breakable: Breakable) -> None:
