@@ -328,10 +328,7 @@ class Checkpoints:
                     yield "sums", each.layer.name, entry, value
 
     def _stands(self, spilled: SpilledFactors) -> bool:
-        try:
-            return spilled.intact(self._scratch)
-        except Exception:  # noqa: BLE001 - the port's own errors, and whatever a damaged file makes a reader say
-            return False
+        return spilled.intact(self._scratch)
 
 
 def _snapshot(stored: Mapping[str, Any]) -> Snapshot:

@@ -4,6 +4,7 @@ Where the factors of all layers do not fit into memory together, each pass over 
 its own and frees them; they are read back one layer at a time, bit for bit.
 """
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,8 @@ class SpilledFactors:
     """What reading a structured G needs besides its tensors."""
     has_head: bool = False
     """The diagonal of the head's own G stands beside it."""
+    digest_head: str | None = None
+    """Of that diagonal; None in checkpoints of versions that did not keep it."""
 
     def load(self, scratch: Artifacts) -> Factors:
         """Read the factors back.
@@ -50,8 +53,11 @@ class SpilledFactors:
 
         Returns:
             The factors, bit for bit as they were.
+
+        Raises:
+            OSError: EIO, if the files are damaged or gone: the next attempt finds that too, and collects them anew.
         """
-        stored_a, stored_g = self._stored(scratch)
+        stored_a, stored_g, head = self._verified(scratch)
         if isinstance(stored_g, Tensor) and self.form != "diagonal_block":
             stored_g = unpacked(stored_g, self.out_dim)
         return Factors(
@@ -62,7 +68,7 @@ class SpilledFactors:
             G=stored_g,
             scale_A=self.scale_A,
             scale_G=self.scale_G,
-            head_diagonal=scratch.load_tensors(_file(self.place, "head"))["head"] if self.has_head else None,
+            head_diagonal=head,
         )
 
     def intact(self, scratch: Artifacts) -> bool:
@@ -72,13 +78,27 @@ class SpilledFactors:
             scratch: Where they were written.
 
         Returns:
-            Whether both digests agree.
-
-        Raises:
-            FileNotFoundError: If the files are gone.
+            Whether every digest agrees.
         """
-        stored_a, stored_g = self._stored(scratch)
-        return (digest(stored_a), digest(stored_g)) == (self.digest_A, self.digest_G)
+        try:
+            self._verified(scratch)
+        except OSError:
+            return False
+        return True
+
+    def _verified(self, scratch: Artifacts) -> tuple[Tensor, Tensor | Structured, Tensor | None]:
+        damaged = OSError(errno.EIO, f"the spilled factors of {self.layer} are damaged")
+        try:
+            stored_a, stored_g = self._stored(scratch)
+            head = scratch.load_tensors(_file(self.place, "head"))["head"] if self.has_head else None
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # the port's own errors, and whatever a damaged file makes a reader say
+            raise damaged from error
+        agree = (digest(stored_a), digest(stored_g)) == (self.digest_A, self.digest_G)
+        if not agree or (head is not None and self.digest_head not in (None, digest(head))):
+            raise damaged
+        return stored_a, stored_g, head
 
     def _stored(self, scratch: Artifacts) -> tuple[Tensor, Tensor | Structured]:
         activation, gradient = (
@@ -139,6 +159,7 @@ def spill(scratch: Artifacts, factors: Factors, place: str, shared: SpilledFacto
         kind=kind,
         metadata=metadata,
         has_head=factors.head_diagonal is not None,
+        digest_head=None if factors.head_diagonal is None else digest(factors.head_diagonal),
     )
 
 

@@ -7,6 +7,7 @@ float64. Vectors are computed in float64 and kept in float32, which is what prod
 kept in float64.
 """
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -225,6 +226,7 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
 
     Raises:
         ValueError: If the job keeps no vectors.
+        OSError: EIO, if what was stored is damaged: the next attempt computes it anew.
 
     Memory:
         The basis as it is stored.
@@ -273,6 +275,7 @@ def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.d
             "rungs": list(kept.rungs),
             "residual": kept.residual,
             "precision": kept.precision,
+            "digests": {"values": digest(kept.values), "vectors": None if vectors is None else digest(vectors.mT)},
         },
     )
 
@@ -290,9 +293,16 @@ def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | 
         basis = None
         if table["vectors"]:
             wanted = f"{name}.vectors.safetensors"
-            basis = workspace.ports.scratch.load_tensors(wanted)["rows"].mT if vectors else torch.empty(0, 0)
-        values = workspace.ports.scratch.load_tensors(f"{name}.values.safetensors")["values"]
-    except FileNotFoundError:
+            basis = _intact(workspace, wanted, "rows", table["digests"]["vectors"]).mT if vectors else torch.empty(0, 0)
+        values = _intact(workspace, f"{name}.values.safetensors", "values", table["digests"]["values"])
+    except (FileNotFoundError, KeyError, TypeError):
+        return None  # it was never written, or by a version that kept no digests
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # the port's own errors, and whatever a damaged file makes a reader say
+        workspace.ports.scratch.remove(f"{name}.json")  # it is computed anew: here, or by the next attempt
+        if vectors:
+            raise OSError(errno.EIO, f"the stored decomposition {name} is damaged") from error
         return None
     return Decomposition(
         values=values,
@@ -301,6 +311,14 @@ def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | 
         residual=table["residual"],
         precision=table["precision"],
     )
+
+
+def _intact(workspace: Workspace, file: str, name: str, wanted: str) -> Tensor:
+    assert workspace.ports.scratch is not None  # noqa: S101 - asked by the caller
+    stored = workspace.ports.scratch.load_tensors(file)[name]
+    if digest(stored) != wanted:
+        raise ValueError(f"{file} is damaged")
+    return stored
 
 
 class _HeldBases(dict[str, Decomposition]):

@@ -217,6 +217,37 @@ def test_another_attempt_finds_what_was_laid_aside(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 1 + 7
 
 
+def damage(tensors: dict[str, Any]) -> None:
+    """One bit of every tensor, as a disk may turn it."""
+    for each in tensors.values():
+        each.view(torch.uint8).view(-1)[:1] ^= 1
+
+
+def test_damaged_decompositions_are_computed_anew_and_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = MemoryArtifacts()
+
+    def attempt() -> tuple[list[Any], Any]:
+        made = space()
+        made.options.decomposition, made.ports.scratch = "vectors", scratch
+        layers = list(measure_layers(made))
+        return [layer.record for layer in layers], lambda: next(
+            each for each in layers if each.facts.name == "last"
+        ).load_basis("G")
+
+    first, _ = attempt()
+    calls = solved(monkeypatch)
+    for name in [name for name in scratch.tensors if name.endswith(".values.safetensors")]:
+        damage(scratch.tensors[name])
+    again, basis = attempt()
+    assert again == first
+    assert len(calls) == 7
+    for name in [name for name in scratch.tensors if name.endswith(".vectors.safetensors")]:
+        damage(scratch.tensors[name])
+    with pytest.raises(OSError, match="damaged"):
+        basis()  # the attempt is repeated, and finds no table of what is damaged
+    assert attempt()[0] == first
+
+
 def test_values_are_laid_aside_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = MemoryArtifacts()
     made = space()
