@@ -114,9 +114,10 @@ def _no_poll(agent: Any, _folder: Path) -> None:
 
 
 def _no_reaper(reaper: Any, _folder: Path) -> None:
-    """Nobody is taken to be silent."""
-    assert reaper.reap_expired
-    reaper.reap_expired = lambda *_: 0
+    """Nobody is taken to be silent, nor to have ended."""
+    for name in ("reap_expired", "reap_ended_worker"):
+        assert getattr(reaper, name)
+        setattr(reaper, name, lambda *_: 0)
 
 
 def _no_idempotency(submission: Any, _folder: Path) -> None:

@@ -24,6 +24,7 @@ from tests.chaos.violation import Violation
 from tests.machine.stopwatch import Stopwatch
 
 _LOCK = ".objects.lock"
+_WORKERS = ".workers"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -63,7 +64,9 @@ def unlisted(engine: Engine, root: Path) -> list[Path]:
     """Files that no row names, whatever their names; there may be some until the next clean-up."""
     with engine.connect() as connection:
         listed = {root / uri for uri in connection.execute(text("SELECT uri FROM artifacts")).scalars()}
-    return [path for path in _files(root) if path not in listed and path.name != _LOCK]
+    # the lock of a killed worker stays until the others have looked at it for long enough
+    ours = [path for path in _files(root) if path.name != _LOCK and path.parent != root / _WORKERS]
+    return [path for path in ours if path not in listed]
 
 
 def _files(root: Path) -> Iterator[Path]:

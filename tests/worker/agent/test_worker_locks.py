@@ -20,6 +20,7 @@ from jobs.queue.reaper import reap_ended_worker
 from jobs.schema.database import reading
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import device_leases, workers
+from worker.agent import worker_locks
 from worker.agent.worker_locks import EndedWorkers, WorkerLock
 from worker.process.child_process import Child, Hold
 
@@ -103,6 +104,20 @@ def test_the_child_cannot_let_go_of_the_lock(tmp_path: Path) -> None:
         said.seek(0)
         assert b".lock" not in said.read()
     lock.release()
+    assert list((tmp_path / ".workers").iterdir()) == []
+
+
+def test_a_dead_worker_is_looked_at_for_a_while_and_then_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = WorkerLock(tmp_path, "mine")
+    lock.hold()
+    assert lock.descriptor is not None
+    os.close(lock.descriptor)
+    ended = EndedWorkers(tmp_path)
+    assert (ended.sweep(lambda _: 1), ended.sweep(lambda _: 1)) == (1, 1)
+    monkeypatch.setattr(worker_locks, "_FORGET_SECONDS", 0.0)
+    assert (ended.sweep(lambda _: 1), ended.sweep(lambda _: 1)) == (1, 0)
     assert list((tmp_path / ".workers").iterdir()) == []
 
 
