@@ -182,7 +182,7 @@ class SyntheticData:
 
 @record
 class DataFactory:
-    """A Python callable that yields `(inputs, targets)` or `(inputs, targets, index)`.
+    """A Python callable that yields `(inputs, targets)` or `(inputs, targets, index)`, or returns a PyTorch `Dataset`.
 
     It is called anew for every pass and must give the same examples in the same order.
     `index` (int64, one per example) keys the sampled labels, else the position in the stream does.

@@ -2,11 +2,11 @@
 
 import json
 import pkgutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from catalog import ANALYSES
 from catalog.analysis import LayerResult, most_decomposed
 from catalog.collection import Collection, Stabilisation
-from catalog.inputs import Task, TaskType
+from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
@@ -29,17 +29,15 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
-from engine.model.batches import count_examples
 from engine.operators.preconditioning import precondition
 from engine.planning.eigendecomposition_memory import (
     eigendecomposition_bytes as eigendecomposition_bytes,  # noqa: PLC0414 - offered here
 )
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.local_artifacts import Folder, Held
+from kronoscope.local_inputs import Batches, options_record, repeatable, task_record
 
 _LARGEST_DENSE_BYTES = 2**31
-
-Batches = Iterable[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]
 
 
 class LayerFactors:
@@ -257,6 +255,10 @@ class Measurement:
     """`factors.index.json` as a job would write it: facts and digests of every layer."""
     plan: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Return one line: which analyses, of how many layers."""
+        return f"<Measurement: {', '.join(self.summary)} of {len(self.factors)} layers>"
+
     def of(self, kind: str) -> dict[str, LayerResult]:
         """Return the rows of one analysis.
 
@@ -273,12 +275,12 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     model: nn.Module,
     batches: Batches,
     *,
-    task: Task | str,
+    task: Task | Mapping[str, Any] | str,
     kinds: Sequence[str] = ("capacity",),
-    collection: Collection | None = None,
-    stabilisation: Stabilisation | None = None,
-    woodbury: Woodbury | None = None,
-    memory: Memory | None = None,
+    collection: Collection | Mapping[str, Any] | None = None,
+    stabilisation: Stabilisation | Mapping[str, Any] | None = None,
+    woodbury: Woodbury | Mapping[str, Any] | None = None,
+    memory: Memory | Mapping[str, Any] | None = None,
     params: Mapping[str, Any] | None = None,
     report: Callable[[str, int, int | None, str], None] | None = None,
 ) -> Measurement:
@@ -286,15 +288,15 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
 
     Args:
         model: The model; it is measured on the device of its parameters.
-        batches: Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``: a list, or a callable that
-            gives them anew. An iterator that runs dry is turned into a list first.
-        task: ``catalog.inputs.Task``, or its type alone (``"classification"``).
+        batches: Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``: a list, or a callable that gives them
+            anew; one pair of tensors; a PyTorch ``Dataset`` of examples, or a ``DataLoader``, which is read once.
+        task: ``catalog.inputs.Task``, its fields, or its type alone (``"classification"``).
         kinds: Analyses of the menu, over one collection.
-        collection: How curvature is collected.
+        collection: How curvature is collected; this and the next three may be mappings of their fields.
         stabilisation: Damping and clipping.
         woodbury: Which gradient sides are kept as rows, and how.
         memory: Budgets; none is held where this is left out.
-        params: Each analysis's options record, by kind.
+        params: Each analysis's options, a record or a mapping of its fields, by kind.
         report: Receives ``(stage, done, total, unit)``.
 
     Returns:
@@ -305,23 +307,25 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         TypeError: If the model is not a ``torch.nn.Module``.
         ValueError: If a kind is not on the menu, or a task not one of the document's.
     """
-    _require_known(model, task, kinds)
+    likelihood = task_record(task)
+    _require_known(model, kinds)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    kept = batches if callable(batches) or isinstance(batches, Sequence) else list(batches)
+    source = repeatable(batches)
     plan: dict[str, Any] = {}
-    budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(memory, device)
+    limits = options_record(Memory, memory, "memory")
+    budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(limits, device)
     workspace = Workspace(
         inputs=ModelInputs(
             model=model,
-            batches=lambda: iter(kept() if callable(kept) else kept),
-            task=task if isinstance(task, Task) else Task(type=task),  # type: ignore[arg-type] # validated by the reader
-            examples=count_examples(kept) if isinstance(kept, (list, tuple)) else None,
+            batches=source.read,
+            task=likelihood,
+            examples=source.examples,
         ),
         options=JobOptions(
-            collection=collection or Collection(),
-            stabilisation=stabilisation or Stabilisation(),
-            woodbury=woodbury or Woodbury(),
-            memory=memory or Memory(),
+            collection=options_record(Collection, collection, "collection"),
+            stabilisation=options_record(Stabilisation, stabilisation, "stabilisation"),
+            woodbury=options_record(Woodbury, woodbury, "woodbury"),
+            memory=limits,
             kinds=tuple(kinds),
             keep=("factors",),
         ),
@@ -349,13 +353,10 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     )
 
 
-def _require_known(model: object, task: Task | str, kinds: Sequence[str]) -> None:
+def _require_known(model: object, kinds: Sequence[str]) -> None:
     if not isinstance(model, nn.Module):
         message = f"`model` is {type(model).__name__}; give a torch.nn.Module"
         raise TypeError(message)
-    chosen = task.type if isinstance(task, Task) else task
-    if chosen not in get_args(TaskType):
-        raise ValueError(f"`task` is {chosen!r}; take one of {', '.join(get_args(TaskType))}")
     unknown = [kind for kind in kinds if kind not in ANALYSES]
     if unknown or isinstance(kinds, str):
         raise ValueError(f"`kinds` is {kinds!r}; give a list of {', '.join(ANALYSES)}")
@@ -363,7 +364,7 @@ def _require_known(model: object, task: Task | str, kinds: Sequence[str]) -> Non
 
 def _options(kind: str, params: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - each analysis has its own
     given, known = (params or {}).get(kind), ANALYSES[kind].params
-    return known() if given is None and known is not None else given
+    return given if known is None else options_record(known, given, f"params['{kind}']")
 
 
 def _artifacts() -> Artifacts:

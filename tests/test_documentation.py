@@ -6,6 +6,7 @@ Run as a script, it writes the tables anew.
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from catalog.job import JobDocument
 from jobs.environment import EnvironmentSettings, bounds_of, variables_of
 from jobs.s3_settings import S3Settings
 from jobs.settings import LedgerSettings, RoleSettings, ServiceSettings
+from tests.reference_pages import command_line_page, document_page, rest_page
 from worker.lifetime import LifetimeSettings
 from worker.settings import WorkerSettings
 
@@ -83,6 +85,12 @@ def settings_table() -> str:
 # each table: the page, its marker, what it is made by
 TABLES = [(GLOSSARY, "spellings", spelling_table), (OPERATIONS, "settings", settings_table)]
 
+PAGES = {
+    "reference-cli.md": command_line_page,
+    "reference-rest.md": rest_page,
+    "reference-document.md": document_page,
+}
+
 
 def parts(page: Path, marker: str) -> tuple[str, str, str]:
     """The page up to the table, the table, and the page from its end on."""
@@ -95,6 +103,11 @@ def parts(page: Path, marker: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize(("page", "marker", "make"), TABLES, ids=["spellings", "settings"])
 def test_generated_tables_are_current(page: Path, marker: str, make: Callable[[], str]) -> None:
     assert parts(page, marker)[1] == make(), "run: .venv/bin/python -P tests/test_documentation.py"
+
+
+@pytest.mark.parametrize(("name", "make"), PAGES.items(), ids=PAGES)
+def test_generated_pages_are_current(name: str, make: Callable[[], str]) -> None:
+    assert (ROOT / "docs" / name).read_text() == make(), "run: .venv/bin/python -P tests/test_documentation.py"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -139,6 +152,15 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
     assert all((page.parent / target).resolve().is_relative_to(ROOT) for target in local)
 
 
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", "website/mkdocs.yml", "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "decisions" / "0005-what-same-numbers-means.html").read_text()
+    outside = re.findall(r'(?:src|href)="(https?://[^"]+)"', page)
+    assert [each for each in outside if "mkdocs.org" not in each] == []  # nothing is fetched from elsewhere
+
+
 def test_named_files_exist() -> None:
     """Files that prose names in backticks: a path with a folder and a known ending."""
     name = re.compile(
@@ -161,3 +183,5 @@ if __name__ == "__main__":
     for page, marker, make in TABLES:
         head, _, tail = parts(page, marker)
         page.write_text(head + make() + tail)
+    for name, make in PAGES.items():
+        (ROOT / "docs" / name).write_text(make())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from catalog.collection import Collection
-from engine.errors import BrokenFactors
+from engine.errors import BrokenFactors, EngineError
 from kronoscope.local import load_factors, measure
 
 
@@ -102,3 +102,78 @@ def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, model: nn.Module
     for read in (lambda: opened["2"].G, lambda: load_factors(tmp_path, verify=True)):
         with pytest.raises(BrokenFactors, match=r"layer `2`: `gradient_covariance` of `factors/1\.safetensors`"):
             read()
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, *, named: bool = False) -> None:
+        self.inputs, self.targets, self.named = inputs, targets, named
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, place: int) -> Any:
+        x, y = self.inputs[place], int(self.targets[place])
+        return {"input": x, "label": y} if self.named else (x.numpy(), y)
+
+
+def test_data_are_taken_as_people_hold_them(model: nn.Module, batches: list[Any]) -> None:
+    inputs, targets = (torch.cat(column) for column in zip(*batches, strict=True))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=5)
+    forms = [
+        batches,
+        (inputs, targets),
+        Pairs(inputs, targets),
+        Pairs(inputs, targets, named=True),
+        loader,
+        [{"inputs": inputs, "labels": targets}],
+        lambda: Pairs(inputs, targets),
+    ]
+    digests = set()
+    for form in forms:
+        found = measure(model, form, task="classification", collection=EXACT)
+        digests.add(found.index["layers"][0]["gradient_covariance"]["sha256"])
+    assert len(digests) == 1
+
+
+def test_a_loader_that_shuffles_is_read_once(model: nn.Module, batches: list[Any]) -> None:
+    inputs, targets = (torch.cat(column) for column in zip(*batches, strict=True))
+    loader = torch.utils.data.DataLoader(Pairs(inputs, targets), batch_size=4, shuffle=True)
+    found = measure(model, loader, task="classification", collection={"ekfac": True, "dtype": "float64"})
+    trace = found.of("capacity")["2"].record.exact_trace
+    assert trace is not None
+    # the corrections are collected in a second pass, the trace in the first: they agree only for the same labels
+    assert float(found.factors["2"].corrected_eigenvalues.sum()) == pytest.approx(trace, rel=1e-10)
+
+
+def test_options_are_taken_as_mappings(model: nn.Module, batches: list[Any]) -> None:
+    found = measure(
+        model,
+        batches,
+        task={"type": "classification", "label_smoothing": 0.1},
+        collection={"fisher": "type2"},
+        stabilisation={"damping": 1e-3},
+        memory={},
+        params={"capacity": {"top_k": 3}},
+    )
+    metrics = found.of("capacity")["2"].metrics
+    assert len(metrics.top_eigenvalues) == 3
+    assert found.summary["capacity"].fisher == "type2"
+    assert repr(found) == "<Measurement: capacity of 2 layers>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"collection": {"batchsize": 4}}, ValueError, "no field `batchsize`; did you mean `batch_size`"),
+        ({"stabilisation": {"kappa_max": 0.5}}, ValueError, "`stabilisation.kappa_max`"),
+        ({"woodbury": 3}, TypeError, "`woodbury` is int; give Woodbury or a mapping"),
+        ({"params": {"capacity": {"topk": 1}}}, ValueError, r"`params\['capacity'\]` has no field `topk`"),
+        ({"batches": [{"x": torch.ones(2, 5)}]}, EngineError, "one entry must be called labels or label"),
+        ({"batches": Pairs(torch.ones(2, 5), torch.ones(2)).inputs}, EngineError, "must yield"),
+    ],
+)
+def test_options_and_data_that_cannot_be_are_refused(
+    model: nn.Module, batches: list[Any], changes: Any, error: Any, said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        measure(**{"model": model, "batches": batches, "task": "classification", **changes})

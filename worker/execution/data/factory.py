@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
+from torch.utils.data import Dataset
+
 from catalog.inputs import DataFactory
+from engine.model.examples import read_chunks
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.validation import iterate_caller_data
@@ -30,13 +33,13 @@ def load(source: DataFactory, request: DataRequest) -> DataStream:
 
     def batches() -> Iterator[Chunk]:
         made = call_factory(factory, source.factory, dict(source.kwargs), _POINTER)
-        if not isinstance(made, Iterable):
+        if not isinstance(made, (Iterable, Dataset)):
             raise Refusal(
                 f"factory `{source.factory}` returned {type(made).__name__}; it must return an iterable of "
-                "(inputs, targets)",
+                "(inputs, targets), or a PyTorch dataset",
                 pointer=_POINTER,
                 code="wrong_type",
             )
-        yield from iterate_caller_data(lambda: made, source.factory, _POINTER)
+        yield from iterate_caller_data(lambda: read_chunks(made), source.factory, _POINTER)
 
     return DataStream(batches=batches, examples=None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import EngineError
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.refusal import Refusal
@@ -60,7 +61,7 @@ def iterate_caller_data(make: Callable[[], Any], name: str, pointer: str) -> Ite
     """
     try:
         yield from make()
-    except Refusal:
+    except (Refusal, EngineError):
         raise
     except (Exception, SystemExit) as error:
         raise Refusal(f"`{name}` raised {describe_exception(error)}", pointer=pointer, code="factory_failed") from error

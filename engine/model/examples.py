@@ -1,0 +1,112 @@
+"""Data as people hold it, read as the chunks ``(inputs, targets)`` that ``engine.model.batches`` takes.
+
+=========================================  ===========================================================
+what is given                              how it is read
+=========================================  ===========================================================
+an iterable of tuples                      each is a chunk
+an iterable of mappings (a ``DataLoader``) each is a chunk; ``labels`` (or its like) are the targets
+a PyTorch ``Dataset``, by items or iterated each item is one example; examples are put together later
+one pair ``(x, y)`` of tensors             one chunk
+=========================================  ===========================================================
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from engine.errors import WrongShape
+
+TARGET_NAMES = ("labels", "label", "targets", "target")
+"""Entries of a mapping that are its targets, the first one there."""
+_INPUT_NAMES = ("inputs", "input")
+
+
+def is_single_chunk(data: object) -> TypeGuard[tuple[Any, ...]]:
+    """Return whether data are one chunk rather than a series of them.
+
+    Args:
+        data: Anything that a caller gives as data.
+
+    Returns:
+        True for a pair or triple whose first two entries are tensors or mappings of them.
+    """
+    return (
+        isinstance(data, (tuple, list))
+        and len(data) in (2, 3)
+        and isinstance(data[1], Tensor)
+        and (isinstance(data[0], Tensor) or _is_mapping_of_tensors(data[0]))
+    )
+
+
+def read_chunks(data: Any) -> Iterator[Any]:  # noqa: ANN401 - a caller's own
+    """Read data as chunks.
+
+    Args:
+        data: As the module's table says; examples on dimension 0 of every tensor, except of a dataset's items.
+
+    Yields:
+        Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``; what is neither tuple nor mapping as it is, for
+        ``make_batches`` to refuse.
+
+    Raises:
+        WrongShape: If a mapping has no targets, or an item of a dataset cannot be made a tensor.
+    """
+    if is_single_chunk(data):
+        yield data
+    elif isinstance(data, Dataset) or _is_map_style(data):
+        for place, item in enumerate(_items(data)):
+            yield _chunk_of_one(item, place)
+    else:
+        for item in data:
+            yield _pair(item) if isinstance(item, Mapping) else item
+
+
+def _is_mapping_of_tensors(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
+
+
+def _is_map_style(data: object) -> bool:
+    """Return whether data are indexed by 0 … n − 1, as PyTorch's map-style datasets are; lists hold chunks."""
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return indexed and not isinstance(data, (list, tuple, Mapping, Tensor, str, bytes))
+
+
+def _items(data: Any) -> Iterable[Any]:  # noqa: ANN401
+    if hasattr(data, "__iter__"):
+        return data  # type: ignore[no-any-return]
+    return (data[place] for place in range(len(data)))
+
+
+def _chunk_of_one(item: Any, place: int) -> tuple[Any, ...]:  # noqa: ANN401
+    parts = _pair(item) if isinstance(item, Mapping) else item
+    if not isinstance(parts, (tuple, list)) or len(parts) not in (2, 3):
+        shown = type(parts).__name__ + (f" of {len(parts)}" if isinstance(parts, (tuple, list)) else "")
+        raise WrongShape(
+            f"item {place} of the dataset is {shown}; it must be (input, target), (input, target, index), or a mapping "
+            f"with one of {', '.join(TARGET_NAMES)}",
+            pointer="/data",
+        )
+    try:
+        return tuple(default_collate([part]) for part in parts)
+    except TypeError as error:
+        raise WrongShape(
+            f"item {place} of the dataset cannot be made a tensor ({str(error)[:200]}); "
+            "give tensors, arrays or numbers",
+            pointer="/data",
+        ) from error
+
+
+def _pair(item: Mapping[str, Any]) -> tuple[Any, Any]:
+    target = next((name for name in TARGET_NAMES if name in item), None)
+    if target is None:
+        there = ", ".join(map(str, item)) or "nothing"
+        raise WrongShape(
+            f"the data yield a mapping with {there}; one entry must be called {' or '.join(TARGET_NAMES)}",
+            pointer="/data",
+        )
+    inputs = {name: value for name, value in item.items() if name != target}
+    if len(inputs) == 1 and next(iter(inputs)) in _INPUT_NAMES:
+        return next(iter(inputs.values())), item[target]
+    return inputs, item[target]

