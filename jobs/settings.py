@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from catalog.inputs import require_factory
+from catalog.record import FieldError
 from jobs.environment import CommaList, EnvironmentSettings, Folder, Seconds, Variables
 from jobs.errors import SettingsInvalid
 from jobs.records import LOCAL_TENANT
@@ -110,6 +112,27 @@ class RoleSettings(EnvironmentSettings):
         return self
 
 
+def _owner(entry: str) -> tuple[str | None, str]:
+    """The tenant that an entry is for, and its value; None is everybody."""
+    owner, equals, value = entry.partition("=")
+    # a folder may have a `=` in its name
+    return (owner, value) if equals and (owner == LOCAL_TENANT or is_id(owner)) else (None, entry)
+
+
+def _require_callables(entries: tuple[str, ...]) -> tuple[str, ...]:
+    for entry in entries:
+        _, name = _owner(entry)
+        if name == "*":
+            continue
+        try:
+            require_factory("factory", name)
+        except FieldError as error:
+            raise SettingsInvalid(
+                f"KRONOSCOPE_ALLOW_FACTORIES has {name[:80]!r}; list each as `package.module:callable`, or `*` for all"
+            ) from error
+    return entries
+
+
 class ServiceSettings(EnvironmentSettings):
     """What the API and the workers of one service both read."""
 
@@ -117,7 +140,11 @@ class ServiceSettings(EnvironmentSettings):
     redis_url: Annotated[str | None, Variables(("KRONOSCOPE_REDIS_URL", "REDIS_URL"))] = Field(None, repr=False)
     """Carries the wake-ups. An API without it sends none, and workers find jobs by polling; `kronoscope worker` then
     tries `redis://127.0.0.1:6379/0`; embedded mode needs none."""
-    allowed_factories: Annotated[CommaList, Variables(("KRONOSCOPE_ALLOW_FACTORIES",))] = ()
+    allowed_factories: Annotated[
+        CommaList,
+        AfterValidator(_require_callables),
+        Variables(("KRONOSCOPE_ALLOW_FACTORIES",)),
+    ] = ()
     """Comma list of `package.module:callable` that jobs may name; empty allows none, `*` all. An entry
     `TENANT_ID=package.module:callable` is for that tenant alone. A job with a factory goes to workers that list it, so
     workers may differ."""
@@ -174,10 +201,3 @@ class ServiceSettings(EnvironmentSettings):
 
 def _allowed(entries: Iterable[str], tenant_id: str) -> tuple[str, ...]:
     return tuple(value for owner, value in map(_owner, entries) if owner in (None, tenant_id))
-
-
-def _owner(entry: str) -> tuple[str | None, str]:
-    """The tenant that an entry is for, and its value; None is everybody."""
-    owner, equals, value = entry.partition("=")
-    # a folder may have a `=` in its name
-    return (owner, value) if equals and (owner == LOCAL_TENANT or is_id(owner)) else (None, entry)

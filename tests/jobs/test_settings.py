@@ -1,5 +1,6 @@
 """Settings say what is missing, and secrets stay out of sight."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from jobs.environment import secret
 from jobs.errors import SettingsInvalid
 from jobs.schema.database import open_database
-from jobs.settings import LedgerSettings
+from jobs.settings import LedgerSettings, ServiceSettings
 
 URL = "postgresql://user:canary@host/name"
 
@@ -48,6 +49,20 @@ def test_settings_that_make_no_sense_are_refused(environ: dict[str, str]) -> Non
     with pytest.raises(SettingsInvalid) as refused:
         LedgerSettings.from_environment(environ)
     assert "canary" not in str(refused.value)
+
+
+@pytest.mark.parametrize("entry", ["lab.models", "lab.models:*", "local=lab.models", "lab:a b"])
+def test_a_factory_that_no_job_could_name_is_refused_at_start(entry: str) -> None:
+    environ = {"DATABASE_URL": URL, "KRONOSCOPE_ALLOW_FACTORIES": f"lab.data:digits,{entry}"}
+    with pytest.raises(SettingsInvalid, match=re.escape(f"has {entry.removeprefix('local=')!r}; list each as")):
+        ServiceSettings.from_environment(environ)
+
+
+def test_factories_are_for_all_or_for_one_tenant() -> None:
+    given = "lab.data:digits,local=lab.models:net"
+    read = ServiceSettings.from_environment({"DATABASE_URL": URL, "KRONOSCOPE_ALLOW_FACTORIES": given})
+    assert read.factories_of("local") == ("lab.data:digits", "lab.models:net")
+    assert read.factories_of("another") == ("lab.data:digits",)
 
 
 def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:
