@@ -92,7 +92,7 @@ test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it
 	@$(PYTEST) -m docker tests/docker
 
 env: ## write .env with random passwords for Docker Compose; an existing one is kept
-	@if [ -e .env ]; then echo "==> .env is there already, and left as it is"; else $(MAKE) .env; fi
+	@if [ -e .env ]; then $(MAKE) complete-env; else $(MAKE) .env; fi
 
 # --- what the targets above call -----------------------------------------------------------------------------------
 
@@ -107,6 +107,15 @@ browser:
 	fi; \
 	found >/dev/null 2>&1 || { echo "==> Installing Chromium for the page's tests (playwright)"; $(BIN)/playwright install chromium || true; }; \
 	found >/dev/null 2>&1 || echo "WARNING: no Chromium was found, and none could be installed: the tests of the page will fail. Install the package 'chromium', then run 'make test' again." >&2
+
+.PHONY: complete-env
+complete-env:
+	@umask 077; sed -n 's/=change-me$$//p' .env.example | while IFS= read -r name; do \
+		grep -q "^$$name=" .env || { \
+			[ -z "$$(tail -c 1 .env)" ] || echo >> .env; \
+			echo "$$name=$$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')" >> .env; echo "==> .env lacked $$name, which is added"; }; \
+	done
+	@echo "==> .env is there already; what it holds is left as it is"
 
 .env:
 	@umask 077; while IFS= read -r line; do case "$$line" in \

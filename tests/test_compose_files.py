@@ -1,6 +1,7 @@
 """The compose files beside the first one: as tight as it is, and naming only settings that something reads."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,37 @@ def test_a_nodes_worker_is_confined_as_the_first_machines() -> None:
     assert node["read_only"]
     assert node["cap_drop"] == ["ALL"]
     assert node["security_opt"] == ["no-new-privileges:true"]
-    assert node.keys().isdisjoint({"ports", "privileged", "user", "cap_add", "network_mode", "pid", "ipc"})
+    # what it takes to start jobs as a user of their own, and to end them
+    assert node["cap_add"] == ["KILL", "SETGID", "SETUID"]
+    assert node["entrypoint"][:3] == ["setpriv", "--reuid=10001", "--regid=10001"]
+    assert node["environment"]["KRONOSCOPE_CHILD_USER"] == "10002"
+    assert node.keys().isdisjoint({"ports", "privileged", "network_mode", "pid", "ipc"})
+
+
+def test_only_the_migration_logs_in_as_a_superuser() -> None:
+    services = read(FIRST)["services"]
+    holders = {name for name, each in services.items() if "POSTGRES_PASSWORD" in str(each.get("environment"))}
+    assert holders == {"postgres", "migrate"}
+    logins = {
+        name: re.findall(r"://(\w+):", each["environment"]["KRONOSCOPE_DATABASE_URL"])
+        for name, each in services.items()
+        if "KRONOSCOPE_DATABASE_URL" in each.get("environment", {})
+    }
+    assert logins == {"migrate": ["kronoscope"], "api": ["kronoscope_api"], "worker": ["kronoscope_worker"]}
+
+
+def test_make_env_adds_what_an_earlier_version_s_file_lacks(tmp_path: Path) -> None:
+    for name in ("Makefile", ".env.example"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / ".env").write_text("POSTGRES_PASSWORD=old")
+    for _ in range(2):
+        subprocess.run(["make", "env"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    lines = (tmp_path / ".env").read_text().splitlines()
+    assert lines[0] == "POSTGRES_PASSWORD=old"
+    names = [line.partition("=")[0] for line in lines]
+    assert len(names) == len(set(names))
+    assert {"MIGRATE_PASSWORD", "API_PASSWORD", "WORKER_PASSWORD", "REDIS_PASSWORD"} <= set(names)
+    assert all(len(line.partition("=")[2]) == 48 for line in lines[1:])
 
 
 def test_a_node_is_told_what_the_first_machines_worker_is_told_and_nothing_more() -> None:

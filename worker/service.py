@@ -10,7 +10,7 @@ from catalog.private_memory import hide_memory
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
 from worker.agent.agent import Agent
-from worker.agent.isolation import measure_isolation
+from worker.agent.isolation import measure_isolation, share_folders
 from worker.agent.maintenance import WorkerMaintenance
 from worker.devices.device_summary import describe_device
 from worker.devices.discover import process_space
@@ -45,6 +45,8 @@ class Service:
         log = structlog.get_logger("kronoscope.worker")
         log.info("worker starts", device=describe_device(), slots=settings.slots, wakeups=send_wakeup is not None)
         hide_memory()
+        if settings.child_user is not None:
+            share_folders(settings.ledger.artifact_root, settings.model_store)
         isolation = measure_isolation(settings.confinement(), os.environ)
         log.info("isolation of jobs", holds=isolation)
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,11 @@ class Stack:
         self.project = f"kronoscope-test-{secrets.token_hex(4)}"
         self.port = free_port()
         self.passwords = {
-            name: secrets.token_hex(24) for name in ("POSTGRES_PASSWORD", "REDIS_PASSWORD", "KRONOSCOPE_KEY_SECRET")
+            name: secrets.token_hex(24)
+            for name in (
+                *("POSTGRES_PASSWORD", "MIGRATE_PASSWORD", "API_PASSWORD", "WORKER_PASSWORD"),
+                *("REDIS_PASSWORD", "KRONOSCOPE_KEY_SECRET"),
+            )
         }
         lines = [f"{name}={value}" for name, value in self.passwords.items()]
         self.settings = folder / "compose.env"

@@ -98,8 +98,11 @@ def test_every_container_is_hardened(stack: Stack) -> None:
         assert not host["Privileged"], service
         assert host["Memory"] > 0, service
         assert host["PidsLimit"] > 0, service
-        if service != "postgres":
-            assert not host["CapAdd"], service
+        added = {each.removeprefix("CAP_") for each in host["CapAdd"] or ()}
+        if service == "worker":
+            assert added == {"KILL", "SETGID", "SETUID"}
+        elif service != "postgres":
+            assert not added, service
 
 
 def test_no_process_of_the_service_is_root(stack: Stack) -> None:
@@ -112,15 +115,57 @@ def test_no_process_of_the_service_is_root(stack: Stack) -> None:
             users = {uid for _, uid, command in processes[1:] if not command.startswith("/sbin/docker-init")}
             assert users, service
             assert "0" not in users, (service, processes)
-            if service in ("api", "worker"):
+            if service == "api":
                 assert users == {"10001"}, processes
+            elif service == "worker":
+                assert users <= {"10001", "10002"}, processes
 
 
 def test_the_root_cannot_be_written_and_the_data_can(stack: Stack) -> None:
     refused = "! touch /app/x 2>/dev/null && ! touch /opt/x 2>/dev/null"
     attempt = f"{refused} && touch /data/artifacts/x && rm /data/artifacts/x && echo fine"
     for service in ("api", "worker"):
-        assert stack.compose("exec", "--no-TTY", service, "sh", "-c", attempt) == "fine\n"
+        assert stack.compose("exec", "--no-TTY", "--user", "10001", service, "sh", "-c", attempt) == "fine\n"
+
+
+def test_a_job_runs_as_a_user_without_capabilities_behind_every_wall(stack: Stack, client: httpx.Client) -> None:
+    isolation = client.get("/readyz").raise_for_status().json()["isolation"]
+    walls = {"own_user", "memory", "secret_files", "no_new_privileges", "system_calls"}
+    assert set(isolation["jobs"].split(", ")) == walls
+    assert isolation["tenants"] == "row_level_security"
+    job_id = submit(client, LONG)
+    look = (
+        "for p in /proc/[0-9]*; do "
+        "tr '\\0' ' ' < $p/cmdline 2>/dev/null | grep -q '^[^ ]*python[^ ]* -P -m worker.execution' || continue; "
+        "grep -E '^(Uid|Gid|CapPrm|CapEff|CapAmb|NoNewPrivs|Seccomp):' $p/status; "
+        "grep -E 'core file|open files|processes' $p/limits; done"
+    )
+
+    def seen() -> str | None:
+        told = "".join(run("docker", "exec", each, "sh", "-c", look) for each in stack.containers("worker"))
+        return told or None
+
+    told = until(seen, 120, "the job's process runs")
+    facts = {line.split()[0]: line.split()[1:] for line in told.splitlines() if ":" in line}
+    assert facts["Uid:"] == ["10002"] * 4
+    assert facts["Gid:"] == ["10001"] * 4
+    assert {facts[each][0] for each in ("CapPrm:", "CapEff:", "CapAmb:")} == {"0" * 16}
+    assert (facts["NoNewPrivs:"], facts["Seccomp:"]) == (["1"], ["2"])
+    limits = [line.split() for line in told.splitlines() if line.startswith("Max")]
+    assert {" ".join(line[1:3]): line[-3:-1] if line[-1].isalpha() else line[-2:] for line in limits} == {
+        "core file": ["0", "0"],
+        "open files": ["4096", "4096"],
+        "processes 4096": ["4096", "4096"],
+    }
+    client.post(f"/v1/jobs/{job_id}:cancel").raise_for_status()
+    assert ended(client, job_id)["state"] == "cancelled"  # so its guardian can end it
+
+
+def test_the_roles_that_log_in_own_no_table(stack: Stack) -> None:
+    owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'public'"
+    assert stack.sql(owners) == ["kronoscope_owner"]
+    logged_in = stack.sql("SELECT DISTINCT usename FROM pg_stat_activity WHERE application_name = '' AND usename <> ''")
+    assert {"kronoscope_api", "kronoscope_worker"} <= set(logged_in)
 
 
 def test_torch_is_in_the_worker_alone(stack: Stack) -> None:

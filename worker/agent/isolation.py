@@ -13,17 +13,20 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from jobs.errors import SettingsInvalid
+from jobs.objects.artifacts import OBJECTS
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 
 WALLS = ("own_user", "memory", "secret_files", "no_new_privileges", "system_calls")
+_SHARED_UMASK = 0o007
 _LINE_BYTES = 10_000
 _PROBE_SECONDS = 60.0
 
@@ -58,6 +61,32 @@ def measure_isolation(confinement: Confinement, environ: Mapping[str, str]) -> t
             " KILL, let that user read this installation, or leave the variable out"
         )
     return held
+
+
+def share_folders(*roots: Path) -> None:
+    """Let children of another user, but of this group, write where jobs write, and this process use what they wrote.
+
+    Objects stay as they are: no job writes there. What an earlier version wrote gets the rights that new files have.
+
+    Args:
+        roots: The folders of artifacts and of models.
+    """
+    os.umask(_SHARED_UMASK)
+    for root in roots:
+        for place, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if name != OBJECTS.rstrip("/")]
+            for path in (Path(place), *(Path(place, name) for name in files)):
+                with suppress(OSError):  # another worker may have removed it
+                    _share(path)
+
+
+def _share(path: Path) -> None:
+    """Give the group the rights of the owner, where that is this process's user."""
+    status = path.lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    shared = mode | (mode & stat.S_IRWXU) >> 3
+    if status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode) and shared != mode:
+        path.chmod(shared)
 
 
 def _is_secret(name: str) -> bool:
