@@ -109,6 +109,12 @@ class Finished:
     """Last frame of a job that is done."""
 
     frame: Literal["finished"] = "finished"
+    model_sha256: str | None = None
+    """Digest of the model's parameters and buffers; null where stored factors were analysed, and of an estimate."""
+    data_sha256: str | None = None
+    """Digest of one whole pass over the data, in order."""
+    examples: int | None = None
+    """Examples of that pass."""
 
 
 @record

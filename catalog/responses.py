@@ -230,7 +230,7 @@ class ResultsView:
     summary: Mapping[str, Any]
     """One summary per analysis, by kind."""
     manifest: Mapping[str, Any] | None
-    """The environment in which it was computed."""
+    """The environment in which it was computed, and, of a job that succeeded, the digests of its model and data."""
     layers: LayersLink
     artifacts: tuple[ArtifactView, ...]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, select
 
-from catalog.frames import Failed
+from catalog.frames import Failed, Finished
 from catalog.record import plain
 from jobs.lifecycle import State, ending
 from jobs.metrics.counters import add, add_failure
@@ -21,12 +21,13 @@ from jobs.schema.tables import artifacts
 
 
 @by_holder
-def finish(engine: Engine, claim: Claim) -> State:
+def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State:
     """End the job as succeeded, or as cancelled if that was asked for meanwhile.
 
     Args:
         engine: The ledger's database.
         claim: The claim under which the caller writes.
+        frame: The child's last frame, with the digests of model and data for the manifest.
 
     Returns:
         The job's last state.
@@ -39,6 +40,8 @@ def finish(engine: Engine, claim: Claim) -> State:
         state = ending(drawn.state, "succeeded")
         names = connection.execute(select(artifacts.c.name).where(artifacts.c.job_id == claim.job_id)).all()
         manifest = (drawn.manifest or {}) | {"artifacts": len(names), "fence": claim.fence, "attempt": claim.attempt}
+        if frame is not None:
+            manifest |= {name: value for name, value in plain(frame).items() if name != "frame"}
         move(connection, drawn, state, {"manifest": manifest})
         return state
 

@@ -17,6 +17,7 @@ from kronoscope.cli.output import message_console, print_json, result_console
 from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
 from kronoscope.client.client import Client
 from kronoscope.display.job_table import job_table
+from kronoscope.display.methods import methods_text
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, show_progress, show_results
 
@@ -71,15 +72,21 @@ def results(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace other files of the same names there.")
     ] = False,
+    methods: Annotated[
+        bool, typer.Option("--methods", help="The paragraph and the BibTeX entries that a paper needs.")
+    ] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a job's table, or everything as JSON; download its files."""
+    """Print a job's table, or everything as JSON, or the text for a paper; download its files."""
     with Client(url) as client:
         job_results = client.results(client.full_id(job_id))
+        text = methods_text(job_results, list(client.layers(job_results.job.id))) if methods else None
         if as_json:
             rows = [plain(row) for row in client.layers(job_results.job.id)]
-            print_json(plain(job_results) | {"layers": rows})
+            print_json(plain(job_results) | {"layers": rows} | ({"methods": text} if text is not None else {}))
+        elif text is not None:
+            sys.stdout.write(f"{text}\n")
         else:
             _show_tables(client, job_results)
             if not job_results.job.ended:

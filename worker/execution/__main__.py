@@ -38,13 +38,14 @@ from engine.memory.stage_peaks import StagePeaks
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from worker.execution.assignment import Assignment, read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache
-from worker.execution.cache.factor_cache_key import Witness, data_digest, factor_key, reason_uncacheable
+from worker.execution.cache.factor_cache_key import factor_key, reason_uncacheable
 from worker.execution.computing_environment import computing_device, computing_environment
 from worker.execution.computing_place import ComputingPlace, computing_place
 from worker.execution.device_calibration import Calibration
 from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
+from worker.execution.input_digests import InputDigests
 from worker.execution.job_inputs import load_data, load_model, open_factors
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
@@ -86,13 +87,16 @@ def parse_document(document: Mapping[str, Any]) -> JobDocument:
     return parsed
 
 
-def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> None:
+def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Finished:
     """Run every analysis of the document, and send its rows as frames.
 
     Args:
         assignment: The job, and what this attempt may use.
         pipe: The pipe to the parent.
         checkpoint: The flag that is read between units of work.
+
+    Returns:
+        The last frame, with the digests of model and data.
 
     Raises:
         StopRequested: If the flag is set meanwhile.
@@ -122,9 +126,10 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> No
     adopt_checkpoint(assignment.scratch, assignment.earlier)
     # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
     scratch = ArtifactFiles(assignment.scratch, None)
-    _compute(assignment, document, pipe, checkpoint, place, scratch)
+    finished = _compute(assignment, document, pipe, checkpoint, place, scratch)
     # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
     shutil.rmtree(assignment.scratch, ignore_errors=True)
+    return finished
 
 
 def _compute(
@@ -134,7 +139,7 @@ def _compute(
     checkpoint: StopFlag,
     place: ComputingPlace,
     scratch: ArtifactFiles,
-) -> None:
+) -> Finished:
     device, memory = place.device, place.memory
     artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
     calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
@@ -196,6 +201,7 @@ def _compute(
         # the budget counts what this process holds already; inputs that are small the plan refuses, with its reasons
         most_bytes=max(_SMALL_INPUT_BYTES, memory.host_bytes - resident_bytes()),
     )
+    digests: InputDigests | None = None
     if document.factors is not None:
         workspace.inputs.stored = open_factors(document, assignment, context)
         workspace.machine.guard.hold()
@@ -212,10 +218,12 @@ def _compute(
             workspace.inputs.model = loaded.model
             plan = resolve(ESTIMATE)(workspace)
             pipe.planned({**plan, "device": device.type, "unmeasured": list(place.unmeasured)})
-            return
+            return Finished()
+        digests = InputDigests(loaded.model, data.batches, document.collection.seed)
+        workspace.inputs.batches = digests.stream
         with workspace.machine.operation("model to device"):
             workspace.inputs.model = loaded.model.to(device)
-        _use_cache(assignment, document, workspace)
+        _use_cache(assignment, document, workspace, digests)
         pipe.log("info", f"model: {loaded.provenance}")
     with contextlib.ExitStack() as ending:
         if workspace.ports.cache is not None:
@@ -227,25 +235,22 @@ def _compute(
     for line in workspace.machine.curve.stages.exceeded():
         pipe.log("warning", line)
     artifacts.save_json("memory_curve.json", workspace.machine.curve.as_json(device))
+    if digests is None:
+        return Finished()
+    data_sha256 = digests.data_sha256(checkpoint.checkpoint)
+    return Finished(model_sha256=digests.model_sha256, data_sha256=data_sha256, examples=digests.examples)
 
 
-def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace) -> None:
+def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace, digests: InputDigests) -> None:
     """Give the workspace a cache, if there is one and the collection can be told from every other."""
-    if (
-        assignment.cache is None
-        or document.cache == "off"
-        or workspace.inputs.model is None
-        or workspace.inputs.batches is None
-    ):
+    if assignment.cache is None or document.cache == "off" or workspace.inputs.model is None:
         return
     why = reason_uncacheable(document, workspace.inputs.model)
     if why is not None:
         workspace.ports.log("debug", f"factors are not cached: {why}")
         return
     workspace.ports.report("data", 0, None, "sources")
-    data = data_digest(workspace.inputs.batches, document.collection.seed, workspace.ports.raise_if_cancelled)
-    witness = Witness(workspace.inputs.batches)
-    workspace.inputs.batches = witness
+    data = digests.data_sha256(workspace.ports.raise_if_cancelled)
     workspace.ports.cache = FactorCache(
         assignment.cache,
         CacheUse(
@@ -255,7 +260,7 @@ def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspa
             refresh=document.cache == "refresh",
         ),
         limit_bytes=assignment.cache_bytes,
-        unchanged=lambda: bool(witness.digests) and set(witness.digests) == {data},
+        unchanged=lambda: bool(digests.stream.digests) and set(digests.stream.digests) == {data},
         log=workspace.ports.log,
     )
 
@@ -310,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = StopFlag()
     stop.install()
     try:
-        execute(read_assignment(sys.stdin.buffer.read()), pipe, stop)
+        finished = execute(read_assignment(sys.stdin.buffer.read()), pipe, stop)
     except StopRequested:
         pipe.send(Stopped())
         return EXIT_STOPPED
@@ -321,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = failure_of(error)
         pipe.send(failed)
         return _EXIT_CODES[failed.category]
-    pipe.send(Finished())
+    pipe.send(finished)
     return 0
 
 

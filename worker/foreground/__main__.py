@@ -239,6 +239,8 @@ def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
     failure = last if isinstance(last, Failed) else None
     state = "succeeded" if isinstance(last, Finished) else "failed" if failure else "cancelled"
     try:
+        if isinstance(last, Finished):
+            folder.take(last)
         folder.end(state, failure)
     except OSError as error:
         last = _trouble(error)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from catalog.frames import ArtifactWritten, Failed, Frame, LayerDone, Planned, Started, Summarised
+from catalog.frames import ArtifactWritten, Failed, Finished, Frame, LayerDone, Planned, Started, Summarised
 from catalog.record import canonical_json, plain
 from worker.process.artifact_check import require_artifact
 
@@ -99,6 +99,8 @@ class OutputFolder:
                 self._job["artifacts"].append(listed)
             case Summarised():
                 self._summary[frame.kind] = dict(frame.summary)
+            case Finished():
+                self._job |= {name: value for name, value in plain(frame).items() if name != "frame"}
             case _:
                 pass
 

@@ -309,7 +309,7 @@ class Supervisor:
     def _end(self, last: Frame | None, tail: str | None) -> None:
         reason = self._watch.reason
         if isinstance(last, Finished):
-            state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim))
+            state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim, last))
         elif isinstance(last, Failed) and last.code == DEVICE_LOST:
             state = self._lose_device(with_detail(last, tail))
         elif isinstance(last, Failed):

@@ -1,5 +1,6 @@
 """The commands on jobs of a service, as processes against a real one: names, short ids, pipes, ctrl-C, files."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from catalog.coverage import assess_coverage
 from jobs.records import LOCAL_TENANT
 from kronoscope.client import Client, ClientError
+from kronoscope.display.methods import methods_text
 from tests.api import seeding
 from tests.api.conftest import Embedded, embedded
 from tests.kronoscope.conftest import KRONOSCOPE, environment
@@ -73,6 +76,17 @@ def test_a_short_id_is_taken_wherever_it_is_shown(run: Run, finished: str, embed
         client._connection.call = lambda *_, **__: {"items": [{"id": "a1234567"}, {"id": "b1234567"}]}  # type: ignore[method-assign]
         with pytest.raises(ClientError, match="several jobs have an id that ends with 01234567: a1234567, b1234567"):
             client.full_id("01234567")
+
+
+def test_the_text_for_a_paper_states_that_a_part_was_measured(embedded: Embedded, finished: str) -> None:
+    reasons = {"unsupported_layer": 648}
+    counts = {"covered_share": 0.3517, "trainable_parameters": 1000, "reasons": reasons}
+    with Client(embedded.server.url) as client:
+        results, rows = client.results(finished), list(client.layers(finished))
+    part = dataclasses.replace(results.job, coverage=assess_coverage({"capacity": {"coverage": counts}}, None))
+    said = methods_text(dataclasses.replace(results, job=part), rows)
+    assert "Only 35.1% of the 1,000 trainable parameters were measured, and all figures are of that part" in said
+    assert "not measured: 64.8% unsupported_layer." in said
 
 
 def test_a_reader_that_stops_early_is_no_error(run: Run, finished: str) -> None:

@@ -56,6 +56,51 @@ def client(url: str) -> Iterator[Client]:
         yield client
 
 
+def methods(kronoscope: Run, url: str, *options: str) -> tuple[str, str]:
+    """The id of a real job, and the text for a paper on one line."""
+    done = kronoscope("submit", "job.yaml", "--wait", "--json", "--url", url, *settings(options))
+    assert done.returncode == 0, done.stderr
+    job_id = json.loads(done.stdout)["id"]
+    said = kronoscope("results", job_id, "--methods", "--url", url)
+    assert said.returncode == 0, said.stderr
+    return job_id, said.stdout
+
+
+def test_results_come_with_the_text_for_a_paper(kronoscope: Run, client: Client, url: str) -> None:
+    job_id, said = methods(kronoscope, url)
+    manifest = client.results(job_id).manifest
+    assert manifest is not None
+    # what the bytes of the factory's own model and data give, however they were read
+    assert (len(manifest["model_sha256"]), len(manifest["data_sha256"]), manifest["examples"]) == (64, 64, 40)
+    for part in (
+        "K-FAC (Martens & Grosse, 2015) of the Fisher information, with 1 label sampled from the model",
+        "40 examples, 40 loss terms entered a plain average, in batches of 16, with seed 0",
+        "Passes and sums were in float64.",
+        "λ = 0.0001 times the mean eigenvalue of the layer's block, split between A and G by the factor π",
+        "All 83 trainable parameters",
+        f"SHA-256 of the model {manifest['model_sha256']}; the data {manifest['data_sha256']}; the job document ",
+        f"with Kronoscope {manifest['environment']['packages']['kronoscope']}",
+        f"torch {manifest['environment']['packages']['torch']}",
+        "martens2015kfac",
+    ):
+        assert part in said, said
+    assert "george2018ekfac" not in said
+    assert "eschenhagen2023kfac" not in said
+
+    again, other = methods(
+        kronoscope, url, "kind=factors", "collection.fisher=type2", "collection.ekfac=true",
+        "collection.sharing=reduce", "collection.seed=3",
+    )  # fmt: skip
+    assert "in closed form, which is the generalised Gauss-Newton matrix" in other
+    assert "K-FAC-reduce (Eschenhagen et al., 2023)" in other
+    assert "EK-FAC; George et al., 2018" in other
+    assert {"george2018ekfac", "eschenhagen2023kfac"} <= {line[15:-1] for line in other.splitlines() if line[:1] == "@"}
+    assert "The damping" not in other
+    second = client.results(again).manifest
+    assert second is not None
+    assert all(second[name] == manifest[name] for name in ("model_sha256", "data_sha256"))
+
+
 def test_a_job_goes_through_the_service_and_comes_back_typed(
     folder: Path, kronoscope: Run, client: Client, url: str
 ) -> None:

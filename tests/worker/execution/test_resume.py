@@ -295,3 +295,18 @@ def test_killed_between_two_analyses(tmp_path: Path) -> None:
 def rows_of(frames: list[Frame]) -> dict[tuple[str, int], Any]:
     """What the ledger's digests cover, by row."""
     return {(frame.kind, frame.ordinal): frame.outcome for frame in frames if isinstance(frame, LayerDone)}
+
+
+def inputs_of(frames: list[Frame]) -> tuple[str | None, str | None]:
+    assert isinstance(frames[-1], Finished)
+    return frames[-1].model_sha256, frames[-1].data_sha256
+
+
+def test_a_resumed_job_ends_with_the_digests_of_model_and_data(tmp_path: Path) -> None:
+    plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
+    undisturbed = inputs_of(plain.run())
+    assert all(undisturbed)
+    place.killed_at_the_gate()
+    frames = place.run()
+    assert resumed_at(frames)[0] > 0
+    assert inputs_of(frames) == undisturbed

@@ -1,0 +1,229 @@
+"""The methods paragraph and the BibTeX entries that a paper needs from a job's results.
+
+Everything is read from the stored document, the manifest and the records of the layers, so that the text says what
+was computed and not what was meant. A work is cited only where its method was used.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from catalog.coverage import CoverageView, percentage
+from catalog.record import plain
+from catalog.responses import ResultsView
+from kronoscope.client.responses import Layer
+
+_COMPUTED = {
+    "factors": "the Kronecker factors A and G of each layer",
+    "capacity": "the spectra, traces and effective dimensions of each layer's block",
+    "reconstruction": "the error of inverting each layer's block in lower precision",
+}
+_FISHER = {
+    "mc": "the Fisher information, with {samples} sampled from the model for each example and loss term",
+    "type2": "the Fisher information in closed form, which is the generalised Gauss-Newton matrix",
+    "empirical": "the empirical Fisher, from the labels of the data (which is not the Fisher information)",
+    "forward_only": "the input factor A alone, with G set to the identity",
+}
+_TOKEN_TASKS = ("causal_lm", "masked_lm")
+_KFAC = """\
+@inproceedings{martens2015kfac,
+  title = {Optimizing Neural Networks with {Kronecker}-factored Approximate Curvature},
+  author = {Martens, James and Grosse, Roger},
+  booktitle = {International Conference on Machine Learning},
+  year = {2015}
+}"""
+_SHARING = """\
+@inproceedings{eschenhagen2023kfac,
+  title = {{Kronecker}-Factored Approximate Curvature for Modern Neural Network Architectures},
+  author = {Eschenhagen, Runa and Immer, Alexander and Turner, Richard E. and Schneider, Frank and Hennig, Philipp},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year = {2023}
+}"""
+_EKFAC = """\
+@inproceedings{george2018ekfac,
+  title = {Fast Approximate Natural Gradient Descent in a {Kronecker}-factored Eigenbasis},
+  author = {George, Thomas and Laurent, C{\\'e}sar and Bouthillier, Xavier and Ballas, Nicolas and Vincent, Pascal},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year = {2018}
+}"""
+
+
+def methods_text(results: ResultsView, rows: Sequence[Layer]) -> str:
+    """Return a paragraph on what a job computed, and the BibTeX entries of what it used.
+
+    Args:
+        results: The job's results.
+        rows: The rows of its layers.
+
+    Returns:
+        The paragraph and the entries, with a blank line between them.
+    """
+    document, manifest = results.job.document, results.manifest or {}
+    sentences = [*_measured(results, rows), *_inputs(document, manifest, rows), *_damping(document, rows)]
+    sentences += [_coverage(results.job.coverage), *_computed_with(manifest, rows), *_digests(results)]
+    return "\n\n".join((" ".join(filter(None, sentences)), *_entries(document, rows, manifest)))
+
+
+def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
+    document = results.job.document
+    version = _version(results.manifest or {})
+    computed = " and ".join(_COMPUTED.get(kind, kind) for kind in results.job.kinds)
+    sentences = [f"We computed {computed} with Kronoscope {version}."]
+    if not results.job.ended or results.job.state != "succeeded":
+        sentences.append(f"The job is {results.job.state}: this describes the layers so far.")
+    if document.get("factors") is not None:
+        source = {name: value for name, value in document["factors"].items() if value is not None}
+        named = ", ".join(f"{name} {value}" for name, value in source.items())
+        return [*sentences, f"The matrices were stored earlier ({named}); how they were collected is described there."]
+    collection = document["collection"]
+    fisher = _FISHER[collection["fisher"]].format(samples=_count(collection["samples"], "label"))
+    sentences.append(f"The estimator is K-FAC (Martens & Grosse, 2015) of {fisher}.")
+    if _shares_weights(document, rows):
+        sentences.append(
+            f"Layers that share their weight over positions use K-FAC-{collection['sharing']} "
+            "(Eschenhagen et al., 2023)."
+        )
+    if collection["ekfac"]:
+        sentences.append(
+            "The eigenvalues were estimated anew in the eigenbases of A and G (EK-FAC; George et al., 2018)."
+        )
+    return sentences
+
+
+def _inputs(document: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
+    if document.get("factors") is not None:
+        return []
+    task, collection = document["task"], document["collection"]
+    sentences = [f"The model is {_source(document['model'])}, the data are {_source(document['data'])}."]
+    seen = []
+    if manifest.get("examples") is not None:
+        seen.append(_count(manifest["examples"], "example"))
+    terms = _most(rows, "terms")
+    if terms is not None:
+        seen.append(_count(terms, "token" if task["type"] in _TOKEN_TASKS else "loss term"))
+    positions = _most(rows, "positions")
+    if positions is not None and positions != terms:
+        seen.append(f"at most {_count(positions, 'position')} of a layer")
+    averaged = "a plain average"
+    if collection["ema_decay"] is not None:
+        averaged = f"a moving average with decay {collection['ema_decay']:g}"
+    every = "" if collection["update_freq"] == 1 else f" over one of every {collection['update_freq']} batches"
+    loss = f" and the loss {task['loss']}" if task.get("loss") else ""
+    sentences.append(
+        f"The task is {task['type']}{loss}; {', '.join(seen) or 'the data'} entered {averaged}{every}, "
+        f"in batches of {collection['batch_size']}, with seed {collection['seed']}."
+    )
+    amp = "" if collection["amp"] == "off" else f", with the model in {collection['amp']} (automatic mixed precision)"
+    stored = collection["storage_dtype"]
+    kept = "" if stored in {None, collection["dtype"]} else f"; the factors were kept in {stored}"
+    return [*sentences, f"Passes and sums were in {collection['dtype']}{amp}{kept}."]
+
+
+def _damping(document: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
+    if not any(row.kind != "factors" for row in rows):
+        return []
+    rule = document["stabilisation"]
+    value = f"{rule['damping']:g}"
+    relative = rule["damping_mode"] == "relative"
+    if rule["damping_split"] == "pi":
+        size = f"{value} times the mean eigenvalue of the layer's block" if relative else value
+        text = f"The damping is λ = {size}, split between A and G by the factor π of Martens & Grosse (2015)"
+    else:
+        size = f"{value} times the mean eigenvalue of each factor" if relative else value
+        text = f"The damping is {size}, added to A and to G"
+    for side in ("A", "G"):
+        if rule[f"damping_{side}"] is not None:
+            of = ", relative to its mean eigenvalue" if relative else ""
+            text += f"; that of {side} is {rule[f'damping_{side}']:g}{of}"
+    kappa = rule["kappa_max"]
+    limit = "no eigenvalue was clipped" if kappa is None else f"eigenvalues below λ_max/{kappa:g} count as clipped"
+    return [f"{text}; {limit}."]
+
+
+def _coverage(measured: CoverageView | None) -> str:
+    if measured is None:
+        return ""
+    if measured.message is None:
+        return (
+            f"All {measured.trainable_parameters:,} trainable parameters that the loss depends on were measured "
+            f"({percentage(measured.measured_share)} of the trainable ones)."
+        )
+    missing = ", ".join(f"{percentage(each.share)} {each.reason}" for each in measured.not_measured)
+    return (
+        f"Only {percentage(measured.measured_share)} of the {measured.trainable_parameters:,} trainable parameters "
+        f"were measured, and all figures are of that part; not measured: {missing}."
+    )
+
+
+def _computed_with(manifest: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
+    environment = manifest.get("environment")
+    if not environment:
+        return []
+    device = environment.get("device_name") or environment.get("processor") or environment.get("device")
+    facts = [f"on {device}" if device else "", f"with CUDA {environment['cuda']}" if environment.get("cuda") else ""]
+    facts.append(f"in {_count(environment['threads'], 'thread')}" if environment.get("threads") else "")
+    versions = {"Python": environment.get("python"), **(environment.get("packages") or {})}
+    named = ", ".join(f"{name} {of}" for name, of in versions.items() if of and name != "kronoscope")
+    facts.append(f"with {named}" if named else "")
+    sentence = f"It ran {' '.join(filter(None, facts))}." if any(facts) else ""
+    uncertain = sorted({row.layer for row in rows if row.record is not None and row.record.nondeterministic})
+    note = f"Operations of {_count(len(uncertain), 'layer')} have no deterministic form." if uncertain else ""
+    return [sentence, note]
+
+
+def _digests(results: ResultsView) -> list[str]:
+    manifest = results.manifest or {}
+    named = {
+        "the model": manifest.get("model_sha256"),
+        "the data": manifest.get("data_sha256"),
+        "the job document": results.job.document_sha256,
+    }
+    listed = "; ".join(f"{name} {digest}" for name, digest in named.items() if digest)
+    return [f"SHA-256 of {listed}."]
+
+
+def _entries(document: Mapping[str, Any], rows: Sequence[Layer], manifest: Mapping[str, Any]) -> list[str]:
+    version = _version(manifest)
+    ours = (
+        f"@software{{kronoscope,\n  title = {{Kronoscope}},\n  version = {{{version}}},\n"
+        "  note = {Measures the curvature of trained neural networks, layer by layer}\n}"
+    )
+    if document.get("factors") is not None:
+        pi = any(row.kind != "factors" for row in rows) and document["stabilisation"]["damping_split"] == "pi"
+        return [ours, *([_KFAC] if pi else [])]
+    used = [ours, _KFAC]
+    if _shares_weights(document, rows):
+        used.append(_SHARING)
+    if document["collection"]["ekfac"]:
+        used.append(_EKFAC)
+    return used
+
+
+def _shares_weights(document: Mapping[str, Any], rows: Sequence[Layer]) -> bool:
+    """Whether a weight was shared over positions: only then do `expand` and `reduce` differ from plain K-FAC."""
+    if document["task"]["type"] in _TOKEN_TASKS or document["collection"]["sharing"] == "reduce":
+        return True
+    records = [row.record for row in rows if row.record is not None]
+    return any((record.positions or 0) > (record.terms or math.inf) for record in records)
+
+
+def _most(rows: Sequence[Layer], name: str) -> int | None:
+    counts = [getattr(row.record, name) for row in rows if row.record is not None]
+    return max((count for count in counts if count is not None), default=None)
+
+
+def _source(source: Mapping[str, Any]) -> str:
+    options = plain({name: value for name, value in source.items() if name != "source" and value not in (None, {}, [])})
+    named = next((options.pop(name) for name in ("name", "id", "path", "factory") if name in options), None)
+    rest = ", ".join(f"{name}={value}" for name, value in options.items())
+    whole = " ".join(filter(None, (str(source["source"]), None if named is None else str(named))))
+    return f"{whole} ({rest})" if rest else whole
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _version(manifest: Mapping[str, Any]) -> str:
+    packages = (manifest.get("environment") or {}).get("packages") or {}
+    return str(packages.get("kronoscope", "(version unknown)"))

@@ -1,0 +1,82 @@
+"""Digests of what a job computed from: the bytes of its model and of its data.
+
+    model_sha256    names, dtypes, shapes and bytes of the parameters and buffers, in the order of the modules
+    data_sha256     one whole pass over the data, in order: dtypes, shapes and bytes of its tensors
+
+Neither depends on the attempt, the device or the plan: a job that was killed and resumed has those of one that was not.
+A pass that a job makes anyway is read as it passes by. Where an attempt makes none to its end, as when an earlier
+attempt has collected everything, one is made for the digest.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.execution.cache.factor_cache_key import Witness, data_digest
+from worker.execution.data.stream import Chunk
+from worker.execution.files.artifact_files import tensor_bytes
+
+
+class InputDigests:
+    """The digests of one job's model and data; `stream` takes the place of the data."""
+
+    def __init__(self, model: nn.Module, batches: Callable[[], Iterator[Chunk]], seed: int) -> None:
+        self.model_sha256 = weights_digest(model)
+        self.examples: int | None = None
+        """Examples of a whole pass; None before there was one."""
+        self.stream = Witness(self._counted)
+        self._batches = batches
+        self._seed = seed
+        self._data: str | None = None
+
+    def data_sha256(self, checkpoint: Callable[[], None]) -> str:
+        """Return the digest of the first whole pass over the data; one is made where there was none.
+
+        Args:
+            checkpoint: Called between chunks of a pass that is made for this; may raise to stop.
+
+        Returns:
+            SHA-256 in hexadecimal.
+        """
+        if self._data is None:
+            passes = self.stream.digests
+            self._data = passes[0] if passes else data_digest(self._counted, self._seed, checkpoint)
+        return self._data
+
+    def _counted(self) -> Iterator[Chunk]:
+        examples = 0
+        for chunk in self._batches():
+            examples += _examples(chunk[0])
+            yield chunk
+        self.examples = examples
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return the digest of a model's parameters and buffers, each once and in the order of the modules.
+
+    Args:
+        model: The model, on any device.
+
+    Returns:
+        SHA-256 in hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        head = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}".encode()
+        # with its length, so that no name runs into the bytes before it
+        digest.update(len(head).to_bytes(8, "little") + head)
+        for part in tensor_bytes(tensor.detach().to_dense() if tensor.layout != torch.strided else tensor):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _examples(inputs: Any) -> int:  # noqa: ANN401 - a tensor, or any tree of tensors
+    """The first extent of the first tensor: examples stand in the first dimension."""
+    while not isinstance(inputs, torch.Tensor):
+        if not isinstance(inputs, (Mapping, tuple, list)) or not inputs:
+            return 0
+        inputs = next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs))
+    return int(inputs.shape[0]) if inputs.dim() else 0
