@@ -23,6 +23,7 @@ class Collection:
     samples: int = 1
     """Labels sampled per example and loss term, for `mc`."""
     batch_size: int = 64
+    """Examples in a batch. The plan may send a batch through the model in slices."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of the passes and of the accumulators."""
     amp: Literal["off", "bf16", "fp16"] = option("off", known_as="use_amp")
@@ -85,6 +86,7 @@ class Stabilisation:
     """Damping added to the spectrum and the condition number it is clipped at."""
 
     damping: float = option(1e-4, known_as="damping")
+    """What is added to the spectrum, as `damping_mode` reads it."""
     damping_mode: Literal["relative", "absolute"] = "relative"
     """`relative`: λ = damping · mean eigenvalue of the layer's `G ⊗ A`; `absolute`: λ = damping."""
     damping_split: Literal["each", "pi"] = "pi"

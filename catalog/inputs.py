@@ -33,6 +33,7 @@ class BuiltinModel:
     """A small model that Kronoscope trains itself, once, on real data."""
 
     source: Literal["builtin"]
+    """Tells this source from the others: `builtin`."""
     name: Literal["digits_cnn", "digits_mlp", "tiny_gpt"]
     """`digits_cnn` and `digits_mlp` classify scikit-learn's digits; `tiny_gpt` models English bytes."""
 
@@ -42,6 +43,7 @@ class HuggingFaceModel:
     """A model of the Hugging Face hub: config, safetensors weights, tokenizer."""
 
     source: Literal["huggingface"]
+    """Tells this source from the others: `huggingface`."""
     id: str
     """`owner/name` on the hub."""
     revision: str | None = None
@@ -53,7 +55,9 @@ class DirectoryModel:
     """A checkpoint on disk in the Hugging Face layout (config.json, *.safetensors, tokenizer.json)."""
 
     source: Literal["directory"]
+    """Tells this source from the others: `directory`."""
     path: str
+    """The folder."""
 
     def __post_init__(self) -> None:
         """Refuse an empty path, which would mean wherever the worker stands."""
@@ -65,7 +69,9 @@ class UploadedModel:
     """A model uploaded to this service."""
 
     source: Literal["upload"]
+    """Tells this source from the others: `upload`."""
     id: str
+    """The id that the upload gave."""
 
 
 @record
@@ -73,9 +79,11 @@ class ModelFactory:
     """A Python callable that returns an `nn.Module`; it is run in `eval()`."""
 
     source: Literal["factory"]
+    """Tells this source from the others: `factory`."""
     factory: str
     """`package.module:callable`."""
     kwargs: Mapping[str, Any] = option(dict)
+    """Arguments for the callable, by name."""
 
     def __post_init__(self) -> None:
         """Refuse what names no callable."""
@@ -92,6 +100,7 @@ class BuiltinData:
     """Data that comes with Kronoscope's own dependencies."""
 
     source: Literal["builtin"]
+    """Tells this source from the others: `builtin`."""
     name: Literal["digits", "english"]
     """`digits`: scikit-learn's 8×8 images; `english`: Python's own documentation as bytes."""
     limit: int | None = None
@@ -107,14 +116,21 @@ class HuggingFaceData:
     """A data set of the Hugging Face hub, or a local path in its layout (CLI only)."""
 
     source: Literal["huggingface"]
+    """Tells this source from the others: `huggingface`."""
     id: str
+    """`owner/name` on the hub, or a path."""
     split: str = "train"
+    """The split of the data set, such as `train` or `test`."""
     name: str | None = None
     """The data set's configuration, where it has several."""
     revision: str | None = None
+    """A branch, tag or commit; null is the newest."""
     input_column: str = "text"
+    """The column that the model reads."""
     target_column: str | None = None
+    """The column of labels; null where the task takes its targets from the inputs."""
     limit: int | None = None
+    """Take only the first `limit` examples."""
     sequence_length: int = 128
     """Texts are cut at this many tokens."""
 
@@ -129,8 +145,11 @@ class DataFile:
     """A file: `.safetensors` (`inputs`, `targets`), `.jsonl` (`text`, `label`) or `.txt` (a line each)."""
 
     source: Literal["file"]
+    """Tells this source from the others: `file`."""
     path: str
+    """The file."""
     limit: int | None = None
+    """Take only the first `limit` examples."""
     sequence_length: int = 128
     """Texts are cut at this many tokens."""
 
@@ -146,7 +165,9 @@ class UploadedData:
     """A data set uploaded to this service."""
 
     source: Literal["upload"]
+    """Tells this source from the others: `upload`."""
     id: str
+    """The id that the upload gave."""
 
 
 @record
@@ -154,15 +175,19 @@ class SyntheticData:
     """Gaussian inputs (or uniform token ids) with uniform targets, from a seed."""
 
     source: Literal["synthetic"]
+    """Tells this source from the others: `synthetic`."""
     shape: tuple[int, ...]
     """Shape of one input, without the batch dimension."""
     examples: int
+    """The number of examples."""
     classes: int | None = None
     """Targets are class indices below this; without it, targets are normal numbers of `target_shape`."""
     target_shape: tuple[int, ...] = ()
+    """Shape of one target, where targets are numbers."""
     vocabulary: int | None = None
     """Inputs are token ids below this instead of normal numbers."""
     seed: int = 0
+    """Seed of the generator."""
 
     def __post_init__(self) -> None:
         """Refuse empty or absurd shapes."""
@@ -189,9 +214,11 @@ class DataFactory:
     """
 
     source: Literal["factory"]
+    """Tells this source from the others: `factory`."""
     factory: str
     """`package.module:callable`."""
     kwargs: Mapping[str, Any] = option(dict)
+    """Arguments for the callable, by name."""
 
     def __post_init__(self) -> None:
         """Refuse what names no callable."""
@@ -208,6 +235,7 @@ class Task:
     """What the outputs mean, hence which likelihood's curvature is measured."""
 
     type: TaskType
+    """What the outputs mean; it decides the usual loss."""
     loss: Loss | None = None
     """Null takes the task's usual loss: cross-entropy, or `mse` for regression and sentence embeddings."""
     ignore_index: int = -100

@@ -43,14 +43,21 @@ class JobDocument:
     kind: str | tuple[str, ...]
     """An analysis of the menu, or a list of them over one collection."""
     model: ModelSource | None = None
+    """The model under measurement."""
     data: DataSource | None = None
+    """The data that the model is measured on."""
     task: Task | None = None
+    """What the model's outputs mean, hence its likelihood."""
     factors: FactorsReference | None = None
     """Replaces model, data, task and collection: analyse factors already collected."""
     collection: Collection = option(Collection)
+    """How the curvature is collected."""
     stabilisation: Stabilisation = option(Stabilisation)
+    """The damping, and the clipping of eigenvalues."""
     woodbury: Woodbury = option(Woodbury)
+    """Which layers keep gradient rows in place of G."""
     memory: Memory = option(Memory)
+    """The memory budget, and how to stay within it."""
     keep: tuple[Literal["factors", "spectra"], ...] = ("spectra",)
     """What stays as artifacts; the analysis `factors` always keeps its factors, and `spectra` are kept where an
     analysis needs eigenvalues: none is computed only to be kept."""

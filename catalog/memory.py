@@ -28,7 +28,9 @@ class Memory:
     """
 
     device: str | float = "auto"
+    """Memory of a GPU that the job may take, such as `20GiB`; `auto` is what is free."""
     host: str | float = "auto"
+    """Memory of the host that the job may take; `auto` is what is free."""
     micro_batch: int | None = option(
         None, known_as={"gradient_accumulation_steps": "examples of a slice: `collection.batch_size` over the steps"}
     )

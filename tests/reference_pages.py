@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from typer.cli import get_docs_for_click
 
 from api.main import create_app
-from api.requests.openapi import error_responses
+from api.requests.openapi import document_schema, error_responses
 from api.settings import Settings
 from catalog import DOCUMENT
 from jobs.settings import LedgerSettings
@@ -58,7 +58,7 @@ def rest_page() -> str:
 
 def document_page() -> str:
     """Return the page of every field of a job document, from its schema."""
-    schema = TypeAdapter(DOCUMENT).json_schema()
+    schema = document_schema()
     lines = [
         "# Job document",
         "",

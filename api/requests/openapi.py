@@ -13,9 +13,17 @@ from pydantic import TypeAdapter
 from api.problem_details import MEDIA_TYPE, ProblemDocument
 from api.requests.examples import EXAMPLES
 from catalog import DOCUMENT
+from catalog.job import JobDocument
 
 _SCHEMAS = "#/components/schemas/"
 _TEMPLATE = _SCHEMAS + "{model}"
+
+_PATH_PARAMETERS = {
+    "job_id": "The job's id.",
+    "estimate_id": "The estimate's id.",
+    "kind": "The analysis, as in the menu.",
+    "name": "The name, as the list gives it; it may hold slashes.",
+}
 
 _ERRORS = {
     400: "The request cannot be read",
@@ -94,6 +102,24 @@ def schedule_body() -> dict[str, Any]:
     }
 
 
+def document_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
+    """Return the JSON schema of the job document, with a description of every field.
+
+    Args:
+        ref_template: Where the schemas of its parts stand, with `{model}` for the name.
+
+    Returns:
+        The schema, with its parts as `$defs`.
+    """
+    schema = TypeAdapter(DOCUMENT).json_schema(ref_template=ref_template)
+    # the class with every analysis is made while the program runs: the texts stand in the source of its base
+    base = TypeAdapter(JobDocument).json_schema()["properties"]
+    for name, field in schema["properties"].items():
+        described = base[name]["description"] if name in base else f"Options of the analysis `{name}`."
+        field.setdefault("description", described)
+    return schema
+
+
 def openapi_document(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document, which is made once and kept by ``app``.
 
@@ -114,8 +140,10 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    for name, record in (("JobDocument", DOCUMENT), ("ProblemDocument", ProblemDocument)):
-        schema = TypeAdapter(record).json_schema(ref_template=_TEMPLATE)
+    for name, schema in (
+        ("JobDocument", document_schema(_TEMPLATE)),
+        ("ProblemDocument", TypeAdapter(ProblemDocument).json_schema(ref_template=_TEMPLATE)),
+    ):
         schemas.update(schema.pop("$defs", {}))
         schemas[name] = schema
     # FastAPI documents its own shape of 422, which no route here answers
@@ -124,6 +152,9 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     for operations in document["paths"].values():
         for operation in operations.values():
             _drop_foreign_validation(operation)
+            for parameter in operation.get("parameters", []):
+                if parameter["in"] == "path":
+                    parameter.setdefault("description", _PATH_PARAMETERS[parameter["name"]])
     app.openapi_schema = document
     return document
 

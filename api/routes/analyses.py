@@ -71,13 +71,13 @@ def _menu() -> MenuView:
     return MenuView(items=items, document=_schema(DOCUMENT), examples=examples)
 
 
-@router.get("", summary="The menu", responses=error_responses())
+@router.get("", operation_id="list_analyses", summary="The menu", responses=error_responses())
 def list_all(_: Reader) -> MenuView:
     """Every analysis, the schema of the job document, and examples of it."""
     return _menu()
 
 
-@router.get("/{kind}", summary="One analysis", responses=error_responses(404))
+@router.get("/{kind}", operation_id="read_analysis", summary="One analysis", responses=error_responses(404))
 def read(kind: str, _: Reader) -> AnalysisView:
     """One entry of the menu, with the schemas of its options and results."""
     for item in _menu().items:

@@ -41,7 +41,7 @@ class DownloadOptions:
     direct: Annotated[bool, Query(description="`false`: through the API, never from the store itself.")] = True
 
 
-@router.get("", summary="List files", responses=error_responses(404))
+@router.get("", operation_id="list_artifacts", summary="List files", responses=error_responses(404))
 def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListView:
     """All files of the job so far, with their digests."""
     owned_job(service, caller.tenant_id, job_id)
@@ -51,6 +51,7 @@ def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListVie
 
 @router.api_route(
     "/{name:path}",
+    operation_id="download_artifact",
     methods=["GET"],
     summary="Download a file",
     response_class=Response,

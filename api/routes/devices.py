@@ -43,7 +43,7 @@ _LISTED: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("", summary="List devices", responses=_LISTED)
+@router.get("", operation_id="list_devices", summary="List devices", responses=_LISTED)
 def list_all(
     response: Response,
     _: Reader,

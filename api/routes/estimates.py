@@ -33,6 +33,7 @@ router = APIRouter(prefix="/v1/estimates", tags=["estimates"])
 
 @router.post(
     "",
+    operation_id="create_estimate",
     status_code=200,
     response_model=EstimateView,
     summary="Estimate a job",
@@ -93,7 +94,11 @@ def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) ->
 
 
 @router.get(
-    "/{estimate_id}", response_model=EstimateView, summary="Read an estimate", responses=error_responses(404, 422)
+    "/{estimate_id}",
+    operation_id="read_estimate",
+    response_model=EstimateView,
+    summary="Read an estimate",
+    responses=error_responses(404, 422),
 )
 async def read(
     estimate_id: str,
@@ -108,7 +113,13 @@ async def read(
     return _answer(await wait_for_job(request, service, stored, wait, what="estimate"), waiting=200)
 
 
-@router.delete("/{estimate_id}", status_code=204, summary="Delete an estimate", responses=error_responses(404, 409))
+@router.delete(
+    "/{estimate_id}",
+    operation_id="delete_estimate",
+    status_code=204,
+    summary="Delete an estimate",
+    responses=error_responses(404, 409),
+)
 def delete(estimate_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Delete an estimate that has ended; the answer has no body. Estimates are kept for as long as jobs."""
     delete_job(service.engine, caller.tenant_id, estimate_id, estimate=True)

@@ -92,7 +92,13 @@ class EventRange:
         return after
 
 
-@router.get("/{job_id}/events", response_model=EventListView, summary="Follow a job", responses=_ANSWERS)
+@router.get(
+    "/{job_id}/events",
+    operation_id="follow_job",
+    response_model=EventListView,
+    summary="Follow a job",
+    responses=_ANSWERS,
+)
 async def events(
     job_id: str, request: Request, caller: Reader, service: ServiceOf, chosen: Annotated[EventRange, Depends()]
 ) -> Response:

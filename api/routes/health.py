@@ -44,14 +44,14 @@ class ReadyView:
     """What holds: of `jobs` the walls between each worker and its jobs, and what keeps `tenants` apart."""
 
 
-@router.get("/livez", summary="Liveness", responses=probe_error_responses())
+@router.get("/livez", operation_id="read_liveness", summary="Liveness", responses=probe_error_responses())
 @open_to_all
 async def live() -> LiveView:
     """Always 200 while the process answers."""
     return LiveView(status="alive")
 
 
-@router.get("/readyz", summary="Readiness", responses=probe_error_responses())
+@router.get("/readyz", operation_id="read_readiness", summary="Readiness", responses=probe_error_responses())
 @open_to_all
 async def ready(service: ServiceOf) -> ReadyView:
     """The state of the database, its schema and the free disk space, each within a second; without Redis `degraded`."""

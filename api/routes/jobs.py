@@ -40,6 +40,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 @router.post(
     "",
+    operation_id="submit_job",
     status_code=202,
     response_model=JobView,
     summary="Submit a job",
@@ -103,6 +104,7 @@ def _validated(service: Service, document: JobDocument) -> Response:
 
 @router.get(
     "",
+    operation_id="list_jobs",
     response_model=JobListView,
     summary="List jobs",
     responses={
@@ -141,6 +143,7 @@ def list_all(
 
 @router.get(
     "/{job_id}",
+    operation_id="read_job",
     response_model=JobView,
     summary="Read a job",
     responses={
@@ -186,6 +189,7 @@ async def read(
 
 @router.post(
     "/{job_id}:cancel",
+    operation_id="cancel_job",
     status_code=202,
     response_model=JobView,
     summary="Cancel a job",
@@ -201,6 +205,7 @@ def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
 
 @router.put(
     "/{job_id}/schedule",
+    operation_id="reschedule_job",
     response_model=JobView,
     summary="Schedule a job anew",
     responses=error_responses(404, 408, 409, 413, 415, 422),
@@ -215,7 +220,9 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
     return await run_in_threadpool(_placed, service, job)
 
 
-@router.delete("/{job_id}", status_code=204, summary="Delete a job", responses=error_responses(404, 409))
+@router.delete(
+    "/{job_id}", operation_id="delete_job", status_code=204, summary="Delete a job", responses=error_responses(404, 409)
+)
 def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Delete an ended job with its results and files; the answer has no body."""
     deleted = delete_job(service.engine, caller.tenant_id, job_id)

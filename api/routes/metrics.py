@@ -18,7 +18,13 @@ from api.settings import Settings
 router = APIRouter(tags=["health"])
 
 
-@router.get("/metrics", summary="Metrics", response_class=Response, responses=scraper_error_responses())
+@router.get(
+    "/metrics",
+    operation_id="read_metrics",
+    summary="Metrics",
+    response_class=Response,
+    responses=scraper_error_responses(),
+)
 @scraper_only
 async def metrics(service: ServiceOf) -> Response:
     """The metrics for Prometheus, in its text format 0.0.4; it needs the operator's token, no key."""

@@ -93,7 +93,7 @@ def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
     return job
 
 
-@router.get("/results", summary="Summary and manifest", responses=error_responses(404))
+@router.get("/results", operation_id="read_results", summary="Summary and manifest", responses=error_responses(404))
 def results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
     """The summary of each analysis, the environment in which it was computed, and links to layers and files."""
     job = owned_job(service, caller.tenant_id, job_id)
@@ -119,7 +119,7 @@ _LAYERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/layers", response_model=LayerListView, summary="Layers", responses=_LAYERS)
+@router.get("/layers", operation_id="list_layers", response_model=LayerListView, summary="Layers", responses=_LAYERS)
 def layers(
     job_id: str, response: Response, caller: Reader, service: ServiceOf, chosen: Annotated[LayerPageRequest, Depends()]
 ) -> Any:  # noqa: ANN401 - a page, or a stream
@@ -141,6 +141,7 @@ def layers(
 
 @router.get(
     "/layers.csv",
+    operation_id="download_layers_csv",
     summary="Layers as CSV",
     response_class=Response,
     responses={200: {"content": {_CSV: {"schema": {"type": "string"}}}}, **error_responses(404, 422)},
@@ -152,6 +153,7 @@ def layers_csv(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) 
 
 @router.get(
     "/layers.jsonl",
+    operation_id="download_layers_jsonl",
     summary="Layers as JSON lines",
     response_class=Response,
     responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **error_responses(404, 422)},
@@ -161,7 +163,7 @@ def layers_jsonl(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen
     return _stream(service, owned_job(service, caller.tenant_id, job_id), _LINES, chosen)
 
 
-@router.get("/layers/{name:path}", summary="One layer", responses=error_responses(404, 422))
+@router.get("/layers/{name:path}", operation_id="read_layer", summary="One layer", responses=error_responses(404, 422))
 def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> LayerListView:
     """The rows of one layer by its module name, one per analysis."""
     job = owned_job(service, caller.tenant_id, job_id)
@@ -173,6 +175,7 @@ def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Ch
 
 @router.get(
     "/log",
+    operation_id="download_log",
     summary="Reproducibility log",
     response_class=Response,
     responses={200: {"content": {_LINES: {"schema": {"type": "string"}}}}, **error_responses(404)},

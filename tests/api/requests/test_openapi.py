@@ -167,3 +167,32 @@ def test_security_headers_are_everywhere(client: httpx.Client) -> None:
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
         assert "server" not in headers
+
+
+def test_operations_have_names_for_a_client_generator(contract: dict[str, Any]) -> None:
+    names = [each["operationId"] for methods in contract["paths"].values() for each in methods.values()]
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)+", name) for name in names), names
+    assert len(names) == len(set(names))
+    assert {"submit_job", "list_jobs", "read_job", "cancel_job", "read_results", "download_artifact"} <= set(names)
+
+
+def test_every_parameter_and_every_field_of_the_document_is_described(contract: dict[str, Any]) -> None:
+    for path, methods in contract["paths"].items():
+        for operation in methods.values():
+            for parameter in operation.get("parameters", []):
+                assert parameter.get("description") or parameter["schema"].get("description"), (path, parameter["name"])
+    schemas = contract["components"]["schemas"]
+    reached, waiting = set(), ["JobDocument"]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += [reference.rpartition("/")[2] for reference in references(schemas[name])]
+    assert {"JobDocument", "Collection", "HuggingFaceModel", "Schedule"} <= reached
+    missing = [
+        f"{name}.{field}"
+        for name in sorted(reached)
+        for field, schema in schemas[name].get("properties", {}).items()
+        if not schema.get("description")
+    ]
+    assert missing == []
