@@ -108,7 +108,10 @@ class Job:
             self.move("running")
             self.token = self.last_token = token
             return "taken"
-        return "recognised" if self.state in HELD and self.token == token else "dropped"
+        if self.state not in HELD or self.token != token:
+            return "dropped"
+        self.renew()  # who asks counts the lease from this question on
+        return "recognised"
 
     def renew(self) -> None:
         """Hear from the holder."""

@@ -133,7 +133,7 @@ def test_ctrl_c_while_watching_is_no_error(
         said += watching.stderr.readline()
     time.sleep(0.3)
     os.kill(watching.pid, signal.SIGINT)
-    _, rest = watching.communicate(timeout=30)
+    _, rest = watching.communicate(timeout=90)
     assert watching.returncode == code, rest
     assert "no longer watching; the job goes on" in rest
     assert "error" not in rest
