@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from catalog import ANALYSES
 from catalog.record import plain
 from catalog.responses import ArtifactView, JobView, ResultsView
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_coverage
-from kronoscope.cli.options import AsJson, Document, JobId, Settings, Url
+from kronoscope.cli.options import AsJson, Document, JobId, Settings, Url, complete
 from kronoscope.cli.output import message_console, print_json, result_console
 from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
 from kronoscope.client.client import Client
@@ -20,6 +21,8 @@ from kronoscope.display.job_table import job_table
 from kronoscope.display.methods import methods_text
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, show_progress, show_results
+
+_STATES = ("queued", "running", "cancelling", "succeeded", "failed", "cancelled")
 
 
 def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
@@ -70,7 +73,7 @@ def results(
     job_id: JobId,
     download: Annotated[Path | None, typer.Option(help="Folder to download the job's files into.")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace other files of the same names there.")
+        bool, typer.Option("--force", "--overwrite", help="Replace other files of the same names there.")
     ] = False,
     methods: Annotated[
         bool, typer.Option("--methods", help="The paragraph and the BibTeX entries that a paper needs.")
@@ -103,8 +106,12 @@ def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
 
 
 def list_jobs(
-    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
-    kind: Annotated[str | None, typer.Option(help="Only jobs of this analysis.")] = None,
+    state: Annotated[
+        str | None, typer.Option(autocompletion=complete(_STATES), help="Only jobs in this state.")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(autocompletion=complete((*ANALYSES,)), help="Only jobs of this analysis.")
+    ] = None,
     label: Annotated[str | None, typer.Option(help="Only jobs with this label: name=value.")] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs whose name has this part.")] = None,
     since: Annotated[
@@ -169,7 +176,7 @@ def _is_there(path: Path, artifact: ArtifactView) -> bool:
     if not path.exists():
         return False
     if not path.is_file() or _sha256(path) != artifact.sha256:
-        fail(USAGE, [f"{path} is there already, and is another file; give another folder, or --overwrite"])
+        fail(USAGE, [f"{path} is there already, and is another file; give another folder, or --force"])
     return True
 
 

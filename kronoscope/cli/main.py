@@ -19,7 +19,7 @@ from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_coverage, run_command
 from kronoscope.cli.keys import keys
-from kronoscope.cli.options import CODES, AsJson, Document, Offline, Settings, Store
+from kronoscope.cli.options import AsJson, Document, Offline, Settings, Store, epilog
 from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
 from kronoscope.cli.plan_options import Budget, Device
 from kronoscope.cli.run_job import Outcome, run_job
@@ -38,17 +38,41 @@ _CACHE_BYTES = 20 * 2**30
 app = typer.Typer(
     name="kronoscope",
     help="Measure the curvature of trained neural networks, layer by layer.",
-    epilog=CODES,
+    epilog=epilog("kronoscope run examples/digits.yaml --output digits"),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def print_version(asked: bool) -> None:
+    """Print the version and end the command.
+
+    Args:
+        asked: Whether `--version` was given.
+
+    Raises:
+        typer.Exit: If it was.
+    """
+    if asked:
+        sys.stdout.write(f"kronoscope {version('kronoscope')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def show_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Measure the curvature of trained neural networks, layer by layer."""
+
+
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
 
 
-@app.command(epilog=CODES)
+@app.command(epilog=epilog("kronoscope run examples/digits.yaml --output digits"))
 def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     document: Document,
     output: Annotated[
@@ -63,6 +87,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         Path | None, typer.Option(help="Folder of factors that runs of the same collection share; default: none.")
     ] = None,
     offline: Offline = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the results of an earlier run there.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every line of the job's log.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -73,6 +98,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         "cache": None if cache is None else str(cache.absolute()),
         "cache_bytes": _CACHE_BYTES,
         "job": str(output.absolute()),
+        "replace": force,
     }
     with display_for(message_console(), silent=as_json) as display:
         outcome = run_job(request, output, display, verbose=verbose)
@@ -90,7 +116,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     require_coverage(measured)
 
 
-@app.command(epilog=CODES)
+@app.command(epilog=epilog("kronoscope plan examples/digits.yaml --budget 20GiB --device cuda"))
 def plan(
     document: Document,
     settings: Settings = None,
@@ -115,17 +141,17 @@ def plan(
     print_json(dict(planned)) if as_json else show_plan(planned, result_console())
 
 
-for _name, _command in (
-    ("submit", job_commands.submit),
-    ("watch", job_commands.watch),
-    ("results", job_commands.results),
-    ("cancel", job_commands.cancel),
-    ("jobs", job_commands.list_jobs),
+for _name, _command, _arguments in (
+    ("submit", job_commands.submit, "examples/digits.yaml --name first --set collection.batch_size=32 --wait"),
+    ("watch", job_commands.watch, "0f3a9c217b44"),
+    ("results", job_commands.results, "0f3a9c217b44 --download files"),
+    ("cancel", job_commands.cancel, "0f3a9c217b44"),
+    ("jobs", job_commands.list_jobs, "--state failed --since 2d"),
 ):
-    app.command(_name, epilog=CODES)(_command)
+    app.command(_name, epilog=epilog(f"kronoscope {_name} {_arguments}"))(_command)
 
 
-@app.command(epilog=CODES)
+@app.command(epilog=epilog("kronoscope menu --json"))
 def menu(as_json: AsJson = False) -> None:
     """List the analyses that can be asked for."""
     if as_json:
@@ -141,7 +167,7 @@ def menu(as_json: AsJson = False) -> None:
     result_console().print(table)
 
 
-@app.command(epilog=CODES)
+@app.command(epilog=epilog("kronoscope serve --embedded --data-dir ~/kronoscope --allow-directory ~/models"))
 def serve(
     embedded: Annotated[
         bool, typer.Option("--embedded", help="API and worker here, on SQLite, for this machine only.")
@@ -168,14 +194,14 @@ def serve(
     raise typer.Exit(exec_module("api"))
 
 
-app.command(epilog=CODES)(worker)
-app.command(epilog=CODES)(devices)
+app.command(epilog=epilog("kronoscope worker --until-idle --wall 4h"))(worker)
+app.command(epilog=epilog("kronoscope devices --url http://127.0.0.1:8000"))(devices)
 
 
-@app.command("version", epilog=CODES)
+@app.command("version", epilog=epilog("kronoscope version"))
 def show_version() -> None:
-    """Print the version."""
-    sys.stdout.write(f"kronoscope {version('kronoscope')}\n")
+    """Print the version; the same as `kronoscope --version`."""
+    print_version(asked=True)
 
 
 def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:

@@ -1,13 +1,59 @@
 """Arguments and options that several commands take, and the end of every command's help."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from catalog.field_errors import suggestion
+
 CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
 now · 4 an operator must look into it · 5 stopped or cancelled · 6 done, but only a part of the model was measured."""
-"""The end of every command's help."""
+"""The last paragraph of every command's help."""
+
+
+def epilog(example: str) -> str:
+    """Return the end of a command's help.
+
+    Args:
+        example: A command line that works, without brackets, which would be taken for markup.
+
+    Returns:
+        The example, and the exit codes.
+    """
+    return f"Example: `{example}`\n\n{CODES}"
+
+
+def one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """Return a parser of an option with few values.
+
+    Args:
+        choices: The values.
+
+    Returns:
+        A function of the text: the text itself, or an error that lists the values and names the nearest.
+    """
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"must be one of {', '.join(choices)} (got '{text}'){suggestion(text, choices)}")
+        return text
+
+    return parse
+
+
+def complete(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return the completion of an option with few values.
+
+    Args:
+        choices: The values.
+
+    Returns:
+        A function of what is typed so far: the values that begin so.
+    """
+    return lambda incomplete: [each for each in choices if each.startswith(incomplete)]
+
 
 Document = Annotated[Path, typer.Argument(metavar="JOB", help="Job document: YAML, or JSON where it ends in .json.")]
 Settings = Annotated[

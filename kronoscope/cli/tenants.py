@@ -4,13 +4,15 @@ from typing import Annotated
 
 import typer
 
-from kronoscope.cli.options import CODES
+from kronoscope.cli.options import epilog
 from kronoscope.cli.serve import exec_module
 
-tenants = typer.Typer(help="Tenants of the service's database.", no_args_is_help=True, epilog=CODES)
+tenants = typer.Typer(
+    help="Tenants of the service's database.", no_args_is_help=True, epilog=epilog("kronoscope tenants show lab")
+)
 
 
-@tenants.command("show", epilog=CODES)
+@tenants.command("show", epilog=epilog("kronoscope tenants show lab"))
 def show_tenants(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One tenant; default: all.")] = None,
 ) -> None:
@@ -18,7 +20,7 @@ def show_tenants(
     raise typer.Exit(exec_module("jobs.tenancy.tenants", ["show", *([] if name is None else [name])]))
 
 
-@tenants.command("set", epilog=CODES)
+@tenants.command("set", epilog=epilog("kronoscope tenants set lab --bytes 50GB"))
 def set_tenant(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")],
     quota: Annotated[

@@ -170,7 +170,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     if seconds is not None and seconds <= 0:
         return _refuse(echo, "the deadline in `schedule` has passed; give a later one, or none", code="in_the_past")
     try:
-        folder = OutputFolder(output, document)
+        folder = OutputFolder(output, document, replace=request.get("replace") is True)
     except OutputRefused as error:
         return _refuse(echo, str(error), code="output_refused")
     assignment = {

@@ -31,15 +31,17 @@ class OutputRefused(ValueError):
 class OutputFolder:
     """One run's folder; the only writer of everything in it but the artifacts' bytes."""
 
-    def __init__(self, path: Path, document: object) -> None:
+    def __init__(self, path: Path, document: object, *, replace: bool = False) -> None:
         """Take the folder over, setting aside what an earlier run left in it.
 
         Args:
             path: The folder, which need not exist yet.
             document: The job document, as it was given.
+            replace: Whether results of an earlier run may be replaced.
 
         Raises:
-            OutputRefused: If it is a file, cannot be written, or holds files of our names that no run wrote.
+            OutputRefused: If it is a file, cannot be written, or holds files of our names that no run wrote, or results
+                that may not be replaced.
         """
         self.path = path.absolute()
         self.artifacts = self.path / "artifacts"
@@ -62,7 +64,7 @@ class OutputFolder:
         }
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._set_aside()
+            self._set_aside(replace=replace)
             self._write("job.json", self._job)
             self.artifacts.mkdir()
             self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
@@ -140,13 +142,17 @@ class OutputFolder:
         plan = found.get("plan")
         return plan if isinstance(plan, dict) else None
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, *, replace: bool) -> None:
         left = [name for name in _OURS if (self.path / name).exists()]
         earlier = self.path / _EARLIER
         if (left or (self.path / "job.json").exists()) and self._earlier_run() is None:
             raise OutputRefused(
                 f"the output folder {self.path} holds {', '.join(left) or 'job.json'} that no run of Kronoscope wrote;"
                 " give another folder, or an empty one"
+            )
+        if self.plan is None and not replace and self._holds_rows():
+            raise OutputRefused(
+                f"the output folder {self.path} holds the results of an earlier run; give another folder, or --force"
             )
         if self.plan is not None or earlier.exists():
             # what a killed run left is not worth more than what was set aside for it
@@ -157,6 +163,11 @@ class OutputFolder:
             earlier.mkdir()
         for name in found:
             (self.path / name).rename(earlier / name)
+
+    def _holds_rows(self) -> bool:
+        """Return whether an earlier run measured a layer; what was refused or stopped before is worth nothing."""
+        logs = (self.path / "log.jsonl", self.path / _EARLIER / "log.jsonl")
+        return any(log.is_file() and log.stat().st_size > 0 for log in logs)
 
     def _give_back(self) -> None:
         self._remove([*_OURS, "job.json", _SCRATCH])

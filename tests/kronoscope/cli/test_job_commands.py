@@ -111,7 +111,7 @@ def test_what_is_downloaded_overwrites_nothing_silently(run: Run, finished: str,
     assert refused.returncode == 2
     assert "memory_curve.json is there already, and is another file" in refused.stderr
     assert curve.read_text() == "mine"
-    assert run("results", finished, "--download", "files", "--overwrite").returncode == 0
+    assert run("results", finished, "--download", "files", "--force").returncode == 0
     assert curve.read_bytes() == whole
 
 

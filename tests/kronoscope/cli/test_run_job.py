@@ -144,6 +144,19 @@ def test_an_output_folder_that_is_not_ours_is_left_alone(folder: Path, kronoscop
     assert (folder / "out" / "results.json").read_text() == "precious"
 
 
+def test_the_results_of_an_earlier_run_are_not_replaced_silently(folder: Path, kronoscope: Run) -> None:
+    refused_before = kronoscope("run", "job.yaml", "--output", "out", "--set", "data.kwargs={width: 5}")
+    assert refused_before.returncode == 2  # and leaves nothing that a second run would replace
+    assert kronoscope("run", "job.yaml", "--output", "out").returncode == 0
+    first = (folder / "out" / "job.json").read_text()
+    refused = kronoscope("run", "job.yaml", "--output", "out")
+    assert refused.returncode == 2
+    assert "holds the results of an earlier run; give another folder, or --force" in refused.stderr
+    assert (folder / "out" / "job.json").read_text() == first
+    assert kronoscope("run", "job.yaml", "--output", "out", "--force").returncode == 0
+    assert (folder / "out" / "job.json").read_text() != first
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_a_run_ends_nothing_runs_on(folder: Path, number: signal.Signals) -> None:
     os.mkfifo(folder / "pid")

@@ -21,6 +21,7 @@ RUNNER = (
     "sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
 )
 DOCUMENT = {"kind": "capacity", "stabilisation": {"damping": 0.25}}
+REPLACING = json.dumps({"document": DOCUMENT, "threads": 1, "replace": True}).encode()
 
 
 @pytest.fixture
@@ -264,7 +265,7 @@ def test_an_earlier_run_makes_way(foreground: Any, tmp_path: Any) -> None:
     first = foreground(["artifact", "old.json", "{}"], ["layer", 0], ["finish"])
     frames_of(first)
     assert first.wait(240) == 0
-    second = foreground(["layer", 5], ["layer", 2], ["finish"])
+    second = foreground(["layer", 5], ["layer", 2], ["finish"], request=REPLACING)
     frames_of(second)
     assert second.wait(240) == 0
     assert not (tmp_path / "out" / "artifacts" / "old.json").exists()
@@ -291,7 +292,7 @@ def test_a_run_that_is_refused_gives_an_earlier_one_back(foreground: Any, tmp_pa
 def test_a_run_that_fails_later_keeps_what_it_has(foreground: Any, tmp_path: Any) -> None:
     out = tmp_path / "out"
     frames_of(foreground(["artifact", "old.json", "{}"], ["layer", 0], ["finish"]))
-    second = foreground(["layer", 5], ["fail", "usage"])
+    second = foreground(["layer", 5], ["fail", "usage"], request=REPLACING)
     frames_of(second)
     assert second.wait(240) == 2
     assert json_file(out / "job.json")["state"] == "failed"
