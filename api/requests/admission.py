@@ -83,10 +83,17 @@ def _listed_factory(pointer: str, factory: str, allowed: tuple[str, ...]) -> Ite
 def _listed_path(pointer: str, path: str, allowed: tuple[str, ...]) -> Iterator[Complaint]:
     if "*" in allowed:
         return
+    if not Path(path).is_absolute():
+        yield _complaint(
+            pointer,
+            "not_allowed",
+            "must be an absolute path: a relative one would begin in the service's own working folder; "
+            "`kronoscope run` takes any folder",
+        )
+        return
     real = Path(os.path.realpath(path))
     roots = [Path(os.path.realpath(root)) for root in allowed]
-    # a relative path would name the service's own working directory
-    if not Path(path).is_absolute() or not any(real.is_relative_to(root) for root in roots):
+    if not any(real.is_relative_to(root) for root in roots):
         # the same sentence whether it exists or not: a caller learns nothing about the machine
         yield _complaint(
             pointer,

@@ -13,7 +13,7 @@ from rich.text import Text
 from catalog.record import plain
 from catalog.responses import DeviceView
 from kronoscope.client.client import Client
-from kronoscope.display.tables import shorten
+from kronoscope.display.layer_names import shorten, shorten_all
 
 _STYLES = {"free": "green", "leased": "cyan", "reserved": "cyan", "draining": "yellow", "stale": "red"}
 
@@ -53,15 +53,17 @@ def device_table(devices: Sequence[DeviceView]) -> Table:
     for name in ("size", "free", "jobs", "others"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("uuid", no_wrap=True)
-    for each in devices:
+    nodes = shorten_all([each.node for each in devices], 16)
+    identifiers = shorten_all([each.uuid for each in devices], 16)
+    for each, node, identifier in zip(devices, nodes, identifiers, strict=True):
         # a device with a job is shown with that, though another may wait for it already
         state = "reserved" if each.reserved and each.state == "free" else each.state
         sizes = (each.capacity_bytes, each.free_bytes, each.leased_bytes, each.foreign_bytes)
-        names = (shorten(each.node, 16), shorten(each.name, 20))
+        names = (node, shorten(each.name, 20))
         table.add_row(
             *map(Text, names),
             Text(state, style=_STYLES.get(state, "")),
             *(f"{size / 2**30:,.1f}" if size else "–" for size in sizes),
-            Text(shorten(each.uuid, 16)),
+            Text(identifier),
         )
     return table

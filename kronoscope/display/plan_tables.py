@@ -8,7 +8,8 @@ from rich.table import Table
 
 from catalog.memory import PLANNED_STAGES
 from catalog.time_estimate import written_seconds
-from kronoscope.display.tables import format_number, shorten
+from kronoscope.display.layer_names import shorten_all
+from kronoscope.display.tables import format_number
 
 _LARGEST = 8
 _SHORT_SECONDS = 1.0
@@ -113,9 +114,12 @@ def largest_terms_table(plan: Mapping[str, Any]) -> Table:
     for term in sorted(distinct.values(), key=lambda term: -term["size_bytes"]):
         layers = alike.setdefault((term["size_bytes"], *(term[column] for column in columns)), [])
         layers += [term["layer"]] if term["layer"] else []
-    for (size, place, stage, name, formula, source), layers in list(alike.items())[:_LARGEST]:
-        others = f" and {len(layers) - 1} alike" if len(layers) > 1 else ""
-        layer = shorten(layers[0], 24 - len(others)) + others if layers else ""
+    largest = list(alike.items())[:_LARGEST]
+    others = [f" and {len(layers) - 1} alike" if len(layers) > 1 else "" for _, layers in largest]
+    width = 24 - max(map(len, others), default=0)
+    firsts = shorten_all([layers[0] if layers else "" for _, layers in largest], width)
+    for ((size, place, stage, name, formula, source), _), first, more in zip(largest, firsts, others, strict=True):
+        layer = first + more
         table.add_row(format_bytes(size), place, stage, name, layer, formula, source)
     return table
 

@@ -10,10 +10,10 @@ from rich.text import Text
 from catalog.coverage import CoverageView, percentage
 from kronoscope.client.responses import Layer
 from kronoscope.display.coverage import part_note
+from kronoscope.display.layer_names import NAME_WIDTH, shorten, shorten_all
 
 Column = tuple[str, Callable[[Layer], str]]
 _WIDTH = 100
-_NAME_WIDTH = 40
 _LEAST_NAME = 16
 _MOST_LISTED = 12
 
@@ -63,6 +63,16 @@ def _kappa(row: Layer) -> str:
     return "–" if not kappas or None in kappas else format_number(max(kappas))
 
 
+def _condition(kappa: float | None, counted: int | None) -> str:
+    """Return a condition number: ∞ where the matrix is singular, a dash where its eigenvalues were not computed."""
+    return "∞" if kappa is None and counted is not None else format_number(kappa)
+
+
+def _record_condition(side: str) -> Callable[[Layer], str]:
+    """The condition number of a factor; eigenvalues that were computed were counted against the floor too."""
+    return lambda row: _condition(_field(row.record, f"kappa_{side}"), _field(row.record, f"clipped_{side}"))
+
+
 def _placements(row: Layer) -> str:
     places = [
         _field(side, "placement") or ("basis" if _field(side, "update") == "eigenbasis" else _field(side, "update"))
@@ -98,7 +108,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("eff. dim.", _metric("effective_dimension")),
         ("share", _share),
         ("decay", _decay),
-        ("κ", _metric("kappa")),
+        ("κ", lambda row: _condition(_field(row.metrics, "kappa"), _field(row.metrics, "rank"))),
     ),
     "reconstruction": (
         ("A×G", _factor_shape),
@@ -115,8 +125,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("trace G", _metric("trace_G")),
         ("exact", _metric("exact_trace")),
         ("ratio", _metric("trace_ratio")),
-        ("κ_A", lambda row: format_number(row.record.kappa_A if row.record else None)),
-        ("κ_G", lambda row: format_number(row.record.kappa_G if row.record else None)),
+        ("κ_A", _record_condition("A")),
+        ("κ_G", _record_condition("G")),
     ),
 }
 
@@ -152,14 +162,15 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH, measured:
     left_out, headings, widths = headings[:shown], headings[shown:], widths[shown:]
     figures = [texts[shown:] for texts in figures]
     left = width - sum(widths) - 3 * len(widths)
-    longest = max(_LEAST_NAME, min(_NAME_WIDTH, left))
+    longest = max(_LEAST_NAME, min(NAME_WIDTH, left))
     title = f"{kind}: {_layers(len(covered))}{part_note(measured, ', {} of the model')}"
     table = Table(title=Text(title), title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("layer", no_wrap=True)
     for heading, least in zip(headings, widths, strict=True):
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)
-    for row, texts in zip(covered, figures, strict=True):
-        table.add_row(Text(shorten(row.layer or "(model)", longest)), *(Text(text) for text in texts))
+    names_shown = shorten_all([row.layer or "(model)" for row in covered], longest)
+    for name, texts in zip(names_shown, figures, strict=True):
+        table.add_row(Text(name), *(Text(text) for text in texts))
     if left_out:
         table.caption = f"too narrow for {', '.join(left_out)}"
         table.caption_justify = "left"
@@ -179,16 +190,20 @@ def not_covered_lines(rows: Sequence[Layer]) -> list[str]:
     not_covered = [row for row in rows if row.status == "declared"]
     if len(not_covered) <= _MOST_LISTED:
         lines = [
-            f"not covered: {shorten(row.layer or '(model)')}, {row.parameter_count or 0:,} parameters, {row.reason}"
-            for row in not_covered
+            f"not covered: {name}, {row.parameter_count or 0:,} parameters, {row.reason}"
+            for row, name in zip(not_covered, _names(not_covered), strict=True)
         ]
     else:
         lines = [_line_of_reason(reason, not_covered) for reason in dict.fromkeys(row.reason for row in not_covered)]
     for status in dict.fromkeys(row.status for row in rows if row.status not in ("covered", "declared")):
-        concerned = [shorten(row.layer or "(model)") for row in rows if row.status == status]
+        concerned = _names([row for row in rows if row.status == status])
         more = f" and {len(concerned) - _MOST_LISTED} more" if len(concerned) > _MOST_LISTED else ""
         lines.append(f"{status}: {', '.join(concerned[:_MOST_LISTED])}{more}")
     return lines
+
+
+def _names(rows: Sequence[Layer]) -> list[str]:
+    return shorten_all([row.layer or "(model)" for row in rows])
 
 
 def _line_of_reason(reason: str | None, not_covered: Sequence[Layer]) -> str:
@@ -242,7 +257,7 @@ def _figures(summary: Any) -> list[str]:  # noqa: ANN401 - each analysis has its
         kept, limit = _field(summary, "floor_kept"), format_number(_field(summary, "kappa_max"))
         parts.append(f"{clipped:,} of {_field(summary, 'eigenvalues'):,} eigenvalues clipped at κ_max {limit}")
         if kept is not None:
-            parts.append(f"floor kept to {kept:.1%}")
+            parts.append(f"floor kept to {percentage(kept)}")
     rank = _field(summary, "effective_rank")
     together = _field(_field(summary, "model"), "effective_rank")
     if rank is not None:
@@ -263,7 +278,7 @@ def _caveats(model: Any) -> list[str]:  # noqa: ANN401 - a record, or what a ser
         ("estimated", "eigenvalues estimated between bounds in"),
     )
     layers = [(note, _field(model, name)) for name, note in notes]
-    return [f"{note} {', '.join(map(shorten, names))}" for note, names in layers if names]
+    return [f"{note} {', '.join(shorten_all(names))}" for note, names in layers if names]
 
 
 def _token_note(tokens: Any) -> str:  # noqa: ANN401 - a record, or what a service sends in its place
@@ -328,31 +343,6 @@ def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
         return digits
     mantissa, _, exponent = f"{value:.2e}".partition("e")
     return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def shorten(name: str, width: int = _NAME_WIDTH) -> str:
-    """Shorten a layer's name so that layers remain distinct.
-
-    Args:
-        name: The qualified name.
-        width: Characters that it may take.
-
-    Returns:
-        The name with leading parts as initials, numbers kept, such as `e.l.11.attention.self.query`; then, where it is
-        still too long, without its middle. Characters that cannot be printed are replaced.
-    """
-    plain = "".join(each if each.isprintable() else "�" for each in name)
-    parts = plain.split(".")
-    for place in range(len(parts) - 1):
-        if len(".".join(parts)) <= width:
-            break
-        if not parts[place].isdecimal():
-            parts[place] = parts[place][:1]
-    plain = ".".join(parts)
-    if len(plain) <= width:
-        return plain
-    start = width // 4
-    return f"{plain[:start]}…{plain[-(width - start - 1) :]}"
 
 
 def _generic_columns(rows: Sequence[Layer]) -> tuple[Column, ...]:

@@ -48,7 +48,7 @@ function facts(model, summary) {
   const decay = model.decay;
   const late = Object.entries(summary.not_converged ?? {}).filter(([, layers]) => layers);
   const lines = [
-    ["Effective rank", number(model.effective_rank, 4), "Of all layers as one block-diagonal matrix; the layers' own do not add up to it"],
+    ["Effective rank of the model", number(model.effective_rank, 4), "Of all layers as one block-diagonal matrix; the layers' own do not add up to it"],
     ["Participation ratio", number(model.participation_ratio, 4)],
     ["Stable rank", number(model.stable_rank, 4)],
     ["Numerical rank", number(model.rank)],

@@ -2,10 +2,11 @@
 
 import { get } from "../scripts/api.js";
 import { h, replace } from "../scripts/dom.js";
-import { number } from "../scripts/format.js";
+import { condition, distinctNames, number } from "../scripts/format.js";
 import { drawSpectrum } from "./spectrum.js";
 
 const LATE_MS = 300;
+const OPTION_WIDTH = 36; // characters that a closed list shows
 
 function facts(row) {
   const record = row.record ?? {};
@@ -13,7 +14,7 @@ function facts(row) {
   const lines = [
     ["Kind of layer", row.module],
     ["Branch", record.branch, record.why],
-    ["Condition of A, G", `${record.kappa_A === null ? "∞" : number(record.kappa_A)}, ${record.kappa_G === null ? "∞" : number(record.kappa_G)}`],
+    ["Condition of A, G", `${condition(record.kappa_A, record.clipped_A)}, ${condition(record.kappa_G, record.clipped_G)}`],
     ["Damping λ_A, λ_G", `${number(record.lambda_A)}, ${number(record.lambda_G)}`],
     ["Clipped in A", clipped(record.clipped_A, record.in_dim)],
     ["Clipped in G", clipped(record.clipped_G, record.out_dim)],
@@ -46,7 +47,7 @@ export class SpectrumPanel {
     this.select = h(
       "select",
       { "aria-label": "Layer", class: "mono", onchange: () => this.open(this.rows[this.select.selectedIndex]) },
-      this.rows.map((row) => h("option", {}, row.layer || "(model)")),
+      distinctNames(this.rows.map((row) => row.layer || "(model)"), OPTION_WIDTH).map((name, place) => h("option", { title: this.rows[place].layer }, name)),
     );
     this.plot = h("div", { class: "plot" });
     this.facts = h("div", { class: "plot-facts" });

@@ -1,7 +1,7 @@
 // The summary figures of an analysis, each with a sentence that explains it.
 
 import { h } from "./dom.js";
-import { bytes, number, percent, several, words } from "./format.js";
+import { bytes, number, percent, portion, several, words } from "./format.js";
 
 const FIGURES = {
   capacity: (summary) => [
@@ -18,10 +18,10 @@ const FIGURES = {
       text: "The other directions have less curvature than the damping.",
     },
     {
-      name: "Effective rank",
+      name: "Sum of effective ranks",
       value: number(summary.effective_rank, 4),
-      note: "summed over layers",
-      text: "The size of a flat spectrum with the same entropy: the more even the spectrum, the larger.",
+      note: "over layers",
+      text: "A layer's effective rank is the size of a flat spectrum with the same entropy: the more even the spectrum, the larger.",
     },
     {
       name: "Trace",
@@ -39,7 +39,7 @@ const FIGURES = {
     },
     {
       name: "Floor kept",
-      value: summary.floor_kept == null ? "–" : percent(summary.floor_kept, 1),
+      value: summary.floor_kept == null ? "–" : portion(summary.floor_kept),
       note: `κ_max = ${number(summary.kappa_max)}`,
       text: "The smallest eigenvalue after clipping over the floor λ_max/κ_max, at its minimum over all factors.",
     },

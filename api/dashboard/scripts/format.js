@@ -96,3 +96,38 @@ export function several(count, one, many = `${one}s`) {
 export function words(name) {
   return String(name).replaceAll("_", " ");
 }
+
+/** A condition number: ∞ where the matrix is singular, a dash where its eigenvalues were not `counted`. */
+export function condition(kappa, counted) {
+  if (kappa !== null && kappa !== undefined) return number(kappa);
+  return counted === null || counted === undefined ? "–" : "∞";
+}
+
+function elided(name, width) {
+  const start = Math.floor(width / 4);
+  return name.length <= width ? name : `${name.slice(0, start)}…${name.slice(start + 1 - width)}`;
+}
+
+/** Names cut to `width` in the middle; where two would come out equal, around the part in which they differ, or numbered. */
+export function distinctNames(names, width) {
+  const groups = Map.groupBy(names, (name) => elided(name, width));
+  const taken = new Set();
+  const shown = new Map();
+  for (const [text, group] of groups) {
+    const alike = [...new Set(group)];
+    const [first, last] = [alike.reduce((a, b) => (a < b ? a : b)), alike.reduce((a, b) => (a > b ? a : b))];
+    let common = 0;
+    while (common < first.length && first[common] === last[common]) common += 1;
+    for (const name of alike) {
+      const begin = Math.max(0, Math.min(common - Math.floor(width / 2), name.length - width + 1));
+      const end = begin + width - 2;
+      const around = `${begin ? "…" : ""}${name.slice(begin, end)}${end < name.length ? "…" : ""}`;
+      const plain = alike.length === 1 ? text : around;
+      let unique = plain;
+      for (let number = 2; taken.has(unique); number += 1) unique = `${plain.slice(0, width - 4)}~${number}`;
+      taken.add(unique);
+      shown.set(name, unique);
+    }
+  }
+  return names.map((name) => shown.get(name));
+}

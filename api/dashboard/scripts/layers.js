@@ -1,7 +1,7 @@
 // The layer table: one analysis at a time, sortable by every column, with small bars.
 
 import { h, replace } from "./dom.js";
-import { bytes, number, percent, seconds, words } from "./format.js";
+import { bytes, condition, number, percent, seconds, words } from "./format.js";
 
 const shape = (row) => (row.record?.in_dim && row.record?.out_dim ? row.record.in_dim * row.record.out_dim : null);
 
@@ -53,8 +53,7 @@ const COLUMNS = {
     { name: "Decay", title: "Exponent α of λ_k ∝ k^−α", value: (row) => row.metrics?.decay?.exponent ?? null },
     metric("trace", "Trace", "Sum of all eigenvalues of F = G ⊗ A; the bar compares layers", { relative: true }),
     metric("kappa", "κ", "λ_max/λ_min of F; ∞ where F is singular", {
-      // without a rank no eigenvalues were computed
-      show: (row) => (row.metrics?.kappa != null ? number(row.metrics.kappa) : row.metrics?.rank == null ? "–" : "∞"),
+      show: (row) => condition(row.metrics?.kappa, row.metrics?.rank),
     }),
     SECONDS,
   ],

@@ -54,6 +54,20 @@ def test_sources_that_nobody_listed(
     assert refused(ledger, settings(tmp_path), {**seeding.DOCUMENT, part: source}) == {pointer: code}
 
 
+def test_a_relative_path_is_said_to_be_relative(
+    ledger: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = settings(tmp_path, allowed_directories=(str(tmp_path),))
+    wanted = parse_document(seeding.raw({**seeding.DOCUMENT, "model": {"source": "directory", "path": "inside"}}))
+    with pytest.raises(DocumentRefused) as refusal:
+        admit(wanted, chosen, ledger, LOCAL_TENANT)
+    (complaint,) = refusal.value.complaints
+    assert (complaint.pointer, complaint.code) == ("/model/path", "not_allowed")
+    assert "must be an absolute path" in complaint.message
+    assert "outside" not in complaint.message
+
+
 def test_what_the_operator_lists_is_taken(ledger: Engine, tmp_path: Path) -> None:
     inside, outside = tmp_path / "listed", tmp_path / "other"
     inside.mkdir()

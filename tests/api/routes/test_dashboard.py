@@ -496,6 +496,29 @@ def test_names_from_the_server_are_text(page: Page, embedded: Embedded) -> None:
     assert page.title() != "broken"
 
 
+def test_figures_have_one_word_each_and_names_stay_apart(page: Page, finished: str) -> None:
+    page.goto(f"/#/jobs/{finished}")
+    expect(page.get_by_text("Sum of effective ranks", exact=True)).to_be_visible()
+    expect(page.get_by_text("Effective rank of the model", exact=True)).to_be_visible()
+    shown = page.evaluate(
+        """async () => {
+          const { condition, distinctNames } = await import("/dashboard/scripts/format.js");
+          const patterns = ["model.a_long_name.blocks.@.attention.query.original.kernel", "model.a_long_name.number_@",
+            "@.a_middle_that_takes_more_room_than_there_is.@", "e.@.weight",
+            "x".repeat(80) + "@" + "y".repeat(80)];
+          return {
+            names: patterns.map((each) =>
+              distinctNames([...Array(60).keys()].map((at) => each.replaceAll("@", at)), 36)),
+            conditions: [condition(null, 3), condition(null, null), condition(12.5, 3)],
+          };
+        }"""
+    )
+    for names in shown["names"]:
+        assert len(set(names)) == 60
+        assert all(len(name) <= 36 for name in names)
+    assert shown["conditions"] == ["∞", "–", "12.5"]
+
+
 def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
     page.goto("/")
     page.get_by_role("link", name="New job").first.click()

@@ -14,10 +14,11 @@ from catalog.subsamples import NestedCapacity
 from kronoscope.cli.devices import device_table
 from kronoscope.client.responses import build, build_layer
 from kronoscope.display.job_table import job_table
+from kronoscope.display.layer_names import shorten, shorten_all
 from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.display.results import show_progress
-from kronoscope.display.tables import format_number, layer_table, not_covered_lines, shorten, summary_line
+from kronoscope.display.tables import format_number, layer_table, not_covered_lines, summary_line
 
 ROW = {
     "kind": "capacity", "ordinal": 0, "layer": "encoder.layer.11.attention.self.query", "module": "Linear",
@@ -85,6 +86,44 @@ def test_columns_that_a_narrow_terminal_has_no_room_for_are_named() -> None:
         assert bool(told) == (width < 80)
     wide = printed(layer_table("capacity", [metrics_row(layer="conv")]))
     assert "too narrow" not in wide
+
+
+@pytest.mark.parametrize("width", [16, 24, 40])
+@pytest.mark.parametrize(
+    "pattern",
+    ["transformer.decoder.blocks.{}.attention.query_projection.weight_parametrization.original.kernel",
+     "model.language_model_with_a_long_name.projections.of_the_attention.number_{}",
+     "backbone_of_the_{}_encoder.layer.attention.query_projection_with_a_very_long_name",
+     "first.{}.a_middle_that_takes_more_room_than_any_terminal_would_have.last_{}", "x\x1b{}" + "y" * 80],
+)  # fmt: skip
+def test_sixty_names_that_differ_anywhere_are_shown_apart(pattern: str, width: int) -> None:
+    names = [pattern.replace("{}", str(place)) for place in range(60)]
+    shown = shorten_all(names, width)
+    assert len(set(shown)) == 60
+    assert all(len(text) <= width and text.isprintable() for text in shown)
+    assert shorten_all([*names, names[0]], width)[-1] == shown[0]  # a name has one text
+    rows = [metrics_row(layer=name, ordinal=place) for place, name in enumerate(names)]
+    listed = [line.partition("│")[0] for line in printed(layer_table("capacity", rows)).splitlines()[3:]]
+    assert len(set(listed)) == 60
+
+
+def test_names_that_cannot_be_told_apart_by_a_part_are_numbered() -> None:
+    long = [f"{first * 50}.{last * 50}" for first in "ab" for last in "ab"]
+    assert len(set(shorten_all(long, 12))) == 4
+    assert shorten_all(["a\x1b", "a\x07"], 12) == ["a�", "a�~2"]
+
+
+def test_singular_and_unknown_conditions_have_words_of_their_own() -> None:
+    for kappa, rank, said in ((None, 3, "∞"), (None, None, "–"), (12.5, 3, "12.5")):
+        row = metrics_row(metrics=ROW["metrics"] | dict.fromkeys(CapacityMetrics.__dataclass_fields__) | {
+            "trace": 1.5, "effective_rank": 2.0, "kappa": kappa, "rank": rank})  # type: ignore[operator]  # fmt: skip
+        assert printed(layer_table("capacity", [row])).splitlines()[-1].rpartition("│")[2].strip() == said
+
+
+def test_a_floor_that_was_missed_by_a_little_is_not_whole() -> None:
+    said = {"layers": 1, "clipped": 1, "eigenvalues": 9, "kappa_max": 10.0, "floor_kept": 0.9996}
+    assert "floor kept to 99.9%" in summary_line("reconstruction", said)
+    assert "floor kept to 100.0%" in summary_line("reconstruction", said | {"floor_kept": 1.0})
 
 
 def test_an_id_is_never_cut() -> None:

@@ -83,7 +83,7 @@ def text_stream(
             f"none of the {len(texts)} texts has {least} tokens or more; give text", pointer=pointer, code="empty_data"
         )
     if len(encoded) < len(texts):
-        request.context.log("info", f"{len(texts) - len(encoded)} texts without tokens are left out")
+        request.context.log("info", f"{len(texts) - len(encoded)} texts with fewer than {least} tokens are left out")
 
     def batches() -> Iterator[Chunk]:
         for start in range(0, len(encoded), request.batch_size):
