@@ -40,8 +40,11 @@ def create_app(broker: str) -> WorkerApp:
     celery = WorkerApp("kronoscope", broker=broker, include=["worker.tasks"])
     celery.conf.update(
         accept_content=["json"],
+        broker_channel_error_retry=True,
+        broker_connection_max_retries=None,  # Redis may be away for days: the poll finds the jobs
         broker_connection_retry_on_startup=True,
         broker_heartbeat=0,
+        broker_transport="worker.broker_connection:Transport",
         broker_transport_options={"socket_connect_timeout": 3, "socket_keepalive": True, "health_check_interval": 15},
         result_backend=None,
         task_acks_late=False,
@@ -51,7 +54,9 @@ def create_app(broker: str) -> WorkerApp:
         result_serializer="json",
         worker_cancel_long_running_tasks_on_connection_loss=False,
         worker_concurrency=2,  # wake-ups are handled in milliseconds; jobs run in threads of the Agent's
+        worker_consumer="worker.broker_connection:SteadyConsumer",
         worker_disable_prefetch=True,
+        worker_enable_remote_control=False,  # whoever may write to Redis could end every worker by it
         worker_hijack_root_logger=False,
         worker_pool="threads",
         worker_prefetch_multiplier=1,

@@ -206,7 +206,9 @@ def test_no_container_of_the_service_has_a_way_out(stack: Stack) -> None:
         assert joined == ({"backend", "front"} if service == "api" else {"backend"}), service
 
 
-@pytest.mark.parametrize("command", ["EVAL 1 0", "CONFIG GET maxmemory", "FLUSHALL", "MODULE LIST"])
+@pytest.mark.parametrize(
+    "command", ["EVAL 1 0", "SCRIPT LOAD 1", "EVALSHA 1 0", "CONFIG GET maxmemory", "FLUSHALL", "MODULE LIST"]
+)
 def test_redis_refuses_what_a_queue_does_not_need(stack: Stack, command: str) -> None:
     shell = f"REDISCLI_AUTH=$REDIS_PASSWORD redis-cli --user kronoscope {command}"
     assert stack.compose("exec", "--no-TTY", "redis", "sh", "-c", shell).startswith("NOPERM")

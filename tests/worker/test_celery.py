@@ -154,19 +154,6 @@ def test_the_relay_rings_for_jobs_that_redis_lost(
     eventually(lambda: job(job_id).state == "failed")
 
 
-def test_garbage_in_the_list_loses_no_job(worker: Any, submitted: Any, job: Any, eventually: Any, broker: str) -> None:
-    """Celery 5.7 ends on a raw item that is no message; the next process finds the job in the database."""
-    process = worker(celery_command())
-    eventually(lambda: process.said("ready"))
-    with redis.Redis.from_url(broker) as client:
-        client.lpush("celery", "{this is not a message")
-    eventually(lambda: process.popen.poll() is not None)
-    assert process.popen.returncode != 0
-    job_id = submitted(**USAGE)
-    worker(celery_command())
-    eventually(lambda: job(job_id).state == "failed")
-
-
 def test_without_redis_jobs_are_done_all_the_same(worker: Any, submitted: Any, job: Any, eventually: Any) -> None:
     process = worker(celery_command(), KRONOSCOPE_REDIS_URL="redis://127.0.0.1:1/0")
     job_id = submitted(**USAGE)

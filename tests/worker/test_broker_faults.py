@@ -1,0 +1,153 @@
+"""Redis answers with errors, is full or away, or holds what is no message: the worker stays, and wake-ups work."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from tests import servers
+from tests.worker.test_celery import USAGE, Process, celery_command
+from worker.app import create_app
+
+COMPOSE = Path(__file__).resolve().parents[2] / "docker-compose.yml"
+HEADERS = {"task": "worker.tasks.ring", "id": "x", "argsrepr": None}
+PROPERTIES = {
+    "delivery_tag": "t",
+    "delivery_info": {"exchange": "", "routing_key": "celery"},
+    "body_encoding": "base64",
+}
+MALFORMED = [
+    *("[]", "{}", "null", "1", '"text"', "{this is not a message", "\ud800", "[" * 5000, "NaN", ""),
+    json.dumps({"properties": [], "headers": {}, "body": ""}),
+    json.dumps({"properties": PROPERTIES, "headers": None, "body": "e30="}),
+    json.dumps({"properties": PROPERTIES, "headers": [], "body": "?"}),
+    json.dumps({"properties": PROPERTIES, "headers": HEADERS, "body": 7}),
+    json.dumps({"properties": PROPERTIES, "headers": HEADERS | {"eta": [], "expires": {}}, "body": "W10="}),
+    json.dumps({"properties": PROPERTIES, "headers": HEADERS | {"task": []}, "body": "W10="}),
+    json.dumps({"properties": PROPERTIES, "headers": HEADERS | {"id": {}}, "body": "e30="}),
+    json.dumps({"properties": PROPERTIES | {"delivery_tag": []}, "headers": HEADERS, "body": "W10="}),
+]
+
+
+@pytest.fixture
+def dialect() -> str:
+    return "postgresql"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[servers.PrivateServer]:
+    """A Redis of these tests' own: it is made a replica, filled and killed."""
+    with servers.private_redis() as started:
+        yield started
+
+
+@pytest.fixture
+def admin(server: servers.PrivateServer) -> Iterator["redis.Redis[Any]"]:
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def start(ledger_url: str, server: servers.PrivateServer, tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Start a worker that finds jobs by wake-ups alone."""
+    started = []
+
+    def run(broker: str | None = None) -> Process:
+        environment = {
+            "PATH": str(Path(sys.executable).parent),
+            "PYTHONPATH": ":".join(sys.path[1:]),
+            "KRONOSCOPE_DATABASE_URL": ledger_url,
+            "KRONOSCOPE_REDIS_URL": broker or server.url,
+            "KRONOSCOPE_ARTIFACTS": str(tmp_path / "artifacts"),
+            "KRONOSCOPE_MODEL_STORE": str(tmp_path / "store"),
+            "KRONOSCOPE_POLL_SECONDS": "3600",
+            "KRONOSCOPE_RELAY_SECONDS": "3600",
+            "OMP_NUM_THREADS": "1",
+        }
+        process = Process(celery_command(), environment, tmp_path)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.stop()
+
+
+@pytest.fixture
+def wakes(
+    server: servers.PrivateServer, submitted: Callable[..., str], job: Callable[[str], Any], eventually: Any
+) -> Callable[[Process], None]:
+    """``wakes(process)``: a wake-up reaches it, and it does the job."""
+
+    def ask(process: Process) -> None:
+        job_id = submitted(**USAGE)
+        with Celery(broker=server.url, set_as_current=False) as sender:
+            sender.send_task("worker.tasks.ring", args=[job_id], ignore_result=True)
+        eventually(lambda: process.popen.poll() is not None or job(job_id).state == "failed")
+        assert process.popen.poll() is None, process.raw[-20:]
+
+    return ask
+
+
+def test_what_is_no_message_ends_no_worker(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
+    process = start()
+    eventually(lambda: process.said("ready"))
+    for text in MALFORMED:
+        admin.lpush("celery", text.encode(errors="surrogatepass"))
+        eventually(lambda: process.popen.poll() is not None or admin.llen("celery") == 0)
+        assert process.popen.poll() is None, text
+    wakes(process)
+
+
+def test_a_replica_and_a_full_server_are_waited_for(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
+    """READONLY is what a worker reads that stayed with the former primary after a failover."""
+    running = start()
+    eventually(lambda: running.said("ready"))
+    admin.replicaof("127.0.0.1", "1")
+    eventually(lambda: running.said("ReadOnlyError") or running.popen.poll() is not None)
+    begun = start()
+    eventually(lambda: begun.said("ReadOnlyError") or begun.popen.poll() is not None)
+    assert [running.popen.poll(), begun.popen.poll()] == [None, None]
+    admin.replicaof("NO", "ONE")
+    begun.stop()
+    wakes(running)
+    admin.config_set("maxmemory", "1")
+    admin.client_kill_filter(_type="normal", skipme=True)
+    eventually(lambda: running.said("OutOfMemoryError") or running.popen.poll() is not None)
+    assert running.popen.poll() is None
+    admin.config_set("maxmemory", "0")
+    wakes(running)
+
+
+def test_one_that_was_killed_is_waited_for(start: Any, wakes: Any, server: Any, eventually: Any) -> None:
+    process = start()
+    eventually(lambda: process.said("ready"))
+    server.kill()
+    eventually(lambda: process.said("Connection refused"))
+    server.restart()
+    wakes(process)
+    assert create_app("redis://").conf.broker_connection_max_retries is None  # 100 tries were 46 minutes
+
+
+def test_the_user_of_compose_runs_no_scripts_and_needs_none(
+    start: Any, wakes: Any, server: Any, admin: Any, eventually: Any
+) -> None:
+    written = re.search(r"user kronoscope on >%s ([^\\]+)\\n", COMPOSE.read_text())
+    assert written is not None
+    admin.execute_command("ACL", "SETUSER", "kronoscope", "on", ">secret", *written[1].split())
+    url = re.sub("//.*@", "//kronoscope:secret@", server.url)
+    with redis.Redis.from_url(url) as client:
+        for words in (["EVAL", "return 1", 0], ["SCRIPT", "LOAD", "return 1"], ["EVALSHA", "0" * 40, 0]):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*words)
+    process = start(url)
+    eventually(lambda: process.said("ready"))
+    wakes(process)
+    assert not process.said("permissions")
