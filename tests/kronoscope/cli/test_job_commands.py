@@ -125,7 +125,11 @@ def test_ctrl_c_while_watching_is_no_error(
         arguments = ("watch", seeding.running(embedded.engine, LOCAL_TENANT).job_id)
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     watching = subprocess.Popen(
-        [*KRONOSCOPE, *arguments], cwd=tmp_path, env=environment(KRONOSCOPE_URL=embedded.server.url), **options
+        # a shell starts what runs in its background with the signal ignored
+        ["env", "--default-signal=INT", *KRONOSCOPE, *arguments],
+        cwd=tmp_path,
+        env=environment(KRONOSCOPE_URL=embedded.server.url),
+        **options,
     )
     assert watching.stderr is not None
     said = ""
@@ -133,7 +137,7 @@ def test_ctrl_c_while_watching_is_no_error(
         said += watching.stderr.readline()
     time.sleep(0.3)
     os.kill(watching.pid, signal.SIGINT)
-    _, rest = watching.communicate(timeout=90)
+    _, rest = watching.communicate(timeout=60)
     assert watching.returncode == code, rest
     assert "no longer watching; the job goes on" in rest
     assert "error" not in rest
