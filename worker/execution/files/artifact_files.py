@@ -262,12 +262,14 @@ def tensor_bytes(tensor: Tensor) -> Iterator[bytes]:
     """Yield a tensor's row-major little-endian bytes.
 
     Args:
-        tensor: A tensor of any shape, dtype and device.
+        tensor: A tensor of any shape, dtype and device; of a quantised one the values that it stands for.
 
     Yields:
         Parts of at most 16 MiB.
     """
-    flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    # a quantised tensor seen as bytes ends the process, and a conjugated view has no bytes of its own
+    values = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach().resolve_conj().resolve_neg()
+    flat = values.to("cpu").contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.numel(), _PART_BYTES):
         yield flat[start : start + _PART_BYTES].numpy().tobytes()
 
