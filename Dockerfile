@@ -19,8 +19,8 @@ RUN groupadd --gid 10001 kronoscope \
     && chmod 0775 /data/artifacts /data/models \
     && python -m venv /opt/kronoscope
 WORKDIR /app
-# hatchling wants the files that pyproject.toml names; an empty package stands in until the code comes
-COPY pyproject.toml constraints.txt LICENSE ./
+# what builds a wheel wants these files; an empty package stands in until the code comes
+COPY pyproject.toml hatch_build.py constraints.txt LICENSE ./
 RUN mkdir catalog && touch README.md catalog/__init__.py \
     && pip install -c constraints.txt hatchling
 
@@ -43,7 +43,7 @@ COPY catalog catalog
 COPY jobs jobs
 COPY kronoscope kronoscope
 COPY api api
-RUN pip install --no-deps --no-build-isolation . && rm -rf /app/*
+RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q .
 USER 10001:10001
 WORKDIR /data
 ENV HOME=/tmp \
@@ -60,7 +60,7 @@ COPY catalog catalog
 COPY jobs jobs
 COPY engine engine
 COPY worker worker
-RUN pip install --no-deps --no-build-isolation . && rm -rf /app/*
+RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q .
 USER 10001:10001
 WORKDIR /data
 ENV HOME=/tmp \

@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench site soak architectures peers test-docker env clean
+.PHONY: help demo test check format bench site wheel soak architectures peers test-docker env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -74,6 +74,10 @@ bench: $(STAMP) ## run benchmarks/*.py and the conformance table; each writes be
 site: $(STAMP) ## build the documentation as a site in .site, strict about links
 	@$(PY) -m mkdocs build -q -f website/mkdocs.yml
 	@echo "Open .site/index.html"
+
+wheel: $(STAMP) ## build dist/kronoscope-*.whl, whose one package is kronoscope
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 soak: $(STAMP) ## kill every part at every point with the default leases; writes benchmarks/results/soak.json (8 to 10 minutes measured)
 	@$(PY) -m tests.servers install

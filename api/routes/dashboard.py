@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 
+import api
 from api.problem_details import not_found
 from api.requests.auth import open_to_all
 from api.requests.etags import has_current
@@ -44,7 +45,7 @@ def _read(folder: Traversable, prefix: str = "") -> dict[str, PageFile]:
 
 
 # requests are looked up here and never on the disk, so that no path can leave the folder
-_FILES = _read(resources.files("api").joinpath("dashboard"))
+_FILES = _read(resources.files(api).joinpath("dashboard"))
 
 router = APIRouter(include_in_schema=False)
 

@@ -191,7 +191,7 @@ def serve(
         raise typer.Exit(serve_embedded(data_dir, port, lambda text: message_console().print(text, soft_wrap=True)))
     if port is not None:
         os.environ["KRONOSCOPE_PORT"] = str(port)
-    raise typer.Exit(exec_module("api"))
+    raise typer.Exit(exec_module("api.__main__"))
 
 
 app.command(epilog=epilog("kronoscope worker --until-idle --wall 4h"))(worker)

@@ -75,7 +75,7 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
     Raises:
         NotInstalled: If the worker's packages are not installed.
     """
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("worker") is None:
+    if importlib.util.find_spec("torch") is None:
         raise NotInstalled("`kronoscope run` computes on this machine, which needs `pip install kronoscope[worker]`")
     existed = output.exists()
     outcome = Outcome()

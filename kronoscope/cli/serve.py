@@ -75,11 +75,11 @@ def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -
     require_free(chosen)
     environment = embedded_environment(os.environ, folder, chosen, Path.cwd(), folder / "models")
     say(f"bringing {folder / 'ledger.db'} to this version's schema")
-    _once([sys.executable, "-P", "-m", "migrations"], environment)
+    _once([sys.executable, "-P", "-m", "migrations.__main__"], environment)
     group = _Group()
     previous = {number: signal.signal(number, group.ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        group.start("api", [sys.executable, "-P", "-m", "api"], environment, folder / "api.log")
+        group.start("api", [sys.executable, "-P", "-m", "api.__main__"], environment, folder / "api.log")
         group.start(
             "worker",
             [sys.executable, "-P", "-m", "worker.embedded", "--with-parent"],

@@ -14,7 +14,9 @@ from typing import Any
 
 from worker.execution.refusal import Refusal, names
 
-_OURS = frozenset({"api", "catalog", "engine", "jobs", "kronoscope", "migrations", "worker"})
+_ALL = frozenset({"api", "catalog", "engine", "jobs", "kronoscope", "migrations", "worker"})
+_OURS = _ALL if __name__.partition(".")[0] == "worker" else frozenset({"kronoscope"})
+"""Names that a caller's module cannot have: those of a checkout's folders, or of the wheel's one package."""
 
 
 def resolve(name: str) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from worker.execution.computing_environment import computing_environment
 from worker.execution.data.stream import Chunk
 from worker.execution.files.artifact_files import tensor_bytes
 
-_KNOWN_CODE = ("torch", "transformers", "worker")
+_KNOWN_CODE = ("torch.", "transformers.", f"{worker.__name__}.")
 """Packages whose modules are told by their version, or by the digest of their source."""
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -90,7 +90,7 @@ def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
     if document.collection.nested:
         return "`collection.nested` keeps statistics beside the factors"
     for name, module in model.named_modules():
-        if type(module).__module__.partition(".")[0] not in _KNOWN_CODE:
+        if not type(module).__module__.startswith(_KNOWN_CODE):
             return f"the code of module `{name}` ({type(module).__name__}) is not known"
         if any(getattr(module, hooks, None) for hooks in _HOOKS) or "forward" in vars(module):
             return f"module `{name}` has hooks, or a forward of its own"
