@@ -2,7 +2,8 @@
 #   docker build --target api .      docker build --target worker .
 # Dependencies are layers of their own, below the code, so that a changed line of ours rebuilds in seconds.
 
-FROM python:3.11-slim AS base
+ARG PYTHON_IMAGE=python:3.11-slim
+FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -21,18 +22,24 @@ RUN groupadd --gid 10001 kronoscope \
 WORKDIR /app
 # what builds a wheel wants these files; an empty package stands in until the code comes
 COPY pyproject.toml hatch_build.py constraints.txt LICENSE ./
+COPY ops/locks ops/locks
 RUN mkdir catalog && touch README.md catalog/__init__.py \
-    && pip install -c constraints.txt hatchling
+    && pip install --require-hashes --no-deps -r ops/locks/build.txt
 
 # --- dependencies --------------------------------------------------------------------------------------------------
+# file by file as ops/locks has them (`make lock`); --no-index refuses what a lock lacks
 
 FROM base AS api-dependencies
-RUN pip install -c constraints.txt --no-build-isolation '.[api,client]' && pip uninstall -y kronoscope
+RUN pip install --require-hashes --no-deps -r ops/locks/api.txt \
+    && pip install --no-index --no-build-isolation '.[api,client]' && pip uninstall -y kronoscope
 
 FROM base AS worker-dependencies
 # `--build-arg PIP_EXTRA_INDEX_URL=…` takes torch from an index with smaller CPU builds
 ARG PIP_EXTRA_INDEX_URL
-RUN pip install -c constraints.txt --no-build-isolation '.[worker]' && pip uninstall -y kronoscope
+# torch's builds differ from machine to machine, and so do their hashes: it is pinned by its version
+RUN pip install --require-hashes --no-deps -r ops/locks/worker.txt \
+    && pip install -c constraints.txt torch \
+    && pip install --no-index --no-build-isolation '.[worker]' && pip uninstall -y kronoscope
 
 # --- code ----------------------------------------------------------------------------------------------------------
 

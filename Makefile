@@ -10,12 +10,14 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 ARCHITECTURES := .architectures
+TOOLS := .supply-tools
+LOCKS := ops/locks
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # the first interpreter that is new enough; `make demo PYTHON=/path/to/python3.12` overrides
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench site wheel soak architectures peers test-docker env clean
+.PHONY: help demo test check format bench site wheel soak architectures peers test-docker lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -95,10 +97,34 @@ test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it
 	@docker compose version >/dev/null || { echo "Compose v2 is missing: install the plugin docker-compose." >&2; exit 2; }
 	@$(PYTEST) -m docker tests/docker
 
+lock: $(TOOLS)/.installed ## renew ops/locks from constraints.txt: every file that an image installs, by SHA-256
+	@$(PYTHON) ops/write_locks.py $(TOOLS)/bin/uv
+
+audit: $(TOOLS)/.installed ## hold the locked versions against the known vulnerabilities (needs the internet)
+	@for image in api worker; do \
+		echo "==> $$image"; $(TOOLS)/bin/pip-audit --strict --progress-spinner off --disable-pip --require-hashes -r $(LOCKS)/$$image.txt; \
+	done
+
+sbom: $(TOOLS)/.installed ## write dist/sbom-api.json and dist/sbom-worker.json (CycloneDX)
+	@mkdir -p dist
+	@for image in api worker; do \
+		{ cat $(LOCKS)/$$image.txt; [ $$image = api ] || grep '^torch==' constraints.txt; } | \
+			$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible -o dist/sbom-$$image.json -; \
+	done
+	@ls dist/sbom-*.json
+
+pin-images: ## write the digests of the images that Compose takes from a registry into .env, so that it takes no others
+	@$(PYTHON) ops/pin_images.py docker-compose*.yml
+
 env: ## write .env with random passwords for Docker Compose; an existing one is kept
 	@if [ -e .env ]; then $(MAKE) complete-env; else $(MAKE) .env; fi
 
 # --- what the targets above call -----------------------------------------------------------------------------------
+
+$(TOOLS)/.installed: ops/supply-tools.txt
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 .PHONY: browser
 browser:
@@ -136,6 +162,6 @@ complete-env:
 	@echo "==> .env is written, with random passwords and mode 0600; docker compose up -d comes next"
 
 clean: ## remove the environment, the caches and the demo's data; .env and other data stay
-	@rm -rf $(VENV) $(ARCHITECTURES) .peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
+	@rm -rf $(VENV) $(ARCHITECTURES) $(TOOLS) .peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> Removed $(VENV), caches and .kronoscope/demo"
