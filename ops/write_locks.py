@@ -35,7 +35,7 @@ def main(uv: str) -> None:
 
 def _compile(uv: str, requirements: str, extras: list[str], *options: str) -> str:
     command = [uv, "pip", "compile", "--quiet", requirements, *extras, "--constraint=constraints.txt", *options]
-    command += ["--python-version=3.11", "--python-platform=linux", "--no-annotate", "--no-header"]
+    command += ["--python-version=3.11.0", "--python-platform=linux", "--no-annotate", "--no-header"]
     return subprocess.run(  # noqa: S603
         command, cwd=ROOT, check=True, input="hatchling", stdout=subprocess.PIPE, text=True
     ).stdout
