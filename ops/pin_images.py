@@ -18,7 +18,7 @@ def main(compose_files: list[str]) -> int:
         compose_files: The Compose files that name the images.
 
     Returns:
-        The exit code: 1 if an image has no digest, in which case .env stays as it is.
+        The exit code: 1 if an image cannot be pulled or has no digest; .env then stays as it is.
     """
     tags = dict(
         found
@@ -27,7 +27,10 @@ def main(compose_files: list[str]) -> int:
     )
     digests = {}
     for variable, tag in sorted(tags.items()):
-        subprocess.run(["docker", "pull", "--quiet", tag], check=True, stdout=subprocess.DEVNULL)  # noqa: S603, S607
+        pulled = subprocess.run(["docker", "pull", "--quiet", tag], check=False, stdout=subprocess.DEVNULL)  # noqa: S603, S607
+        if pulled.returncode:
+            sys.stderr.write(f"{tag} could not be pulled; nothing is pinned\n")
+            return 1
         inspected = subprocess.run(  # noqa: S603
             ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag],  # noqa: S607
             check=True,

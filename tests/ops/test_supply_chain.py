@@ -54,14 +54,14 @@ def test_a_lock_holds_whatever_its_image_needs_but_torch(lock: str) -> None:
 REGISTRY = """#!/bin/sh
 # an engine that holds images of a registry, and logs what it is asked
 echo "$@" >> "$LOG"
-[ "$1" = pull ] && exit 0
 for tag; do :; done
+[ "$1" = pull ] && { [ "$tag" != "$AWAY" ]; exit; }
 [ "$tag" = "$BUILT" ] && echo '[]' && exit 0
 echo "[\\"other/name@sha256:0\\", \\"${tag%:*}@sha256:abc\\"]"
 """
 
 
-def pin(folder: Path, built: str = "") -> subprocess.CompletedProcess[str]:
+def pin(folder: Path, *, built: str = "", away: str = "") -> subprocess.CompletedProcess[str]:
     (folder / "bin").mkdir()
     (folder / "bin/docker").write_text(REGISTRY)
     (folder / "bin/docker").chmod(0o755)
@@ -69,7 +69,7 @@ def pin(folder: Path, built: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, ROOT / "ops/pin_images.py", *files],
         check=False, cwd=folder, capture_output=True, text=True, timeout=60,
-        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "LOG": str(folder / "log"), "BUILT": built},
+        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "LOG": str(folder / "log"), "BUILT": built, "AWAY": away},
     )  # fmt: skip
 
 
@@ -86,11 +86,15 @@ def test_pins_every_image_of_a_registry(tmp_path: Path) -> None:
     assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
 
 
-def test_an_image_without_a_digest_pins_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [({"built": "redis:7"}, "redis:7 was built here"), ({"away": "postgres:17"}, "postgres:17 could not be pulled")],
+)
+def test_without_every_digest_nothing_is_pinned(tmp_path: Path, fault: dict[str, str], said: str) -> None:
     (tmp_path / ".env").write_text("REDIS_PASSWORD=secret\n")
-    ended = pin(tmp_path, built="redis:7")
+    ended = pin(tmp_path, **fault)
     assert ended.returncode == 1
-    assert "redis:7 was built here" in ended.stderr
+    assert said in ended.stderr
     assert (tmp_path / ".env").read_text() == "REDIS_PASSWORD=secret\n"
 
 
