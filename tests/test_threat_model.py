@@ -1,0 +1,41 @@
+"""Every threat of docs/threat-model.md names tests that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/threat-model.md"
+
+
+def threats() -> list[tuple[str, str, str]]:
+    """The rows of the tables whose last column names tests."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("|")
+    ]
+    found = [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
+    return [row for row in found if row[0] != "threat" and not set(row[0]) <= {"-"}]
+
+
+def functions_of(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_kind_of_attacker_has_its_threats() -> None:
+    assert len(threats()) >= 35
+
+
+@pytest.mark.parametrize(("threat", "protection", "attack"), threats(), ids=lambda cell: cell[:40])
+def test_a_threat_names_what_stops_it_and_tests_that_exist(threat: str, protection: str, attack: str) -> None:
+    assert threat
+    assert protection
+    named = re.findall(r"`([^`]+)`", attack)
+    assert named
+    for each in named:
+        path, _, function = each.partition("::")
+        assert (ROOT / path).is_file(), each
+        assert not function or function in functions_of(ROOT / path), each
