@@ -42,6 +42,12 @@ class LedgerSettings(EnvironmentSettings):
     """Seconds between two looks of a worker for files that nothing names any more."""
     grace_seconds: Seconds = 3600
     """How old such files must be to be removed."""
+    running_jobs: int = Field(64, ge=0, le=1_000_000)
+    """Jobs of each tenant that run at a time, and one estimate beside them; others wait, and hold up nobody else's. 0
+    sets no limit. With less than there are slots no tenant can hold all of them."""
+    stored_bytes: int | None = Field(None, ge=1)
+    """What the files of each tenant may take for which `kronoscope tenants set` sets nothing else; without it they have
+    no limit."""
     retention_days: float | None = Field(None, ge=0, le=36_500)
     """An ended job is archived after so many days; without it everything stays in the ledger."""
     retention_files: Literal["keep", "drop"] = "keep"

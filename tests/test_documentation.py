@@ -53,7 +53,7 @@ def default_of(name: str, field: FieldInfo) -> str:
     value = field.default
     if isinstance(value, Path):
         return f"`{value}`"
-    if name.endswith("_bytes"):
+    if name.endswith("_bytes") and value is not None:
         return f"{value // 2**20:,} MiB" if value < 2**30 else f"{value // 2**30:,} GiB"
     if value is None or value == () or field.is_required():
         return "none"

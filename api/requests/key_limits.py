@@ -34,7 +34,7 @@ class RequestRate:
         Args:
             per_second: Requests of one key a second; 0 sets no limit.
         """
-        self._per_second = per_second
+        self.per_second = per_second
         self._most = per_second * _BURST_SECONDS
         self._buckets: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
@@ -48,15 +48,15 @@ class RequestRate:
         Returns:
             0 where there was one; else the seconds until there is.
         """
-        if not self._per_second:
+        if not self.per_second:
             return 0.0
         tokens, at = self._buckets.pop(key, (self._most, now))
-        tokens = min(self._most, tokens + (now - at) * self._per_second)
+        tokens = min(self._most, tokens + (now - at) * self.per_second)
         missing = max(0.0, 1 - tokens)
         self._buckets[key] = (tokens if missing else tokens - 1, now)
         if len(self._buckets) > _KNOWN_KEYS:
             self._buckets.popitem(last=False)
-        return missing / self._per_second
+        return missing / self.per_second
 
 
 class Slots:
@@ -120,7 +120,10 @@ class KeyLimitsMiddleware:
         key = hashlib.sha256(header.encode("utf-8", "replace")).digest()
         seconds = self.rate.take(key, time.monotonic())
         if seconds:
-            detail = "this key asks more often than it may; wait between requests, or ask with `wait`"
+            detail = (
+                f"this key may ask {self.rate.per_second:g} times a second and asks more often; wait between requests, "
+                "ask for news of a job with `wait`, or ask the operator of this service for more"
+            )
             await _refuse("too-many-requests", detail, seconds)(scope, receive, send)
             return
         slots = self._slots.setdefault(key, Slots(self.at_a_time))

@@ -79,7 +79,7 @@ async def create(
         )
     if submitted is None:
         await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
-        await run_in_threadpool(require_room, service.engine, caller.tenant_id)
+        await run_in_threadpool(require_room, service.engine, caller.tenant_id, settings.ledger.stored_bytes)
         await run_in_threadpool(
             require_place, service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes
         )
@@ -248,6 +248,7 @@ def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, st
 
     The placement is not part of the ETag: it may change while the job does not, and long polls do not wake for it.
     """
-    body = _VIEW.dump_json(job_view(job, placement_of(service.all_tenants, job)))
+    placement = placement_of(service.all_tenants, job, service.settings.ledger.running_jobs)
+    body = _VIEW.dump_json(job_view(job, placement))
     named = {"etag": _etag(_json(job)), **(headers or {})}
     return Response(body, status_code=status, media_type="application/json", headers=named)

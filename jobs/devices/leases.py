@@ -68,6 +68,8 @@ class Place:
     job_id: str
     worker_id: str
     device_uuid: str
+    most_running: int = 0
+    """The cap on the running jobs of a tenant under which it was looked up; 0 for none."""
 
 
 @record

@@ -14,6 +14,7 @@ from jobs.devices.leases import DeviceLease, Place, lease, lease_of
 from jobs.lifecycle import HELD
 from jobs.queue.fence import by_holder, change, draw_fenced, take
 from jobs.records import Claim
+from jobs.scheduling.fair_share import is_within_cap
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.identifiers import is_id
@@ -21,7 +22,7 @@ from jobs.schema.tables import jobs, layer_results, tenants
 
 
 class _PlaceTaken(Exception):
-    """The device was leased by another; the claim is rolled back."""
+    """The device was leased by another, or the tenant's last running slot; the claim is rolled back."""
 
 
 _RECOGNISE = (
@@ -54,7 +55,8 @@ def claim(
         place: The device, as `next_places` found it; None for a claim without a device.
 
     Returns:
-        The claim, or None if the job is not queued (any more) or overdue, or the device is taken.
+        The claim, or None if the job is not queued (any more) or overdue, the device is taken, or the tenant runs as
+        many jobs as it may.
     """
     if not is_id(job_id):
         return None
@@ -66,7 +68,9 @@ def claim(
                 leased = lease(connection, taken, place)
                 if leased is None:
                     raise _PlaceTaken
-            connection.execute(_SERVED, {"served": taken.tenant_id})
+            connection.execute(_SERVED, {"served": taken.tenant_id})  # locks the tenant's row
+            if place is not None and place.most_running and not is_within_cap(connection, taken, place.most_running):
+                raise _PlaceTaken
             return _claim(connection, taken, leased)
         row = connection.execute(
             _RECOGNISE, {"job": job_id, "token": claim_token, "seconds": float(lease_seconds)}

@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from catalog.record import record
 from jobs.devices.leases import suits_condition
-from jobs.scheduling.fair_share import fair_order, goes_ahead, is_due
+from jobs.scheduling.fair_share import fair_order, goes_ahead, has_running_slot, is_due
 from jobs.schema.clock import Moment, ledger_now
 from jobs.schema.tables import jobs, tenants
 
@@ -45,21 +45,22 @@ class CandidateSlot:
     """Classes of the smaller free devices of others, to whom what they could hold is left for a grace."""
 
 
-def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot]) -> Select[Any]:
+def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot], *, capped: bool) -> Select[Any]:
     """Build the query for the next jobs that fit into a slot, with the device of each as `device`.
 
     It is executed with `most_bytes`, the most that is free on any device, `before_grace`, the grace in seconds as a
-    negative number, and `slot_values` of each slot.
+    negative number, `slot_values` of each slot, and where it is capped `most_running`, the cap.
 
     Args:
         dialect: The database's.
         limit: The number of jobs.
         slots: The free slots of a worker.
+        capped: Whether there is a cap on the running jobs of a tenant.
 
     Returns:
         The query; it is cached.
     """
-    return _built(dialect, limit, tuple(slots))
+    return _built(dialect, limit, tuple(slots), capped)
 
 
 def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - a row of `jobs`
@@ -88,10 +89,12 @@ def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequ
 
 
 @functools.lru_cache(maxsize=_SHAPES)
-def _built(dialect: str, limit: int, slots: tuple[CandidateSlot, ...]) -> Select[Any]:
+def _built(dialect: str, limit: int, slots: tuple[CandidateSlot, ...], capped: bool) -> Select[Any]:
     taken = [(_takes(number, slot), bindparam(f"device_{number}", type_=String())) for number, slot in enumerate(slots)]
     # what fits nowhere is passed over by one comparison
     claimable = and_(_bytes("most_bytes") >= NEEDS, is_due(), or_(*(condition for condition, _ in taken)))
+    if capped:
+        claimable = and_(claimable, has_running_slot())
     return fair_order(dialect, limit, claimable, case(*taken))
 
 

@@ -2,12 +2,30 @@
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, literal, or_, select, true
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Row,
+    Select,
+    Subquery,
+    and_,
+    bindparam,
+    case,
+    func,
+    literal,
+    or_,
+    select,
+    true,
+)
 from sqlalchemy.sql.util import ClauseAdapter
 
 from jobs.lifecycle import HELD
 from jobs.schema.clock import ledger_now
 from jobs.schema.tables import jobs, tenants
+
+_held = jobs.alias("held")
+_others = jobs.alias("others")
 
 AHEAD = 100
 """A priority that no document can ask for: before all of a tenant's jobs, for what takes seconds and is waited for."""
@@ -87,6 +105,64 @@ def is_due() -> ColumnElement[bool]:
     return and_(
         or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > ledger_now()),
         or_(jobs.c.not_before.is_(None), jobs.c.not_before <= ledger_now()),
+    )
+
+
+def has_running_slot() -> ColumnElement[bool]:
+    """Return the condition for a queued job's tenant to run fewer jobs than the parameter `most_running`.
+
+    One estimate may run beside them: it takes seconds, and they may take days.
+    """
+    full = _tenants_with(_held, bindparam("most_running", type_=Integer()))
+    estimating = _tenants_with(_others, literal(1, literal_execute=True)).where(_others.c.priority >= AHEAD)
+    return or_(
+        jobs.c.tenant_id.not_in(full),
+        and_(jobs.c.priority >= AHEAD, jobs.c.tenant_id.not_in(estimating)),
+    )
+
+
+def tenants_without_slot(connection: Connection, most_running: int) -> frozenset[str]:
+    """Return the tenants that run as many jobs as they may.
+
+    Args:
+        connection: A connection with an open transaction.
+        most_running: The cap on the running jobs of a tenant.
+
+    Returns:
+        Their ids.
+    """
+    return frozenset(connection.execute(_tenants_with(_held, literal(most_running))).scalars())
+
+
+def is_within_cap(connection: Connection, taken: Row[Any], most_running: int) -> bool:
+    """Return whether a tenant may run the job that this transaction has just taken.
+
+    Exact where the transaction has locked the tenant's row before it asks: then no other claim is under way.
+
+    Args:
+        connection: The connection of the claim.
+        taken: The job's row.
+        most_running: The cap on the running jobs of a tenant.
+
+    Returns:
+        False if there is one too many with it; an estimate may be that one.
+    """
+    running, estimates = connection.execute(_RUNNING, {"tenant": taken.tenant_id}).one()
+    return bool(running <= most_running or (taken.priority >= AHEAD and estimates == 1))
+
+
+_RUNNING = select(func.count(), func.coalesce(func.sum(case((jobs.c.priority >= AHEAD, 1), else_=0)), 0)).where(
+    jobs.c.tenant_id == bindparam("tenant"), jobs.c.state.in_(HELD)
+)
+
+
+def _tenants_with(running: Any, number: ColumnElement[int]) -> Select[Any]:  # noqa: ANN401 - an alias of `jobs`
+    """The tenants that have at least so many jobs running."""
+    return (
+        select(running.c.tenant_id)
+        .where(running.c.state.in_(HELD))
+        .group_by(running.c.tenant_id)
+        .having(func.count() >= number)
     )
 
 

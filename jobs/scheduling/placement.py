@@ -18,7 +18,7 @@ from catalog.responses import PlacementView
 from jobs.devices.leases import Place, device_class, suits, suits_condition
 from jobs.records import Job
 from jobs.scheduling.candidate_slots import NEEDS, CandidateSlot, candidates_query, slot_values
-from jobs.scheduling.fair_share import is_due
+from jobs.scheduling.fair_share import AHEAD, is_due, tenants_without_slot
 from jobs.scheduling.fleet import FleetDevice, Offer, offered_by, read_fleet
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -27,13 +27,16 @@ from jobs.schema.tables import device_leases, devices, jobs
 _CANDIDATES = 20
 
 
-def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int = 20) -> list[Place]:
+def next_places(
+    engine: Engine, worker_id: str, grace_seconds: float, most_running: int = 0, limit: int = 20
+) -> list[Place]:
     """Return the jobs that a worker should try to claim, and a device of its own for each.
 
     Args:
         engine: The ledger's database.
         worker_id: The worker.
         grace_seconds: A job is left to a smaller free device of another worker for so long.
+        most_running: Cap on the running jobs of a tenant; 0 sets none.
         limit: The number of jobs.
 
     Returns:
@@ -50,13 +53,18 @@ def next_places(engine: Engine, worker_id: str, grace_seconds: float, limit: int
             (each.size, each.free_bytes, each.reserver and each.reserver.id): (each, offer) for each, offer in free
         }
         slots, values = [], {"most_bytes": max(each.free_bytes for each, _ in free), "before_grace": -grace_seconds}
+        if most_running:
+            values["most_running"] = most_running
         for number, (each, offer) in enumerate(alike.values()):
             slot, slot_parameters = _candidate_slot(fleet, each, offer, number)
             slots.append(slot)
             values |= slot_parameters
-        found = connection.execute(candidates_query(connection.dialect.name, limit, slots), values).all()
+        query = candidates_query(connection.dialect.name, limit, slots, capped=most_running > 0)
+        found = connection.execute(query, values).all()
     return [
-        Place(job_id=row.id, worker_id=worker_id, device_uuid=row.device) for row in found if row.device is not None
+        Place(job_id=row.id, worker_id=worker_id, device_uuid=row.device, most_running=most_running)
+        for row in found
+        if row.device is not None
     ]
 
 
@@ -89,7 +97,7 @@ def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool
         )
 
 
-def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
+def reserve(engine: Engine, worker_id: str, after_seconds: float, most_running: int = 0) -> None:
     """Reserve each of the worker's devices for the job that has waited there longest for more than is free.
 
     A job gets one device reserved, the smallest that could hold it beside the memory in use by others. That use is read
@@ -97,22 +105,26 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
     is
     too much. A job that fits on every device of its kind is never passed over for its size, so it reserves none: fair
     share
-    between tenants decides, not the time of waiting.
+    between tenants decides, not the time of waiting. Neither does one of a tenant that runs as many jobs as it may.
 
     Args:
         engine: The ledger's database.
         worker_id: The worker.
         after_seconds: Only for jobs that have waited so long.
+        most_running: Cap on the running jobs of a tenant; 0 sets none.
     """
     with reading(engine) as connection:
         fleet = read_fleet(connection)
+        full = tenants_without_slot(connection, most_running) if most_running else frozenset()
         wanted = {
-            each.uuid: _reserver(connection, fleet, each, offer, after_seconds)
+            each.uuid: _reserver(connection, fleet, (each, offer), after_seconds, full)
             for each, offer in offered_by(fleet, worker_id)
             if each.reserver is None
         }
         stale = {
-            each.uuid for each, _ in offered_by(fleet, worker_id) if each.reserver is not None and _placed(fleet, each)
+            each.uuid
+            for each, _ in offered_by(fleet, worker_id)
+            if each.reserver is not None and (each.reserver.tenant_id in full or _placed(fleet, each))
         }
     changes = {uuid: job for uuid, job in wanted.items() if job is not None} | dict.fromkeys(stale)
     if changes:
@@ -121,12 +133,13 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float) -> None:
                 connection.execute(update(devices).where(devices.c.uuid == uuid).values(reserved_job_id=changes[uuid]))
 
 
-def placement_of(engine: Engine, job: Job) -> PlacementView | None:
+def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementView | None:
     """Return the device of a job, or the reason why it has none yet.
 
     Args:
         engine: The ledger's database.
         job: The job.
+        most_running: Cap on the running jobs of a tenant; 0 sets none.
 
     Returns:
         The placement, or None if the job has ended.
@@ -140,6 +153,10 @@ def placement_of(engine: Engine, job: Job) -> PlacementView | None:
         if row.state != "queued":
             return _placement_of_running(connection, row)
         fleet = read_fleet(connection)
+        full = most_running and row.priority < AHEAD and row.tenant_id in tenants_without_slot(connection, most_running)
+    if full:
+        message = f"{most_running} of your jobs run, as many as may at a time; it begins after one of them has ended"
+        return PlacementView(status="waiting", message=message, device=None)
     return _placement_of_queued(fleet, row)
 
 
@@ -251,9 +268,14 @@ def _candidate_slot(
 
 
 def _reserver(
-    connection: Connection, fleet: Sequence[FleetDevice], device: FleetDevice, offer: Offer, after_seconds: float
+    connection: Connection,
+    fleet: Sequence[FleetDevice],
+    offered: tuple[FleetDevice, Offer],
+    after_seconds: float,
+    full: frozenset[str],
 ) -> str | None:
-    """The job that this device is to be kept for from now on."""
+    """The job that this device is to be kept for from now on; none of a tenant in ``full``."""
+    device, offer = offered
     whole = [each.capacity_bytes for each in fleet if each.kind != "host" and any(o.live for o in each.offers)]
     more_than = max(device.free_bytes, 0) if device.kind == "host" else min([*whole, device.most_bytes])
     if device.kind != "host" and device.free_bytes >= 0:
@@ -267,6 +289,7 @@ def _reserver(
             <= case((jobs.c.queued_at > device.doubted_since, device.capacity_bytes), else_=device.most_bytes),
             jobs.c.queued_at <= ledger_now(-after_seconds),
             suits_condition(device.kind, offer.factories),
+            jobs.c.tenant_id.not_in(full),
             is_due(),
         )
         .order_by(jobs.c.queued_at, jobs.c.id)

@@ -27,12 +27,13 @@ class Usage:
     """Null where there is no limit."""
 
 
-def usage(engine: Engine, name: str | None = None) -> tuple[Usage, ...]:
+def usage(engine: Engine, name: str | None = None, default_bytes: int | None = None) -> tuple[Usage, ...]:
     """Return the bytes in use and the quotas of tenants.
 
     Args:
         engine: The ledger's database.
         name: One tenant's name; None for all.
+        default_bytes: The quota of tenants without one of their own; None for no limit.
 
     Returns:
         One record per tenant, by name.
@@ -42,7 +43,7 @@ def usage(engine: Engine, name: str | None = None) -> tuple[Usage, ...]:
         query = query.where(tenants.c.name == name)
     with reading(engine) as connection:
         return tuple(
-            Usage(tenant=row.name, used_bytes=_used(connection, row.id), quota_bytes=_quota(row.quotas))
+            Usage(tenant=row.name, used_bytes=_used(connection, row.id), quota_bytes=_quota(row.quotas, default_bytes))
             for row in connection.execute(query).all()
         )
 
@@ -53,7 +54,7 @@ def set_quota(engine: Engine, name: str, quota_bytes: int | None) -> bool:
     Args:
         engine: The ledger's database.
         name: The tenant's name.
-        quota_bytes: The quota; None removes it.
+        quota_bytes: The quota; None removes it, so that the service's default holds.
 
     Returns:
         False if there is no tenant of that name.
@@ -72,23 +73,26 @@ def set_quota(engine: Engine, name: str, quota_bytes: int | None) -> bool:
     return True
 
 
-def require_room(engine: Engine, tenant_id: str) -> None:
+def require_room(engine: Engine, tenant_id: str, default_bytes: int | None = None) -> None:
     """Refuse a submission of a tenant that has used up its quota.
 
     Args:
         engine: The ledger's database.
         tenant_id: The tenant.
+        default_bytes: The quota of tenants without one of their own; None for no limit.
 
     Raises:
         QuotaExceeded: If its files take all of its quota.
     """
     with reading(engine, tenant_id) as connection:
-        quota = _quota_of(connection, tenant_id)
+        quota = _quota_of(connection, tenant_id, default_bytes)
         if quota is not None and (used := _used(connection, tenant_id)) >= quota:
             raise QuotaExceeded(used, quota, 0)
 
 
-def require_room_for(engine: Engine, tenant_id: str, sha256: str, size_bytes: int) -> None:
+def require_room_for(
+    engine: Engine, tenant_id: str, sha256: str, size_bytes: int, default_bytes: int | None = None
+) -> None:
     """Refuse a file that exceeds its tenant's quota; one that the tenant has already always fits.
 
     Args:
@@ -96,12 +100,13 @@ def require_room_for(engine: Engine, tenant_id: str, sha256: str, size_bytes: in
         tenant_id: The tenant.
         sha256: The file's digest.
         size_bytes: Its size.
+        default_bytes: The quota of tenants without one of their own; None for no limit.
 
     Raises:
         QuotaExceeded: If it does not fit.
     """
     with reading(engine, tenant_id) as connection:
-        quota = _quota_of(connection, tenant_id)
+        quota = _quota_of(connection, tenant_id, default_bytes)
         if quota is None:
             return
         kept = select(artifacts.c.uri).where(
@@ -148,10 +153,11 @@ def _used(connection: Connection, tenant_id: str) -> int:
     return int(connection.execute(select(func.coalesce(func.sum(kept.c.size_bytes), 0))).scalar_one())
 
 
-def _quota_of(connection: Connection, tenant_id: str) -> int | None:
-    return _quota(connection.execute(select(tenants.c.quotas).where(tenants.c.id == tenant_id)).scalar_one_or_none())
+def _quota_of(connection: Connection, tenant_id: str, default_bytes: int | None) -> int | None:
+    query = select(tenants.c.quotas).where(tenants.c.id == tenant_id)
+    return _quota(connection.execute(query).scalar_one_or_none(), default_bytes)
 
 
-def _quota(quotas: Any) -> int | None:  # noqa: ANN401 - whatever JSON the column holds
+def _quota(quotas: Any, default_bytes: int | None) -> int | None:  # noqa: ANN401 - whatever JSON the column holds
     found = quotas.get(_BYTES) if isinstance(quotas, dict) else None
-    return found if type(found) is int else None
+    return found if type(found) is int else default_bytes

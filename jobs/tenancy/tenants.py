@@ -81,11 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit.add_argument("--no-bytes", action="store_true", help="no limit")
     chosen = parser.parse_args(arguments)
     try:
-        engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
+        settings = LedgerSettings.from_environment(os.environ)
+        engine = open_database(settings.database_url)
         try:
             require_current_schema(engine)
             known = chosen.command == "show" or set_quota(engine, chosen.name, chosen.bytes)
-            found = usage(engine, chosen.name)
+            found = usage(engine, chosen.name, settings.stored_bytes)
         finally:
             engine.dispose()
     except LedgerError as error:

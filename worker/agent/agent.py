@@ -163,8 +163,8 @@ class Agent:
             self._unanswered = None
             if held is not None:
                 return held
-        grace = _GRACE_POLLS * self._settings.poll_seconds
-        for place in next_places(self._engine, self._registration.worker.id, grace):
+        grace, most = _GRACE_POLLS * self._settings.poll_seconds, self._settings.ledger.running_jobs
+        for place in next_places(self._engine, self._registration.worker.id, grace, most):
             held = self._claim(place, secrets.token_hex(16))
             if held is not None:
                 return held
@@ -223,7 +223,8 @@ class Agent:
         if freed:
             self._log.info("devices are free again", leases=freed)
         if self._may_take():  # what this worker does not take now is not to be kept from others
-            reserve(self._engine, worker.id, self._settings.reserve_seconds)
+            most = self._settings.ledger.running_jobs
+            reserve(self._engine, worker.id, self._settings.reserve_seconds, most)
 
     def _stop_all(self) -> None:
         with self._lock:

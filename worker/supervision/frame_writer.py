@@ -7,12 +7,13 @@ holds (every write of both may be repeated); once the lease is lost nothing more
 import random
 from collections.abc import Callable
 from functools import singledispatchmethod
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from sqlalchemy import Engine
 from structlog.typing import FilteringBoundLogger
 
 from catalog.frames import ArtifactWritten, Frame, LayerDone, LogLine, Planned, Progress, Started, Summarised
+from catalog.record import record
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_writes
@@ -20,6 +21,7 @@ from jobs.records import Claim
 from jobs.schema.query_limits import limit_queries
 from jobs.tenancy.quotas import require_room_for
 from worker.process.log_lines import LogFormatter
+from worker.settings import WorkerSettings
 from worker.supervision.job_progress import ProgressView
 from worker.supervision.lease_monitor import LeaseWatch
 from worker.supervision.retrying_object_store import Interrupted
@@ -34,6 +36,21 @@ class Misplaced(Exception):
     """The job needs more than was leased for it, and another device could hold it."""
 
 
+@record
+class AttemptTerms:
+    """What the operator's settings say of one attempt."""
+
+    threads: int
+    stored_bytes: int | None
+    """The quota of tenants without one of their own; None for no limit."""
+
+    @classmethod
+    def of(cls, claim: Claim, settings: WorkerSettings) -> Self:
+        """Return the terms of an attempt; a later one computes with the threads of the first."""
+        threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
+        return cls(threads=threads, stored_bytes=settings.ledger.stored_bytes)
+
+
 class LedgerSink:
     """Writes one attempt's frames."""
 
@@ -42,14 +59,14 @@ class LedgerSink:
         engine: Engine,
         claim: Claim,
         folder: ArtifactFolder,
-        threads: int,
+        terms: AttemptTerms,
         watch: LeaseWatch,
         log: FilteringBoundLogger,
     ) -> None:
         self._engine = engine
         self._claim = claim
         self._folder = folder
-        self._threads = threads
+        self._terms = terms
         self._watch = watch
         self._log = log
         self._progress = ProgressView(claim.kinds, claim.completed, collects=claim.document.get("factors") is None)
@@ -124,7 +141,7 @@ class LedgerSink:
     @_keep.register
     def _planned(self, frame: Planned) -> None:
         # threads stand in the plan: both decide the digests, and later attempts follow both
-        planned = Planned(plan={**frame.plan, "threads": self._threads})
+        planned = Planned(plan={**frame.plan, "threads": self._terms.threads})
         if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned)):
             raise Misplaced
 
@@ -137,7 +154,7 @@ class LedgerSink:
     @_keep.register
     def _artifact_written(self, frame: ArtifactWritten) -> None:
         claim = self._claim
-        kept = (claim.tenant_id, frame.sha256, frame.size_bytes)
+        kept = (claim.tenant_id, frame.sha256, frame.size_bytes, self._terms.stored_bytes)
         self.write(lambda: require_room_for(self._engine, *kept))
         place = (claim.tenant_id, claim.job_id, claim.fence, frame.name)
         uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))

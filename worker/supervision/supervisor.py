@@ -63,7 +63,7 @@ from worker.supervision.attempt_failures import (
 )
 from worker.supervision.checkpoint_upload import ScratchMirror
 from worker.supervision.child_output import ChildOutput
-from worker.supervision.frame_writer import LedgerSink, Misplaced
+from worker.supervision.frame_writer import AttemptTerms, LedgerSink, Misplaced
 from worker.supervision.job_logger import job_logger
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
 from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore
@@ -97,10 +97,10 @@ class Supervisor:
         self._folder = open_artifacts(settings.ledger, self._retrying)
         self._scratch = open_scratch(settings.ledger, self._retrying)
         self._copies = open_scratch(settings.ledger).copies
-        self._threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
+        self._terms = AttemptTerms.of(claim, settings)
         self._last_position = LastPosition(row_name(*claim.completed[-1]) if claim.completed else None)
         self._child: Child | None = None
-        self._sink = LedgerSink(engine, claim, self._folder, self._threads, self._watch, self._log)
+        self._sink = LedgerSink(engine, claim, self._folder, self._terms, self._watch, self._log)
 
     def _retrying(self, store: ObjectStore) -> RetryingObjectStore:
         return RetryingObjectStore(store, self._claim, self._watch)
@@ -124,7 +124,7 @@ class Supervisor:
         Args:
             held_since: The moment before the claim was asked for, on the machine's clock (`node_seconds`); None: now.
         """
-        self._log.info("job claimed", kinds=self._claim.kinds, threads=self._threads)
+        self._log.info("job claimed", kinds=self._claim.kinds, threads=self._terms.threads)
         try:
             self._watch.start(held_since)
         except RuntimeError as error:
@@ -246,7 +246,7 @@ class Supervisor:
         """The child; an OSError where this worker can start none, whatever the job."""
         try:
             self._child = child = child_launch.start(
-                told, self._claim, self._threads, self._settings, self._command, self._watch.hold
+                told, self._claim, self._terms.threads, self._settings, self._command, self._watch.hold
             )
         except OSError as error:
             return full_disk_failure(error) or error
@@ -266,7 +266,8 @@ class Supervisor:
         factors = lay_out_factors(self._engine, self._folder, self._claim)
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
-        return child_launch.assignment(self._claim, self._settings, self._threads, artifacts, factors, self._scratch)
+        threads = self._terms.threads
+        return child_launch.assignment(self._claim, self._settings, threads, artifacts, factors, self._scratch)
 
     def _bring_scratch(self) -> None:
         """From the machine of an earlier attempt; what is damaged is collected again."""
@@ -381,9 +382,7 @@ class Supervisor:
     def _crash(self, signature: Signature, failure: Failed) -> State:
         """End the attempt with ``failure``; what ended the attempt before in the same way and place is poison."""
         repeated = self._sink.write(lambda: record_crash(self._engine, self._claim, signature.as_json()))
-        if repeated:
-            failure = replace(failure, category="fatal")
-        state = self._fail(failure, None)
+        state = self._fail(replace(failure, category="fatal") if repeated else failure, None)
         self._log.warning("child crashed", state=state, poison=repeated, **signature.as_json())
         return state
 

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sqlalchemy import Engine
 
 from api.requests.key_limits import RequestRate
+from catalog.frames import ArtifactWritten
+from jobs.objects.artifacts import object_key
+from jobs.queue.attempt_writes import write_artifact
+from jobs.queue.claims import claim
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key
+from jobs.tenancy.quotas import set_quota
 from tests.api.connections.sockets import client, connect, head, seconds_of
 from tests.api.expect import problem
 from tests.api.seeding import DOCUMENT
@@ -23,6 +29,8 @@ TIGHT = {
     "KRONOSCOPE_REQUESTS_PER_KEY": "1",
     "KRONOSCOPE_LONG_POLLS_PER_KEY": "3",
     "KRONOSCOPE_QUEUED_JOBS": "2",
+    "KRONOSCOPE_RUNNING_JOBS": "1",
+    "KRONOSCOPE_STORED_BYTES": "100",
     "KRONOSCOPE_METRICS_SECONDS": "0",
 }
 
@@ -30,9 +38,16 @@ TIGHT = {
 class Tight:
     """An API with low limits, and keys of three tenants."""
 
-    def __init__(self, server: Server, keys: list[str]) -> None:
+    def __init__(self, server: Server, keys: list[str], url: str) -> None:
         self.server = server
         self.keys = keys
+        self.url = url
+
+    @contextlib.contextmanager
+    def ledger(self) -> Iterator[Engine]:
+        engine = open_database(self.url)
+        yield engine
+        engine.dispose()
 
     def limited(self, limit: str) -> int:
         with client(self.server, key=METRICS_TOKEN) as scraper:
@@ -44,10 +59,10 @@ class Tight:
 def tight(databases: Databases, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tight]:
     url = databases.migrated("sqlite")
     engine = open_database(url)
-    keys = [create_key(engine, KEY_SECRET, f"tenant-{number}") for number in range(4)]
+    keys = [create_key(engine, KEY_SECRET, f"tenant-{number}") for number in range(6)]
     engine.dispose()
     with serve(url, tmp_path_factory.mktemp("tight"), TIGHT) as server:
-        yield Tight(server, keys)
+        yield Tight(server, keys, url)
 
 
 def test_a_key_that_asks_too_often_is_refused_and_nobody_else(tight: Tight) -> None:
@@ -60,6 +75,7 @@ def test_a_key_that_asks_too_often_is_refused_and_nobody_else(tight: Tight) -> N
         assert other.get("/v1/jobs").status_code == 200
         for path in ("/livez", "/readyz"):  # also with the key of the greedy one
             assert [greedy.get(path).status_code for _ in range(30)] == [200] * 30
+        assert "may ask 20 times a second" in refused[0].json()["detail"]
     assert tight.limited("too-many-requests") >= len(refused)
 
 
@@ -110,6 +126,32 @@ def test_queued_jobs_of_a_tenant_are_counted(tight: Tight) -> None:
         mine.post(f"/v1/jobs/{first.json()['id']}:cancel")
         assert mine.post("/v1/jobs", json=DOCUMENT).status_code == 202
     assert tight.limited("queue-full") == 3
+
+
+def test_a_tenant_that_runs_as_many_jobs_as_it_may_learns_so(tight: Tight) -> None:
+    with client(tight.server, key=tight.keys[4]) as mine, tight.ledger() as engine:
+        first, second = (mine.post("/v1/jobs", json=DOCUMENT).json()["id"] for _ in range(2))
+        assert claim(engine, first, "test", "token", 600) is not None
+        told = mine.get(f"/v1/jobs/{second}").json()["placement"]
+    assert told["status"] == "waiting"
+    assert told["message"].startswith("1 of your jobs run, as many as may at a time")
+
+
+def test_stored_bytes_of_a_tenant_are_counted_without_a_quota_of_its_own(tight: Tight) -> None:
+    with client(tight.server, key=tight.keys[5]) as mine, tight.ledger() as engine:
+        job = mine.post("/v1/jobs", json=DOCUMENT).json()["id"]
+        held = claim(engine, job, "test", "token", 600)
+        assert held is not None
+        written = ArtifactWritten(name="a", sha256="0" * 64, size_bytes=101, media_type="application/json")
+        write_artifact(engine, held, written, object_key(held.tenant_id, written.sha256))
+        refused = mine.post("/v1/jobs", json=DOCUMENT)
+        assert problem(refused, 429)["type"] == "urn:kronoscope:problem:quota-exceeded"
+        assert "your files take 101 of the 100 bytes that they may" in refused.json()["detail"]
+        assert refused.headers["retry-after"] == "300"
+        # the operator gives this tenant more
+        assert set_quota(engine, "tenant-5", 200)
+        assert mine.post("/v1/jobs", json=DOCUMENT).status_code == 202
+    assert tight.limited("quota-exceeded") == 1
 
 
 def test_a_bucket_fills_again() -> None:
