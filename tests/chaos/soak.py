@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.results_file import claim, not_measured, write
@@ -31,8 +32,8 @@ from tests.chaos.stack.documents import Pace
 from tests.chaos.stack.gated_jobs import document, outcomes
 from tests.chaos.stack.stack import running_stack
 
-MOST_SECONDS = 60
-"""From the kill to a living holder's first write: lease (45 s), reaper (10 s) and the next look into the queue."""
+MOST_SECONDS, MEDIAN_SECONDS = 20, 10
+"""From the kill to a living holder's first write: the host notices, and no lease (45 s) has to run out."""
 CELL_SECONDS = 240
 GAP_SECONDS = 6.0
 """Between two faults of the campaign, on average."""
@@ -138,10 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _claims(soak: Soak, cells: int) -> list[dict[str, Any]]:
     text = "seconds from a kill -9 to the job's running again, at most, with default leases"
-    slowest = max((each.running_again for each in soak.recoveries), default=None)
+    usual = text.replace("at most", "in the median")
+    taken = [each.running_again for each in soak.recoveries]
     return [
         claim(f"cells of {cells} in which a job did not end with its rows stored once", len(soak.failed), 0),
-        not_measured(text, MOST_SECONDS, "no cell ended") if slowest is None else claim(text, slowest, MOST_SECONDS),
+        claim(text, max(taken), MOST_SECONDS) if taken else not_measured(text, MOST_SECONDS, "no cell ended"),
+        claim(usual, median(taken), MEDIAN_SECONDS) if taken else not_measured(usual, MEDIAN_SECONDS, "no cell ended"),
     ]
 
 
