@@ -59,6 +59,13 @@ async def index(if_none_match: Known = None) -> Response:
     return _serve("index.html", if_none_match)
 
 
+@router.get("/docs")
+@open_to_all
+async def reference(if_none_match: Known = None) -> Response:
+    """The REST API to read and to try, as HTML; the schema that it shows asks for a key."""
+    return _serve("reference.html", if_none_match)
+
+
 @router.get("/dashboard/{name:path}")
 @open_to_all
 async def part(name: str, if_none_match: Known = None) -> Response:

@@ -21,7 +21,7 @@ from tests.api.server import KEY_SECRET, METRICS_TOKEN
 from tests.conftest import Databases
 
 SCRAPED = {"/metrics"}
-OPEN = {"/livez", "/readyz", "/", "/dashboard/{name:path}"}
+OPEN = {"/livez", "/readyz", "/", "/docs", "/dashboard/{name:path}"}
 
 
 def application(tmp_path: Path) -> Sequence[BaseRoute]:
