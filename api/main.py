@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from api.background.maintenance import Maintenance, WakeupSender
 from api.background.metrics_cache import MetricsCache
 from api.background.request_metrics import RequestMetrics, RequestMetricsMiddleware
+from api.connections.audit_trail import AuditMiddleware
 from api.connections.connection_table import ConnectionTable
 from api.connections.forwarded_clients import ForwardedClientsMiddleware
 from api.live.job_watcher import JobWatcher
@@ -96,6 +97,7 @@ def create_app(settings: Settings) -> FastAPI:
         count=request_metrics.count_connection,
     )
     app.add_middleware(SecurityMiddleware, embedded=settings.embedded, database_seconds=settings.database_seconds)
+    app.add_middleware(AuditMiddleware, table=table)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
     for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, dashboard):
