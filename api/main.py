@@ -20,6 +20,8 @@ from api.background.request_metrics import RequestMetrics, RequestMetricsMiddlew
 from api.connections.audit_trail import AuditMiddleware
 from api.connections.connection_table import ConnectionTable
 from api.connections.forwarded_clients import ForwardedClientsMiddleware
+from api.connections.refused_keys import RefusedKeysMiddleware
+from api.connections.refused_lines import RefusedLines
 from api.live.job_watcher import JobWatcher
 from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
@@ -67,6 +69,7 @@ def create_app(settings: Settings) -> FastAPI:
             finally:
                 await run_in_threadpool(service.maintenance.stop)
         finally:
+            refused_lines.write()
             service.metrics_cache.close()
             service.engine.dispose()
 
@@ -86,6 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
     request_metrics = RequestMetrics(lambda: len(app.state.long_polls), lambda: table.open_connections)
     table = ConnectionTable(settings, request_metrics.count_connection)
     app.state.connections = table
+    refused_lines = RefusedLines()
     app.add_middleware(
         KeyLimitsMiddleware, per_second=settings.requests_per_second, at_a_time=settings.requests_per_key
     )
@@ -96,8 +100,9 @@ def create_app(settings: Settings) -> FastAPI:
         most=settings.connections_per_client,
         count=request_metrics.count_connection,
     )
+    app.add_middleware(RefusedKeysMiddleware, addresses=table.addresses, per_minute=settings.refused_per_minute)
     app.add_middleware(SecurityMiddleware, embedded=settings.embedded, database_seconds=settings.database_seconds)
-    app.add_middleware(AuditMiddleware, table=table)
+    app.add_middleware(AuditMiddleware, addresses=table.addresses, refused_lines=refused_lines)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
     for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, dashboard):

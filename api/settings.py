@@ -74,6 +74,9 @@ class Settings(ServiceSettings):
     requests_per_key: int = Field(2, ge=1, le=10_000)
     """Requests of each key that are worked on at a time, in each API process. 32 times as many wait for them,
     without a thread or a connection to the database; beyond them 429."""
+    refused_per_minute: int = Field(60, ge=0, le=1_000_000)
+    """Requests of each client address without a valid key that are answered 401 in a minute, in each API process;
+    beyond them 429. A valid key of the same address is served all the same. 0 sets no limit."""
     queued_jobs: int = Field(1000, ge=1, le=1_000_000)
     """Jobs and estimates of each tenant that may wait; beyond them 429."""
     queued_bytes: int = Field(64 * 2**20, ge=1)

@@ -21,6 +21,7 @@ _LIMITS = (
     "quota-exceeded",
     "too-many-at-a-time",
     "too-many-long-polls",
+    "too-many-refused-keys",
     "too-many-requests",
     "too-many-streams",
 )

@@ -1,41 +1,44 @@
 """The audit trail: one line of the log for each change, and for each request that was refused for its key.
 
+Estimates are changes: each is a row that waits for a worker, takes a place of its tenant's and can be deleted.
+
 Lines are of the logger ``kronoscope.audit`` and hold identifiers alone: the public part of a key that was verified,
 the client's address (behind a trusted proxy the forwarded one), the template of the route, the job. Nothing that a
 caller writes freely is in them: no body, no header, no path, no query.
 """
 
-import logging
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.connections.connection_table import ConnectionTable
-from api.requests.middleware import request_id
+from api.connections.client_addresses import ClientAddresses
+from api.connections.refused_keys import REFUSED_KEYS
+from api.connections.refused_lines import RefusedLines
+from api.requests.middleware import LIMIT, request_id
 from jobs.records import Caller
 from jobs.schema.identifiers import is_id
-
-_NAME = "kronoscope.audit"
-_log = logging.getLogger(_NAME)
+from jobs.tenancy.audit_log import write_audit_line
 
 _CHANGES: Mapping[tuple[str, str | None], str] = {
     ("POST", "/v1/jobs"): "submit",
     ("POST", "/v1/jobs/{job_id}:cancel"): "cancel",
     ("PUT", "/v1/jobs/{job_id}/schedule"): "reschedule",
     ("DELETE", "/v1/jobs/{job_id}"): "delete",
+    ("POST", "/v1/estimates"): "estimate",
+    ("DELETE", "/v1/estimates/{estimate_id}"): "delete_estimate",
 }
+_CREATES = ("submit", "estimate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-_REFUSED = {401: "unauthorised", 403: "forbidden"}
-_FORWARDED = "x-forwarded-for"
 
 
 class AuditMiddleware:
     """Write the line of a request when its answer begins; around all that may refuse it."""
 
-    def __init__(self, app: ASGIApp, *, table: ConnectionTable) -> None:
+    def __init__(self, app: ASGIApp, *, addresses: ClientAddresses, refused_lines: RefusedLines) -> None:
         self.app = app
-        self.table = table
+        self.addresses = addresses
+        self.refused_lines = refused_lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -55,45 +58,45 @@ class AuditMiddleware:
         route: str | None = getattr(scope.get("route"), "path", None)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         action = _CHANGES.get((method, route))
-        outcome = _outcome(action, status)
-        if outcome is None:
+        job = _job(scope, message)
+        client = self.addresses.client_of(scope)
+        refused_key = status == 401 or scope.get(LIMIT) == REFUSED_KEYS
+        outcome = "unauthorised" if refused_key else _outcome(action, status, job)
+        if outcome is None or (refused_key and not self.refused_lines.take_line(client)):
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
-        # a logger's own `extra` becomes the fields of the line
-        fields = {
-            "logger": _NAME,
-            "action": action or "request",
-            "outcome": outcome,
-            "status": status,
-            "key": None if caller is None else caller.key,
-            "tenant": None if caller is None else caller.tenant_id,
-            "client": self._client(scope),
-            "method": method,
-            "route": route,
-            "job": _job(scope, message),
-            "request": request_id(scope),
-        }
-        _log.info("audit", extra=fields)
-
-    def _client(self, scope: Scope) -> str:
-        peer: str = (scope.get("client") or ("",))[0]
-        forwarded = Headers(scope=scope).getlist(_FORWARDED)
-        return (self.table.addresses.forwarded_client(peer, ",".join(forwarded)) if forwarded else None) or peer
+        write_audit_line(
+            action=action or "request",
+            outcome=outcome,
+            status=status,
+            key=None if caller is None else caller.key,
+            tenant=None if caller is None else caller.tenant_id,
+            client=client,
+            method=method,
+            route=route,
+            job=job,
+            request=request_id(scope),
+        )
 
 
-def _outcome(action: str | None, status: int) -> str | None:
+def _outcome(action: str | None, status: int, job: str | None) -> str | None:
     """Return the outcome of a request that belongs into the trail; None for others."""
-    if status in _REFUSED:
-        return _REFUSED[status]
-    if action is None or 400 <= status < 500 or (action, status) == ("submit", 200):
-        return None  # read, refused as it was written, or only validated: nothing has changed
-    # after an error of the service the change may have been stored or not
-    return "done" if status < 400 else "failed"
+    if status == 403:
+        return "forbidden"
+    if action is None:
+        return None
+    if action in _CREATES and job is not None:
+        return "done"  # an answer that names the row has stored it, also one that says that it cannot be planned
+    if status >= 500:
+        return "failed"  # the change may have been stored or not
+    # what was refused as it was written, or only validated, has changed nothing
+    return "done" if status < 400 and action not in _CREATES else None
 
 
 def _job(scope: Scope, message: Message) -> str | None:
-    """Return the id of the job: that of the path, or of the one that was created."""
-    named = scope.get("path_params", {}).get("job_id")
+    """Return the id of the job or estimate: that of the path, or of the one that was created."""
+    parameters = scope.get("path_params", {})
+    named = parameters.get("job_id") or parameters.get("estimate_id")
     if named is None:
         named = Headers(raw=list(message.get("headers", []))).get("location", "").rpartition("/")[2]
     return named if is_id(named) else None

@@ -8,11 +8,15 @@ import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from jobs.errors import SettingsInvalid
 
 GATEWAY = "gateway"
 """The entry that stands for the gateway of this machine's, or container's, default route."""
 _ROUTES = Path("/proc/net/route")
+_HEADER = "x-forwarded-for"
 _MAX_FORWARDED = 20
 """Entries of `X-Forwarded-For` that are looked at, from the last."""
 _V6_PREFIX = 64
@@ -69,6 +73,20 @@ class ClientAddresses:
             if not self._is_trusted(named):
                 return _name(named)
         return None
+
+    def client_of(self, scope: Scope) -> str:
+        """Return the client of a request.
+
+        Args:
+            scope: Its ASGI scope.
+
+        Returns:
+            The name that the client is counted by; the proxy's own address where that names nobody.
+        """
+        peer: str = (scope.get("client") or ("",))[0]
+        forwarded = Headers(scope=scope).getlist(_HEADER)
+        named = self.forwarded_client(peer, ",".join(forwarded)) if forwarded else None
+        return named or self.direct_client(peer) or peer
 
     def _is_trusted(self, address: _Address) -> bool:
         return any(address in network for network in self._networks)

@@ -26,16 +26,17 @@ _WAIT_SECONDS = 10.0
 
 
 class RequestRate:
-    """A token bucket for each key, which holds the requests of two seconds."""
+    """A token bucket for each key, which holds the requests of some seconds."""
 
-    def __init__(self, per_second: float) -> None:
+    def __init__(self, per_second: float, burst_seconds: float = _BURST_SECONDS) -> None:
         """Begin with full buckets.
 
         Args:
             per_second: Requests of one key a second; 0 sets no limit.
+            burst_seconds: The seconds of which a bucket holds the requests.
         """
         self.per_second = per_second
-        self._most = per_second * _BURST_SECONDS
+        self._most = per_second * burst_seconds
         self._buckets: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def take(self, key: bytes, now: float) -> float:

@@ -37,7 +37,7 @@ _ERRORS = {
     415: "The body is not JSON, or is compressed",
     416: "The range is outside the file",
     422: "A field or parameter is not accepted; `errors` names each",
-    429: "This key asks too often or too much at a time, or its tenant has no room left; see Retry-After",
+    429: "The key, the address (without a valid key) or the tenant asks too often or too much; see Retry-After",
     500: "The service failed; its operator finds the request by `instance`",
     503: "A part of the service does not answer, or has no room; see Retry-After",
 }

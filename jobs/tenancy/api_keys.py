@@ -30,11 +30,14 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, require_current_schema, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import api_keys, tenants
+from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
+from jobs.tenancy.audit_log import write_audit_line
 
 SCOPES: tuple[Scope, ...] = ("read", "submit", "admin")
 MIN_SECRET_CHARACTERS = 16
 _KEY = re.compile(r"kron_([a-z2-7]{16})_([a-z2-7]{32})([0-9a-f]{8})")
+_PREFIX = re.compile(r"[a-z2-7]{16}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -118,6 +121,20 @@ def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
     return Caller(tenant_id=row.tenant_id, scopes=frozenset(row.scopes.split(" ")), key=match[1])
 
 
+def key_id(presented_or_prefix: str) -> str | None:
+    """Return the public part of a key.
+
+    Args:
+        presented_or_prefix: The whole key or its prefix.
+
+    Returns:
+        The prefix; None where the text is neither, and may hold anything.
+    """
+    match = _KEY.fullmatch(presented_or_prefix)
+    prefix = presented_or_prefix if match is None else match[1]
+    return prefix if _PREFIX.fullmatch(prefix) else None
+
+
 def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:
     """Revoke a key.
 
@@ -128,12 +145,10 @@ def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:
     Returns:
         False if there is no such key, or it was revoked earlier.
     """
-    match = _KEY.fullmatch(presented_or_prefix)
-    prefix = presented_or_prefix if match is None else match[1]
     with writing(engine) as connection:
         found = connection.execute(
             update(api_keys)
-            .where(api_keys.c.prefix == prefix.replace("\0", ""), api_keys.c.revoked_at.is_(None))
+            .where(api_keys.c.prefix == key_id(presented_or_prefix), api_keys.c.revoked_at.is_(None))
             .values(revoked_at=ledger_now())
         )
     return found.rowcount == 1
@@ -215,6 +230,7 @@ def _create(chosen: argparse.Namespace) -> int:
         key = create_key(engine, pepper, chosen.tenant, tuple(chosen.scope or ("read", "submit")), chosen.expires)
     finally:
         engine.dispose()
+    write_audit_line(action="create_key", outcome="done", key=key_id(key))
     sys.stderr.write("keep this key now, it is shown only once:\n")
     sys.stdout.write(f"{key}\n")
     return 0
@@ -227,6 +243,7 @@ def _revoke(chosen: argparse.Namespace) -> int:
         revoked = revoke_key(engine, chosen.key)
     finally:
         engine.dispose()
+    write_audit_line(action="revoke_key", outcome="done" if revoked else "unknown", key=key_id(chosen.key))
     sys.stderr.write("revoked\n" if revoked else "there is no such key, or it was revoked earlier\n")
     return 0 if revoked else 2
 
@@ -239,4 +256,5 @@ def _moment(text: str) -> datetime:
 
 
 if __name__ == "__main__":
+    configure_logging()  # the audit line of a change is all that is logged
     sys.exit(main())

@@ -58,6 +58,8 @@ def environment(database_url: str, artifacts: Path, port: int, more: Mapping[str
         "PYTHONWARNINGS": "error",
         # tests ask with one key as fast as they can
         "KRONOSCOPE_REQUESTS_PER_SECOND": "0",
+        # and without one from one address
+        "KRONOSCOPE_REFUSED_PER_MINUTE": "0",
         **more,
     }
 

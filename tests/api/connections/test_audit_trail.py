@@ -48,6 +48,19 @@ def test_each_change_is_one_line_with_key_client_route_job_and_outcome(keyed: Ke
     assert {each["logger"] for each in trail} == {"kronoscope.audit"}
 
 
+def test_an_estimate_is_a_change(keyed: Keyed, ours: httpx.Client) -> None:
+    before = len(lines(keyed.server.log))
+    waiting = ours.post("/v1/estimates", json=DOCUMENT)
+    assert waiting.status_code == 202  # no worker is there
+    estimate = waiting.headers["location"].rpartition("/")[2]
+    assert ours.get(f"/v1/estimates/{estimate}").status_code == 200
+    assert ours.delete(f"/v1/estimates/{estimate}").status_code in {204, 409}
+    assert ours.post("/v1/estimates", json={}).status_code == 422
+    stored = later(keyed, before)[0]
+    assert (stored["action"], stored["outcome"], stored["job"]) == ("estimate", "done", estimate)
+    assert {each["action"] for each in later(keyed, before)[1:]} <= {"delete_estimate"}
+
+
 def test_refused_keys_are_in_the_trail(keyed: Keyed) -> None:
     before = len(lines(keyed.server.log))
     with keyed.server.client() as nobody:

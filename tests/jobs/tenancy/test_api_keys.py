@@ -1,6 +1,10 @@
 """API keys: what is stored cannot be used, what was changed is not accepted."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -131,6 +135,28 @@ def test_the_command_makes_and_ends_keys(ledger: Engine, ledger_url: str, monkey
     assert main(["revoke", key.split("_")[1]]) == 0
     assert main(["revoke", key]) == 2
     assert verify_key(ledger, SECRET, key) is None
+
+
+def test_each_run_of_the_command_writes_an_audit_line_without_the_key(ledger_url: str, ledger: Engine) -> None:
+    environ = {**os.environ, "KRONOSCOPE_DATABASE_URL": ledger_url, "KRONOSCOPE_KEY_SECRET": SECRET}
+
+    def run(*words: str) -> tuple[str, dict[str, Any]]:
+        command = [sys.executable, "-P", "-m", "jobs.tenancy.api_keys", *words]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        (line,) = [each for each in ended.stderr.splitlines() if each.startswith("{")]
+        assert "kron_" not in line
+        return ended.stdout.strip(), json.loads(line)
+
+    key, created = run("create", "--tenant", "acme")
+    _, revoked = run("revoke", key)
+    _, unknown = run("revoke", "canary-7f3e9")
+    prefix = key.split("_")[1]
+    assert {each["logger"] for each in (created, revoked, unknown)} == {"kronoscope.audit"}
+    assert [(each["action"], each["outcome"], each["key"]) for each in (created, revoked, unknown)] == [
+        ("create_key", "done", prefix),
+        ("revoke_key", "done", prefix),
+        ("revoke_key", "unknown", None),
+    ]
 
 
 @pytest.mark.parametrize(
