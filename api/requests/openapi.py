@@ -4,6 +4,7 @@ The job document's schema comes from ``catalog.DOCUMENT``; it is attached here, 
 Errors are one schema, listed at each route with the statuses that it can answer.
 """
 
+import threading
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from catalog.job import JobDocument
 
 _SCHEMAS = "#/components/schemas/"
 _TEMPLATE = _SCHEMAS + "{model}"
+_MAKING = threading.Lock()
 
 _PATH_PARAMETERS = {
     "job_id": "The job's id.",
@@ -131,6 +133,14 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     """
     if app.openapi_schema:
         return app.openapi_schema
+    # one at a time: it reads the sources of classes, which Python's parser cannot do in several threads at once
+    with _MAKING:
+        if not app.openapi_schema:
+            app.openapi_schema = _make_document(app)
+        return app.openapi_schema
+
+
+def _make_document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -155,7 +165,6 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
             for parameter in operation.get("parameters", []):
                 if parameter["in"] == "path":
                     parameter.setdefault("description", _PATH_PARAMETERS[parameter["name"]])
-    app.openapi_schema = document
     return document
 
 
