@@ -65,7 +65,7 @@ def probe_error_responses() -> dict[int | str, dict[str, Any]]:
 
 def scraper_error_responses() -> dict[int | str, dict[str, Any]]:
     """Return the entries of errors for the route that needs the operator's token."""
-    return {status: _entry(status) for status in (401, 500)}
+    return {status: _entry(status) for status in (401, 429, 500)}
 
 
 def _entry(status: int) -> dict[str, Any]:
