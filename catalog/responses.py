@@ -43,6 +43,9 @@ class ProgressView:
     layers_done: int | None = None
     layers_total: int | None = None
     percent: float | None = None
+    """Null while nobody knows how long the stage is."""
+    eta_seconds: float | None = None
+    """Remaining seconds of the whole job, as of `updated_at`; null where the plan leaves them open."""
     updated_at: Timestamp | None = None
 
 

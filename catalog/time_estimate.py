@@ -14,7 +14,7 @@ Paced = Literal["measured", "usual"]
 
 WORTH_SECONDS = 10.0
 """From which a duration is shown at a usual pace, and a machine's pace is worth measuring."""
-_WITHIN: dict[Paced, float] = {"measured": 4.0, "usual": 20.0}
+OFF_BY: dict[Paced, float] = {"measured": 4.0, "usual": 20.0}
 
 
 def seconds_range(seconds: float | None, pace: Paced) -> tuple[float, float] | None:
@@ -29,7 +29,7 @@ def seconds_range(seconds: float | None, pace: Paced) -> tuple[float, float] | N
     """
     if not seconds or (pace == "usual" and seconds < WORTH_SECONDS):
         return None
-    return seconds / _WITHIN[pace], seconds * _WITHIN[pace]
+    return seconds / OFF_BY[pace], seconds * OFF_BY[pace]
 
 
 def written_seconds(seconds: float | None, pace: Paced) -> str:

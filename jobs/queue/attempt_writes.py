@@ -57,7 +57,8 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
     Args:
         engine: The ledger's database.
         claim: The claim under which the caller writes.
-        progress: `stage, done, total, unit, layers_done, layers_total, percent`; `updated_at` is added here.
+        progress: `stage, done, total, unit, layers_done, layers_total, percent, eta_seconds`; `updated_at`
+            is added here.
 
     Raises:
         LeaseLost: If the job has another holder by now, or none.

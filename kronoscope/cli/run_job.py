@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from catalog.frames import (
     Summarised,
     decode,
 )
+from catalog.remaining_time import RemainingTime
 from kronoscope.display.progress import Display
 
 _RUNNER = (sys.executable, "-P", "-m", "worker.foreground")
@@ -45,6 +47,7 @@ class NotInstalled(RuntimeError):
 class Outcome:
     """The outcome of a run."""
 
+    remaining: RemainingTime
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +81,7 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
     if importlib.util.find_spec("torch") is None:
         raise NotInstalled("`kronoscope run` computes on this machine, which needs `pip install kronoscope[worker]`")
     existed = output.exists()
-    outcome = Outcome()
+    outcome = Outcome(remaining=RemainingTime(_kinds(request["document"])))
     runner = subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell
         [*_RUNNER, "--output", str(output), "--frames-to-stdout"],
         stdin=subprocess.PIPE,
@@ -104,6 +107,12 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
     if _left_nothing(outcome) and not existed:
         shutil.rmtree(output, ignore_errors=True)
     return outcome
+
+
+def _kinds(document: Mapping[str, Any]) -> list[str]:
+    """The analyses of a document that nobody has checked yet."""
+    kinds = document.get("kind")
+    return [each for each in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(each, str)]
 
 
 def _hand_over(runner: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
@@ -132,8 +141,10 @@ def _handle_frame(frame: Frame, display: Display, outcome: Outcome, *, verbose: 
             outcome.environment = frame.environment
         case Planned():
             outcome.plan = frame.plan
+            outcome.remaining.take_plan(frame.plan)
         case Progress():
-            display.update(frame.stage, frame.done, frame.total, frame.unit)
+            left = outcome.remaining.take(frame.stage, frame.done, frame.total, time.monotonic())
+            display.update(frame.stage, frame.done, frame.total, frame.unit, left)
         case LayerDone():
             outcome.rows.append({**frame.outcome, "observed": dict(frame.observed)})
         case Summarised():

@@ -9,13 +9,17 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.text import Text
+
+from catalog.remaining_time import written_remaining
 
 _QUIET_SECONDS = 1.0
 """A command that takes less time shows no bar."""
@@ -31,7 +35,7 @@ class Display(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None: ...
 
-    def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
+    def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
         """Show the progress of a stage.
 
         Args:
@@ -39,6 +43,7 @@ class Display(Protocol):
             done: Units that are done.
             total: Units in all; None where unknown.
             unit: Plural noun of the units.
+            eta_seconds: Remaining seconds of the whole job; None where unknown.
         """
 
     def line(self, text: str) -> None:
@@ -47,6 +52,15 @@ class Display(Protocol):
         Args:
             text: The line, without markup.
         """
+
+
+class _RemainingColumn(ProgressColumn):
+    """How long the whole job will still take, counting down since it was last said."""
+
+    def render(self, task: Task) -> Text:
+        ends = task.fields.get("ends")
+        left = None if ends is None or task.finished else max(0.0, ends - time.monotonic())
+        return Text("" if left is None else f"job: {written_remaining(left)} left", style="progress.remaining")
 
 
 class BarDisplay:
@@ -60,7 +74,7 @@ class BarDisplay:
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            _RemainingColumn(),
             console=console,
             transient=False,
         )
@@ -76,7 +90,7 @@ class BarDisplay:
         if self._shown:
             self._bars.stop()
 
-    def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
+    def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
         """Move the stage's bar; one of unknown length pulses.
 
         Args:
@@ -84,6 +98,7 @@ class BarDisplay:
             done: Units that are done.
             total: Units in all; None where unknown.
             unit: Plural noun of the units.
+            eta_seconds: Remaining seconds of the whole job; None where unknown.
         """
         if stage not in self._tasks:
             for other in self._bars.tasks:
@@ -91,7 +106,8 @@ class BarDisplay:
                 total_units = max(other.completed, 1) if other.total is None else other.total
                 self._bars.update(other.id, total=total_units, completed=total_units)
             self._tasks[stage] = self._bars.add_task(escape(stage), total=total, unit=unit)
-        self._bars.update(self._tasks[stage], completed=done, total=total, unit=unit)
+        ends = None if eta_seconds is None else time.monotonic() + eta_seconds
+        self._bars.update(self._tasks[stage], completed=done, total=total, unit=unit, ends=ends)
         if not self._shown and time.monotonic() - self._begun > _QUIET_SECONDS:
             self._bars.start()
             self._shown = True
@@ -121,7 +137,7 @@ class LineDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         return None
 
-    def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
+    def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
         """Print a line if the stage is new or has ended, or ten seconds have passed since the last one.
 
         Args:
@@ -129,6 +145,7 @@ class LineDisplay:
             done: Units that are done.
             total: Units in all; None where unknown.
             unit: Plural noun of the units.
+            eta_seconds: Remaining seconds of the whole job; None where unknown.
         """
         now = time.monotonic()
         ended = total is not None and done >= total
@@ -137,7 +154,8 @@ class LineDisplay:
         self._stage, self._said = stage, now
         # before anything is counted, a stage's name says more than "0"
         counted = f" {done}/{total} {unit}" if total is not None else f" {done} {unit}" if done else ""
-        self.line(f"{stage}:{counted}")
+        left = "" if eta_seconds is None or ended else f", job: {written_remaining(eta_seconds)} left"
+        self.line(f"{stage}:{counted}{left}")
 
     def line(self, text: str) -> None:
         """Print a line.
@@ -157,7 +175,7 @@ class SilentDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         return None
 
-    def update(self, stage: str, done: int, total: int | None, unit: str) -> None:
+    def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
         """Show nothing.
 
         Args:
@@ -165,6 +183,7 @@ class SilentDisplay:
             done: Not used.
             total: Not used.
             unit: Not used.
+            eta_seconds: Not used.
         """
 
     def line(self, text: str) -> None:

@@ -78,7 +78,7 @@ def show_progress(job: JobView, display: Display) -> None:
     """
     progress = job.progress
     if progress is not None and progress.stage is not None and not job.ended:
-        display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "")
+        display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "", progress.eta_seconds)
     elif not job.ended:
         display.update(job.state, 0, None, "")
         note = placement_problem(job)

@@ -70,6 +70,7 @@ class LedgerSink:
         self._watch = watch
         self._log = log
         self._progress = ProgressView(claim.kinds, claim.completed, collects=claim.document.get("factors") is None)
+        self._progress.take_plan(claim.plan or {})
         self._formatter = LogFormatter(claim.document)
         self._log_lines = 0
 
@@ -142,6 +143,7 @@ class LedgerSink:
     def _planned(self, frame: Planned) -> None:
         # threads stand in the plan: both decide the digests, and later attempts follow both
         planned = Planned(plan={**frame.plan, "threads": self._terms.threads})
+        self._progress.take_plan(frame.plan)
         if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned)):
             raise Misplaced
 

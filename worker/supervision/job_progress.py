@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from catalog.frames import LayerDone, Progress
+from catalog.remaining_time import RemainingTime
 
 COLLECTION_SHARE = 70.0
 """Per cent of a job's bar that collecting takes; the analyses share the rest."""
@@ -21,11 +22,19 @@ class ProgressView:
         self._rows = set(done)
         self._kinds = len(kinds)
         self._start = COLLECTION_SHARE if collects else 0.0
-        self._last: Progress | None = None
+        self._remaining = RemainingTime(kinds)
         self._layers: int | None = None
         self._percent = 0.0
         self._written_stage: str | None = None
         self._written_at = 0.0
+
+    def take_plan(self, plan: Mapping[str, Any]) -> None:
+        """Take the job's plan, which foresees the seconds of its stages.
+
+        Args:
+            plan: The plan.
+        """
+        self._remaining.take_plan(plan)
 
     def take_layer(self, frame: LayerDone) -> None:
         """Count a row.
@@ -44,11 +53,11 @@ class ProgressView:
         Returns:
             The view; None while the last one written is fresh enough.
         """
-        self._last = frame
         if frame.unit == "layers" and frame.total is not None:
             self._layers = frame.total * self._kinds
         self._percent = max(self._percent, self._estimate(frame))
         now = time.monotonic()
+        remaining = self._remaining.take(frame.stage, frame.done, frame.total, now)
         ended = frame.total is not None and frame.done >= frame.total
         if frame.stage == self._written_stage and not ended and now - self._written_at < _WRITE_SECONDS:
             return None
@@ -60,7 +69,8 @@ class ProgressView:
             "unit": frame.unit,
             "layers_done": len(self._rows),
             "layers_total": None if self._layers is None else max(self._layers, len(self._rows)),
-            "percent": round(self._percent, 1),
+            "percent": None if frame.stage == "collection" and not frame.total else round(self._percent, 1),
+            "eta_seconds": None if remaining is None else round(remaining, 1),
         }
 
     def _estimate(self, frame: Progress) -> float:

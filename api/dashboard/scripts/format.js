@@ -60,6 +60,16 @@ export function seconds(span) {
   return `${Math.floor(span / 86400)} d`;
 }
 
+/** Remaining time in the words of the command line: `12 s`, `4 min`, `2 h 10 min`. */
+export function remaining(span) {
+  if (span < 60) return `${Math.max(1, Math.round(span))} s`;
+  const minutes = Math.round(span / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 24) return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+  return hours % 24 ? `${Math.floor(hours / 24)} d ${hours % 24} h` : `${Math.floor(hours / 24)} d`;
+}
+
 export function age(stamp, now = Date.now()) {
   const span = Math.max(0, (now - Date.parse(stamp)) / 1000);
   return span < 5 ? "just now" : `${seconds(span < 60 ? Math.round(span) : span)} ago`.replace(/ min \d+ s/, " min");

@@ -5,12 +5,12 @@ import { coverageCard, partialCard, partSentence } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
 import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
-import { portion, seconds } from "./format.js";
+import { portion } from "./format.js";
 import { LayerTable } from "./layers.js";
 import { showMemory } from "../plots/memory_curve.js";
 import { showModelSpectrum } from "../plots/model_spectrum.js";
 import { SpectrumPanel } from "../plots/spectrum_panel.js";
-import { bar, ENDED, isPartial, shareDone, stageSentence } from "./progress.js";
+import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, timeLeft } from "./progress.js";
 
 const ROWS_EVERY_MS = 1_500;
 const ASK_EVERY_MS = 1_000;
@@ -19,17 +19,16 @@ function progressCard(job) {
   const progress = job.progress ?? {};
   const share = shareDone(job);
   const layers = progress.layers_total ? `${progress.layers_done ?? 0} of ${progress.layers_total} layers done` : null;
-  const running = job.started_at && job.state === "running" ? (Date.now() - Date.parse(job.started_at)) / 1000 : null;
-  const left = running && share > 0.05 && share < 1 ? `about ${seconds((running * (1 - share)) / share).replace(/ min \d+ s/, " min")} left` : null;
+  const openEnded = isOpenEnded(job);
   // stages before the layers do not move the total yet: they get a thin bar of their own
   const stageShare = progress.total && share < 0.01 ? progress.done / progress.total : null;
   return h(
     "section",
     { class: "card stack tight", "aria-label": "Progress" },
-    h("div", { class: "row apart" }, h("h2", {}, stageSentence(job)), h("span", { class: "figure" }, `${Math.round(share * 100)} %`)),
-    bar(share, "Progress of the job", { state: job.state, large: true }),
+    h("div", { class: "row apart" }, h("h2", {}, stageSentence(job)), h("span", { class: "figure" }, openEnded ? "" : `${Math.round(share * 100)} %`)),
+    bar(share, "Progress of the job", { state: job.state, large: true, openEnded }),
     stageShare === null ? null : bar(stageShare, "Progress of this stage", { thin: true }),
-    h("div", { class: "row apart muted small" }, h("span", {}, layers ?? " "), h("span", {}, left ?? "")),
+    h("div", { class: "row apart muted small" }, h("span", {}, layers ?? " "), h("span", {}, timeLeft(job))),
   );
 }
 

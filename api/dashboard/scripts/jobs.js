@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { h, replace, unpressed } from "./dom.js";
 import { age, clock, jobName, modelName, percent, sourceName } from "./format.js";
-import { bar, ENDED, isPartial, shareDone, stageSentence, statePill } from "./progress.js";
+import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, statePill, timeLeft } from "./progress.js";
 
 const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
 const BUSY_MS = 2_000;
@@ -33,10 +33,10 @@ function row(job) {
         : h(
             "div",
             { class: "progress-line" },
-            bar(share, `Progress of ${jobName(job)}`, { state: isPartial(job) ? "partial" : job.state }),
-            h("span", { class: "figure" }, percent(share, 0)),
+            bar(share, `Progress of ${jobName(job)}`, { state: isPartial(job) ? "partial" : job.state, openEnded: isOpenEnded(job) }),
+            isOpenEnded(job) ? null : h("span", { class: "figure" }, percent(share, 0)),
           ),
-      stage ? h("span", { class: "under" }, stage) : null,
+      stage ? h("span", { class: "under" }, [stage, timeLeft(job)].filter(Boolean).join(" · ")) : null,
     ),
     h("td", { class: "cell-age", title: clock(job.created_at) }, age(job.created_at)),
     h("td", { class: "cell-id mono", title: job.id }, job.id.slice(-8)),

@@ -1,7 +1,7 @@
 // The state of a job as a pill, and its progress as a bar with a sentence.
 
 import { h } from "./dom.js";
-import { number, portion, words } from "./format.js";
+import { number, portion, remaining, words } from "./format.js";
 
 export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 
@@ -35,17 +35,29 @@ export function stageSentence(job) {
   if (job.state === "queued") return job.failures ? `Waiting for a worker, after ${job.failures} failed attempts` : "Waiting for a worker";
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
   const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature" }[progress.stage];
-  const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : "";
+  const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";
+  const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : counted;
   return [stage ?? `Measuring ${words(progress.stage)}`, done].filter(Boolean).join(" · ");
+}
+
+/** Whether a job runs through data of unknown length, so that no share of it can be told. */
+export function isOpenEnded(job) {
+  return job.state === "running" && Boolean(job.progress?.stage) && job.progress.percent === null;
+}
+
+/** How long the job will still take, as the service estimates it; empty where it cannot. */
+export function timeLeft(job) {
+  const left = job.progress?.eta_seconds;
+  return job.state === "running" && typeof left === "number" ? `about ${remaining(left)} left` : "";
 }
 
 /** A progress bar, with its value for assistive technology. */
 export function bar(share, label, options = {}) {
-  const value = Math.round(share * 100);
+  const value = options.openEnded ? null : Math.round(share * 100);
   return h(
     "div",
     {
-      class: `progress${options.large ? " large" : ""}${options.thin ? " thin" : ""}`,
+      class: `progress${options.large ? " large" : ""}${options.thin ? " thin" : ""}${options.openEnded ? " open-ended" : ""}`,
       role: "progressbar",
       "aria-label": label,
       "aria-valuemin": 0,

@@ -270,6 +270,23 @@ def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedd
     attempt_endings.end_cancelled(embedded.engine, claim)
 
 
+def test_how_long_a_job_will_take_is_what_the_service_says(page: Page, embedded: Embedded) -> None:
+    claim = seeding.claimed(embedded.engine, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    card = page.get_by_role("region", name="Progress")
+    known = {"stage": "collection", "done": 17, "total": 29, "unit": "batches", "percent": 41.0}
+    seeding.progress(embedded.engine, claim, **known, eta_seconds=7805.0)
+    expect(card).to_contain_text("about 2 h 10 min left")
+    expect(card.get_by_role("progressbar").first).to_have_attribute("aria-valuenow", "41")
+    unknown = {"stage": "collection", "done": 1234, "total": None, "unit": "batches", "percent": None}
+    seeding.progress(embedded.engine, claim, **unknown, eta_seconds=None)
+    expect(card).to_contain_text("1,234 batches")
+    assert "left" not in card.inner_text()
+    assert "%" not in card.inner_text()
+    assert card.get_by_role("progressbar").first.get_attribute("aria-valuenow") is None
+    attempt_endings.end_cancelled(embedded.engine, claim)
+
+
 def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
     picture = page.locator("#spectrum .picture")
     page.goto(f"/#/jobs/{finished}")

@@ -206,6 +206,19 @@ def test_plain_lines_come_at_a_stages_ends_only() -> None:
     assert out.getvalue().splitlines() == ["model:", "collection: 1/100 batches", "collection: 100/100 batches"]
 
 
+def test_lines_and_bars_say_how_long_the_whole_job_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    LineDisplay(Console(file=out, width=100)).update("collection", 3, 100, "batches", 7805.0)
+    assert out.getvalue() == "collection: 3/100 batches, job: 2 h 10 min left\n"
+    out = io.StringIO()
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began)
+    with BarDisplay(Console(file=out, width=140, force_terminal=True)) as display:
+        monkeypatch.setattr(time, "monotonic", lambda: began + 2)
+        display.update("collection", 3, 100, "batches", 7805.0)
+    assert "job: 2 h 10 min left" in out.getvalue()
+
+
 def test_bars_survive_unknown_totals_and_appear_only_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True)

@@ -1,0 +1,137 @@
+"""How long a job will still take: the plan's seconds, corrected by the pace of what has been done.
+
+A plan foresees the seconds of each stage, within the factor that `catalog.time_estimate` states. Of the stage under
+way the rest follows from its own pace, over the later half of its time so far, since a stage starts slowly. Later
+stages take what the plan says, times how far the plan was off so far, and by no more than that factor.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from catalog.time_estimate import OFF_BY
+
+_KEPT_REPORTS = 200
+
+
+class _Stage:
+    """A stage under way: what was done when, over the later half of the time since it was first reported."""
+
+    def __init__(self, name: str, now: float, done: int) -> None:
+        self.name = name
+        self._begun_at = now
+        self._reports = deque([(now, done)])
+
+    def take(self, now: float, done: int) -> float | None:
+        """Take a report; returns the seconds of a unit, None before any is done."""
+        elapsed = now - self._begun_at
+        while len(self._reports) > 1 and self._reports[1][0] <= self._begun_at + elapsed / 2:
+            self._reports.popleft()
+        since, before = self._reports[0]
+        if now - self._reports[-1][0] >= elapsed / _KEPT_REPORTS:
+            self._reports.append((now, done))
+        return (now - since) / (done - before) if done > before and now > since else None
+
+
+class RemainingTime:
+    """The remaining seconds of one attempt, from its plan and its reports of progress.
+
+    Args:
+        kinds: The analyses, in the order in which they run.
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._kinds = tuple(kinds)
+        self._planned: dict[str, float | None] = {}
+        self._bound = 1.0
+        self._off = 1.0
+        self._stage: _Stage | None = None
+
+    def take_plan(self, plan: Mapping[str, Any]) -> None:
+        """Take the plan of the job.
+
+        Args:
+            plan: The plan as its frame has it.
+        """
+        stages: Mapping[str, Mapping[str, Any]] = plan.get("stages") or {}
+        seconds = {name: stage.get("seconds") for name, stage in stages.items()}
+        self._bound = OFF_BY["measured" if plan.get("pace") == "measured" else "usual"]
+        self._planned = (
+            {}
+            if not seconds
+            else {
+                "collection": _sum(seconds, "collection", "correction"),
+                "cross_check": _sum(seconds, "cross_check"),
+                # factors are decomposed when the first analysis asks for them
+                **{
+                    kind: _sum(seconds, kind, *(["decomposition"] if kind == self._kinds[0] else []))
+                    for kind in self._kinds
+                },
+            }
+        )
+
+    def take(self, stage: str, done: int, total: int | None, now: float) -> float | None:
+        """Take a report of progress.
+
+        Args:
+            stage: The stage: `model`, `data`, `collection`, `cross_check`, or the kind of an analysis.
+            done: Its units that are done.
+            total: Its units in all; None where nobody knows.
+            now: The time in seconds, by a clock that never goes back.
+
+        Returns:
+            The remaining seconds of the whole job; None where the plan or the report leaves them open.
+        """
+        if self._stage is None or self._stage.name != stage:
+            self._stage = _Stage(stage, now, done)
+        unit_seconds = self._stage.take(now, done)
+        later = self._later(stage)
+        planned = self._planned.get(stage)
+        if later is None or total is None or total <= 0:
+            return None
+        if unit_seconds is not None:
+            rest = unit_seconds * (total - done)
+            if planned:
+                self._off = min(self._bound, max(1 / self._bound, unit_seconds * total / planned))
+        elif planned is not None:
+            rest = planned * self._off * (total - done) / total
+        else:
+            return None
+        return max(0.0, rest) + self._off * later
+
+    def _later(self, stage: str) -> float | None:
+        """The planned seconds of the stages after this one; None if the plan lacks one of them, or the stage."""
+        order = ["collection"]
+        for kind in self._kinds:
+            order += ["cross_check", kind] if kind == "capacity" else [kind]
+        if not self._planned or stage not in order:
+            return None
+        seconds = [self._planned.get(name) for name in order[order.index(stage) + 1 :]]
+        return None if None in seconds else sum(each for each in seconds if each is not None)
+
+
+def written_remaining(seconds: float) -> str:
+    """Write remaining seconds as people say them: `12 s`, `4 min`, `2 h 10 min`, `3 d 4 h`.
+
+    Args:
+        seconds: The seconds.
+
+    Returns:
+        The text.
+    """
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def _sum(seconds: Mapping[str, float | None], *names: str) -> float | None:
+    """The seconds of some stages; one that is not in the plan takes none, and one without seconds leaves all open."""
+    found = [seconds.get(name, 0.0) for name in names]
+    return None if None in found else sum(each for each in found if each is not None)
