@@ -18,6 +18,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState
 from engine.collection.ekfac_passes import correct_eigenvalues
 from engine.collection.first_check import DRAWN, Verification, explain
+from engine.collection.label_check import require_known_labels
 from engine.collection.normalise import flaw, foreseen_flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
@@ -147,7 +148,9 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
     """
     workspace, verification = job.workspace, Verification.of(job)
     with workspace.machine.operation("dry run"):
-        modules = exclude_other_uses(probe_model(job, survey))
+        dry = probe_model(job, survey)
+        require_known_labels(workspace.inputs.labels, dry.probe.classes, job.task)
+        modules = exclude_other_uses(dry)
     while True:
         with workspace.machine.operation("dry run"):
             probed = verification.without_refused(probe_functional_layers(modules, verification.forced))

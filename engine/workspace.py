@@ -122,6 +122,8 @@ class ModelInputs:
     task: Task | None = None
     examples: int | None = None
     """The number of examples in the data, where it is known; progress and plans use it."""
+    labels: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
+    """The targets (n, …) with the indices (n,) of their examples, where they can be read without the inputs."""
     stored: Artifacts | None = None
     """Factors collected earlier, in place of model, batches and task."""
 

@@ -34,6 +34,8 @@ class Probe:
     """Layers fed by the tensor of another layer, whose A they share: their name, and the other's."""
     outputs: int
     """Numbers in the model's outputs."""
+    classes: int
+    """Numbers of each loss term: the classes, where there are such."""
     head: TreatedLayer | None = None
     """The linear layer whose output is the loss's logits, if there is one."""
     saved: Saved | None = None

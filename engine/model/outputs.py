@@ -7,6 +7,7 @@ position is padding, are not valid.
 """
 
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -151,7 +152,10 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
             if isinstance(inputs, Mapping)
             else (str(tuple(inputs.shape)) if isinstance(inputs, Tensor) else "a tuple")
         )
-        said, transformed = str(error), any(word in str(error) for word in _OF_TRANSFORMS)
+        said, transformed = (
+            str(error)[:500] + _refusing_layer(model, error),
+            any(word in str(error) for word in _OF_TRANSFORMS),
+        )
         remedy = (
             "its `forward` calls its layers inside a transform of `torch.func` (vmap, grad), where they cannot be "
             "watched; write that part for a whole batch"
@@ -159,9 +163,20 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
             else "check that data and model belong together"
         )
         raise ModelRefused(
-            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said[:500]}; {remedy}",
+            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said}; {remedy}",
             pointer="/model" if transformed else "/data",
         ) from error
+
+
+def _refusing_layer(model: nn.Module, error: Exception) -> str:
+    """Return a clause on the innermost layer that raised, with what it takes and was given; empty where none did."""
+    names, clause = {id(module): name for name, module in model.named_modules()}, ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        layer, entered = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if isinstance(entered, Tensor) and isinstance(layer, nn.Module) and next(layer.children(), None) is None:
+            name = names.get(id(layer), "")
+            clause = f" (in `{name}`, {layer}, which was given {tuple(entered.shape)} {entered.dtype})"[:300]
+    return clause
 
 
 def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401

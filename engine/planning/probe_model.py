@@ -327,5 +327,6 @@ def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:
         calls=calls,
         examples=batch.size,
         outputs=prediction.outputs.numel(),
+        classes=prediction.outputs.shape[-1],
         head=head,
     )

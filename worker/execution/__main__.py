@@ -46,7 +46,7 @@ from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.input_digests import InputDigests
-from worker.execution.job_inputs import load_data, load_model, open_factors
+from worker.execution.job_inputs import load_data, load_model, open_factors, try_before_training
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
@@ -207,6 +207,7 @@ def _compute(
         workspace.machine.guard.hold()
     else:
         with workspace.machine.operation("model"):
+            try_before_training(document, context)
             loaded = load_model(document, context)
         # what the modules alone show of the coverage, before data is read and a device is touched
         if not assignment.estimate:
@@ -214,6 +215,7 @@ def _compute(
         with workspace.machine.operation("data"):
             data = load_data(document, loaded, context)
         workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
+        workspace.inputs.labels = data.labels
         if assignment.estimate:
             workspace.inputs.model = loaded.model
             plan = resolve(ESTIMATE)(workspace)

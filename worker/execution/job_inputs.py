@@ -1,7 +1,9 @@
 """The inputs of a job: its model and data by the sources that the document names, or factors in their place."""
 
+from dataclasses import replace
 from typing import Any
 
+from catalog.inputs import BuiltinModel
 from catalog.job import JobDocument
 from engine.workspace import Artifacts
 from worker.execution.assignment import Assignment
@@ -91,6 +93,30 @@ def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext
     stream: DataStream = resolve(loader)(source, request)
     context.checkpoint()
     return validate_chunks(stream, loaded, "/data")
+
+
+def try_before_training(document: JobDocument, context: LoaderContext) -> None:
+    """Refuse data that a builtin model cannot take or has no classes for, before the model is trained.
+
+    Args:
+        document: The job document; a model that needs no training is left to the engine's dry run.
+        context: The loaders' rules, folders and reports.
+
+    Raises:
+        Refusal: If the data cannot be opened, or not for this model.
+        EngineError: If the model and the data's first example, or its labels, do not fit each other.
+    """
+    source = document.model
+    if not isinstance(source, BuiltinModel) or document.task is None or context.shapes_only:
+        return
+    make = resolve("worker.execution.models.builtin:untrained")(source.name, context.store)
+    if make is None:
+        return
+    # the loaders have their say in the log when the job itself loads
+    quiet = replace(context, log=lambda _level, _message: None)
+    bare = load_model(document, replace(quiet, shapes_only=True))
+    resolve("worker.execution.models.trial_run:try_untrained")(make, load_data(document, bare, quiet), document.task)
+    context.checkpoint()
 
 
 def open_factors(document: JobDocument, assignment: Assignment, context: LoaderContext) -> Artifacts:

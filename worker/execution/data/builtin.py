@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from catalog.inputs import BuiltinData
 from worker.execution.data.bundled import digits, english_bytes, english_paragraphs
 from worker.execution.data.forward_inputs import model_inputs
@@ -57,4 +59,8 @@ def _digits(source: BuiltinData, request: DataRequest) -> DataStream:
             part = slice(start, start + _CHUNK)
             yield model_inputs(images[part], request.loaded), classes[part]
 
-    return DataStream(batches=batches, examples=len(images))
+    return DataStream(
+        batches=batches,
+        examples=len(images),
+        labels=lambda: iter([(classes, torch.arange(len(classes)))]),
+    )

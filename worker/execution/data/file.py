@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
+from torch import Tensor
 
 from catalog.inputs import DataFile
 from worker.execution.data.byte_count import ByteCount
@@ -87,7 +89,13 @@ def _tensor_file(path: OpenFile, source: DataFile, request: DataRequest) -> Data
                 targets = part.pop("targets", None)
                 yield (model_inputs(part["inputs"], request.loaded) if "inputs" in part else part), targets
 
-    return DataStream(batches=batches, examples=rows)
+    def labels() -> Iterator[tuple[Tensor, Tensor]]:
+        with safetensors.safe_open(path, framework="pt") as file:
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                yield file.get_slice("targets")[start:stop], torch.arange(start, stop)
+
+    return DataStream(batches=batches, examples=rows, labels=labels if "targets" in entries else None)
 
 
 def _rows(path: OpenFile, entries: dict[str, TensorEntry]) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 Chunk = tuple[Any, ...]
 """``(inputs, targets)`` or ``(inputs, targets, index)``."""
 
@@ -16,3 +18,5 @@ class DataStream:
     """Begins a new pass."""
     examples: int | None
     """How many there are, where it is known beforehand."""
+    labels: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
+    """The targets (n, …) with the indices (n,) of their examples, where they can be read without the inputs."""

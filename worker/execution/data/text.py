@@ -20,6 +20,8 @@ from worker.execution.data.tokenizer_process import TokenizerProcess
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable
 
+_LABELLED = ("classification", "sequence_classification", "regression")
+"""Tasks whose targets are labels, one for each text."""
 _MASKED_SHARE = 0.15
 _MASKING = 0x6D61736B
 """Last part of the draw's key: sampled labels have the same seed and example, and must not follow it."""
@@ -63,7 +65,7 @@ def text_stream(
     vocabulary = request.loaded.vocabulary
     if vocabulary is None:
         raise Refusal("these are texts, but the model reads no tokens; give tensors", pointer=pointer)
-    if labels is None and request.task.type in ("classification", "sequence_classification", "regression"):
+    if labels is None and request.task.type in _LABELLED:
         raise Refusal(
             f"`{request.task.type}` needs a label for every text, and there is none", pointer=pointer, code="no_targets"
         )
@@ -75,6 +77,7 @@ def text_stream(
         count = request.context.byte_count(pointer)
         encoded = []
         for text in _encode(texts, tokenizer, length, request):
+            _require_known_ids(text, vocabulary, pointer)
             count.add(text.ids.nbytes + text.special.nbytes + _TEXT_BYTES)
             if len(text.ids) >= least:
                 encoded.append(text)
@@ -89,7 +92,19 @@ def text_stream(
         for start in range(0, len(encoded), request.batch_size):
             yield _batch(encoded[start : start + request.batch_size], labels, vocabulary, mask_id, request)
 
-    return DataStream(batches=batches, examples=len(encoded))
+    given = labels if request.task.type in _LABELLED else None
+    return DataStream(
+        batches=batches,
+        examples=len(encoded),
+        labels=None if given is None else lambda: iter([_labels(encoded, given, request)]),
+    )
+
+
+def _labels(texts: Sequence[_Encoded], labels: Sequence[float], request: DataRequest) -> tuple[Tensor, Tensor]:
+    """Return the labels (n,) of the texts that are read, with the number (n,) of each text among those given."""
+    dtype = torch.float32 if request.task.type == "regression" else torch.int64
+    places = [text.place for text in texts]
+    return torch.tensor([labels[place] for place in places], dtype=dtype), torch.tensor(places, dtype=torch.int64)
 
 
 @contextlib.contextmanager
@@ -151,6 +166,18 @@ def _next_texts(texts: Sequence[str], start: int) -> Sequence[str]:
     return texts[start : start + _AT_ONCE]
 
 
+def _require_known_ids(text: _Encoded, vocabulary: Vocabulary, pointer: str) -> None:
+    """Refuse a tokenizer that gives ids without a row in the model's embedding."""
+    highest = int(text.ids.max()) if len(text.ids) else 0
+    if highest >= vocabulary.size:
+        raise Refusal(
+            f"the tokenizer gives token id {highest} in text {text.place}, but the model's embedding has "
+            f"{vocabulary.size} rows (ids 0 to {vocabulary.size - 1}); take the tokenizer that belongs to the model",
+            pointer=pointer,
+            code="unknown_token",
+        )
+
+
 def _mask_id(tokenizer: TokenizerProcess | None) -> int:
     if tokenizer is None or tokenizer.mask_id is None:
         raise Refusal(
@@ -185,8 +212,7 @@ def _batch(
             targets[row, chosen] = ids[row, chosen]
             ids[row, chosen] = mask_id
     elif labels is not None and task.type != "sentence_embedding":
-        chosen_labels = [labels[text.place] for text in texts]
-        targets = torch.tensor(chosen_labels, dtype=torch.float32 if task.type == "regression" else torch.int64)
+        targets, _ = _labels(texts, labels, request)
     if not vocabulary.arguments:
         return ids, targets, places
     inputs = {"input_ids": ids, "attention_mask": mask}

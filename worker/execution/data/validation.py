@@ -5,6 +5,7 @@ outputs is said here, with the example that is wrong.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def validate_chunks(stream: DataStream, loaded: LoadedModel, pointer: str) -> Da
             start += _size(chunk[0])
             yield chunk
 
-    return DataStream(batches=batches, examples=stream.examples)
+    return replace(stream, batches=batches)
 
 
 def iterate_caller_data(make: Callable[[], Any], name: str, pointer: str) -> Iterator[Any]:

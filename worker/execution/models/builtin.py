@@ -62,6 +62,20 @@ def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedMode
     return LoadedModel(model=model, vocabulary=vocabulary, provenance=f"builtin {source.name} sha256:{digest}")
 
 
+def untrained(name: str, store: Path) -> Callable[[], nn.Module] | None:
+    """Return what makes a builtin model with random weights, if the model is still to be trained.
+
+    Args:
+        name: The model's name.
+        store: The model store.
+
+    Returns:
+        The model's architecture; None if the store holds its weights.
+    """
+    weights, _ = _stored_weights(name, store)
+    return ARCHITECTURES[name] if weights is None else None
+
+
 def _paths(name: str, store: Path) -> tuple[Path, Path]:
     folder = store / "builtin"
     return folder / f"{name}-{_RECIPE}.safetensors", folder / f"{name}-{_RECIPE}.json"
