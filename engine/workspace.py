@@ -16,6 +16,8 @@ parent, ``kronoscope.local`` keeps everything in memory. A function takes the pa
 """
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -89,6 +91,45 @@ class Artifacts(Protocol):
         Args:
             name: Name of the file; nothing happens where nothing has it.
         """
+
+
+def save_sealed(artifacts: Artifacts, name: str, body: Mapping[str, Any]) -> None:
+    """Write a table with its digest.
+
+    Args:
+        artifacts: Where to.
+        name: The file's name.
+        body: The table, of what JSON holds.
+
+    Raises:
+        ValueError: If a number is NaN or infinite.
+    """
+    artifacts.save_json(name, {"body": body, "sha256": _sha256(body)})
+
+
+def load_sealed(artifacts: Artifacts, name: str) -> Mapping[str, Any]:
+    """Read a table that ``save_sealed`` wrote.
+
+    Args:
+        artifacts: Where from.
+        name: The file's name.
+
+    Returns:
+        The table, as it was written.
+
+    Raises:
+        FileNotFoundError: If nothing has that name.
+        ValueError: If it is another table by now, or none.
+    """
+    stored = artifacts.load_json(name)
+    if not isinstance(stored, Mapping) or _sha256(stored.get("body")) != stored.get("sha256"):
+        raise ValueError(f"{name} is damaged")
+    body: Mapping[str, Any] = stored["body"]
+    return body
+
+
+def _sha256(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class FactorCache(Protocol):

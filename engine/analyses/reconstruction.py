@@ -35,7 +35,7 @@ from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.measurement.layer_results import covered_result, uncovered_results
 from engine.measurement.representation_record import branch_counts
 from engine.memory.budget import device_bytes, resident_bytes
-from engine.workspace import Workspace
+from engine.workspace import Workspace, load_sealed, save_sealed
 
 KIND = "reconstruction"
 FOLDER = "stabilised"
@@ -307,7 +307,8 @@ def _remember(run: _Run, layer: Measured, metrics: ReconstructionMetrics) -> Non
     if workspace.ports.scratch is None or not workspace.saves_checkpoints:
         return
     kept = run.kept.get(ordinal)
-    workspace.ports.scratch.save_json(
+    save_sealed(
+        workspace.ports.scratch,
         _remembered(layer),
         {
             "conditions": dict(workspace.resume.conditions),
@@ -324,7 +325,7 @@ def _recalled(run: _Run, layer: Measured) -> ReconstructionMetrics | None:
     if workspace.ports.scratch is None or (KIND, ordinal) not in workspace.resume.completed:
         return None
     try:
-        table = workspace.ports.scratch.load_json(_remembered(layer))
+        table = load_sealed(workspace.ports.scratch, _remembered(layer))
         if table["conditions"] != dict(workspace.resume.conditions):
             return None
         metrics = dict(table["metrics"])
@@ -334,7 +335,9 @@ def _recalled(run: _Run, layer: Measured) -> ReconstructionMetrics | None:
         }
         kept = None if table["kept"] is None else Kept(**table["kept"])
         entry = table["entry"]
-    except (FileNotFoundError, KeyError, TypeError):
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001 - never written, damaged, or by another version: it is made anew
         return None
     if kept is not None:
         run.kept[ordinal] = kept

@@ -25,7 +25,7 @@ from engine.measurement.prefetch import Arrived
 from engine.measurement.subsample_spectra import frobenius, trace
 from engine.memory.plan import readable_bytes
 from engine.planning.decomposition_memory import COUNTED
-from engine.workspace import Workspace
+from engine.workspace import Workspace, load_sealed, save_sealed
 
 _WORTH_KEEPING = 512
 """Rows from which values alone are laid aside: below, they are computed again as fast as they are read."""
@@ -267,7 +267,8 @@ def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.d
         workspace.ports.scratch.save_tensors(f"{name}.vectors.safetensors", {"rows": vectors.mT}, {})
     workspace.ports.scratch.save_tensors(f"{name}.values.safetensors", {"values": kept.values}, {})
     # last, so that its presence says that all is there
-    workspace.ports.scratch.save_json(
+    save_sealed(
+        workspace.ports.scratch,
         f"{name}.json",
         {
             "conditions": dict(workspace.resume.conditions),
@@ -286,7 +287,7 @@ def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | 
     if held is not None or workspace.ports.scratch is None:
         return held
     try:
-        table: Mapping[str, Any] = workspace.ports.scratch.load_json(f"{name}.json")
+        table = load_sealed(workspace.ports.scratch, f"{name}.json")
         # another version of the program may have computed otherwise
         if table["conditions"] != dict(workspace.resume.conditions):
             return None

@@ -1,5 +1,6 @@
 """The analysis `reconstruction`: every stabilised factor against Q max(Λ, f) Qᵀ of the collected one, in float64."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -264,6 +265,34 @@ def test_rows_of_an_earlier_attempt_are_not_made_again(monkeypatch: pytest.Monke
     assert kept.tables[f"{FOLDER}/factors.index.json"] == first.ports.artifacts.load_json(
         f"{FOLDER}/factors.index.json"
     )
+
+
+@pytest.mark.parametrize("damage", ["a digit", "no table", "not sealed"])
+def test_a_row_that_a_disk_has_changed_is_made_again(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    scratch = MemoryArtifacts()
+    first = given()
+    first.ports.scratch, first.resume.checkpoint_seconds = scratch, 1.0
+    rows, summary = run(first)
+    ordinal = rows["head"].ordinal
+    sealed = copy.deepcopy(scratch.tables[f"reconstruction/{ordinal}.json"])
+    if damage == "a digit":
+        sealed["body"]["metrics"]["G"]["mass"] *= 1.5
+    scratch.tables[f"reconstruction/{ordinal}.json"] = {"no table": [1], "not sealed": sealed["body"]}.get(
+        damage, sealed
+    )
+    second = given()
+    second.ports.scratch, second.resume.checkpoint_seconds = scratch, 1.0
+    second.resume.completed = frozenset(("reconstruction", row.ordinal) for row in rows.values())
+    made: list[str] = []
+    real = clip_factor.rebuild
+    monkeypatch.setattr(
+        "engine.analyses.reconstruction.rebuild",
+        lambda *arguments: made.append(arguments[1].layer) or real(*arguments),
+    )
+    again, whole = run(second)
+    assert again == {}
+    assert set(made) == {"head"}
+    assert whole == summary
 
 
 def test_a_layer_without_curvature_stays_without() -> None:
