@@ -1,4 +1,4 @@
-"""The background thread of every API process: it sends wake-ups to workers and reclaims jobs of silent ones.
+"""The background thread of every API process: wake-ups to workers, jobs of silent ones, last uses of keys.
 
 Several processes may do so at once; the ledger makes that harmless. The thread outlives every failure of the database
 and of the broker: it logs the first one, and again when they are back.
@@ -16,6 +16,7 @@ from jobs.queue.broker_backlog import BrokerBacklog
 from jobs.queue.outbox import relay
 from jobs.queue.reaper import end_overdue, reap_expired
 from jobs.settings import LedgerSettings
+from jobs.tenancy.key_uses import KeyUses
 
 _log = logging.getLogger("kronoscope.api.maintenance")
 
@@ -64,7 +65,7 @@ class WakeupSender:
 
 
 class Maintenance:
-    """The thread that runs relay and reaper, each at an interval of its own."""
+    """The thread that runs relay and reaper, each at an interval of its own, and writes uses of keys."""
 
     def __init__(self, engine: Engine, settings: LedgerSettings, wakeups: WakeupSender | None) -> None:
         """Set up the thread without starting it.
@@ -77,6 +78,8 @@ class Maintenance:
         self._engine = engine
         self._settings = settings
         self._wakeups = wakeups
+        self.key_uses = KeyUses()
+        """The uses of keys that are not written yet."""
         self._wake = threading.Event()
         self._stopping = False
         self._failing: set[str] = set()
@@ -113,15 +116,20 @@ class Maintenance:
                 next_relay = time.monotonic() + self._settings.relay_seconds
             if time.monotonic() >= next_reap:
                 self._attempt("reaper")
+                self._attempt("note of keys")
                 next_reap = time.monotonic() + self._settings.reaper_seconds
             due = next_reap if self._wakeups is None else min(next_reap, next_relay)
             self._wake.wait(max(0.05, due - time.monotonic()))
+        if not self._failing:  # a database that is away would hold up the end
+            self._attempt("note of keys")
 
     def _attempt(self, name: str) -> None:
         try:
             if name == "relay":
                 self._relay()
                 note_round(self._engine, "relay")
+            elif name == "note of keys":
+                self.key_uses.write(self._engine, every=self._stopping)
             else:
                 taken = reap_expired(self._engine)
                 if taken:

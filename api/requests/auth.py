@@ -112,6 +112,9 @@ def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depe
     if caller is None:
         raise _unauthorised("this key is not valid: mistyped, revoked or expired")
     request.state.caller = caller
+    if caller.key is not None:
+        client = request.app.state.connections.addresses.client_of(request.scope)
+        service.maintenance.key_uses.note(caller.key, client)
 
 
 def _authenticate_scraper(token: str | None, header: str | None) -> None:

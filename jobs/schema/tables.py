@@ -73,6 +73,8 @@ api_keys = Table(
     Column("created_at", Moment(), nullable=False),
     Column("expires_at", Moment()),
     Column("revoked_at", Moment()),
+    Column("last_used_at", Moment()),  # to the minute
+    Column("last_used_from", String(64)),
 )
 
 jobs = Table(

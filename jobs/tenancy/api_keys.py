@@ -6,12 +6,14 @@ be told without the database.
 
     python -P -m jobs.tenancy.api_keys create --tenant NAME [--scope SCOPE]... [--expires 2030-01-01T00:00:00Z]
     python -P -m jobs.tenancy.api_keys revoke PREFIX
+    python -P -m jobs.tenancy.api_keys list [--tenant NAME] [--json]
 """
 
 import argparse
 import base64
 import hashlib
 import hmac
+import json
 import os
 import re
 import secrets
@@ -23,6 +25,7 @@ from datetime import datetime
 from sqlalchemy import Connection, Engine, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from catalog.record import plain
 from jobs.environment import secret as read_secret
 from jobs.errors import LedgerError, SettingsInvalid, TransientError
 from jobs.records import Caller, Scope
@@ -33,6 +36,7 @@ from jobs.schema.tables import api_keys, tenants
 from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
 from jobs.tenancy.audit_log import write_audit_line
+from jobs.tenancy.key_uses import KeyRecord, list_keys
 
 SCOPES: tuple[Scope, ...] = ("read", "submit", "admin")
 MIN_SECRET_CHARACTERS = 16
@@ -194,7 +198,7 @@ def _digest(secret: str, key: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Create or revoke a key from the command line.
+    """Create, revoke or list keys from the command line.
 
     Args:
         arguments: The words of the command line; the process's own if left out.
@@ -202,7 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 2 usage, 3 database away, 4 the operator must act.
     """
-    parser = argparse.ArgumentParser(prog="python -P -m jobs.tenancy.api_keys", description="Make or end an API key.")
+    parser = argparse.ArgumentParser(
+        prog="python -P -m jobs.tenancy.api_keys", description="Make, end or list API keys."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     creating = commands.add_parser("create", help="make a key; it is shown once")
     creating.add_argument("--tenant", required=True, help="the key's tenant; created where there is none of that name")
@@ -210,9 +216,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     creating.add_argument("--expires", type=_moment, help="when it ends, e.g. 2030-01-01T00:00:00Z")
     revoking = commands.add_parser("revoke", help="end a key's life")
     revoking.add_argument("key", help="its prefix (the part between the underscores), or the whole key")
+    listing = commands.add_parser("list", help="list keys with their last use; none is shown whole")
+    listing.add_argument("--tenant", help="one tenant's; default: all")
+    listing.add_argument("--json", action="store_true", help="as JSON")
     chosen = parser.parse_args(arguments)
     try:
-        return _create(chosen) if chosen.command == "create" else _revoke(chosen)
+        return {"create": _create, "revoke": _revoke, "list": _list}[chosen.command](chosen)
     except LedgerError as error:
         sys.stderr.write(f"{error}\n")
         return 3 if isinstance(error, TransientError) else 4
@@ -246,6 +255,33 @@ def _revoke(chosen: argparse.Namespace) -> int:
     write_audit_line(action="revoke_key", outcome="done" if revoked else "unknown", key=key_id(chosen.key))
     sys.stderr.write("revoked\n" if revoked else "there is no such key, or it was revoked earlier\n")
     return 0 if revoked else 2
+
+
+def _list(chosen: argparse.Namespace) -> int:
+    engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
+    try:
+        require_current_schema(engine)
+        keys = list_keys(engine, chosen.tenant)
+    finally:
+        engine.dispose()
+    if chosen.json:
+        sys.stdout.write(json.dumps([plain(each) for each in keys], indent=2, default=_iso) + "\n")
+        return 0
+    rows = [("KEY", "TENANT", "SCOPES", "STATE", "CREATED", "EXPIRES", "LAST USED", "FROM"), *map(_row, keys)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    return 0
+
+
+def _row(key: KeyRecord) -> tuple[str, ...]:
+    moments = (_iso(each) if each else "never" for each in (key.created_at, key.expires_at, key.last_used_at))
+    return (key.key, key.tenant, ",".join(key.scopes), key.state, *moments, key.last_used_from or "–")
+
+
+def _iso(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _moment(text: str) -> datetime:

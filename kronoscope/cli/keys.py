@@ -1,4 +1,4 @@
-"""The command ``kronoscope keys``: make and revoke API keys in the service's database."""
+"""The command ``kronoscope keys``: make, revoke and list API keys in the service's database."""
 
 from typing import Annotated
 
@@ -45,3 +45,13 @@ def create_key(
 def revoke_key(key: Annotated[str, typer.Argument(help="The key, or its prefix.")]) -> None:
     """Revoke an API key."""
     raise typer.Exit(exec_module("jobs.tenancy.api_keys", ["revoke", key]))
+
+
+@keys.command("list", epilog=epilog("kronoscope keys list --tenant lab --json"))
+def list_keys(
+    tenant: Annotated[str | None, typer.Option(help="One tenant; default: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """List API keys by their public part, with scopes, expiry, and the last use to the minute."""
+    arguments = ["list", *([] if tenant is None else ["--tenant", tenant]), *(["--json"] if as_json else [])]
+    raise typer.Exit(exec_module("jobs.tenancy.api_keys", arguments))

@@ -21,11 +21,12 @@ from api.main import create_app
 from api.settings import Settings
 from jobs.codec import parse_document
 from jobs.repository.submission import submit
-from jobs.schema.database import for_tenant, migration_config, open_database, reading, writing
+from jobs.schema.database import across_tenants, for_tenant, migration_config, open_database, reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, tenants
 from jobs.settings import LedgerSettings, RoleSettings
 from jobs.tenancy.api_keys import create_key, verify_key
+from jobs.tenancy.key_uses import KeyUses, list_keys
 from migrations.__main__ import migrate
 from migrations.roles import API, WORKER
 from tests import servers
@@ -184,6 +185,21 @@ def test_a_transaction_of_the_api_that_declares_no_tenant_is_refused(roles: Role
         # what one transaction declared, the next one on the same connection does not inherit
         with for_tenant(engine, "nobody").begin() as connection:
             assert connection.execute(select(jobs.c.id)).all() == []
+    finally:
+        engine.dispose()
+
+
+def test_the_api_s_role_writes_and_lists_uses_of_keys_of_all_tenants(roles: Roles) -> None:
+    uses = KeyUses()
+    engine = open_database(roles.url(API, "for api"), tenants_apart=True)
+    try:
+        for tenant in ("ours", "theirs"):
+            key = create_key(across_tenants(engine), KEY_SECRET, tenant)
+            uses.note(key.split("_")[1], "192.0.2.7")
+        assert uses.write(across_tenants(engine)) == 2
+        listed = list_keys(across_tenants(engine))
+        assert {each.tenant for each in listed if each.last_used_from == "192.0.2.7"} == {"ours", "theirs"}
+        assert {each.tenant for each in list_keys(for_tenant(engine, roles.tenant))} == {"ours"}
     finally:
         engine.dispose()
 
