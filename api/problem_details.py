@@ -26,7 +26,9 @@ class Fault:
     parameter: str | None
     """Query parameter or header at fault."""
     code: str
+    """Stable name of the fault."""
     message: str
+    """What must hold, and what was got."""
 
 
 @record
@@ -34,12 +36,17 @@ class ProblemDocument:
     """An error, as RFC 9457 describes it."""
 
     type: str
+    """URI reference that identifies the kind of problem."""
     title: str
+    """The kind of problem in words."""
     status: int
+    """The HTTP status."""
     detail: str
+    """What is wrong with this request."""
     instance: str
     """Id of the request, as in the header `X-Request-Id`."""
     errors: tuple[Fault, ...]
+    """The fields that are not accepted."""
 
 
 class Refusal(Exception):

@@ -73,11 +73,17 @@ class Coverage:
     """Every trainable parameter is covered or declared; nothing is skipped silently."""
 
     trainable_parameters: int
+    """All trainable parameters."""
     covered_parameters: int
+    """Those of covered layers."""
     declared_parameters: int
+    """Those that no layer covers."""
     covered_share: float
+    """Covered over trainable parameters."""
     layers_covered: int
+    """Layers that are covered."""
     layers_declared: int
+    """Rows of layers that are not covered."""
     reasons: Mapping[str, int]
     """Declared parameters by reason."""
     gradient_identity: float | None

@@ -98,29 +98,45 @@ class CapacitySummary:
     """The whole model."""
 
     coverage: Coverage
+    """Parameters that are covered and that are not, with reasons."""
     layers: int
+    """Layers that are covered."""
     branches: Mapping[str, int]
     """Covered layers by `branch`: they add up to `layers`."""
     eigendecompositions: int
+    """Layers whose factors have eigenvalues that were computed."""
     dimension: int
+    """Eigenvalues of all covered layers."""
     trace: float | None
+    """Sum over layers."""
     effective_dimension: float | None
+    """Sum over layers of Σ λᵢ/(λᵢ + λ)."""
     effective_dimension_share: float | None
+    """`effective_dimension` over `dimension`."""
     effective_rank: float | None
     """Sum over layers."""
     logdet_damped: float | None
+    """Sum over layers of log det(F + λI)."""
     damping: float
+    """`stabilisation.damping`."""
     damping_mode: str
+    """`stabilisation.damping_mode`."""
     damping_split: str
+    """`stabilisation.damping_split`."""
     kappa_max: float | None
+    """`stabilisation.kappa_max`."""
     fisher: str
+    """`collection.fisher`."""
     sharing: str
+    """`collection.sharing`."""
     update_freq: int
+    """`collection.update_freq`."""
     identity_layers: tuple[str, ...]
     """Layers where λ exceeds λ_max: the preconditioner is the identity there."""
     not_converged: Mapping[str, int] | None
     """Layers whose metric has not converged, by metric; null without `collection.nested`."""
     model: ModelCapacity
+    """Metrics of all covered layers as one matrix."""
     cross_check: CrossCheck | None
     """The exact curvature of all covered parameters together, for `cross_check`."""
     token_importance: TokenImportance | None

@@ -12,6 +12,7 @@ class Quantile:
     """A quantile of the eigenvalues of F."""
 
     level: float
+    """The share of eigenvalues, between 0 and 1."""
     value: float
     """The smallest eigenvalue that at least `level` of all do not exceed."""
 
@@ -33,6 +34,7 @@ class SpectralDecay:
     """The exponent α of λ_k ∝ k^−α, by least squares of log λ_k against log k at ranks evenly spread in log k."""
 
     exponent: float
+    """α."""
     first_rank: int
     """Of the range that the fit is over, from 1 for the largest eigenvalue: the tenth."""
     last_rank: int
@@ -73,7 +75,9 @@ class CapacityMetrics:
     undefined: Mapping[str, str]
     """Why a metric that was asked for is null, by its name."""
     trace: float | None
+    """Sum of the eigenvalues."""
     frobenius_norm: float | None
+    """Root of the sum of the squared eigenvalues."""
     spectral_norm: float | None
     """The largest eigenvalue."""
     stable_rank: float | None
@@ -115,12 +119,15 @@ class CapacityMetrics:
     effective_rank_G: float | None
     """Entropy effective rank of G."""
     quantiles: tuple[Quantile, ...] | None
+    """Quantiles of the eigenvalues."""
     density: SpectralDensity | None
+    """Histogram of the eigenvalues."""
     decay: SpectralDecay | None
     """Null where the range of the fit would be shorter than half a decade."""
     top_eigenvalues: tuple[float, ...] | None
     """The largest eigenvalues of F, descending."""
     effective_dimension_curve: EffectiveDimensionCurve | None
+    """Effective dimension over a grid of λ."""
     nested: tuple[NestedCapacity, ...] | None
     """Three of these at each sample size up to the whole, for `collection.nested`; else null."""
     convergence: tuple[Convergence, ...] | None
@@ -151,7 +158,9 @@ class TopEigenvalue:
     """One of the largest eigenvalues of the model."""
 
     value: float
+    """The eigenvalue."""
     layer: str
+    """The layer that it belongs to."""
 
 
 @record
@@ -159,7 +168,9 @@ class TraceShare:
     """One layer's part of the model's trace."""
 
     layer: str
+    """The layer's name."""
     trace: float
+    """Trace of the layer's block."""
     share: float | None
     """Null where the model has no curvature."""
 
@@ -179,24 +190,35 @@ class ModelCapacity:
     approximate: tuple[str, ...]
     """Layers of which a sketch stands for G; where there are any, only the traces are exact."""
     trace_shares: tuple[TraceShare, ...] | None
+    """Each layer's part of the trace."""
     frobenius_norm: float | None
+    """Root of the sum of the squared eigenvalues."""
     spectral_norm: float | None
+    """The largest eigenvalue."""
     stable_rank: float | None
+    """(`frobenius_norm` / `spectral_norm`)²."""
     participation_ratio: float | None
+    """(Σ λ)² / Σ λ²."""
     effective_rank: float | None
     """exp of the entropy of all eigenvalues over the model's trace; the layers' own do not add up to it."""
     rank: int | None
     """Eigenvalues above the tolerance times the largest of the model."""
     logdet: float | None
+    """Sum of the logarithms of the eigenvalues."""
     kappa: float | None
     """Largest over smallest eigenvalue of all; null where one is zero."""
     kappa_damped: float | None
     """The same of F + λI, each layer with its own λ."""
     quantiles: tuple[Quantile, ...] | None
+    """Quantiles of the eigenvalues."""
     density: SpectralDensity | None
+    """Histogram of the eigenvalues."""
     decay: SpectralDecay | None
+    """Power law fitted to the eigenvalues."""
     top_eigenvalues: tuple[TopEigenvalue, ...] | None
+    """The largest eigenvalues with their layers."""
     effective_dimension_curve: EffectiveDimensionCurve | None
+    """Effective dimension over a grid of λ."""
     convergence: tuple[Convergence, ...] | None
     """These over the sample sizes, where they are one number (a decay is its exponent), and the summary's trace,
     effective dimension and damped log-determinant; null without `collection.nested`."""

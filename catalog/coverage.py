@@ -41,7 +41,9 @@ class NotMeasured:
     """Parameters that the loss depends on and no layer covers, for one reason."""
 
     reason: str
+    """Stable name of the reason."""
     parameters: int
+    """Parameters that are not measured for it."""
     share: float
     """Of the trainable parameters."""
     remedy: str | None
@@ -58,6 +60,7 @@ class CoverageView:
     measured_share: float
     """Covered share of the trainable parameters: all figures of the model are of these."""
     trainable_parameters: int
+    """All trainable parameters of the model."""
     not_measured: tuple[NotMeasured, ...]
     """Largest first; without parameters that have no curvature on these data."""
     message: str | None

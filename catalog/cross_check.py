@@ -21,6 +21,7 @@ class CrossCheck:
     trace_ratio: float | None
     """K-FAC's trace over the exact one; null where that is zero."""
     probes: int
+    """Random vectors of the trace's estimate."""
     top_eigenvalue: float | None
     """Largest eigenvalue of the block by Lanczos, which never exceeds the true one; null without iterations."""
     top_residual: float | None

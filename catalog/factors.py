@@ -35,7 +35,9 @@ class FactorsSummary:
     """The closing line of a collection."""
 
     coverage: Coverage
+    """Parameters that are covered and that are not, with reasons."""
     layers: int
+    """Layers that are covered."""
     branches: Mapping[str, int]
     """Covered layers by `branch`: they add up to `layers`."""
     eigendecompositions: int
@@ -43,12 +45,19 @@ class FactorsSummary:
     woodbury_layers: int
     """Layers whose G is kept as its gradient rows."""
     examples: int
+    """Examples that entered the factors."""
     updates: int
+    """Updates that entered the factors."""
     passes: int
+    """Passes over the data."""
     fisher: str
+    """`collection.fisher`."""
     sharing: str
+    """`collection.sharing`."""
     update_freq: int
+    """`collection.update_freq`."""
     factor_bytes: int
+    """Bytes of the factors as they are held."""
     dense_factor_bytes: int
     """What the same factors would take without sharing A between layers of one input."""
 

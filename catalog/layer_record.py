@@ -45,6 +45,7 @@ class LayerRecord:
     lambda_G_relative: float | None
     """Damping of G over G's mean eigenvalue."""
     kappa_max: float | None
+    """`stabilisation.kappa_max`."""
     kappa_A: float | None
     """λ_max/λ_min of A; null where A is singular."""
     kappa_G: float | None
@@ -58,9 +59,11 @@ class LayerRecord:
     clipped_G: int | None
     """Eigenvalues of G below λ_max/κ_max."""
     update_freq: int | None
+    """`collection.update_freq`."""
     update_index: int | None
     """Updates that entered the factors."""
     ema_decay: float | None
+    """`collection.ema_decay`."""
     positions_local: int | None
     """T: positions that entered A on this rank."""
     positions: int | None
@@ -96,9 +99,13 @@ class LayerRecord:
     examples do not mix is not shown), `inputs` (`forward_only` has no gradients), or `same_forward` (unverified by
     example: the model draws random numbers, or its batches cannot be taken apart)."""
     world_size: int | None
+    """Processes that collected together."""
     reduction: str | None
+    """How the processes' sums were combined."""
     storage_device: str | None
+    """Where the factor is kept."""
     storage_policy: str | None
+    """How the factor was kept while others were collected."""
     dtype: str | None
     """Precision the factors are kept in, gradient rows apart; digests and eigenvalues are of these numbers."""
     accumulation_dtype: str | None
@@ -126,12 +133,17 @@ class LayerRecord:
     cholesky_jitter: float | None
     """What had to be added to the damped Gram matrix of the rows for a Cholesky factorisation; null without rows."""
     fisher: str | None
+    """`collection.fisher`."""
     sharing: str | None
+    """`collection.sharing`."""
     samples: int | None
+    """`collection.samples`."""
     seed: int | None
+    """`collection.seed`."""
     passes: int | None
     """Passes over the data."""
     micro_batch: int | None
+    """Examples that went through the model at once; null is the whole batch."""
     digest_A: str | None
     """SHA-256 over dtype, shape and little-endian bytes of A (of its diagonal where A is diagonal)."""
     digest_G: str | None
@@ -166,15 +178,19 @@ class Observed:
     """What this run took; another faithful run may differ."""
 
     seconds: float
+    """Seconds that the layer took."""
     allocated_before_bytes: int | None
     """Device bytes held by tensors; null on a CPU."""
     allocated_after_bytes: int | None
+    """The same after the layer."""
     reserved_before_bytes: int | None
     """Device bytes held by the allocator; null on a CPU."""
     reserved_after_bytes: int | None
+    """The same after the layer."""
     host_before_bytes: int
     """Resident set of the process."""
     host_after_bytes: int
+    """The same after the layer."""
     not_replayed: tuple[str, ...]
     """What the job's first attempt computed with and this one could not repeat."""
     refused_rungs: tuple[str, ...]

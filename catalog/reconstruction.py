@@ -84,6 +84,7 @@ class ReconstructionMetrics:
     form: str
     """`kronecker` (A dense), `diagonal` (A diagonal), `block` (exact block in G, A = 1) or `diagonal_block`."""
     kappa_max: float
+    """The condition number that eigenvalues were clipped at."""
     A: ReconstructedSide | None
     """Null where A is 1, or was not asked for."""
     G: ReconstructedSide | None
@@ -99,17 +100,23 @@ class ReconstructionSummary:
     """The whole model."""
 
     coverage: Coverage
+    """Parameters that are covered and that are not, with reasons."""
     layers: int
+    """Layers that are covered."""
     branches: Mapping[str, int]
     """Covered layers by `branch`: they add up to `layers`."""
     factors: int
     """Sides that were stabilised, a shared A once."""
     kappa_max: float
+    """The condition number that eigenvalues were clipped at."""
     route: str
+    """`reconstruction.route`."""
     clipped: int
     """Eigenvalues raised, over all of them."""
     eigenvalues: int
+    """Eigenvalues of all stabilised factors."""
     clipped_share: float | None
+    """`clipped` over `eigenvalues`."""
     mass_share: float | None
     """Trace added over the trace before, summed over the factors."""
     floor_kept: float | None

@@ -37,16 +37,21 @@ class ProgressView:
     stage: str | None = None
     """`model`, `data`, `collection`, or the kind of an analysis."""
     done: int | None = None
+    """Finished units of the stage."""
     total: int | None = None
+    """Units of the stage; null while nobody knows."""
     unit: str | None = None
     """`batches` or `layers`."""
     layers_done: int | None = None
+    """Rows of layers that are written, over all analyses."""
     layers_total: int | None = None
+    """Rows of layers that there will be; null before the layers are known."""
     percent: float | None = None
     """Null while nobody knows how long the stage is."""
     eta_seconds: float | None = None
     """Remaining seconds of the whole job, as of `updated_at`; null where the plan leaves them open."""
     updated_at: Timestamp | None = None
+    """The moment when this was written."""
 
 
 @record
@@ -56,10 +61,13 @@ class FailureView:
     category: Literal["usage", "transient", "fatal"]
     """`usage`: change the document; `transient`: try again; `fatal`: the operator."""
     code: str
+    """Stable name of the failure."""
     message: str
+    """What must hold, what was found and the remedy."""
     pointer: str | None
     """JSON pointer into the document, where a field is to blame."""
     layer: str | None
+    """The layer that failed, where one did."""
 
 
 @record
@@ -70,6 +78,7 @@ class PlacementView:
     """`placed`: it runs; `reserved`: a device is reserved for it; `waiting`: for its turn and a free device;
     `no_device`: no known device could ever hold it; `no_worker`: no known worker could take it."""
     message: str
+    """The status in a sentence."""
     device: str | None
     """UUID of the device that it runs on, or that is reserved for it."""
 
@@ -79,14 +88,19 @@ class JobView:
     """One job."""
 
     id: str
+    """The job's id."""
     name: str | None
     """The caller's own name of it."""
     state: JobState
+    """`succeeded`, `failed` and `cancelled` are final."""
     kinds: tuple[str, ...]
+    """Analyses, in the order of the document."""
     document: Mapping[str, Any]
     """The job document with every default written out."""
     document_sha256: str
+    """Digest of the canonical JSON of the document."""
     labels: Mapping[str, str]
+    """The caller's own labels, by name."""
     priority: int
     """-10 to 10: the higher of your own waiting jobs goes first."""
     deadline_at: Timestamp | None
@@ -94,22 +108,33 @@ class JobView:
     placement: PlacementView | None
     """Only of a job that is read by itself and has not ended; not part of its ETag."""
     progress: ProgressView | None
+    """Null before the first attempt reports."""
     coverage: CoverageView | None
     """The share of the model that was measured; null before the first summary, and where no model was given."""
     failure: FailureView | None
+    """Null unless the job has failed."""
     attempt: int
     """The number of times that a worker has taken it up."""
     failures: int
+    """Attempts that failed; at `max_failures` the job ends."""
     max_failures: int
+    """Failures after which the job ends."""
     plan: Mapping[str, Any] | None
+    """The memory plan; null before it is made."""
     created_at: Timestamp
+    """The moment of submission."""
     queued_at: Timestamp
+    """The moment since which it waits, or waited last."""
     started_at: Timestamp | None
+    """The moment when its first attempt began."""
     finished_at: Timestamp | None
+    """The moment when it reached a final state."""
     archived_at: Timestamp | None
     """The moment when its rows and events moved from the ledger to its file `archive.jsonl.gz`."""
     cancel_requested_at: Timestamp | None
+    """The moment when its end was asked for."""
     links: Mapping[str, str]
+    """Addresses of the job and its parts, by name."""
 
     @property
     def ended(self) -> bool:
@@ -122,6 +147,7 @@ class JobListView:
     """Jobs, newest first."""
 
     items: tuple[JobView, ...]
+    """The jobs of this page."""
     next: str | None
     """Give it as `before` for the next page; also in the header Link."""
 
@@ -133,9 +159,11 @@ class EventView:
     seq: int
     """Grows with every event of the job, with gaps; give it as `after`, or as `Last-Event-ID`, to read on."""
     at: Timestamp
+    """The moment of the event."""
     type: str
     """Such as `state`, `started`, `plan`, `progress`, `layer`, `artifact`, `summary`, `log`, `digest_differs`."""
     data: Mapping[str, Any]
+    """Its content; the fields depend on `type`."""
 
     @property
     def ends(self) -> bool:
@@ -148,6 +176,7 @@ class EventListView:
     """A part of a job's history, in order."""
 
     items: tuple[EventView, ...]
+    """The events of this page."""
     through: int
     """All events up to this number are on this page or before; give it as `after` to read on, now or later."""
     more: bool
@@ -161,8 +190,11 @@ class ValidationView:
     """A document that is valid and would be accepted; nothing was stored."""
 
     valid: Literal[True]
+    """Always true; a document that is not valid is answered with 422."""
     document: Mapping[str, Any]
+    """The job document with every default written out."""
     document_sha256: str
+    """Digest of the canonical JSON of the document."""
     placement: PlacementView
     """The placement that the job would have now."""
 
@@ -172,15 +204,23 @@ class LayerView:
     """One row of the results."""
 
     kind: str
+    """The analysis."""
     ordinal: int
+    """Position in the model, from 0."""
     layer: str
+    """Qualified name of the module."""
     module: str | None
+    """Class of the module."""
     status: str
     """`covered`, `zero_curvature`, or `declared`: trainable and not covered, for `reason`."""
     reason: str | None
+    """Why the layer is not covered; null for one that is."""
     parameters: tuple[str, ...]
+    """Names of its parameters."""
     parameter_count: int | None
+    """Numbers in its parameters."""
     metrics: Mapping[str, Any] | None
+    """What the analysis measured; null for a layer that is not covered."""
     record: Mapping[str, Any] | None
     """The reproducibility record."""
     observed: Mapping[str, Any]
@@ -188,6 +228,7 @@ class LayerView:
     sha256: str
     """Digest of the canonical JSON of everything but `observed`."""
     attempt: int
+    """The attempt that wrote the row."""
 
 
 @record
@@ -195,6 +236,7 @@ class LayerListView:
     """A page of layers."""
 
     items: tuple[LayerView, ...]
+    """The rows of this page."""
     next: str | None
     """Give it as `after` for the next page; also in the header Link."""
 
@@ -204,10 +246,15 @@ class ArtifactView:
     """A file of a job."""
 
     name: str
+    """Name of the file; it may hold slashes."""
     sha256: str
+    """Digest of the file."""
     size_bytes: int
+    """Size of the file."""
     media_type: str
+    """Its media type."""
     href: str
+    """Its address."""
 
 
 @record
@@ -215,6 +262,7 @@ class ArtifactListView:
     """All files of a job, by name."""
 
     items: tuple[ArtifactView, ...]
+    """The files."""
 
 
 @record
@@ -222,7 +270,9 @@ class LayersLink:
     """A link to the layers."""
 
     count: int
+    """Rows that are written."""
     href: str
+    """Address of the rows."""
 
 
 @record
@@ -230,12 +280,15 @@ class ResultsView:
     """The results of a job."""
 
     job: JobView
+    """The job."""
     summary: Mapping[str, Any]
     """One summary per analysis, by kind."""
     manifest: Mapping[str, Any] | None
     """The environment in which it was computed, and, of a job that succeeded, the digests of its model and data."""
     layers: LayersLink
+    """Where the rows are."""
     artifacts: tuple[ArtifactView, ...]
+    """The job's files."""
 
 
 @record
@@ -245,6 +298,7 @@ class PlaceBytes:
     device: int | None
     """Memory of a GPU; null where there is none, or no limit."""
     host: int | None
+    """Bytes of host memory; null where there is no figure."""
     disk: int | None
     """Null for budgets, which do not limit the disk."""
 
@@ -258,11 +312,15 @@ class EstimateView:
     """The memory and time that a job would take. Until it is `succeeded` everything from `fits` to `plan` is null."""
 
     id: str
+    """The estimate's id."""
     state: JobState
+    """`succeeded`, `failed` and `cancelled` are final."""
     document: Mapping[str, Any]
     """The job document with every default written out."""
     document_sha256: str
+    """Digest of the canonical JSON of the document."""
     progress: ProgressView | None
+    """Null before a worker reports."""
     fits: bool | None
     """Whether a job of this document would be taken up where the estimate was made, or be refused."""
     peak: PlaceBytes | None
@@ -279,9 +337,13 @@ class EstimateView:
     """The whole plan: `stages` with their bytes and seconds, `terms` of each layer with their formulas, `rungs` of each
     layer's decompositions, the choice, and what was `assumed`, as no weight was read."""
     created_at: Timestamp
+    """The moment when it was asked for."""
     started_at: Timestamp | None
+    """The moment when its first attempt began."""
     finished_at: Timestamp | None
+    """The moment when it reached a final state."""
     links: Mapping[str, str]
+    """Addresses, by name."""
 
     @property
     def ended(self) -> bool:
@@ -294,14 +356,18 @@ class DeviceView:
     """One device."""
 
     uuid: str
+    """The device's id."""
     kind: Literal["cuda", "fake", "host"]
     """A GPU; a simulated one, which only counts bytes; or the memory of a machine without a GPU."""
     name: str
+    """The model of the device."""
     node: str
+    """The machine that it is in."""
     state: DeviceState
     """`leased`: a job runs there; `draining`: processes of a job that has lost it have not ended; `stale`: no worker
     has offered it lately."""
     capacity_bytes: int
+    """All of its memory."""
     free_bytes: int
     """Memory for the next job; 0 of a GPU with a job, which has it to itself."""
     leased_bytes: int
@@ -309,9 +375,11 @@ class DeviceView:
     foreign_bytes: int
     """Memory held by processes that are not jobs."""
     jobs: int
+    """Jobs that hold a lease on it."""
     reserved: bool
     """Whether it is kept for a job that waits until enough of its memory is free."""
     seen_at: Timestamp
+    """The moment when a worker last reported it."""
 
 
 @record
@@ -319,5 +387,6 @@ class DeviceListView:
     """Devices, ordered by node."""
 
     items: tuple[DeviceView, ...]
+    """The devices of this page."""
     next: str | None
     """Give it as `after` for the next page; also in the header Link."""

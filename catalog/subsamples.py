@@ -10,7 +10,9 @@ class NestedTraces:
     examples: int
     """Examples that entered them."""
     trace_A: float
+    """Trace of A."""
     trace_G: float
+    """Trace of G."""
     trace: float
     """Trace of G ⊗ A."""
 
@@ -22,6 +24,7 @@ class NestedCapacity:
     examples: int
     """Examples that entered it."""
     trace: float
+    """Sum of the eigenvalues."""
     participation_ratio: float | None
     """(Σλ)² / Σλ²."""
     effective_rank: float | None
@@ -33,9 +36,11 @@ class Convergence:
     """One metric over ever more examples, with the damping of the whole throughout."""
 
     metric: str
+    """Name of the metric."""
     examples: tuple[int, ...]
     """Sizes, ascending up to the whole."""
     values: tuple[float | None, ...]
+    """The metric at each size of `examples`."""
     extrapolation: float | None
     """The value at infinitely many examples, from the last two sizes, if the error falls with 1/N; where N is below
     the dimension the truth lies further still."""

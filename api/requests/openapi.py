@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from api.problem_details import MEDIA_TYPE, ProblemDocument
 from api.requests.examples import EXAMPLES
+from api.stored_records import describe_stored_values, stored_template
 from catalog import DOCUMENT
 from catalog.job import JobDocument
 
@@ -156,6 +157,7 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
     ):
         schemas.update(schema.pop("$defs", {}))
         schemas[name] = schema
+    describe_stored_values(schemas, document_schema(stored_template()))
     # FastAPI documents its own shape of 422, which no route here answers
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)

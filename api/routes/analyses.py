@@ -22,8 +22,11 @@ class AnalysisView:
     """One entry of the menu."""
 
     kind: str
+    """Name of the analysis, as `kind` of a document takes it."""
     title: str
+    """A short title."""
     description: str
+    """What it measures."""
     options: Mapping[str, Any] | None
     """JSON schema of the block named after the kind; null where there are no options."""
     metrics: Mapping[str, Any]
@@ -37,7 +40,9 @@ class Example:
     """An example of a job document."""
 
     title: str
+    """What the example does."""
     document: Mapping[str, Any]
+    """A job document that can be submitted as it is."""
 
 
 @record
@@ -45,9 +50,11 @@ class MenuView:
     """All analyses, the schema of the job document, and examples."""
 
     items: tuple[AnalysisView, ...]
+    """The analyses."""
     document: Mapping[str, Any]
     """JSON schema of the job document."""
     examples: tuple[Example, ...]
+    """Job documents to begin with."""
 
 
 def _schema(record_type: type) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ class LiveView:
     """The process answers."""
 
     status: Literal["alive"]
+    """Always `alive`."""
 
 
 @record
@@ -39,7 +40,9 @@ class ReadyView:
     """The service can take jobs; `degraded`: they may start some seconds later than usual."""
 
     status: Literal["ready", "degraded"]
+    """`degraded`: jobs may start some seconds later than usual."""
     checks: Mapping[str, str]
+    """The state of each part, by its name."""
     isolation: Mapping[str, str]
     """What holds: of `jobs` the walls between each worker and its jobs, and what keeps `tenants` apart."""
 
