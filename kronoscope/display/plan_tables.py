@@ -65,7 +65,7 @@ def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None =
         pace: The speed that the seconds were planned by, `measured` or `usual`.
 
     Returns:
-        One row for each stage; seconds that were too short to be planned have no error.
+        One row for each stage and quantity; seconds that were too short to be planned have no error.
     """
     stages = list(stages)
     table = Table(title="stages: planned, measured, error", title_justify="left", pad_edge=False, show_edge=False)
@@ -73,18 +73,20 @@ def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None =
     quantities = [("device_bytes", format_bytes, format_bytes), ("host_bytes", format_bytes, format_bytes),
                   ("seconds", lambda seconds: _written(seconds, pace), format_number)]  # fmt: skip
     measured_quantities = [each for each in quantities if any(stage.get(f"measured_{each[0]}") for stage in stages)]
-    for name, _, _ in measured_quantities:
-        for heading in (name.partition("_")[0], "measured", "error"):
-            table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("of", no_wrap=True)
+    # a row for each quantity: nine columns of figures have no room on a terminal of 100
+    for heading in ("planned", "measured", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for stage in stages:
-        cells = []
+        title = str(stage["stage"])
         for name, show_planned, show in measured_quantities:
             planned, measured, error = (stage.get(f"{part}_{name}") for part in ("planned", "measured", "error"))
             planned_text = show_planned(planned) if planned else "–"
-            cells += [planned_text, show(measured) if measured else "–"]
             short = planned_text == "–" or (name == "seconds" and min(planned or 0, measured or 0) < _SHORT_SECONDS)
-            cells.append("–" if error is None or short else _error_text(error))
-        table.add_row(str(stage["stage"]), *cells)
+            error_text = "–" if error is None or short else _error_text(error)
+            measured_text = show(measured) if measured else "–"
+            table.add_row(title, name.partition("_")[0], planned_text, measured_text, error_text)
+            title = ""
     return table
 
 

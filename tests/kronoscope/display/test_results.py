@@ -29,8 +29,8 @@ ROW = {
 }  # fmt: skip
 
 
-def printed(thing: Any) -> str:
-    console = Console(file=io.StringIO(), width=100)
+def printed(thing: Any, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(thing)
     text = console.file.getvalue()
     assert isinstance(text, str)
@@ -69,6 +69,15 @@ def test_seconds_that_are_mostly_a_start_have_no_error(planned: float, measured:
     # what was not worth showing beforehand has no error afterwards
     *_, foretold, _, error = printed(measured_stage_table([stage], "usual")).splitlines()[-1].split("│")
     assert (foretold.strip(), error.strip()) == ("–", "–")
+
+
+def test_the_stages_of_a_job_on_a_gpu_are_shown_whole_on_a_narrow_terminal() -> None:
+    stage = {"stage": "collection"}
+    for name, value in (("device_bytes", 123_456_789_012), ("host_bytes", 12_345_678_901), ("seconds", 1234.5)):
+        stage |= {f"planned_{name}": value, f"measured_{name}": 1.3 * value, f"error_{name}": 0.3}
+    text = printed(measured_stage_table([stage], "usual"), width=80)
+    assert "…" not in text
+    assert [name in text for name in ("planned", "measured", "error", "device", "host", "seconds")] == [True] * 6
 
 
 def test_columns_that_a_narrow_terminal_has_no_room_for_are_named() -> None:
