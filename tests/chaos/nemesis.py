@@ -30,6 +30,7 @@ _AIM_SECONDS = 60
 _PATIENCE_SECONDS = 60
 """At least so long a fault is waited for to have its effect."""
 _END_SECONDS = 300
+_MALFORMED = ("[]", "{}", "null", "{this is not a message", "[" * 5000, '{"properties": [], "headers": {}, "body": ""}')
 _STILL_HELD = text("SELECT count(*) FROM jobs WHERE id = :job AND fence = :fence AND state = 'running'")
 _HELD = text(
     "SELECT id, lease_owner, fence FROM jobs WHERE state = 'running' AND lease_owner IS NOT NULL "
@@ -88,6 +89,10 @@ class Nemesis:
             "terminate backends": self._terminate_backends,
             "double wake-ups": self._double_wakeups,
             "lose replies": self._lose_replies,
+            "silent database": self._silent_database,
+            "redis a replica": self._redis_a_replica,
+            "redis full": self._redis_full,
+            "malformed messages": self._malformed_messages,
         }
 
     def rage(self, seconds: float, lacking: Callable[[], Sequence[str]], limit: float) -> None:
@@ -254,6 +259,43 @@ class Nemesis:
                 break
             time.sleep(0.02)
         self.proxy.keep()
+        return struck
+
+    def _silent_database(self) -> Struck:
+        """Connections stay open and say nothing, as behind a proxy that hangs or a pooler that is paused."""
+        struck = Struck(time.time(), "silent database", "postgres")
+        self.proxy.hush()
+        time.sleep(self._chance.uniform(0.3, 1.5) * self.lease_seconds)
+        self.proxy.keep()
+        return struck
+
+    def _redis_a_replica(self) -> Struck:
+        """Writes are refused (READONLY), as by a former primary after a failover."""
+        struck = Struck(time.time(), "redis a replica", "redis")
+        with self.stack.broker() as broker:
+            broker.replicaof("127.0.0.1", 1)
+            try:
+                time.sleep(self._chance.uniform(1, 3))
+            finally:
+                broker.replicaof("NO", "ONE")
+        return struck
+
+    def _redis_full(self) -> Struck:
+        """Writes are refused (OOM)."""
+        struck = Struck(time.time(), "redis full", "redis")
+        with self.stack.broker() as broker:
+            before = broker.config_get("maxmemory")["maxmemory"]
+            broker.config_set("maxmemory", 1)
+            try:
+                time.sleep(self._chance.uniform(1, 3))
+            finally:
+                broker.config_set("maxmemory", before)
+        return struck
+
+    def _malformed_messages(self) -> Struck:
+        struck = Struck(time.time(), "malformed messages", "redis")
+        with self.stack.broker() as broker:
+            broker.lpush("celery", *self._chance.sample(_MALFORMED, 4))
         return struck
 
 
