@@ -601,6 +601,15 @@ def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) ->
     expect(rows.nth(2)).to_contain_text("13 s")
 
 
+def test_what_is_not_all_is_not_called_all(page: Page) -> None:
+    page.goto("/")
+    shares = [1, 0.99999, 0.9996, 0.351, 0]
+    shown = page.evaluate(
+        "shares => import('/dashboard/scripts/format.js').then(format => shares.map(format.portion))", shares
+    )
+    assert shown == ["100 %", "99.9 %", "99.9 %", "35.1 %", "0 %"]
+
+
 def test_downloads(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     with page.expect_download() as waiting:

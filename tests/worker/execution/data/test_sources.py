@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,27 @@ def test_lines_of_text_are_read_as_bytes_by_a_byte_model(
     assert ids.shape == (2, 16)
     assert targets[0, 5:].tolist() == [-100] * 11
     assert index.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "kept"),
+    [
+        ("causal_lm", ["info: 2 texts with fewer than 2 tokens are left out"], ["ab", "abc"]),
+        ("sentence_embedding", [], ["a", "b", "ab", "abc"]),
+    ],
+)
+def test_a_text_of_one_token_lacks_the_one_to_predict(
+    tmp_path: Path, context: LoaderContext, task: str, said: list[str], kept: list[str]
+) -> None:
+    lines: list[str] = []
+    told = replace(context, log=lambda level, message: lines.append(f"{level}: {message}"))
+    path = tmp_path / "texts.txt"
+    path.write_text("a\nb\nab\nabc\n")
+    request = DataRequest(task=Task(type=task), loaded=BYTES, batch_size=4, seed=0, context=told)  # type: ignore[arg-type]
+    chunks = list(file.load(DataFile(source="file", path=str(path)), request).batches())
+    inputs = [chunk[0]["input_ids"] if isinstance(chunk[0], dict) else chunk[0] for chunk in chunks]
+    assert sum(len(each) for each in inputs) == len(kept)
+    assert lines == said
 
 
 def test_tensors_of_a_file_pass_as_they_are(tmp_path: Path, request_for: Callable[..., DataRequest]) -> None:
