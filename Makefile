@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench site wheel soak architectures peers test-docker lock audit sbom pin-images env clean
+.PHONY: help demo test check format bench site wheel soak architectures peers schemathesis test-docker lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -92,6 +92,11 @@ architectures: $(STAMP) ## what is covered of 170 architectures and how exactly,
 peers: $(STAMP) ## make .peers, the environment of the libraries that benchmarks compare with
 	@benchmarks/conformance/environment.sh .peers $(PYTHON)
 
+schemathesis: $(STAMP) ## ask a service of its own by its OpenAPI document, with valid and invalid data (2 minutes; EXAMPLES=200 for more)
+	@[ -x .schemathesis/bin/python ] || { echo "==> Making .schemathesis, an environment of its own"; $(PYTHON) -m venv .schemathesis; }
+	@.schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5
+	@OMP_NUM_THREADS=1 $(PY) -m tests.api.contract_check $(CURDIR)/.schemathesis/bin/schemathesis --max-examples $(or $(EXAMPLES),40) $(if $(SEED),--seed $(SEED))
+
 test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it (needs a Docker engine)
 	@docker info >/dev/null 2>&1 || { echo "No Docker engine answers; start one, then run this again." >&2; exit 2; }
 	@docker compose version >/dev/null || { echo "Compose v2 is missing: install the plugin docker-compose." >&2; exit 2; }
@@ -162,6 +167,6 @@ complete-env:
 	@echo "==> .env is written, with random passwords and mode 0600; docker compose up -d comes next"
 
 clean: ## remove the environment, the caches and the demo's data; .env and other data stay
-	@rm -rf $(VENV) $(ARCHITECTURES) $(TOOLS) .peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
+	@rm -rf $(VENV) $(ARCHITECTURES) $(TOOLS) .peers .schemathesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> Removed $(VENV), caches and .kronoscope/demo"

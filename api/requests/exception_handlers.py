@@ -125,7 +125,9 @@ def _methods(request: Request) -> list[str]:
     """Return the methods that the request's address takes, over all of its routes."""
     methods: set[str] = set()
     for route in iter_route_contexts(request.app.routes):
-        if route.path_regex.match(request.scope["path"]):
+        matched = route.path_regex.match(request.scope["path"])
+        # no id holds a colon: what follows one is another address (`/v1/jobs/{job_id}:cancel`)
+        if matched and not any(":" in value for name, value in matched.groupdict().items() if name.endswith("_id")):
             methods |= route.methods or set()
     return sorted(methods | {"HEAD"} if "GET" in methods else methods)
 
@@ -179,7 +181,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
         refusal = _of_http(error)
         if refusal.status == 405:
-            refusal.headers["allow"] = ", ".join(_methods(request))
+            refusal.headers = {"allow": ", ".join(_methods(request))}  # Starlette's names those of one route
         return problem_response(refusal, request_id(request.scope))
 
     async def validation(request: Request, error: Exception) -> Response:

@@ -9,9 +9,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import iter_route_contexts
 from pydantic import TypeAdapter
 
 from api.problem_details import MEDIA_TYPE, ProblemDocument
+from api.requests.auth import is_open, is_scraper_only
 from api.requests.examples import EXAMPLES
 from api.stored_records import describe_stored_values, stored_template
 from catalog import DOCUMENT
@@ -43,6 +45,11 @@ _ERRORS = {
     429: "The key, the address (without a valid key) or the tenant asks too often or too much; see Retry-After",
     500: "The service failed; its operator finds the request by `instance`",
     503: "A part of the service does not answer, or has no room; see Retry-After",
+}
+_SCRAPER = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "`Authorization: Bearer TOKEN`, where TOKEN is the operator's `KRONOSCOPE_METRICS_TOKEN`.",
 }
 _ALWAYS = (400, 401, 403, 405, 422, 429, 500, 503)
 
@@ -161,6 +168,7 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
     # FastAPI documents its own shape of 422, which no route here answers
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
+    _declare_other_security(app, document)
     for operations in document["paths"].values():
         for operation in operations.values():
             _drop_foreign_validation(operation)
@@ -168,6 +176,19 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
                 if parameter["in"] == "path":
                     parameter.setdefault("description", _PATH_PARAMETERS[parameter["name"]])
     return document
+
+
+def _declare_other_security(app: FastAPI, document: dict[str, Any]) -> None:
+    """Declare the routes that need no key, and those that need another token, as such."""
+    document["components"]["securitySchemes"]["scraper"] = _SCRAPER
+    for route in iter_route_contexts(app.routes):
+        operations = document["paths"].get(route.path_format, {})
+        for method in route.methods or ():
+            operation = operations.get(method.lower())
+            if operation is not None and is_open(route.endpoint):
+                operation["security"] = []
+            elif operation is not None and is_scraper_only(route.endpoint):
+                operation["security"] = [{"scraper": []}]
 
 
 def _drop_foreign_validation(operation: dict[str, Any]) -> None:

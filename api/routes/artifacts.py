@@ -4,7 +4,7 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Header, Query, Response
@@ -27,6 +27,12 @@ from jobs.repository.results import list_artifacts, read_artifact
 _CHUNK_BYTES = 256 * 1024
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 _TYPE = re.compile(r"[a-z0-9.+-]+/[a-z0-9.+-]+")
+
+_CONTENT: dict[str, Any] = {
+    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+    # the type of the file, as the list gives it; its bytes have no schema
+    "*/*": {},
+}
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["artifacts"])
 
@@ -58,14 +64,14 @@ def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListVie
     responses={
         200: {
             "description": "The file",
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            "content": _CONTENT,
             "headers": {
                 "ETag": {"description": "SHA-256 in hex", "schema": {"type": "string"}},
                 "Digest": {"description": "SHA-256 in base64 (RFC 3230)", "schema": {"type": "string"}},
                 "Repr-Digest": {"description": "The same (RFC 9530)", "schema": {"type": "string"}},
             },
         },
-        206: {"description": "The part that `Range` names"},
+        206: {"description": "The part that `Range` names", "content": _CONTENT},
         307: {
             "description": "Fetch the file from the store itself, within minutes and without your key",
             "headers": {

@@ -40,13 +40,28 @@ data: {"seq": 9, "at": "2030-01-01T12:00:07.250000Z", "type": "layer", "data": {
 id: 9
 
 """
+_EVENT = {
+    "description": "One event; a client that knows `id` may continue after it.",
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "Its number."},
+        "event": {"type": "string", "description": "Its type."},
+        "data": {
+            "type": "string",
+            "description": "The event, as JSON.",
+            "contentMediaType": "application/json",
+            "contentSchema": {"$ref": "#/components/schemas/EventView"},
+        },
+        "retry": {"type": "integer", "description": "Milliseconds to wait before connecting again."},
+    },
+}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The events. A stream ends after the job's last one, or when its time is over: then connect "
         "again with `Last-Event-ID`; each event comes exactly once. Lines that begin with a colon are keepalives.",
         "content": {
             MEDIA_TYPE: {
-                "schema": {"type": "string", "description": "`data` of every event is an `EventView`"},
+                "schema": _EVENT,
                 "examples": {"stream": {"value": _STREAM_EXAMPLE}},
             },
             "application/json": {

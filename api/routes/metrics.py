@@ -23,7 +23,10 @@ router = APIRouter(tags=["health"])
     operation_id="read_metrics",
     summary="Metrics",
     response_class=Response,
-    responses=scraper_error_responses(),
+    responses={
+        200: {"description": "Text format 0.0.4", "content": {"text/plain": {"schema": {"type": "string"}}}},
+        **scraper_error_responses(),
+    },
 )
 @scraper_only
 async def metrics(service: ServiceOf) -> Response:

@@ -67,6 +67,8 @@ def test_head_of_what_is_not_there_is_refused_as_get_is(client: httpx.Client) ->
         ("HEAD", "/v1/jobs/{}/schedule", {"PUT"}),
         ("DELETE", "/livez", {"GET", "HEAD"}),
         ("OPTIONS", "/v1/devices", {"GET", "HEAD"}),
+        # no method of the job itself, though its id might match all of it
+        ("OPTIONS", "/v1/jobs/{}:cancel", {"POST"}),
     ],
 )
 def test_allow_names_every_method_of_an_address(
@@ -74,7 +76,8 @@ def test_allow_names_every_method_of_an_address(
 ) -> None:
     answer = client.request(method, path.format(job_id))
     assert answer.status_code == 405
-    assert set(answer.headers["allow"].split(", ")) == allowed
+    # one header, each method once
+    assert answer.headers.get_list("allow") == [", ".join(sorted(allowed))]
 
 
 def test_a_weak_tag_is_a_tag(client: httpx.Client, job_id: str, file: dict[str, str]) -> None:

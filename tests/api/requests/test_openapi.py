@@ -17,7 +17,9 @@ from api.requests.examples import EXAMPLES
 from api.settings import Settings
 from catalog import ANALYSES
 from jobs.codec import parse_document
+from jobs.records import LOCAL_TENANT
 from jobs.settings import LedgerSettings
+from tests.api import seeding
 from tests.api.conftest import Embedded
 from tests.api.expect import problem
 from tests.conftest import Databases
@@ -195,3 +197,41 @@ def test_every_parameter_and_every_field_of_the_document_is_described(contract: 
         if not schema.get("description")
     ]
     assert missing == []
+
+
+def test_what_needs_no_key_or_another_one_is_declared_so(contract: dict[str, Any]) -> None:
+    schemes = contract["components"]["securitySchemes"]
+    declared = {
+        operation["operationId"]: [name for each in operation["security"] for name in each]
+        for operations in contract["paths"].values()
+        for operation in operations.values()
+    }
+    assert {name: keys for name, keys in declared.items() if keys != ["key"]} == {
+        "read_liveness": [],
+        "read_readiness": [],
+        "read_metrics": ["scraper"],
+    }
+    assert schemes.keys() == {"key", "scraper"}
+
+
+def test_the_type_of_every_body_is_declared(embedded: Embedded, contract: dict[str, Any], client: httpx.Client) -> None:
+    job_id = seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+    for path, name, as_sent in (
+        ("/metrics", "", "text/plain"),
+        ("/v1/jobs/{job_id}/artifacts/{name}", "memory_curve.json", "*/*"),
+        ("/v1/jobs/{job_id}/events", "", "text/event-stream"),
+    ):
+        declared = contract["paths"][path]["get"]["responses"]["200"]["content"]
+        answer = client.get(path.format(job_id=job_id, name=name))
+        assert answer.status_code == 200
+        assert as_sent in declared
+        assert answer.headers["content-type"].partition(";")[0] == as_sent or as_sent == "*/*"
+
+
+def test_the_schema_of_a_stream_is_that_of_its_events(contract: dict[str, Any]) -> None:
+    content = contract["paths"]["/v1/jobs/{job_id}/events"]["get"]["responses"]["200"]["content"]
+    schema = content["text/event-stream"]["schema"]
+    lines = content["text/event-stream"]["examples"]["stream"]["value"].splitlines()
+    fields = {line.partition(": ")[0] for line in lines if line and not line.startswith(":")}
+    assert fields == schema["properties"].keys()
+    assert schema["properties"]["data"]["contentSchema"]["$ref"].rpartition("/")[2] in contract["components"]["schemas"]
