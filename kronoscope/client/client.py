@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -189,6 +189,7 @@ class Client:
         label: str | None = None,
         name: str | None = None,
         since: str | None = None,
+        fields: Sequence[str] = (),
     ) -> Iterator[JobView]:
         """Yield the tenant's jobs, newest first, page after page.
 
@@ -198,11 +199,13 @@ class Client:
             label: Only jobs with this label, as ``name=value``.
             name: Only jobs whose name has this part, in any case.
             since: Only jobs submitted since then: a moment with its offset from UTC, or a time before now, ``2d``.
+            fields: Large fields to fetch too: ``document`` whole, or ``plan``.
 
         Yields:
             Each job, without its placement.
         """
         options = {"state": state, "kind": kind, "label": label, "name": name, "since": since, "limit": "100"}
+        options["fields"] = ",".join(fields) or None
         params = {name: value for name, value in options.items() if value is not None}
         yield from (build(JobView, item) for item in self._connection.pages("/v1/jobs", params, cursor="before"))
 

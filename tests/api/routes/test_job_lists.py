@@ -12,6 +12,7 @@ from jobs.repository.submission import submit
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from jobs.tenancy.api_keys import create_key, verify_key
+from kronoscope.client import Client, ClientError
 from tests.api.conftest import Keyed
 from tests.api.expect import problem
 from tests.api.seeding import DOCUMENT, raw
@@ -77,3 +78,14 @@ def test_a_whole_list_is_read_in_pages_of_bounded_size(client: httpx.Client, fie
 def test_an_unknown_field_is_refused(client: httpx.Client) -> None:
     for fields in ("secret", "document,", ""):
         problem(client.get("/v1/jobs", params={"fields": fields}), 422)
+
+
+def test_the_client_asks_for_large_fields(keyed: Keyed, ours: httpx.Client) -> None:
+    made = ours.post("/v1/jobs", json=DOCUMENT).json()
+    with Client(keyed.server.url, keyed.key) as client:
+        slim, whole = (next(iter(client.jobs(fields=each))) for each in ((), ("document", "plan")))
+        with pytest.raises(ClientError, match="comma list of document, plan"):
+            next(iter(client.jobs(fields=["documents"])))
+    assert slim.id == whole.id == made["id"]
+    assert slim.document.get("collection") is None
+    assert whole.document == made["document"]
