@@ -87,5 +87,5 @@ def test_the_client_asks_for_large_fields(keyed: Keyed, ours: httpx.Client) -> N
         with pytest.raises(ClientError, match="comma list of document, plan"):
             next(iter(client.jobs(fields=["documents"])))
     assert slim.id == whole.id == made["id"]
-    assert slim.document.get("collection") is None
+    assert "batch_size" not in slim.document["collection"]
     assert whole.document == made["document"]
