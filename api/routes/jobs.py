@@ -125,7 +125,8 @@ def list_all(
     for place, job in enumerate(page.items):
         view = job_view(job)
         if "document" not in wanted.names():  # labels stand beside it already
-            view = dataclasses.replace(view, document={**view.document, "labels": None})
+            slim = {name: value for name, value in view.document.items() if name != "labels"}
+            view = dataclasses.replace(view, document=slim)
         part = _VIEW.dump_json(view)
         size += len(part)
         if parts and size > _PAGE_BYTES:
