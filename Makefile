@@ -121,8 +121,9 @@ sbom: $(TOOLS)/.installed ## write dist/sbom-api.json and dist/sbom-worker.json 
 pin-images: ## write the digests of the images that Compose takes from a registry into .env, so that it takes no others
 	@$(PYTHON) ops/pin_images.py docker-compose*.yml
 
-env: ## write .env with random passwords for Docker Compose; an existing one is kept
+env: ## write .env with random passwords for Docker Compose, and .secrets from it; an existing .env is kept
 	@if [ -e .env ]; then $(MAKE) complete-env; else $(MAKE) .env; fi
+	@$(MAKE) secret-files
 
 # --- what the targets above call -----------------------------------------------------------------------------------
 
@@ -143,9 +144,33 @@ browser:
 	found >/dev/null 2>&1 || { echo "==> Installing Chromium for the page's tests (playwright)"; $(BIN)/playwright install chromium || true; }; \
 	found >/dev/null 2>&1 || echo "WARNING: no Chromium was found, and none could be installed: the tests of the page will fail. Install the package 'chromium', then run 'make test' again." >&2
 
+# The folder is its owner's alone; a file's own mode is what a container needs, which sees the file and not the folder.
+.PHONY: secret-files
+secret-files:
+	@umask 077; mkdir -p .secrets; \
+	value() { sed -n "s/^$$1=//p" .env | tail -n 1 | sed "s/^[\"']\\(.*\\)[\"']$$/\\1/"; }; \
+	keep() { \
+		[ -n "$$2" ] || set -- "$$1" "$$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')"; \
+		printf %s "$$2" > .secrets/.part; chmod 0444 .secrets/.part; \
+		if cmp -s .secrets/.part ".secrets/$$1"; then rm -f .secrets/.part; else mv -f .secrets/.part ".secrets/$$1"; fi; \
+	}; \
+	if [ -n "$$(value DATABASE_URL)" ]; then \
+		keep worker_database_url "$$(value DATABASE_URL)"; keep redis_url "$$(value REDIS_URL)"; \
+	else \
+		address=postgres:5432/kronoscope; \
+		keep migrate_database_url "postgresql+psycopg://kronoscope:$$(value POSTGRES_PASSWORD)@$$address"; \
+		keep api_database_url "postgresql+psycopg://kronoscope_api:$$(value API_PASSWORD)@$$address"; \
+		keep worker_database_url "postgresql+psycopg://kronoscope_worker:$$(value WORKER_PASSWORD)@$$address"; \
+		keep redis_url "redis://kronoscope:$$(value REDIS_PASSWORD)@redis:6379/0"; \
+		keep migrate_password "$$(value MIGRATE_PASSWORD)"; keep api_password "$$(value API_PASSWORD)"; \
+		keep worker_password "$$(value WORKER_PASSWORD)"; keep redis_password "$$(value REDIS_PASSWORD)"; \
+		keep key_secret "$$(value KRONOSCOPE_KEY_SECRET)"; keep metrics_token "$$(value KRONOSCOPE_METRICS_TOKEN)"; \
+	fi; \
+	echo "==> .secrets holds what the containers read of it; after a change: docker compose up -d --force-recreate"
+
 .PHONY: complete-env
 complete-env:
-	@umask 077; sed -n 's/=change-me$$//p' .env.example | while IFS= read -r name; do \
+	@umask 077; if grep -q '^DATABASE_URL=' .env; then exit 0; fi; sed -n 's/=change-me$$//p' .env.example | while IFS= read -r name; do \
 		grep -q "^$$name=" .env || { \
 			[ -z "$$(tail -c 1 .env)" ] || echo >> .env; \
 			echo "$$name=$$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')" >> .env; echo "==> .env lacked $$name, which is added"; }; \

@@ -65,13 +65,50 @@ def test_a_nodes_worker_is_confined_as_the_first_machines() -> None:
 def test_only_the_migration_logs_in_as_a_superuser() -> None:
     services = read(FIRST)["services"]
     holders = {name for name, each in services.items() if "POSTGRES_PASSWORD" in str(each.get("environment"))}
-    assert holders == {"postgres", "migrate"}
+    assert holders == {"postgres"}
     logins = {
-        name: re.findall(r"://(\w+):", each["environment"]["KRONOSCOPE_DATABASE_URL"])
+        name: each["environment"]["KRONOSCOPE_DATABASE_URL_FILE"]
         for name, each in services.items()
-        if "KRONOSCOPE_DATABASE_URL" in each.get("environment", {})
+        if "KRONOSCOPE_DATABASE_URL_FILE" in each.get("environment", {})
     }
-    assert logins == {"migrate": ["kronoscope"], "api": ["kronoscope_api"], "worker": ["kronoscope_worker"]}
+    assert logins == {name: f"/run/secrets/{name}_database_url" for name in ("migrate", "api", "worker")}
+
+
+def test_a_container_has_the_secrets_that_it_reads_and_no_job_can_open_them() -> None:
+    for path in (FIRST, NODE):
+        composed = read(path)
+        for name, service in composed["services"].items():
+            named = [str(value) for value in service.get("environment", {}).values()]
+            files = {value.removeprefix("/run/secrets/") for value in named if value.startswith("/run/secrets/")}
+            if name != "redis":
+                assert set(service.get("secrets", [])) == files, name
+            if files:
+                assert "/run/secrets:size=64k,mode=0700,uid=10001,gid=10001" in service["tmpfs"], name
+        assert composed["secrets"] == {
+            name: {"file": f"${{SECRETS_FOLDER:-.secrets}}/{name}"} for name in composed["secrets"]
+        }
+
+
+def test_make_env_writes_the_files_that_compose_names(tmp_path: Path) -> None:
+    def make(folder: Path) -> dict[str, str]:
+        subprocess.run(["make", "env"], cwd=folder, check=True, capture_output=True, timeout=60)
+        assert oct((folder / ".secrets").stat().st_mode)[-3:] == "700"
+        return {path.name: path.read_text() for path in (folder / ".secrets").iterdir()}
+
+    for name in ("Makefile", ".env.example"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    files = make(tmp_path)
+    settings = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines() if "=" in line)
+    assert set(files) == set(read(FIRST)["secrets"])
+    assert files["redis_password"] == settings["REDIS_PASSWORD"]
+    assert files["redis_url"] == f"redis://kronoscope:{settings['REDIS_PASSWORD']}@redis:6379/0"
+    assert f"://kronoscope_api:{settings['API_PASSWORD']}@postgres:5432/" in files["api_database_url"]
+    assert make(tmp_path) == files
+    (tmp_path / ".env").write_text(
+        "DATABASE_URL='postgresql://x:y@10.0.0.1/kronoscope'\nREDIS_URL=redis://10.0.0.1/0\n"
+    )
+    files |= {"worker_database_url": "postgresql://x:y@10.0.0.1/kronoscope", "redis_url": "redis://10.0.0.1/0"}
+    assert make(tmp_path) == files
 
 
 def test_make_env_adds_what_an_earlier_version_s_file_lacks(tmp_path: Path) -> None:
@@ -127,7 +164,7 @@ def test_prometheus_is_confined_and_gets_the_token_where_it_looks_for_it() -> No
     assert first["networks"]["backend"]["internal"]
     assert service.keys().isdisjoint({"ports", "privileged", "cap_add", "network_mode", "pid", "ipc"})
     (secret,) = service["secrets"]
-    assert laid_over["secrets"][secret] == {"environment": "KRONOSCOPE_METRICS_TOKEN"}
+    assert laid_over["secrets"][secret] == {"file": "${SECRETS_FOLDER:-.secrets}/metrics_token"}
     (scraped,) = read(ROOT / "ops/prometheus.yml")["scrape_configs"]
     assert scraped["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
     assert scraped["static_configs"] == [{"targets": ["api:8000"]}]

@@ -46,8 +46,10 @@ class Stack:
             )
         }
         lines = [f"{name}={value}" for name, value in self.passwords.items()]
-        self.settings = folder / "compose.env"
-        self.settings.write_text("\n".join([*lines, f"KRONOSCOPE_PORT={self.port}", ""]))
+        lines += [f"KRONOSCOPE_PORT={self.port}", f"SECRETS_FOLDER={folder / '.secrets'}", ""]
+        self.settings = folder / ".env"
+        self.settings.write_text("\n".join(lines))
+        subprocess.run(["make", "-f", ROOT / "Makefile", "secret-files"], cwd=folder, check=True, capture_output=True)
 
     def compose(self, *words: str, timeout: float = 120) -> str:
         # the caller's own .env and COMPOSE_FILE are for the caller's own service
