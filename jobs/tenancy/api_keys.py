@@ -236,6 +236,7 @@ def _create(chosen: argparse.Namespace) -> int:
     engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
     try:
         require_current_schema(engine)
+        _require_own_database(engine, chosen.tenant)
         key = create_key(engine, pepper, chosen.tenant, tuple(chosen.scope or ("read", "submit")), chosen.expires)
     finally:
         engine.dispose()
@@ -243,6 +244,20 @@ def _create(chosen: argparse.Namespace) -> int:
     sys.stderr.write("keep this key now, it is shown only once:\n")
     sys.stdout.write(f"{key}\n")
     return 0
+
+
+def _require_own_database(engine: Engine, tenant: str) -> None:
+    """Refuse a second tenant on SQLite, which has neither roles nor row-level security."""
+    if engine.dialect.name != "sqlite":
+        return
+    held = select(tenants.c.name).join(api_keys, api_keys.c.tenant_id == tenants.c.id).where(tenants.c.name != tenant)
+    with reading(engine) as connection:
+        other = connection.execute(held.limit(1)).scalar_one_or_none()
+    if other is not None:
+        raise SettingsInvalid(
+            f"this database is SQLite, which keeps no tenants apart, and tenant `{other}` has keys in it; "
+            f"make the key for `{other}`, or take PostgreSQL for several tenants"
+        )
 
 
 def _revoke(chosen: argparse.Namespace) -> int:

@@ -137,6 +137,21 @@ def test_the_command_makes_and_ends_keys(ledger: Engine, ledger_url: str, monkey
     assert verify_key(ledger, SECRET, key) is None
 
 
+def test_sqlite_is_for_one_tenant(ledger: Engine, ledger_url: str, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setenv("KRONOSCOPE_DATABASE_URL", ledger_url)
+    monkeypatch.setenv("KRONOSCOPE_KEY_SECRET", SECRET)
+    assert [main(["create", "--tenant", "acme"]) for _ in range(2)] == [0, 0]
+    capfd.readouterr()
+    second = main(["create", "--tenant", "other"])
+    said = capfd.readouterr().err
+    if ledger.dialect.name == "postgresql":
+        assert second == 0
+    else:
+        assert second != 0
+        assert "tenant `acme` has keys in it" in said
+        assert "take PostgreSQL for several tenants" in said
+
+
 def test_each_run_of_the_command_writes_an_audit_line_without_the_key(ledger_url: str, ledger: Engine) -> None:
     environ = {**os.environ, "KRONOSCOPE_DATABASE_URL": ledger_url, "KRONOSCOPE_KEY_SECRET": SECRET}
 
