@@ -18,13 +18,14 @@ from torch import Tensor
 
 from catalog.capacity import CapacityParams
 from catalog.cross_check import CrossCheck
-from engine.collection.exact_ggn import Block, GaussNewton, block_of, joined
 from engine.collection.pass_job import PassJob
 from engine.errors import NonFiniteFactor, UsageError
 from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
 from engine.memory.guard import Fallback
 from engine.model.determinism import Numerics
+from engine.operators.blocks import Block, block_of, joined
+from engine.operators.exact_products import GaussNewton
 from engine.planning.exact_ggn_memory import probes_at_once, search_bytes, search_lengths
 from engine.workspace import Workspace
 

@@ -17,12 +17,13 @@ from catalog.cross_check import CrossCheck
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval, student_quantile
 from engine.collect import collect_or_read
-from engine.collection.exact_ggn import GaussNewton, block_of, joined
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, UsageError
 from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
 from engine.model.determinism import Numerics
+from engine.operators.blocks import block_of, joined
+from engine.operators.exact_products import GaussNewton
 from engine.workspace import Workspace
 from tests.oracles import ggn_block, relative_error, stacked, workspace
 
@@ -283,7 +284,7 @@ def test_memory_that_runs_out_halves_the_slices(monkeypatch: pytest.MonkeyPatch)
     heard: list[str] = []
     space = workspace(model, [(x, y)], "classification", batch_size=9)
     space.ports.log = lambda _, message: heard.append(message)
-    import engine.collection.exact_ggn as module  # noqa: PLC0415 - the name is looked up there
+    import engine.operators.exact_products as module  # noqa: PLC0415 - the name is looked up there
 
     real = module._signs
 

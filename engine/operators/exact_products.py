@@ -16,7 +16,7 @@ References:
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,7 @@ from engine.model.determinism import set_numerics
 from engine.model.loss_directions import hessian_product, root_product
 from engine.model.outputs import Prediction, predict
 from engine.model.preserve_state import preserve_state
+from engine.operators.blocks import Block
 
 _SIGN_KEY = 0x5167
 """Tells the key of a sign from that of a sampled label."""
@@ -39,57 +40,6 @@ _SIGNS_AT_ONCE = 2**21
 _TANGENT = -1
 """In place of a probe's number."""
 _REMEDY = "leave `capacity.cross_check` out, or write it with operations that torch can differentiate twice"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Consecutive numbers of one parameter, row by row."""
-
-    parameter: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Parameters whose diagonal block of F is examined."""
-
-    name: str
-    pieces: tuple[Piece, ...]
-
-    @property
-    def size(self) -> int:
-        """Rows of the block."""
-        return sum(piece.stop - piece.start for piece in self.pieces)
-
-    def join(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Join the block's numbers of some gradients.
-
-        Args:
-            gradients: Gradients by parameter, each of its parameter's shape.
-
-        Returns:
-            A vector of shape (size,).
-        """
-        return torch.cat([gradients[piece.parameter].reshape(-1)[piece.start : piece.stop] for piece in self.pieces])
-
-    def inner(self, gradients: Mapping[str, Tensor], vector: Tensor) -> Tensor:
-        """Compute ``Σ g·v`` over the block, differentiable in the gradients g.
-
-        Args:
-            gradients: Gradients by parameter, each of its parameter's shape.
-            vector: v, shape (size,).
-
-        Returns:
-            A scalar tensor.
-        """
-        parts = torch.split(vector, [piece.stop - piece.start for piece in self.pieces])
-        return torch.stack(
-            [
-                gradients[piece.parameter].reshape(-1)[piece.start : piece.stop].dot(part)
-                for piece, part in zip(self.pieces, parts, strict=True)
-            ]
-        ).sum()
 
 
 @dataclass(kw_only=True)
@@ -317,69 +267,6 @@ def _signs(outputs: Tensor, index: Tensor, seed: int, probe: int) -> Tensor:
         drawn = uniforms(seed, _SIGN_KEY, probe, example[part, None], term[part, None], component)
         signs[part] = torch.where(drawn < 0.5, -1.0, 1.0)
     return signs.view(outputs.shape)
-
-
-def block_of(model: nn.Module, name: str, parameters: Sequence[str], count: int) -> Block | None:
-    """Find the block of F that belongs to a row of the results.
-
-    Args:
-        model: The model.
-        name: The row's layer.
-        parameters: Names of the layer's parameters; ``weight[3]`` is one of equal parts along the first dimension, and
-            ``weight[2:5]`` a range of its rows.
-        count: Numbers that they hold together.
-
-    Returns:
-        The block; None where a part of a parameter is not a run of whole rows.
-    """
-    known = dict(model.named_parameters(remove_duplicate=False))
-    named = [_part(label, known) for label in parameters]
-    if any(base not in known for base, _ in named):
-        return None
-    # a tied parameter may stand under several names, and is one
-    named = list({(id(known[base]), part): (base, part) for base, part in named}.values())
-    whole = sum(known[base].numel() for base, _ in named)
-    pieces = []
-    for base, part in named:
-        numbers = known[base].numel()
-        rows = _rows(part, known[base], whole // max(count, 1))
-        if rows is None:
-            return None
-        first, last, of = rows
-        pieces.append(Piece(parameter=base, start=first * (numbers // of), stop=last * (numbers // of)))
-    block = Block(name=name, pieces=tuple(pieces))
-    return block if block.size == count else None
-
-
-def _rows(part: str | None, parameter: Tensor, parts: int) -> tuple[int, int, int] | None:
-    """First row, end and number of rows, of ``part``; a row is one of equal ``parts`` where it is a single one."""
-    if part is None:
-        return 0, 1, 1
-    first, colon, last = part.partition(":")
-    of = parameter.shape[0] if colon else parts
-    if not first.isdigit() or (colon and not last.isdigit()) or of == 0 or parameter.numel() % of:
-        return None
-    return int(first), int(last) if colon else int(first) + 1, of
-
-
-def joined(name: str, blocks: Iterable[Block]) -> Block:
-    """Join blocks that hold different numbers.
-
-    Args:
-        name: Name of the joint block.
-        blocks: The blocks.
-
-    Returns:
-        One block, with their numbers one after another.
-    """
-    return Block(name=name, pieces=tuple(piece for block in blocks for piece in block.pieces))
-
-
-def _part(label: str, known: Mapping[str, Tensor]) -> tuple[str, str | None]:
-    if label in known:
-        return label, None
-    base, _, part = label.rpartition("[")
-    return base, part.removesuffix("]")
 
 
 @contextlib.contextmanager
