@@ -6,7 +6,8 @@ checked before anything large is allocated.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.collection.ekfac_passes import correct_eigenvalues
 from engine.collection.first_check import DRAWN, Verification, explain
 from engine.collection.label_check import require_known_labels
 from engine.collection.normalise import flaw, foreseen_flaw
+from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
 from engine.collection.run_passes import announce, run_passes
@@ -30,11 +32,11 @@ from engine.errors import (
     NothingToAnalyse,
 )
 from engine.factors.factor_files import read_factors, reused
-from engine.factors.factor_set import FactorSet, LayerFacts
+from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
-from engine.layers.coverage_check import count_trainable_numbers, require_coverage, survey_layers
+from engine.layers.coverage_check import require_coverage, survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
@@ -96,10 +98,10 @@ def _collect(workspace: Workspace) -> FactorSet:
     _warn_of_other_numerics(job)
     _require_finite(job.model)
     survey = survey_layers(job.model, job.collection)
-    trainable = count_trainable_numbers(job.model)
+    trainable = list_parameters(job.model)
     with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
         # the survey saw the caller's flags; what follows sees every parameter frozen
-        planned = _settle(job, survey, trainable)
+        planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
         # what the probe held would stay with the process, beside what the passes hold
         give_back_host_memory()
         workspace.machine.guard.hold(planned.plan)
@@ -213,7 +215,7 @@ def _require_coverage_so_far(probed: ProbedModel, trainable: int) -> None:
 def _finished(
     job: PassJob,
     survey: Survey,
-    trainable: int,
+    trainable: Sequence[ParameterShape],
     state: CollectionState,
     plan: Plan,
     corrections: Mapping[str, Callable[[], Corrected]],
@@ -233,14 +235,19 @@ def _finished(
         raise NothingToAnalyse(
             f"no layer of the model ({type(job.model).__name__}) could be measured: {reasons}", pointer="/model"
         )
-    require_coverage(trainable, [found.layer for found in covered], declared, job.collection)
+    numbers = sum(math.prod(each.shape) for each in trainable)
+    require_coverage(numbers, [found.layer for found in covered], declared, job.collection)
     parts = [(found, group) for found in covered for group in range(found.layer.groups)]
     names = [found.layer.parts[group] for found, group in parts]
     ordinals = {name: ordinal for ordinal, name in enumerate(names)}
+    tensors = {id(parameter): name for name, parameter in job.model.named_parameters()}
     facts = []
     for found, group in parts:
         own = _facts(job, found, group, ordinals)
-        facts.append(dataclasses.replace(own, **_proved(job, found.layer), **_varied(job, found, group)))
+        windows = find_windows(found.layer, group, tensors)
+        facts.append(
+            dataclasses.replace(own, windows=windows, **_proved(job, found.layer), **_varied(job, found, group))
+        )
     factors = [state.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return FactorSet(
@@ -250,7 +257,8 @@ def _finished(
                 declared, key=lambda layer: order.get(layer.name, order.get(layer.name.rpartition(".")[0], len(order)))
             )
         ),
-        trainable_parameters=trainable,
+        trainable_parameters=numbers,
+        parameters=tuple(trainable),
         examples=state.examples,
         updates=state.updates,
         passes=state.passes,

@@ -148,6 +148,7 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
             "amp": collected.amp,
             "amp_fallback": collected.amp_fallback,
             "loss_scale": collected.loss_scale,
+            "parameters": None if collected.parameters is None else [asdict(each) for each in collected.parameters],
             "layers": layers,
             "declared": [asdict(layer) for layer in collected.declared],
         },
@@ -197,6 +198,7 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         examples=counts.examples,
         updates=counts.updates,
         passes=counts.passes,
+        parameters=index.parameters,
     )
 
 

@@ -13,7 +13,7 @@ What does not fit raises ``BrokenFactors`` with the entry's place, such as `laye
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,7 +22,7 @@ from catalog.collection import Collection
 from catalog.record import FieldError
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
-from engine.factors.factor_set import LayerFacts
+from engine.factors.factor_set import LayerFacts, ParameterShape
 from engine.factors.representation import KINDS
 from engine.layers.coverage import DeclaredLayer
 
@@ -73,6 +73,8 @@ class FactorIndex:
     collection: Collection
     woodbury: Woodbury
     counts: CollectionCounts
+    parameters: tuple[ParameterShape, ...] | None
+    """The model's trainable parameters; an index from before they were kept has none."""
 
 
 def read_index(value: object) -> FactorIndex:
@@ -100,6 +102,12 @@ def read_index(value: object) -> FactorIndex:
         # an index from before there were any has dense ones
         woodbury=_options(Woodbury, value.get("woodbury", {"policy": "dense"}), "woodbury"),
         counts=_record(CollectionCounts, value, ""),
+        parameters=None
+        if value.get("parameters") is None
+        else tuple(
+            _record(ParameterShape, entry, f"parameters/{place}")
+            for place, entry in enumerate(_listed(value, "parameters"))
+        ),
     )
 
 
@@ -168,7 +176,7 @@ def _options(kind: type[T], value: object, place: str) -> T:
 def _record(kind: type[T], value: object, place: str) -> T:
     """Read the fields of a record; what else an entry holds is left alone."""
     entry = _mapping(value, place)
-    found = {}
+    found: dict[str, Any] = {}
     for name, (expected, required) in _kinds(kind).items():  # type: ignore[arg-type] # a class is hashable
         where = f"{place}/{name}" if place else name
         if name not in entry:
@@ -176,10 +184,22 @@ def _record(kind: type[T], value: object, place: str) -> T:
                 raise BrokenFactors(f"`{INDEX}` holds no `{where}`", pointer="/factors")
             continue
         own = entry[name]
+        nested = _nested(expected)
+        if nested is not None and isinstance(own, (list, tuple)):
+            found[name] = tuple(_record(nested, each, f"{where}/{number}") for number, each in enumerate(own))
+            continue
         if not _fits(own, expected):
             _refuse(where, _described(expected), own)
         found[name] = tuple(own) if isinstance(own, list) else own
     return kind(**found)
+
+
+def _nested(expected: Any) -> type | None:  # noqa: ANN401 - a type or a form of typing
+    """The record of which a field holds several; None of any other field."""
+    for form in (expected, *get_args(expected)):
+        if get_origin(form) is tuple and is_dataclass(get_args(form)[0]):
+            return get_args(form)[0]  # type: ignore[no-any-return] # a record is a type
+    return None
 
 
 @cache

@@ -8,6 +8,7 @@ from catalog.woodbury import Woodbury
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.layers.coverage import DeclaredLayer
 from engine.layers.layer import Form
+from engine.layers.parameter_slice import Window
 
 GIVEN_MATRIX = "Matrix"
 """Module of a layer that nobody collected: a matrix of the caller's own, as a block."""
@@ -61,6 +62,17 @@ class LayerFacts:
     """Why one of them is None where it was asked for."""
     rows_place: str | None = None
     """Where gradient rows stood while they were collected; None where none were kept."""
+    windows: tuple[Window, ...] | None = None
+    """Where the numbers of the layer's matrix stand in the parameters; None where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape:
+    """A trainable parameter of the model."""
+
+    name: str
+    """Qualified name, the first under which ``named_parameters()`` lists it."""
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +125,8 @@ class FactorSet:
     """The earlier job whose collection this is, where a cache had it."""
     load_corrected: Callable[[int], Corrected] | None = None
     """EK-FAC's correction of one ordinal; None where there was none."""
+    parameters: tuple[ParameterShape, ...] | None = None
+    """Every trainable parameter once, in the order of ``named_parameters()``; None where that is not known."""
 
     @property
     def covered_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""Places: strided windows onto parameters, by which views of them are recognised."""
+"""Places: strided windows onto parameters, by which views of them are recognised, and parts of layers' matrices."""
 
 import math
 from dataclasses import dataclass
@@ -43,6 +43,34 @@ class Place:
             A window of the same shape and strides.
         """
         return Place(parameter=self.parameter, offset=self.offset + numbers, shape=self.shape, strides=self.strides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Part of a layer's matrix (out_dim, in_dim) as numbers of one parameter, which are counted row by row.
+
+    Entry (i, j) of the part, at place ``t = i · width + j`` of its rows joined, is the parameter's number
+    ``offset + Σ_k d_k · strides[k]``, where d are the digits of t in the mixed base ``shape``.
+    """
+
+    parameter: str
+    """Qualified name, the first under which ``named_parameters()`` lists it."""
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    top: int
+    """First row of the part within the layer's matrix."""
+    left: int
+    """First column."""
+    height: int
+    """Rows of the part."""
+    width: int
+    """Columns of the part."""
+
+    @property
+    def last(self) -> int:
+        """The largest number of the parameter that the window shows, counted from 0."""
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 Places = frozenset[tuple[Place | None, Place | None]]

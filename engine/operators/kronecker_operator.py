@@ -1,0 +1,266 @@
+"""The Kronecker-factored curvature of a model as one linear operator on vectors of its parameters.
+
+The operator is block-diagonal, a block for each covered layer; numbers of parameters that no layer covers are zero in
+every product, and their names are in ``uncovered``. Layers are taken one after another: a layer's factors are read,
+moved to the device, multiplied, and let go of, unless ``resident_bytes`` lets them stay for the next product.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from engine.errors import BrokenFactors, NoSuchLayer, UsageError
+from engine.factors.factor_set import FactorSet, LayerFacts
+from engine.operators.layer_operator import LayerOperator
+from engine.operators.layer_store import LayerStore, OperatorOptions
+from engine.operators.parameter_space import ParameterSpace, Vector
+
+
+class KroneckerOperator:
+    """The damped curvature of all covered layers, or of some, raised to a power.
+
+    Memory:
+        ``resident_bytes``, one layer's factors, and for powers its eigenvectors.
+    """
+
+    def __init__(self, factors: FactorSet, options: OperatorOptions, layers: Sequence[str] | None = None) -> None:
+        """Check that the factors can be used so; nothing is read or decomposed yet.
+
+        Args:
+            factors: The factor set, in memory or stored.
+            options: Which curvature, which damping, and where it is computed.
+            layers: Names of the layers that take part; None is all of them.
+
+        Raises:
+            NoSuchLayer: If a name is none of the factors'.
+            BrokenFactors: If EK-FAC is asked for and was not collected, or the numbers' places are not known.
+            UsageError: If EK-FAC shall be damped by factors, or a layer keeps no more than a sketch of its G.
+        """
+        self.space = ParameterSpace.of(factors)
+        self.options = options
+        self._factors = factors
+        self._layers = _chosen(factors, layers)
+        self._exponent = 1.0
+        if options.of == "ekfac" and factors.load_corrected is None:
+            raise BrokenFactors("the factors were collected without EK-FAC; take `collection.ekfac: true`")
+        if options.of == "ekfac" and options.kind == "factored":
+            raise UsageError(
+                "EK-FAC's eigenvalues belong to no product of two factors, so `factored` damping has no meaning for "
+                "them; take `exact`"
+            )
+        for facts in self._layers:
+            self.space.require_windows(facts)
+            if facts.representation_G == "diagonal_sketch":
+                raise UsageError(
+                    f"layer `{facts.name}`: a sketch of its G is kept, which is near it and not it; leave the layer "
+                    "out, or collect it with a larger budget",
+                    layer=facts.name,
+                )
+        self._store = LayerStore(factors, options)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, P), P being all trainable numbers of the model."""
+        return self.space.size, self.space.size
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers that take part, in the model's order."""
+        return tuple(facts.name for facts in self._layers)
+
+    @property
+    def exponent(self) -> float:
+        """The power that the damped curvature is raised to."""
+        return self._exponent
+
+    @cached_property
+    def uncovered(self) -> tuple[str, ...]:
+        """Names of parameters of which some numbers belong to no layer that takes part."""
+        counts = {each.name: math.prod(each.shape) for each in self.space.parameters}
+        for facts in self._layers:
+            for window in facts.windows or ():
+                counts[window.parameter] -= window.height * window.width
+        return tuple(name for name, left in counts.items() if left)
+
+    def power(self, exponent: float) -> "KroneckerOperator":
+        """Return the operator raised to a further power.
+
+        Args:
+            exponent: α, finite. Where it is not positive, every layer must be damped or regular.
+
+        Returns:
+            An operator that shares what this one has read and decomposed.
+
+        Raises:
+            UsageError: If α is not finite.
+        """
+        if not math.isfinite(exponent):
+            raise UsageError(f"the power must be a finite number (got {exponent})")
+        other = object.__new__(KroneckerOperator)
+        other.__dict__.update(self.__dict__)
+        other._exponent = self._exponent * exponent
+        return other
+
+    def sqrt(self) -> "KroneckerOperator":
+        """Return the symmetric positive root."""
+        return self.power(0.5)
+
+    def inverse(self) -> "KroneckerOperator":
+        """Return the inverse."""
+        return self.power(-1.0)
+
+    def restricted(self, layers: Sequence[str]) -> "KroneckerOperator":
+        """Return the operator of some of the layers.
+
+        Args:
+            layers: Their names.
+
+        Returns:
+            An operator on the same vectors, which shares what this one has read and decomposed.
+
+        Raises:
+            NoSuchLayer: If a name is none of this operator's.
+        """
+        _chosen(dataclasses.replace(self._factors, layers=self._layers), layers)
+        other = self.power(1.0)
+        other._layers = tuple(facts for facts in self._layers if facts.name in set(layers))  # noqa: SLF001
+        other.__dict__.pop("uncovered", None)
+        return other
+
+    @overload
+    def matvec(self, vector: Tensor) -> Tensor: ...
+
+    @overload
+    def matvec(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def matvec(self, vector: Vector) -> Tensor | dict[str, Tensor]:
+        """Return the product with one vector, or with several.
+
+        Args:
+            vector: Flat, shape (P,) or (P, k), in the order of ``named_parameters()``; or tensors of the parameters'
+                shapes by name, of which those that are left out are zero. float32 or float64, on any device.
+
+        Returns:
+            What was given: a tensor of the same shape, dtype and device, or tensors by name, of every parameter.
+
+        Raises:
+            UsageError: If the vector has another length or shape, numbers in uncovered parameters where that is
+                refused, or a layer is singular and the power not positive.
+        """
+        if not isinstance(vector, Tensor):
+            return self.space.unflatten(self._apply(self.space.flatten(vector)))
+        return self._apply(self.space.flatten(vector))
+
+    @overload
+    def __matmul__(self, vector: Tensor) -> Tensor: ...
+
+    @overload
+    def __matmul__(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def __matmul__(self, vector: Vector) -> Tensor | dict[str, Tensor]:
+        """Return ``matvec(vector)``."""
+        return self.matvec(vector)
+
+    @property
+    def adjoint(self) -> "KroneckerOperator":
+        """The operator itself: it is symmetric."""
+        return self
+
+    @overload
+    def solve(self, vector: Tensor) -> Tensor: ...
+
+    @overload
+    def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def solve(self, vector: Vector) -> Tensor | dict[str, Tensor]:
+        """Return x with ``operator @ x = vector`` on the covered parameters.
+
+        Args:
+            vector: The right-hand side, as for ``matvec``.
+
+        Returns:
+            As ``matvec``.
+
+        Raises:
+            UsageError: As ``matvec``.
+        """
+        return self.inverse().matvec(vector)
+
+    def trace(self) -> float:
+        """Return the sum of the eigenvalues over the covered parameters."""
+        return math.fsum(own.trace(self._exponent) for _, own in self._operators())
+
+    def logdet(self) -> float:
+        """Return the natural logarithm of the determinant over the covered parameters; −∞ where a layer is singular."""
+        return self._exponent * math.fsum(own.logdet() for _, own in self._operators())
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, shape (P,), float64 on the host; zero where no layer covers a number."""
+        flat = torch.zeros(self.space.size, 1, dtype=torch.float64)
+        for facts, own in self._operators():
+            matrix = own.diagonal(self._exponent).to("cpu")
+            self.space.scatter(facts, matrix[:, None, :], flat)
+        return flat[:, 0]
+
+    def layer(self, name: str) -> LayerOperator:
+        """Return the operator of one layer, without the power.
+
+        Args:
+            name: The layer's name.
+
+        Returns:
+            Its damped curvature, on matrices (out_dim, k, in_dim).
+
+        Raises:
+            NoSuchLayer: If there is none of that name.
+        """
+        (facts,) = _chosen(dataclasses.replace(self._factors, layers=self._layers), [name])
+        return self._store.operator(facts)
+
+    def _operators(self) -> Iterator[tuple[LayerFacts, LayerOperator]]:
+        for facts in self._layers:
+            yield facts, self._store.operator(facts)
+
+    def _apply(self, flat: Tensor) -> Tensor:
+        columns = flat if flat.ndim == 2 else flat[:, None]
+        if self.options.uncovered == "refuse":
+            self._require_covered(columns)
+        result = torch.zeros_like(columns)
+        for facts, own in self._operators():
+            wide = torch.promote_types(flat.dtype, own.dtype)
+            matrices = self.space.gather(facts, columns).to(self.options.device, wide)
+            found = own.apply(matrices, self._exponent)
+            self.space.scatter(facts, found, result)
+        return result.view(flat.shape)
+
+    def _require_covered(self, columns: Tensor) -> None:
+        if not self.uncovered:
+            return
+        covered = torch.zeros(self.space.size, 1, dtype=torch.bool, device=columns.device)
+        for facts in self._layers:
+            ones = covered.new_ones(facts.out_dim, 1, facts.in_dim)
+            self.space.scatter(facts, ones, covered)
+        beyond = self.space.unflatten(((columns != 0) & ~covered).any(1))
+        names = [name for name, some in beyond.items() if bool(some.any())]
+        if names:
+            raise UsageError(
+                f"the vector has numbers other than zero in {', '.join(f'`{name}`' for name in names[:5])}"
+                f"{' and others' if len(names) > 5 else ''}, which no layer of the operator covers; set them to zero, "
+                "or take `uncovered: zero`"
+            )
+
+
+def _chosen(factors: FactorSet, layers: Sequence[str] | None) -> tuple[LayerFacts, ...]:
+    if layers is None:
+        return factors.layers
+    known = {facts.name for facts in factors.layers}
+    missing = [name for name in layers if name not in known]
+    if missing or not layers:
+        said = f"`{missing[0]}` is none of them" if missing else "none is named"
+        raise NoSuchLayer(f"the factors cover {', '.join(f'`{name}`' for name in sorted(known)[:10])}; {said}")
+    return tuple(facts for facts in factors.layers if facts.name in set(layers))
