@@ -1,16 +1,13 @@
 """For a notebook: factors from a folder, and analyses in this very process. The one door to the engine."""
 
-import json
 import pkgutil
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from catalog import ANALYSES
 from catalog.analysis import LayerResult, most_decomposed
@@ -18,228 +15,20 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
-from engine.errors import BrokenFactors
-from engine.factors.clipped_inverse import StabilisedLayers
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
-from engine.factors.factor_set import FactorSet
-from engine.factors.kronecker_factors import Corrected, Factors
-from engine.factors.low_rank import LowRank
-from engine.linalg.linear_operator import Structured
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
-from engine.memory.plan import readable_bytes
-from engine.operators.preconditioning import precondition
 from engine.planning.eigendecomposition_memory import (
     eigendecomposition_bytes as eigendecomposition_bytes,  # noqa: PLC0414 - offered here
 )
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
-from kronoscope.local_artifacts import Folder, Held
+from kronoscope.local_artifacts import Held
+from kronoscope.local_factors import LayerFactors as LayerFactors  # noqa: PLC0414 - offered here
+from kronoscope.local_factors import LayersFactors, load_factors
+from kronoscope.local_factors import load_stabilised as load_stabilised  # noqa: PLC0414 - offered here
 from kronoscope.local_inputs import Batches, options_record, repeatable, task_record
-
-_LARGEST_DENSE_BYTES = 2**31
-
-
-class LayerFactors:
-    """A and G of one layer, read when they are asked for."""
-
-    def __init__(
-        self, name: str, load: Callable[[], Factors], load_corrected: Callable[[], Corrected] | None = None
-    ) -> None:
-        self.name = name
-        self._load = load
-        self._load_corrected = load_corrected
-
-    @cached_property
-    def _factors(self) -> Factors:
-        return self._load()
-
-    @property
-    def form(self) -> str:
-        """`kronecker`, `diagonal` (A is kept as its diagonal), `block` (A = 1) or `diagonal_block` (and G diagonal)."""
-        return self._factors.form
-
-    @property
-    def A(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """(in_dim, in_dim) dense activation covariance; the bias's row and column last."""
-        stored = self._factors.widened_A
-        return torch.diag(stored) if stored.ndim == 1 else stored
-
-    @property
-    def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """(out_dim, out_dim) dense gradient covariance, made at each access where gradient rows stand for it.
-
-        Raises:
-            MemoryError: If it is not kept dense, and would take more than 2 GiB.
-        """
-        side = self._factors.G
-        if isinstance(side, Structured) and 4 * side.size**2 > _LARGEST_DENSE_BYTES:
-            message = (
-                f"layer `{self.name}`: G is kept as `{side.kind}` in {readable_bytes(side.size_bytes)}, and as a "
-                f"{side.size}×{side.size} matrix would take {readable_bytes(4 * side.size**2)}; take "
-                "`structured_G`, which multiplies, solves and has a diagonal and a trace, or `gradient_rows`"
-            )
-            raise MemoryError(message)
-        widened = self._factors.widened_G
-        return torch.diag(widened) if widened.ndim == 1 else widened
-
-    @property
-    def structured_G(self) -> Structured | None:  # noqa: N802 - the field's own symbol
-        """What stands for G where it is not dense: products, solves, spectrum; None where G is dense."""
-        side = self._factors.G
-        return side if isinstance(side, Structured) else None
-
-    @property
-    def gradient_rows(self) -> Tensor | None:
-        """(T, out_dim) U with ``G = Uᵀ U``, scales and weight multiplied in; None where none are kept.
-
-        Memory:
-            The rows widened to float32, or float64 where they are kept so.
-        """
-        side = self._factors.G
-        return side.scaled() if isinstance(side, LowRank) else None
-
-    @property
-    def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """Diagonal of G, shape (out_dim,), computed without making G dense."""
-        if isinstance(self._factors.G, Structured):
-            return self._factors.G.diagonal()
-        widened = self._factors.widened_G
-        return widened if widened.ndim == 1 else widened.diagonal()
-
-    @property
-    def diagonal_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
-        """Diagonal of A, shape (in_dim,), computed without making a diagonal A dense."""
-        stored = self._factors.widened_A
-        return stored if stored.ndim == 1 else stored.diagonal()
-
-    def precondition(self, gradient: Tensor, *, damping_A: float, damping_G: float, of_rows: bool = False) -> Tensor:
-        """Return ``(G + damping_G I)⁻¹ V (A + damping_A I)⁻¹``, float64, without making G dense.
-
-        Args:
-            gradient: V (out_dim, in_dim), the bias as its last column; with ``of_rows`` C (T, in_dim), of
-                ``V = Uᵀ C / √w``, whose digits are kept where damping is tiny.
-            damping_A: As `lambda_A` of the layer's record.
-            damping_G: As `lambda_G`.
-            of_rows: Whether the gradient is given as C, where G is kept as its gradient rows U.
-
-        Raises:
-            BiasColumnMismatch: If the shapes disagree; the message names both.
-            ValueError: If a damping is not positive, or no gradient rows are kept.
-        """
-        return precondition(self._factors, gradient, damping_A, damping_G, of_rows=of_rows)
-
-    @cached_property
-    def _corrected(self) -> Corrected:
-        if self._load_corrected is None:
-            raise BrokenFactors(
-                f"layer `{self.name}` was collected without EK-FAC; take `collection.ekfac: true`", layer=self.name
-            )
-        return self._load_corrected()
-
-    @property
-    def eigenvectors_A(self) -> Tensor | None:  # noqa: N802 - the field's own symbol
-        """(in_dim, in_dim) Q_A of EK-FAC, one eigenvector a column; None is the identity, where A is diagonal or 1."""
-        return self._corrected.eigenvectors_A
-
-    @property
-    def eigenvectors_G(self) -> Tensor | None:  # noqa: N802 - the field's own symbol
-        """(out_dim, out_dim) Q_G of EK-FAC; None is the identity, where only a diagonal is kept."""
-        return self._corrected.eigenvectors_G
-
-    @property
-    def corrected_eigenvalues(self) -> Tensor:
-        """(out_dim, in_dim) EK-FAC's eigenvalues: the second moments of the gradients along ``Q_G ⊗ Q_A``."""
-        return self._corrected.eigenvalues
-
-
-class LayersFactors(Mapping[str, LayerFactors]):
-    """Factors by layer name, in the model's order."""
-
-    def __init__(self, collected: FactorSet) -> None:
-        self.collected = collected
-        self._layers = {
-            facts.name: LayerFactors(
-                facts.name,
-                partial(collected.load, facts.ordinal),
-                None if collected.load_corrected is None else partial(collected.load_corrected, facts.ordinal),
-            )
-            for facts in collected.layers
-        }
-
-    def __getitem__(self, layer: str) -> LayerFactors:
-        return self._layers[layer]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-
-def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
-    """Open the factors in a folder: the one with ``factors.index.json``, a run's output, or its `artifacts`.
-
-    Args:
-        path: The folder.
-        verify: Whether to read everything now; else each layer is read, and verified, when it is first used.
-
-    Returns:
-        The factors by layer name.
-
-    Raises:
-        BrokenFactors: If there is no index, a value of it cannot be, or a factor has another digest than it records.
-    """
-    folder = Path(path)
-    for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
-        if (candidate / "factors.index.json").is_file():
-            found = LayersFactors(read_factors(Folder(candidate)))
-            if verify:
-                _read_all(found.collected)
-            return found
-        if (candidate / "stabilised.index.json").is_file():
-            raise BrokenFactors(f"{candidate} holds eigenbases, alone or among matrices; read it by `load_stabilised`")
-    raise BrokenFactors(
-        f"{folder} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote"
-    )
-
-
-def load_stabilised(path: str | Path) -> StabilisedLayers:
-    """Open the eigenbases that a reconstruction with `sides: both` wrote, by that route or of gradients kept as rows.
-
-    Matrices, of `route: rebuild`, are read by ``load_factors``. A single matrix of the caller's is read here for either
-    route: it is G, and A is 1.
-
-    Args:
-        path: The folder `stabilised`, a run's output, or its `artifacts`.
-
-    Returns:
-        The layers by name, each with products and solves of its stabilised curvature.
-
-    Raises:
-        BrokenFactors: If there are none.
-    """
-    folder = Path(path)
-    for candidate in (folder, folder / "stabilised", folder / "artifacts" / "stabilised"):
-        if (candidate / "stabilised.index.json").is_file():
-            index = json.loads((candidate / "stabilised.index.json").read_bytes())
-            files = {int(entry["ordinal"]): entry.get("file") for entry in index["layers"]}
-            return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate, files))
-    raise BrokenFactors(
-        f"{folder} holds no stabilised.index.json; give the folder that `reconstruction` wrote with `route: eigenbasis`"
-        "; matrices alone are read by `load_factors`"
-    )
-
-
-def _load_ordinal(folder: Path, files: Mapping[int, str | None], ordinal: int) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(folder / (files[ordinal] or f"{ordinal}.safetensors"))
-
-
-def _read_all(factors: FactorSet) -> None:
-    for layer in factors.layers:
-        factors.load(layer.ordinal)
-        if factors.load_corrected is not None:
-            factors.load_corrected(layer.ordinal)
+from kronoscope.local_operator import Operator, OperatorChoices, open_operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,3 +167,24 @@ def _pulled(rows: list[LayerResult], analysis: Generator[LayerResult, None, Any]
             rows.append(next(analysis))
         except StopIteration as end:
             return end.value
+
+
+def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack[OperatorChoices]) -> Operator:
+    """Return the curvature of a model as a linear operator on vectors of its parameters.
+
+    Args:
+        source: A folder with factors, as ``load_factors`` takes it; what ``measure`` or ``load_factors`` returned.
+        **choices: ``OperatorChoices``: which curvature, its damping, its layers, and where it is computed.
+
+    Returns:
+        The operator: ``operator @ v``, ``solve``, ``power``, ``sqrt``, ``trace``, ``logdet``, ``diagonal``, ``scipy``.
+
+    Raises:
+        EngineError: If the factors are broken, or cannot be used so.
+        ValueError: If a choice is none of its words.
+    """
+    if isinstance(source, Measurement):
+        found = source.factors
+    else:
+        found = source if isinstance(source, LayersFactors) else load_factors(source)
+    return open_operator(found.collected, **choices)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -174,6 +175,7 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
             f"there is no `{INDEX}`; give the folder that a job with `keep: [factors]` wrote", pointer="/factors"
         ) from error
     entries = {entry.facts.ordinal: entry for entry in index.layers}
+    held: _Held = WeakValueDictionary()
     counts = index.counts
     return FactorSet(
         layers=tuple(entry.facts for entry in index.layers),
@@ -189,7 +191,7 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         planned_peak_bytes=None,
         nondeterministic=counts.nondeterministic,
         not_replayed=(),
-        load=lambda ordinal: _load(artifacts, entries[ordinal]),
+        load=lambda ordinal: _load(artifacts, entries[ordinal], held),
         load_corrected=(lambda ordinal: _load_corrected(artifacts, entries[ordinal]))
         if index.collection.ekfac
         else None,
@@ -230,16 +232,19 @@ def reused(artifacts: Artifacts, source: str) -> FactorSet:
     return replace(read_factors(artifacts), reused_from=source, **{name: run[name] for name in _RUN})
 
 
-def _load(artifacts: Artifacts, entry: LayerEntry) -> Factors:
+def _load(artifacts: Artifacts, entry: LayerEntry, held: "_Held") -> Factors:
     facts = entry.facts
-    activation = _tensor(artifacts, facts, _holder(facts), "activation_covariance")
-    expected = (facts.in_dim,) if facts.form == "diagonal" else (facts.in_dim * (facts.in_dim + 1) // 2,)
-    require_bias_column(facts.name, "the stored A (packed)", tuple(activation.shape), expected, bias=facts.bias)
+    # layers with one A are read one after another, and while the first is in use its A is not read again
+    activation = held.get(_holder(facts))
+    fresh = activation is None
+    if activation is None:
+        activation = _activation(artifacts, facts)
+        held[_holder(facts)] = activation
     factors = Factors(
         layer=facts.name,
         form=facts.form,
         bias=facts.bias,
-        A=activation if facts.form == "diagonal" else unpacked(activation, facts.in_dim),
+        A=activation,
         G=_gradient(artifacts, entry),
         scale_A=entry.scale_A,
         scale_G=entry.scale_G,
@@ -248,9 +253,22 @@ def _load(artifacts: Artifacts, entry: LayerEntry) -> Factors:
         if NEAREST in facts.why
         else None,
     )
-    _require_recorded(entry, "activation_covariance", _holder(facts), factors.A)
+    if fresh:
+        _require_recorded(entry, "activation_covariance", _holder(facts), factors.A)
     _require_recorded(entry, "gradient_covariance", facts.ordinal, factors.G)
     return factors
+
+
+_Held = WeakValueDictionary[int, Tensor]
+"""A by the ordinal of the layer that holds it, for as long as somebody uses it."""
+
+
+def _activation(artifacts: Artifacts, facts: LayerFacts) -> Tensor:
+    """A (in_dim, in_dim), or its diagonal."""
+    stored = _tensor(artifacts, facts, _holder(facts), "activation_covariance")
+    expected = (facts.in_dim,) if facts.form == "diagonal" else (facts.in_dim * (facts.in_dim + 1) // 2,)
+    require_bias_column(facts.name, "the stored A (packed)", tuple(stored.shape), expected, bias=facts.bias)
+    return stored if facts.form == "diagonal" else unpacked(stored, facts.in_dim)
 
 
 def _holder(facts: LayerFacts) -> int:

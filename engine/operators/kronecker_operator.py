@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import overload
+from typing import Self, overload
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class KroneckerOperator:
                 counts[window.parameter] -= window.height * window.width
         return tuple(name for name, left in counts.items() if left)
 
-    def power(self, exponent: float) -> "KroneckerOperator":
+    def power(self, exponent: float) -> Self:
         """Return the operator raised to a further power.
 
         Args:
@@ -101,20 +101,20 @@ class KroneckerOperator:
         """
         if not math.isfinite(exponent):
             raise UsageError(f"the power must be a finite number (got {exponent})")
-        other = object.__new__(KroneckerOperator)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._exponent = self._exponent * exponent
         return other
 
-    def sqrt(self) -> "KroneckerOperator":
+    def sqrt(self) -> Self:
         """Return the symmetric positive root."""
         return self.power(0.5)
 
-    def inverse(self) -> "KroneckerOperator":
+    def inverse(self) -> Self:
         """Return the inverse."""
         return self.power(-1.0)
 
-    def restricted(self, layers: Sequence[str]) -> "KroneckerOperator":
+    def restricted(self, layers: Sequence[str]) -> Self:
         """Return the operator of some of the layers.
 
         Args:
@@ -128,7 +128,7 @@ class KroneckerOperator:
         """
         _chosen(dataclasses.replace(self._factors, layers=self._layers), layers)
         other = self.power(1.0)
-        other._layers = tuple(facts for facts in self._layers if facts.name in set(layers))  # noqa: SLF001
+        other._layers = tuple(facts for facts in self._layers if facts.name in set(layers))  # noqa: SLF001 - a copy
         other.__dict__.pop("uncovered", None)
         return other
 
@@ -167,7 +167,7 @@ class KroneckerOperator:
         return self.matvec(vector)
 
     @property
-    def adjoint(self) -> "KroneckerOperator":
+    def adjoint(self) -> Self:
         """The operator itself: it is symmetric."""
         return self
 

@@ -1,0 +1,113 @@
+"""Curvature as a linear operator in this process: products, solves and powers on vectors of a model's parameters."""
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+import torch
+
+from catalog.collection import Stabilisation
+from engine.factors.factor_set import FactorSet
+from engine.operators.kronecker_operator import KroneckerOperator
+from engine.operators.layer_store import OperatorOptions
+from kronoscope.local_inputs import options_record
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
+
+
+class Operator(KroneckerOperator):
+    """The curvature of a model's covered layers, on vectors of all its trainable parameters.
+
+    A vector is flat, shape (P,) or (P, k), in the order of ``named_parameters()``, each parameter row by row and a tied
+    one once; or a mapping of tensors by name. ``operator @ v``, ``operator.solve(v)``, ``operator.power(-0.5) @ v``.
+    """
+
+    def scipy(self) -> "LinearOperator":
+        """Return the operator as SciPy's, for its solvers.
+
+        Returns:
+            A ``scipy.sparse.linalg.LinearOperator`` of shape (P, P) on float64 arrays.
+
+        Raises:
+            ModuleNotFoundError: If SciPy is not installed.
+        """
+        try:
+            # an extra that few need
+            linear_operator = pkgutil.resolve_name("scipy.sparse.linalg:LinearOperator")
+        except ModuleNotFoundError as error:
+            message = "SciPy is not installed; `pip install scipy` brings its linear operators"
+            raise ModuleNotFoundError(message) from error
+
+        def product(vector: Any) -> Any:  # noqa: ANN401 - SciPy's arrays
+            return self.matvec(torch.as_tensor(vector, dtype=torch.float64)).numpy()
+
+        found: LinearOperator = linear_operator(
+            shape=self.shape,
+            dtype="float64",
+            matvec=lambda vector: product(vector.reshape(-1)),
+            matmat=product,
+            rmatvec=lambda vector: product(vector.reshape(-1)),
+            rmatmat=product,
+        )
+        return found
+
+
+class OperatorChoices(TypedDict, total=False):
+    """What may be chosen of an operator; each has a default."""
+
+    of: Literal["kfac", "ekfac"]
+    """`kfac` (the default), or `ekfac`: its eigenvectors with EK-FAC's eigenvalues."""
+    damping: Literal["none", "exact", "factored"]
+    """`none` (the default), `exact` (F + λ I) or `factored` ((G + λ_G I) ⊗ (A + λ_A I))."""
+    stabilisation: Stabilisation | Mapping[str, Any] | None
+    """Where λ, λ_A and λ_G come from; the defaults of a job where it is left out."""
+    layers: Sequence[str] | None
+    """Names of the layers that take part; all of them where it is left out."""
+    uncovered: Literal["zero", "refuse"]
+    """Whether numbers in uncovered parameters are passed over (the default) or refused."""
+    device: str | torch.device
+    """Where products are computed; the CPU where it is left out."""
+    resident_bytes: int | None
+    """Bytes of factors and eigenvectors that stay between products; all of them where it is left out."""
+
+
+_WORDS = {"of": ("kfac", "ekfac"), "damping": ("none", "exact", "factored"), "uncovered": ("zero", "refuse")}
+
+
+def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Operator:
+    """Return the operator of a factor set.
+
+    Args:
+        factors: The factor set.
+        **choices: As ``OperatorChoices`` says.
+
+    Returns:
+        The operator.
+
+    Raises:
+        ValueError: If a choice is none of its words, or unknown.
+        EngineError: As ``engine.errors`` lists.
+    """
+    given: Mapping[str, Any] = dict(choices)
+    unknown = sorted(set(given) - set(OperatorChoices.__annotations__))
+    if unknown:
+        raise ValueError(f"`{unknown[0]}` must be one of {', '.join(OperatorChoices.__annotations__)}")
+    for name, words in _WORDS.items():
+        if given.get(name, words[0]) not in words:
+            raise ValueError(f"`{name}` must be one of {', '.join(words)} (got {given[name]!r})")
+    resident = choices.get("resident_bytes")
+    if resident is not None and resident < 0:
+        raise ValueError(f"`resident_bytes` must be 0 or more, or None (got {resident})")
+    return Operator(
+        factors,
+        OperatorOptions(
+            of=choices.get("of", "kfac"),
+            kind=choices.get("damping", "none"),
+            stabilisation=options_record(Stabilisation, choices.get("stabilisation"), "stabilisation"),
+            uncovered=choices.get("uncovered", "zero"),
+            device=torch.device(choices.get("device", "cpu")),
+            resident_bytes=resident,
+        ),
+        layers=choices.get("layers"),
+    )

@@ -1,0 +1,77 @@
+"""The notebook's operator: of a folder as of a measurement, and as SciPy's."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.sparse.linalg import cg
+from torch import nn
+
+from engine.factors.factor_files import Kept, write_factors, write_index
+from engine.factors.kronecker_factors import digest
+from kronoscope.local import Measurement, load_factors, measure, operator
+from worker.execution.files.artifact_files import ArtifactFiles
+
+
+def measured() -> Measurement:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    batch = (torch.randn(20, 6).double(), torch.arange(20) % 3)
+    return measure(
+        model, [batch], task="classification", kinds=["factors"], collection={"dtype": "float64", "ekfac": True}
+    )
+
+
+def test_scipy_solves_with_it() -> None:
+    found = operator(measured(), damping="exact", stabilisation={"damping": 0.1})
+    right = torch.ones(found.space.size, dtype=torch.float64)
+    solution, failed = cg(found.scipy(), right.numpy(), rtol=1e-12)
+    assert not failed
+    torch.testing.assert_close(torch.from_numpy(solution), found.solve(right), rtol=1e-8, atol=1e-10)
+    columns = found.scipy() @ torch.eye(found.space.size, dtype=torch.float64).numpy()
+    torch.testing.assert_close(torch.from_numpy(columns).diagonal(), found.diagonal())
+
+
+@pytest.mark.parametrize("choice", [{"of": "ekfac"}, {"damping": "factored"}, {"layers": ["2"]}, {}])
+def test_choices_reach_the_operator(choice: dict[str, Any]) -> None:
+    whole = measured()
+    found, same = operator(whole, **choice), operator(whole.factors, **choice)
+    right = torch.ones(found.space.size, dtype=torch.float64)
+    torch.testing.assert_close(found @ right, same @ right, rtol=0, atol=0)
+    assert found.layers == tuple(choice.get("layers", ("0", "2")))
+    assert float((operator(whole) @ right - found @ right).norm()) > 0 or not choice
+
+
+def test_words_that_are_none_are_named() -> None:
+    whole = measured()
+    for choice, message in (
+        ({"of": "fisher"}, r"`of` must be one of kfac, ekfac \(got 'fisher'\)"),
+        ({"damping": 0.1}, r"`damping` must be one of none, exact, factored \(got 0\.1\)"),
+        ({"resident_bytes": -1}, "0 or more"),
+        ({"dampening": "exact"}, "`dampening` must be one of of, damping"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operator(whole, **choice)  # type: ignore[arg-type] # that is the point
+
+
+def test_stored_factors_give_the_same_operator(tmp_path: Path) -> None:
+    whole = measured()
+    files = ArtifactFiles(tmp_path, lambda *_: None)
+    held = whole.factors.collected
+    kept = {}
+    for facts in held.layers:
+        factors = held.load(facts.ordinal)
+        write_factors(files, facts, factors)
+        kept[facts.ordinal] = Kept(
+            digest_A=digest(factors.A), digest_G=digest(factors.G), scale_A=1.0, scale_G=1.0, metadata_G={}, ekfac={}
+        )
+    write_index(files, dataclasses.replace(held, collection=dataclasses.replace(held.collection, ekfac=False)), kept)
+    found = operator(tmp_path, damping="exact")
+    again = operator(load_factors(tmp_path), damping="exact", resident_bytes=0)
+    expected = operator(whole, damping="exact")
+    right = torch.linspace(-1, 1, found.space.size, dtype=torch.float64)
+    torch.testing.assert_close(found.solve(right), expected.solve(right), rtol=0, atol=0)
+    torch.testing.assert_close(again.solve(right), expected.solve(right), rtol=0, atol=0)
+    assert found.uncovered == ()
