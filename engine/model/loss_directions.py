@@ -191,7 +191,7 @@ def root_product(prediction: Prediction, probe: Tensor, task: Task) -> Tensor:
     Raises:
         NoLikelihood: If the loss is the model's own.
     """
-    outputs, counted = prediction.outputs.detach(), _counted(prediction, task)
+    outputs, counted = prediction.outputs.detach(), counted_terms(prediction, task)
     probe = probe * counted.sqrt()
     width = outputs.shape[-1]
     if task.likelihood == "cross_entropy":
@@ -218,7 +218,7 @@ def hessian_product(prediction: Prediction, vector: Tensor, task: Task) -> Tenso
     Raises:
         NoLikelihood: If the loss is the model's own.
     """
-    outputs, counted = prediction.outputs.detach(), _counted(prediction, task)
+    outputs, counted = prediction.outputs.detach(), counted_terms(prediction, task)
     width = outputs.shape[-1]
     if task.likelihood == "cross_entropy":
         probability = torch.softmax(outputs, -1)
@@ -230,8 +230,46 @@ def hessian_product(prediction: Prediction, vector: Tensor, task: Task) -> Tenso
     return (probability * (1 - probability)).div_(width).mul_(vector).mul_(counted)
 
 
-def _counted(prediction: Prediction, task: Task) -> Tensor:
-    """Return the weight of each term, (N, R, 1 or C); zero for a term that does not count."""
+def loss_gradient(prediction: Prediction, task: Task) -> Tensor:
+    """Compute the gradient of the summed loss with respect to the outputs, at the data's own labels.
+
+    Args:
+        prediction: Outputs, shape (N, R, C), with their targets, the terms that count and their weights.
+        task: The likelihood, class weights and label smoothing.
+
+    Returns:
+        The gradient, shape (N, R, C); zero in terms that do not count.
+
+    Raises:
+        WrongShape: If the data has no targets.
+    """
+    if task.likelihood == "model":
+        # the model's own loss is a mean over its terms
+        return torch.full_like(prediction.outputs.detach(), float(prediction.terms))
+    if prediction.targets is None:
+        raise WrongShape(
+            "the gradient of the loss needs targets in the data; give them, or take a curvature that knows no labels "
+            "(`ggn` or `fisher`)",
+            pointer="/data",
+        )
+    gradient = _observed(prediction, prediction.targets, task).mul_(counted_terms(prediction, task))
+    # what is averaged over the outputs of a term has its root in `empirical`
+    return gradient if task.likelihood == "cross_entropy" else gradient.div_(math.sqrt(gradient.shape[-1]))
+
+
+def counted_terms(prediction: Prediction, task: Task) -> Tensor:
+    """Return the weight of each term.
+
+    Args:
+        prediction: Outputs, shape (N, R, C), with the terms that count and their weights.
+        task: The likelihood.
+
+    Returns:
+        Weights, shape (N, R, 1) or (N, R, C), dtype of the outputs; zero for a term that does not count.
+
+    Raises:
+        NoLikelihood: If the loss is the model's own.
+    """
     if task.likelihood == "model":
         raise NoLikelihood(
             "`loss: model` is a number without a known likelihood, so its Hessian is not known; name the loss",

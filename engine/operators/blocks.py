@@ -44,6 +44,24 @@ class Block:
         """
         return torch.cat([gradients[piece.parameter].reshape(-1)[piece.start : piece.stop] for piece in self.pieces])
 
+    def split(self, vector: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Split a vector of the block by parameter.
+
+        Args:
+            vector: Shape (size,).
+            shapes: The parameters' shapes, by name.
+
+        Returns:
+            Tensors of the parameters' shapes; zero outside of the block.
+        """
+        found: dict[str, Tensor] = {}
+        parts = torch.split(vector, [piece.stop - piece.start for piece in self.pieces])
+        for piece, part in zip(self.pieces, parts, strict=True):
+            if piece.parameter not in found:
+                found[piece.parameter] = vector.new_zeros(*shapes[piece.parameter])
+            found[piece.parameter].view(-1)[piece.start : piece.stop] = part
+        return found
+
     def inner(self, gradients: Mapping[str, Tensor], vector: Tensor) -> Tensor:
         """Compute ``Σ g·v`` over the block, differentiable in the gradients g.
 

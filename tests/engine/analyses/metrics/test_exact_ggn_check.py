@@ -286,20 +286,23 @@ def test_memory_that_runs_out_halves_the_slices(monkeypatch: pytest.MonkeyPatch)
     space.ports.log = lambda _, message: heard.append(message)
     import engine.operators.exact_products as module  # noqa: PLC0415 - the name is looked up there
 
-    real = module._signs
+    real = module.signs
 
     def scarce(outputs: Tensor, index: Tensor, seed: int, probe: int) -> Tensor:
         if outputs.shape[0] > 2 and probe == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(outputs, index, seed, probe)
 
-    monkeypatch.setattr(module, "_signs", scarce)
+    monkeypatch.setattr(module, "signs", scarce)
     assert checks(space, cross_check_probes=2)[1].trace == pytest.approx(expected.trace, rel=EXACT)
     assert any("2 examples at a time" in message for message in heard)
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_model_without_a_second_gradient_is_refused_by_name(beside: bool) -> None:
+@pytest.mark.parametrize("slope", [1.0, 2.0])
+def test_a_model_whose_gradient_is_another_derivative_without_one_of_its_own_is_refused(
+    beside: bool, slope: float
+) -> None:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -308,7 +311,7 @@ def test_a_model_without_a_second_gradient_is_refused_by_name(beside: bool) -> N
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient.clone()
+            return slope * gradient
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -321,8 +324,17 @@ def test_a_model_without_a_second_gradient_is_refused_by_name(beside: bool) -> N
             return Once.apply(x) + (x if beside else 0)
 
     model, (_, x, y) = Model().double(), perceptron("cross_entropy")
-    with pytest.raises(ModelRefused, match="cannot be differentiated twice"):
-        checks(workspace(model, [(x, y)], "classification"))
+    space = workspace(model, [(x, y)], "classification")
+    if slope != 1.0:
+        with pytest.raises(ModelRefused, match="cannot be differentiated twice"):
+            checks(space)
+        return
+    # its derivative forward is its gradient's, so that it needs no second one
+    _, found = checks(space, cross_check_iterations=40)
+    plain = nn.Sequential(nn.Linear(3, 3)).double()
+    plain[0].load_state_dict({name: (2.0 if beside else 1.0) * own for name, own in model.layer.state_dict().items()})
+    truth = dense(plain, x, y, "cross_entropy", ("0.weight", "0.bias")) * (4.0 if beside else 1.0)
+    assert found.top_eigenvalue == pytest.approx(float(torch.linalg.eigvalsh(truth)[-1]), rel=1e-8)
 
 
 def test_stored_factors_hold_no_model() -> None:

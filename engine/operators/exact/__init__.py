@@ -1,0 +1,1 @@
+"""Exact curvature by its products: tangents beside a forward pass, attention with all its derivatives, passes."""

@@ -1,0 +1,91 @@
+"""Columns: vectors to be multiplied, each by parameter, and how far a product is from being adjoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One vector, and the rows of the product that are wanted."""
+
+    tangents: Mapping[str, Tensor]
+    """By parameter, each of its parameter's shape; a parameter that is left out does not move."""
+    wanted: tuple[str, ...]
+    """Parameters whose part of the product is wanted; those of ``tangents`` among them."""
+
+    def inner(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Compute ``⟨g, v⟩``.
+
+        Args:
+            gradients: g by parameter, each of its parameter's shape.
+
+        Returns:
+            A float64 scalar tensor.
+        """
+        parts = [_dot(gradients[name], own) for name, own in self.tangents.items()]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliced:
+    """What one slice of a batch adds to the sums."""
+
+    products: Sequence[Mapping[str, Tensor]]
+    """For each column the wanted parts by parameter, of the summed loss."""
+    divisor: float
+    """Weight of the slice's loss terms."""
+
+
+def flaw(left: Tensor, right: Tensor, scale: Tensor, precision: torch.dtype) -> Tensor:
+    """Return how far two sides of an adjoint identity are apart, relative to what rounding may leave.
+
+    Args:
+        left: One inner product, a float64 scalar tensor.
+        right: The other one.
+        scale: Product of the norms of the longer side's vectors, of which nearly orthogonal ones keep rounding alone.
+        precision: The dtype of fewest bits that took part.
+
+    Returns:
+        A scalar tensor: at most 1 for a true adjoint; NaN where one side is not finite.
+    """
+    eps = torch.finfo(precision).eps
+    size = left.abs() + right.abs() + eps**0.5 * scale
+    apart: Tensor = (left - right).abs() / (eps**0.5 * size).clamp_min(torch.finfo(torch.float64).tiny)
+    return apart
+
+
+def norm(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the norm of a vector that is kept by parameter.
+
+    Args:
+        tensors: Its parts, of any shapes.
+
+    Returns:
+        A float64 scalar tensor.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    parts = torch.stack([torch.linalg.vector_norm(own).double() for own in tensors.values()])
+    total: Tensor = torch.linalg.vector_norm(parts)
+    return total
+
+
+def trained(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Return parameters by any of their names.
+
+    Args:
+        model: The model.
+        names: Qualified names; a tied parameter has several.
+
+    Returns:
+        The parameters, by the names that were asked for.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: named[name] for name in names}
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return torch.dot(left.reshape(-1), right.reshape(-1)).double()

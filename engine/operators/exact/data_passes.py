@@ -1,0 +1,164 @@
+"""Data passes: every batch that entered a collection goes by once more, with the weight that it had there.
+
+A batch goes through in micro-batches, which are halved where memory runs out; sums of slices do not depend on it but by
+rounding. With a moving average of decay β, the sums of update i of n weigh ``β^(n−1−i)``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.collection.pass_job import PassJob
+from engine.errors import EngineError, ModelRefused, Unwinding
+from engine.memory.out_of_memory import free_memory, ran_out_of_memory
+from engine.model.batches import Batch
+from engine.model.determinism import set_numerics
+from engine.model.preserve_state import preserve_state
+from engine.operators.exact.columns import trained
+
+Result = TypeVar("Result")
+
+
+@dataclass(kw_only=True)
+class DataPasses:
+    """Passes over the examples that entered a job's factors, in the precision of its own passes."""
+
+    job: PassJob
+    updates: int
+    """Batches that entered; with a moving average, each weighs as it does there."""
+    report: Callable[[], None]
+    """Called after every batch."""
+    what: str
+    """What the passes are for, as a warning names it."""
+    remedy: str
+    """What to do where the model cannot be differentiated as asked for."""
+    pointer: str | None
+    """The part of the document that asked for it."""
+    _micro_batch: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the micro-batch of the collection."""
+        self._micro_batch = self.job.micro_batch
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Hold the model still, as a collection does."""
+        job = self.job
+        with (
+            preserve_state(job.model, job.dtype),
+            set_numerics(job.numerics, job.heard),
+            _differentiable(job.model),
+        ):
+            yield
+
+    def run(
+        self,
+        names: tuple[str, ...],
+        compute: Callable[[Batch, Mapping[str, Tensor]], tuple[Result, float]],
+        add: Callable[[Result, float], None],
+    ) -> float:
+        """Let every batch of the collection enter.
+
+        Args:
+            names: Parameters whose gradients are wanted.
+            compute: Computes from a slice and the parameters what it adds, and the weight of its loss terms. It runs
+                again on halves where memory runs out, so it must add nothing itself.
+            add: Adds it, with the weight of its update.
+
+        Returns:
+            The total weight of the loss terms.
+
+        Raises:
+            ModelRefused: If the model raises, or cannot be differentiated.
+        """
+        job, collection = self.job, self.job.collection
+        parameters = trained(job.model, names)
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        divisor, update = 0.0, 0
+        # a model that draws numbers in evaluation mode draws those of the collection
+        torch.manual_seed(collection.seed)
+        try:
+            for place, arrived in enumerate(job.stream()):
+                job.workspace.ports.raise_if_cancelled()
+                if place % collection.update_freq == 0:
+                    past = 1.0 if collection.ema_decay is None else collection.ema_decay
+                    weight = past ** (self.updates - 1 - update)
+                    for found, own in self._entered(job.moved(arrived), parameters, compute):
+                        add(found, weight)
+                        divisor += weight * own
+                        del found
+                    update += 1
+                self.report()
+        finally:
+            for parameter in parameters.values():
+                parameter.requires_grad_(False)
+        return divisor
+
+    def _entered(
+        self,
+        batch: Batch,
+        parameters: Mapping[str, Tensor],
+        compute: Callable[[Batch, Mapping[str, Tensor]], tuple[Result, float]],
+    ) -> Iterator[tuple[Result, float]]:
+        """Compute the slices of one batch; halve them where memory runs out."""
+        size = min(self._micro_batch or batch.size, batch.size)
+        if size < batch.size:
+            for part in batch.slices(size):
+                yield from self._entered(part, parameters, compute)
+            return
+        state = torch.get_rng_state()
+        found = self._tried(batch, parameters, compute)
+        if found is not None:
+            yield found
+            return
+        # outside of the except block, whose traceback holds the graph
+        free_memory(self.job.workspace.machine.device)
+        torch.set_rng_state(state)
+        self._micro_batch = -(-batch.size // 2)
+        self.job.workspace.ports.log(
+            "warning", f"{self.what} ran out of memory; it goes on with {self._micro_batch} examples at a time"
+        )
+        yield from self._entered(batch, parameters, compute)
+
+    def _tried(
+        self,
+        batch: Batch,
+        parameters: Mapping[str, Tensor],
+        compute: Callable[[Batch, Mapping[str, Tensor]], tuple[Result, float]],
+    ) -> tuple[Result, float] | None:
+        """Compute one slice; None where it needs more memory than there is."""
+        try:
+            return compute(batch, parameters)
+        except (EngineError, Unwinding):
+            raise
+        except Exception as error:
+            if ran_out_of_memory(error):
+                if batch.size > 1:
+                    return None
+                raise
+            raise ModelRefused(
+                f"the model cannot be differentiated twice: {type(error).__name__}: {str(error)[:500]}; {self.remedy}",
+                pointer=self.pointer,
+            ) from error
+
+
+@contextlib.contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Keep the model from what has no second derivative: cuDNN's recurrent layers, gradients of sparse rows."""
+    sparse = [module for module in model.modules() if getattr(module, "sparse", None) is True]
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    before = torch.backends.cudnn.enabled
+    try:
+        torch.backends.cudnn.enabled = before and not recurrent
+        for module in sparse:
+            module.sparse = False  # type: ignore[assignment]
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+        for module in sparse:
+            module.sparse = True  # type: ignore[assignment]
