@@ -22,6 +22,7 @@ from engine.collection.pass_job import PassJob
 from engine.errors import NonFiniteFactor, UsageError
 from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
+from engine.linalg.student import student_quantile
 from engine.memory.guard import Fallback
 from engine.model.determinism import Numerics
 from engine.operators.blocks import Block, block_of, joined
@@ -30,7 +31,6 @@ from engine.planning.exact_ggn_memory import probes_at_once, search_bytes, searc
 from engine.workspace import Workspace
 
 _STAGE: Literal["cross_check"] = "cross_check"
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,30 +310,3 @@ def interval(samples: Sequence[float]) -> tuple[float | None, float | None]:
     variance = math.fsum((sample - mean) ** 2 for sample in samples) / (count - 1)
     spread = math.exp(student_quantile(count - 1) * math.sqrt(variance / count) / mean)
     return mean / spread, mean * spread
-
-
-def student_quantile(freedom: int) -> float:
-    """Return the t with ``P(|T| ≤ t) = 0.95`` of Student's distribution.
-
-    With ``t = √ν tan φ`` that probability is proportional to ``∫₀^φ cos^(ν−1)``: summed by Simpson's rule, bisected.
-
-    Args:
-        freedom: The degrees of freedom ν, at least 1.
-
-    Returns:
-        The two-sided quantile, such as 12.7 for ν = 1.
-    """
-    scale = 2 * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-
-    def within(angle: float) -> float:
-        steps = 256
-        width = angle / steps
-        weights = [1, *([4, 2] * (steps // 2))[: steps - 1], 1]
-        ordinates = (weight * math.cos(step * width) ** (freedom - 1) for step, weight in enumerate(weights))
-        return scale * width / 3 * math.fsum(ordinates)
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < _CONFIDENCE else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from catalog.capacity import CapacityParams
 from catalog.cross_check import CrossCheck
 from engine.analyses.capacity import measure_capacity
-from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval, student_quantile
+from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval
 from engine.collect import collect_or_read
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, UsageError
@@ -248,11 +247,6 @@ def test_the_interval_covers_in_about_95_of_100_seeds() -> None:
             covered += low <= truth <= high
     # five standard errors of a proportion of 0.95
     assert abs(covered / seeds - 0.95) < 5 * math.sqrt(0.95 * 0.05 / seeds)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 7, 31, 500])
-def test_quantiles_are_students(freedom: int) -> None:
-    assert student_quantile(freedom) == pytest.approx(float(student.ppf(0.975, freedom)), rel=1e-6)
 
 
 @pytest.mark.parametrize("length", [3, 5, 40])
