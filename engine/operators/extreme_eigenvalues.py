@@ -1,0 +1,382 @@
+"""The largest and smallest eigenvalues of a symmetric matrix F known by its products, multiplicities counted.
+
+Lanczos with full reorthogonalisation from a random vector finds each *distinct* eigenvalue once. So the search goes
+in rounds. A round ends when the ``count`` outermost Ritz values at each end have converged; their vectors X are
+locked, and the next round starts from a random vector orthogonal to them, that is, on ``C = (I − XXᵀ) F (I − XXᵀ)``.
+It finds the next copy of a multiple eigenvalue; where one copy a round is too slow, it starts from twice as many
+vectors. The search is over once a round shows that nothing in C passes the last wanted value θ_k: the outermost Ritz
+value ω of C has converged and does not pass θ_k, or it has stayed away from θ_k for long enough. After j steps from a
+random vector the largest eigenvalue of C exceeds ω by ε of the spread with a probability of at most ``1.648 √n
+exp(−√ε (2j − 1))``, of which 10⁻⁸ is asked for.
+
+At last X is multiplied once more, which measures its residuals, rounding included; ``krylov.eigenvalue_bounds`` says
+what follows for each value. The rounding of one product is taken as four times the distance between the products of x
+and of 0.7 x, which are rounded differently, and four units of the last place of the largest eigenvalue. What is not
+``converged`` has a bound of its own residual and rounding: an eigenvalue lies within it, and others may be missing.
+
+References:
+    Parlett (1998), The symmetric eigenvalue problem, chapters 11 and 13
+    Kuczyński & Woźniakowski (1992), Estimating the largest eigenvalue by the power and Lanczos algorithms, theorem 4.2
+    Wu & Simon (2000), Thick-restart Lanczos method for large symmetric eigenvalue problems
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.operators.krylov.eigenvalue_bounds import Eigenvalue, Ends, joint_bounds
+from engine.operators.krylov.projection import WIDTH, Projection, Ritz
+from engine.operators.krylov.search_options import SearchOptions, identity, require
+from engine.operators.krylov.vectors import along, received
+
+__all__ = ["Eigenvalue", "Ends", "ExtremeEigenvalues", "SearchOptions"]
+
+_RARE = 1e-8
+_OTHER = 0.7
+_SEARCH, _CONFIRM, _DONE = 0, 1, 2
+_NUMBERS = ("locked", "steps", "frozen", "width", "draws", "stage", "checked", "products", "cursor", "verified")
+
+
+class ExtremeEigenvalues:
+    """A search whose caller multiplies ``vectors`` and hands the products to ``advance`` until ``done``.
+
+    Args:
+        size: n, the order of the matrix.
+        options: What is searched for.
+        device: Where the basis is kept.
+
+    Raises:
+        ValueError: If an option contradicts the size.
+
+    Memory:
+        ``search_bytes(size, options)``: as many vectors as ``length``, or as products are
+        allowed, and three times eight in float64.
+    """
+
+    def __init__(self, size: int, options: SearchOptions, device: torch.device | str = "cpu") -> None:
+        require(size, options)
+        self.size, self.options = size, options
+        self._basis = Projection(options.room(size), size, options.dtype, device)
+        self._found = torch.zeros(2, self._basis.room, dtype=torch.float64)
+        self._number = dict.fromkeys(_NUMBERS, 0)
+        self._slip = self._rounding = 0.0
+        self._number["width"] = 1
+        self._inject()
+
+    @property
+    def vectors(self) -> Tensor:
+        """Vectors to be multiplied next, shape (n, b) with 1 ≤ b ≤ 8, a view of the basis."""
+        number = self._number
+        if number["stage"] == _SEARCH:
+            return self._basis.vectors
+        return self._basis.rows[number["cursor"] : number["cursor"] + self._confirmed_at_once()].mT
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is found, or the products are used up."""
+        return self._number["stage"] == _DONE
+
+    @property
+    def products(self) -> int:
+        """Products handed in so far, one for each vector."""
+        return self._number["products"]
+
+    @property
+    def _tolerance(self) -> float:
+        """Residual at which a Ritz value counts as found."""
+        eps = torch.finfo(self.options.dtype).eps
+        relative = eps**0.5 if self.options.tolerance is None else self.options.tolerance
+        # below that only rounding is left
+        return max(relative, 32 * eps) * self._basis.scale
+
+    @property
+    def _reserve(self) -> int:
+        """Products set aside for the last measurement."""
+        needed = min(self.options.wanted, self.size) + 1
+        return needed if self.options.most_products >= 3 * needed else 0
+
+    def advance(self, products: Tensor) -> None:
+        """Take in the products of ``vectors``.
+
+        Args:
+            products: ``F vectors``, shape (n, b), any float dtype; left as it is.
+
+        Raises:
+            WrongShape: If the shape is not that of ``vectors``.
+            NonFiniteFactor: If a number is NaN or infinite.
+            ValueError: If the search is done.
+        """
+        if self.done:
+            raise ValueError("the search is done and takes no products; read `result()`")
+        block = received(products, self.vectors)
+        self._number["products"] += block.shape[0]
+        if self._number["stage"] == _CONFIRM:
+            self._measure(block)
+            return
+        basis, number = self._basis, self._number
+        fresh = basis.extend(block)
+        number["steps"] += 0 if number["frozen"] else 1
+        if basis.held + fresh.shape[0] > basis.room:
+            self._restart()
+        basis.append(fresh)
+        if basis.pending == 0 or basis.held >= number["checked"] or self._is_spent():
+            self._examine()
+        if number["stage"] == _SEARCH and self._is_spent():
+            self._lock(basis.ritz())
+            self._confirm()
+
+    def _is_spent(self) -> bool:
+        """Whether the next products, and those of the last measurement, are more than allowed."""
+        after = self._number["products"] + max(self._basis.pending, 1) + self._reserve
+        return after > self.options.most_products
+
+    def _restart(self) -> None:
+        """Keep the best Ritz vectors of the round beside the locked ones."""
+        locked, count = self._number["locked"], self._basis.held - self._number["locked"]
+        kept = (min(self.options.wanted, self.size) + self._basis.room) // 2 - locked
+        low = {"largest": 0, "smallest": kept}.get(self.options.end, kept // 2)
+        self._basis.restart(locked, [*range(low), *range(count - (kept - low), count)])
+        self._number.update(frozen=1, checked=self._basis.held)
+
+    def _inject(self) -> None:
+        """Go on from random vectors orthogonal to the basis."""
+        basis, number = self._basis, self._number
+        if basis.room < self.size and basis.held + number["width"] > basis.room:
+            self._restart()
+        basis.append_random(number["width"], self.options.seed, number["draws"])
+        number["draws"] += basis.pending
+
+    def _outermost(self, count: int) -> list[int]:
+        """Places of the wanted ones among ``count`` ascending values."""
+        wanted = min(self.options.count, count)
+        low = range(wanted) if self.options.end != "largest" else range(0)
+        high = range(count - wanted, count) if self.options.end != "smallest" else range(0)
+        return sorted({*low, *high})
+
+    def _examine(self) -> None:
+        """Lock what has converged, start another round, or end the search."""
+        number = self._number
+        held = self._basis.held
+        number["checked"] = held + max(1, held // 8)
+        ritz = self._basis.ritz()
+        outermost = self._outermost(held)
+        converged = held >= self.options.count and bool((ritz.residuals[outermost] <= self._tolerance).all())
+        whole = held == self.size
+        if whole:
+            self._lock(ritz)
+            self._verified()
+        elif converged and number["locked"] == 0:
+            self._lock(ritz)
+            self._inject()
+        elif number["locked"] and held > number["locked"] and self._judge(ritz, converged=converged):
+            return
+        elif self._basis.pending == 0:
+            # an invariant subspace that does not hold all that is wanted: a vector beside it goes on
+            self._inject()
+
+    def _judge(self, ritz: Ritz, *, converged: bool) -> bool:
+        """Compare the round's own Ritz values with the locked ones; return whether the round ended."""
+        locked = self._number["locked"]
+        own = self._basis.ritz(locked)
+        settled = self._basis.matrix[:locked, :locked].diagonal().sort().values
+        wanted = min(self.options.count, locked)
+        ends = {"largest": ("largest",), "smallest": ("smallest",)}.get(self.options.end, ("largest", "smallest"))
+        beyond, slips, certain = 0, [0.0], True
+        for end in ends:
+            sign = 1.0 if end == "largest" else -1.0
+            threshold = sign * float(settled[-wanted if end == "largest" else wanted - 1])
+            outer = -1 if end == "largest" else 0
+            mine = sign * own.values
+            omega, residual = float(mine[outer]), float(own.residuals[outer])
+            passing = mine[mine > threshold + self._tolerance]
+            if passing.numel():
+                near = (passing[:, None] - passing[None, :]).abs() <= 2 * self._tolerance
+                beyond = max(beyond, int(near.sum(1).max()))
+            elif omega < threshold and self._is_unlikely(threshold - omega, float(mine.max() - mine.min())):
+                continue
+            elif residual <= self._tolerance:
+                slips.append(omega + residual - threshold)
+            else:
+                certain = False
+        if beyond and converged:
+            width = self._number["width"]
+            self._number["width"] = min(2 * width, WIDTH, self._widest()) if beyond >= width else 1
+            self._lock(ritz)
+            self._inject()
+            return True
+        if not beyond and certain:
+            self._slip = max(slips)
+            self._verified()
+            return True
+        return False
+
+    def _widest(self) -> int:
+        """Vectors of a block for which the basis has room after a restart."""
+        return max(1, (self._basis.room - min(self.options.wanted, self.size)) // 4)
+
+    def _is_unlikely(self, gap: float, spread: float) -> bool:
+        """Whether an eigenvalue of C beyond the gap would be found by now but in one case of 10⁸.
+
+        The spread of C is taken as twice that of its Ritz values, which the same theorem justifies.
+        """
+        steps = 2 * self._number["steps"] - 1
+        part = min(gap / (gap + 2 * spread), 0.25)
+        return math.log(1.648) + 0.5 * math.log(self.size) - math.sqrt(part) * steps <= math.log(_RARE)
+
+    def _lock(self, ritz: Ritz) -> None:
+        """Keep the wanted Ritz vectors alone, the one of largest magnitude last, and forget what they leave outside."""
+        chosen = sorted(self._outermost(self._basis.held), key=lambda place: abs(float(ritz.values[place])))
+        self._basis.reduce(ritz, chosen)
+        self._number.update(locked=len(chosen), steps=0, frozen=0, checked=0)
+
+    def _verified(self) -> None:
+        self._number["verified"] = 1
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Let the locked vectors be multiplied once more, or, where no product is left for that, finish."""
+        number = self._number
+        locked = number["locked"]
+        self._found[0, :locked] = self._basis.matrix[:locked, :locked].diagonal()
+        self._found[1, :locked] = self._basis.dropped[:locked]
+        number.update(cursor=0, stage=_CONFIRM)
+        if number["products"] + locked + 1 > self.options.most_products:
+            number.update(stage=_DONE, verified=0)
+            return
+        self._basis.rows[locked] = _OTHER * self._basis.rows[locked - 1]
+
+    def _confirmed_at_once(self) -> int:
+        """Columns of the last measurement that are multiplied next; its last two come together."""
+        left = self._number["locked"] + 1 - self._number["cursor"]
+        return WIDTH - 1 if left == WIDTH + 1 else min(left, WIDTH)
+
+    def _measure(self, block: Tensor) -> None:
+        """Take the residuals of the locked vectors from products of their own, and the rounding from the last two."""
+        number, locked, first = self._number, self._number["locked"], self._number["cursor"]
+        last = first + block.shape[0]
+        if last > locked:
+            # the stored vector 0.7 x is rounded too, which is part of the difference
+            self._rounding = float((block[-1] / _OTHER - block[-2]).norm())
+            block = block[:-1]
+        for index, product in enumerate(block, start=first):
+            vector = self._basis.rows[index].to(torch.float64)
+            square = float(vector @ vector)
+            value = float(vector @ product) / square
+            self._found[0, index] = value
+            self._found[1, index] = float((product - value * vector).norm()) / math.sqrt(square)
+        number["cursor"] = last
+        if last > locked:
+            number["stage"] = _DONE
+
+    def result(self) -> Ends:
+        """Return what is found so far; before ``done`` nothing counts as converged.
+
+        Returns:
+            The ends asked for, each with bounds.
+        """
+        values, bounds, converged = self._summary()
+        entries = [
+            Eigenvalue(value=value, bound=bound, converged=converged)
+            for value, bound in zip(values.tolist(), bounds.tolist(), strict=True)
+        ]
+        count = min(self.options.count, len(entries))
+        return Ends(
+            largest=() if self.options.end == "smallest" else tuple(entries[::-1][:count]),
+            smallest=() if self.options.end == "largest" else tuple(entries[:count]),
+        )
+
+    def _summary(self) -> tuple[Tensor, Tensor, bool]:
+        """Values (m,), ascending, bounds (m,), and whether they hold place by place."""
+        number = self._number
+        least = 4 * torch.finfo(self.options.dtype).eps * self._basis.scale
+        if number["stage"] == _SEARCH:
+            if self._basis.held == 0:
+                return torch.empty(0), torch.empty(0), False
+            ritz = self._basis.ritz()
+            chosen = self._outermost(self._basis.held)
+            return ritz.values[chosen], ritz.residuals[chosen] + 4 * least, False
+        locked = number["locked"]
+        order = self._order()
+        values, residuals = self._found[:, :locked][:, order]
+        if number["stage"] == _CONFIRM or number["cursor"] == 0:
+            return values, residuals + 4 * least, False
+        rounding = 4 * self._rounding + least
+        if not number["verified"]:
+            return values, residuals + rounding, False
+        vectors = self._basis.rows[:locked]
+        gram = along(vectors, vectors).cpu()[order][:, order]
+        return values, joint_bounds(values, residuals, rounding, gram, self._slip, self._inner()), True
+
+    def _order(self) -> Tensor:
+        """Places of the locked vectors by ascending value."""
+        return self._found[0, : self._number["locked"]].argsort(stable=True)
+
+    def _inner(self) -> tuple[int, ...]:
+        """Places, by ascending value, of the locked values beside which eigenvalues of C may lie."""
+        locked, count = self._number["locked"], self.options.count
+        if locked == self.size:
+            return ()
+        if locked < self.options.wanted:
+            return tuple(range(locked))
+        return {"largest": (0,), "smallest": (locked - 1,)}.get(self.options.end, (count - 1, count))
+
+    def ritz_vectors(self) -> tuple[Tensor, Tensor]:
+        """Return the converged eigenvalues with their vectors.
+
+        Returns:
+            Values, shape (m,), float64, ascending, and vectors, shape (n, m), in the search's precision and place; m is
+            0 unless the search has ended with everything found.
+
+        Memory:
+            m vectors.
+        """
+        values, _, converged = self._summary()
+        if not converged:
+            return values[:0].to(torch.float64), self._basis.rows[:0].mT.clone()
+        return values, self._basis.rows[: len(values)][self._order().to(self._basis.rows.device)].mT
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that a search needs to go on, as views that the next ``advance`` changes: save them first.
+
+        Returns:
+            The used part of the basis, on its device, and numbers on the host.
+        """
+        basis, number = self._basis, self._number
+        used = basis.held + basis.pending + (2 if number["stage"] != _SEARCH else 0)
+        return {
+            "rows": basis.rows[:used],
+            "matrix": basis.matrix,
+            "leaving": basis.leaving,
+            "dropped": basis.dropped,
+            "found": self._found,
+            "numbers": torch.tensor(
+                [*identity(self.size, self.options), basis.held, basis.pending, *number.values()], dtype=torch.int64
+            ),
+            "reals": torch.tensor([basis.scale, self._slip, self._rounding], dtype=torch.float64),
+        }
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Continue from a state, as if this object had made the products itself.
+
+        Args:
+            state: What ``state`` gave, of a search of the same size and options.
+
+        Raises:
+            ValueError: If the state is another search's.
+        """
+        wanted = identity(self.size, self.options)
+        numbers = state["numbers"].tolist()
+        if numbers[: len(wanted)] != wanted:
+            raise ValueError(
+                f"the state must be of this search, {wanted} (got {numbers[: len(wanted)]}: size, options); "
+                "search anew, or restore the options that it was saved with"
+            )
+        basis = self._basis
+        basis.rows[: state["rows"].shape[0]].copy_(state["rows"])
+        for name in ("matrix", "leaving", "dropped"):
+            getattr(basis, name).copy_(state[name])
+        self._found.copy_(state["found"])
+        basis.held, basis.pending, *others = numbers[len(wanted) :]
+        self._number = dict(zip(_NUMBERS, others, strict=True))
+        basis.scale, self._slip, self._rounding = state["reals"].tolist()

@@ -1,0 +1,1 @@
+"""What searches and estimates by products alone are made of: bases, options, bounds."""
