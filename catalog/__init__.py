@@ -12,9 +12,12 @@ from catalog.analysis import Analysis
 from catalog.capacity import CAPACITY
 from catalog.factors import FACTORS
 from catalog.job import JobDocument
+from catalog.natural_gradient import NATURAL_GRADIENT
 from catalog.reconstruction import RECONSTRUCTION
 
-ANALYSES: dict[str, Analysis] = {analysis.kind: analysis for analysis in (FACTORS, CAPACITY, RECONSTRUCTION)}
+ANALYSES: dict[str, Analysis] = {
+    analysis.kind: analysis for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT)
+}
 
 _KIND: Any = Literal[tuple(ANALYSES)]
 

@@ -58,9 +58,10 @@ class JobDocument:
     """Which layers keep gradient rows in place of G."""
     memory: Memory = option(Memory)
     """The memory budget, and how to stay within it."""
-    keep: tuple[Literal["factors", "spectra"], ...] = ("spectra",)
+    keep: tuple[Literal["factors", "spectra", "directions"], ...] = ("spectra",)
     """What stays as artifacts; the analysis `factors` always keeps its factors, and `spectra` are kept where an
-    analysis needs eigenvalues: none is computed only to be kept."""
+    analysis needs eigenvalues: none is computed only to be kept. `directions` are those of `natural_gradient`: for each
+    α a file `directions/{α}.safetensors` with a tensor for every trainable parameter, zero where no layer covers it."""
     cache: Literal["use", "refresh", "off"] = "use"
     """Whether factors of the same collection (model, data, options, code and numerics to the bit) are taken from the
     cache, and left there for the next job. `refresh` collects and replaces them, `off` does neither. A collection with
@@ -88,6 +89,7 @@ class JobDocument:
                 "is null, and `reconstruction` clips at it; give a number above 1, such as 1e6",
             )
         self._require_model()
+        self._require_kept()
         _require_labels(self.labels)
         _require_name(self.name)
 
@@ -125,6 +127,17 @@ class JobDocument:
                     "task",
                     f"`loss: model` has no known Hessian, and `{asked}` needs it: name the loss, or leave it out",
                 )
+
+        for kind in self.kinds:
+            require = getattr(getattr(self, kind, None), "require_document", None)
+            if require is not None:
+                require(self)
+
+    def _require_kept(self) -> None:
+        if "directions" in self.keep and "natural_gradient" not in self.kinds:
+            raise FieldError(
+                "keep", "holds `directions`, which are those of `natural_gradient`; add it to `kind`, or leave them out"
+            )
 
     @property
     def kinds(self) -> tuple[str, ...]:

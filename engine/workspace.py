@@ -167,6 +167,8 @@ class ModelInputs:
     """The targets (n, …) with the indices (n,) of their examples, where they can be read without the inputs."""
     stored: Artifacts | None = None
     """Factors collected earlier, in place of model, batches and task."""
+    gradient: Mapping[str, Tensor] | None = None
+    """A gradient of the caller's by parameter, on the host, in place of that of the data."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -152,7 +152,7 @@ class LowRank(RowSide):
         """
         del layer
         values, inner = self._decomposed()
-        vectors = self._transposed_apply(inner)
+        vectors = self.combine(inner)
         # nearly orthonormal already, so a triangular factor of their Gram matrix is near the identity
         lower = torch.linalg.cholesky((vectors.T @ vectors).flip(0, 1)).T.flip(0, 1)
         height = max(NUMBERS_AT_ONCE // max(vectors.shape[1], 1), 1)
@@ -192,12 +192,12 @@ class LowRank(RowSide):
         wide = self._arriving(right).to(torch.float64)
         values, inner = self._decomposed()
         along = inner.T @ self._rows_apply(wide)
-        rest = wide - self._transposed_apply(inner @ along)
+        rest = wide - self.combine(inner @ along)
         # what the first projection left by rounding would be divided by the damping alone
         again = inner.T @ self._rows_apply(rest)
-        rest -= self._transposed_apply(inner @ again)
+        rest -= self.combine(inner @ again)
         along += again
-        solved = self._transposed_apply(inner @ (along / (values + damping)[:, None])).add_(rest.div_(damping))
+        solved = self.combine(inner @ (along / (values + damping)[:, None])).add_(rest.div_(damping))
         return solved.to(right.device, right.dtype)
 
     def push_through(self, inner: Tensor, damping: float, eps: float = 1e-6) -> tuple[Tensor, Factorised]:
@@ -221,8 +221,8 @@ class LowRank(RowSide):
         solved, taken = robust_solve(gram, wide, damping, eps)
         if cancellation(gram, solved) <= _MOST_CANCELLED:
             narrow = solved.to(torch.promote_types(inner.dtype, torch.float32))
-            return self._transposed_apply(narrow).to(inner.device, inner.dtype), taken
-        found = self._transposed_apply(independent_solve(gram, wide, damping))
+            return self.combine(narrow).to(inner.device, inner.dtype), taken
+        found = self.combine(independent_solve(gram, wide, damping))
         return found.to(inner.device, inner.dtype), Factorised(rung="independent", jitter=0.0)
 
     def logdets(self, shifts: Tensor) -> Tensor:
@@ -354,8 +354,8 @@ class LowRank(RowSide):
             torch.mm(rows, right, out=total[start : start + rows.shape[0]])
         return total
 
-    def _transposed_apply(self, inner: Tensor) -> Tensor:
-        """``Uᵀ inner/√w`` (n, k)."""
+    def combine(self, inner: Tensor) -> Tensor:
+        """Return ``Uᵀ inner/√w``, shape (n, k), of coefficients (T, k) where arithmetic is done."""
         total = inner.new_zeros(self.size, inner.shape[1])
         for start, rows in self._chunks(inner.dtype):
             total.addmm_(rows.T, inner[start : start + rows.shape[0]])

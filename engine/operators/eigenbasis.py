@@ -110,13 +110,23 @@ class JointBasis:
             rest = (turned - self.G.combination(inner)).view(out, columns, into).mul_(outside).view(out, -1)
         # what was handed in is not written to
         inner = inner.clone() if self.G.vectors is None and self.A.vectors is None else inner
-        for rows, values in self._panels():
-            inner[rows].view(-1, columns, into).mul_(values.pow(exponent).to(matrices)[:, None, :])
+        self.scale_(inner.view(-1, columns, into), exponent)
         found = self.G.combination(inner)
         if rest is not None:
             found = found.add_(rest)
         found = found.view(-1, into)
         return (found if self.A.vectors is None else found @ self.A.vectors.mT.to(found.dtype)).view(out, columns, into)
+
+    def scale_(self, coefficients: Tensor, exponent: float) -> None:
+        """Multiply coefficients of the eigenvectors by their eigenvalues raised to a power.
+
+        Args:
+            coefficients: Shape (r, in_dim), or (r, k, in_dim) of k vectors; changed in place.
+            exponent: α, as for ``apply``.
+        """
+        for rows, values in self._panels():
+            powers = values.pow(exponent).to(coefficients)
+            coefficients[rows].mul_(powers if coefficients.ndim == 2 else powers[:, None, :])
 
     def diagonal(self, exponent: float) -> Tensor:
         """Return the diagonal of the matrix raised to a power.

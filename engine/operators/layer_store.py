@@ -24,6 +24,15 @@ _UNDAMPED = Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownLayer:
+    """What a job has measured of a layer before it becomes an operator."""
+
+    damping: Damping
+    bases: Mapping[Literal["A", "G"], Callable[[], SideBasis]]
+    """Reads the eigenvectors of the sides that the job has decomposed; the others are decomposed here."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OperatorOptions:
     """How factors become an operator."""
 
@@ -41,6 +50,8 @@ class OperatorOptions:
     """Knows what memory is free for eigendecompositions; None assumes that everything fits."""
     resident_bytes: int | None = None
     """Bytes of factors and eigenvectors that stay between two products; None keeps all of them."""
+    known: Callable[[int], KnownLayer | None] = lambda _: None
+    """What is known of a layer by its ordinal, which is taken in place of what would be computed here."""
 
 
 class LayerStore:
@@ -102,8 +113,10 @@ class LayerStore:
             corrected = own.eigenvalues
             side_g, side_a = _in_basis(side_g, side_a, own, options.device)
         self._sides[self._holder(facts)] = side_a
-        damped = _UNDAMPED
-        if options.kind != "none":
+        damped, known = _UNDAMPED, options.known(facts.ordinal)
+        if options.kind != "none" and known is not None:
+            damped = known.damping
+        elif options.kind != "none":
             damped = damping(
                 side_a.trace() / facts.in_dim,
                 side_g.trace() / facts.out_dim,
@@ -116,14 +129,24 @@ class LayerStore:
 
     def _side_a(self, facts: LayerFacts, factors: Factors) -> FactorSide:
         content = factors.widened_A.to(self._options.device)
-        return FactorSide(content, partial(self._basis, content, facts.name, facts.rank_bound_A))
+        own = partial(self._basis, content, facts.name, facts.rank_bound_A)
+        return FactorSide(content, self._known_basis(facts, "A", content) or own)
 
     def _side_g(self, facts: LayerFacts, factors: Factors) -> FactorSide:
         if isinstance(factors.G, Structured):
             structured = factors.G.to(self._options.device)
-            return FactorSide(structured, partial(self._structured_basis, structured, facts.name))
+            own = partial(self._structured_basis, structured, facts.name)
+            return FactorSide(structured, self._known_basis(facts, "G", structured) or own)
         content = factors.widened_G.to(self._options.device)
-        return FactorSide(content, partial(self._basis, content, facts.name, facts.rank_bound_G))
+        own = partial(self._basis, content, facts.name, facts.rank_bound_G)
+        return FactorSide(content, self._known_basis(facts, "G", content) or own)
+
+    def _known_basis(
+        self, facts: LayerFacts, side: Literal["A", "G"], content: Tensor | Structured
+    ) -> Callable[[], SideBasis] | None:
+        known = self._options.known(facts.ordinal)
+        decomposed = content.has_basis if isinstance(content, Structured) else content.ndim == 2
+        return known.bases.get(side) if known is not None and decomposed else None
 
     def _basis(self, content: Tensor, layer: str, rank_bound: int | None) -> SideBasis:
         if content.ndim == 1:

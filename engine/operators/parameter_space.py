@@ -147,6 +147,36 @@ class ParameterSpace:
             target = self._seen(window, flat)
             target.copy_(part.reshape(target.shape))
 
+    def place_of(self, facts: LayerFacts, row: int, column: int) -> tuple[str, tuple[int, ...]]:
+        """Return where one number of a layer's matrix stands.
+
+        Args:
+            facts: The layer, as for ``gather``.
+            row: Its row of the matrix (out_dim, in_dim).
+            column: Its column.
+
+        Returns:
+            The parameter, and the index in it.
+
+        Raises:
+            ValueError: If no window holds it.
+        """
+        for window in facts.windows or ():
+            down, across = row - window.top, column - window.left
+            if not (0 <= down < window.height and 0 <= across < window.width):
+                continue
+            place, left = window.offset, down * window.width + across
+            for size, stride in zip(reversed(window.shape), reversed(window.strides), strict=True):
+                left, digit = divmod(left, size)
+                place += digit * stride
+            index: list[int] = []
+            (shape,) = (each.shape for each in self.parameters if each.name == window.parameter)
+            for size in reversed(shape):
+                place, digit = divmod(place, size)
+                index.append(digit)
+            return window.parameter, tuple(reversed(index))
+        raise ValueError(f"layer `{facts.name}` has no number at row {row} and column {column}")
+
     def require_windows(self, facts: LayerFacts) -> None:
         """Check that the numbers of a layer are known, and lie within the parameters.
 

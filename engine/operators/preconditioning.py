@@ -57,6 +57,7 @@ def _solved(side: Tensor | Structured, right: Tensor, damping: float) -> Tensor:
     wide = side.to(torch.float64)
     if wide.ndim == 1:
         return right / (wide + damping)[:, None]
-    damped = wide + damping * torch.eye(wide.shape[0], dtype=torch.float64, device=wide.device)
+    damped = wide.clone() if wide is side else wide
+    damped.diagonal().add_(damping)
     solved: Tensor = torch.linalg.solve(damped, right)
     return solved

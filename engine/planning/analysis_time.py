@@ -16,6 +16,7 @@ from engine.memory.plan import Plan
 from engine.planning.analysis_memory import rebuilt_sides
 from engine.planning.collection_time import Work
 from engine.planning.decomposition_memory import kept_as
+from engine.planning.later.natural_gradient import natural_gradient_seconds
 from engine.workspace import Workspace
 
 _OF_A_LAYER = 0.03
@@ -52,6 +53,8 @@ def with_later_seconds(
             seconds["cross_check"] = _cross_check(work, params, sum(layer.groups for layer in probe.layers))
     if "reconstruction" in workspace.options.kinds:
         seconds["reconstruction"] = _reconstruction(plan, workspace, probe, work)
+    if "natural_gradient" in workspace.options.kinds:
+        seconds["natural_gradient"] = natural_gradient_seconds(plan, workspace, probe, work)
     return replace(plan, seconds=seconds)
 
 

@@ -1,0 +1,215 @@
+"""One layer's directions ``d = F^(−α) g``, by the route that keeps most digits, and what is told of them.
+
+    rows            G is kept as gradient rows, and g lies in their span (``engine.operators.row_gradient``)
+    solves          factored damping and α = 1: (G + λ_G I)⁻¹ V (A + λ_A I)⁻¹, without any eigenvector
+    eigenvectors    everything else: through Q_G ⊗ Q_A; a head without them by its own solves
+
+All of it in float64 but for the eigenvectors, which are kept in the factors' own precision.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from catalog.natural_gradient import LayerDirection, NaturalGradientMetrics, NaturalGradientParams
+from engine.errors import UsageError
+from engine.factors.factor_set import LayerFacts
+from engine.factors.kronecker_factors import Factors
+from engine.factors.low_rank import LowRank
+from engine.linalg.linear_operator import Structured
+from engine.linalg.panels import wide_product
+from engine.operators.eigenbasis import JointBasis
+from engine.operators.layer_operator import FactorSide, LayerOperator
+from engine.operators.parameter_space import ParameterSpace
+from engine.operators.preconditioning import precondition
+from engine.operators.row_gradient import power_of_rows
+
+_STEPS = 30
+"""Of a power iteration, after which the largest eigenvalue is known to some per cent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGradient:
+    """One layer, and its gradient."""
+
+    facts: LayerFacts
+    operator: LayerOperator
+    factors: Factors
+    """On the host."""
+    matrix: Tensor
+    """V (out_dim, in_dim), float64, where the arithmetic is done."""
+    inner: Tensor | None
+    """C (T, in_dim) of ``V = Uᵀ C / √w``, where G is kept as its rows U and V is theirs."""
+    curved: bool
+    """Whether neither A nor G is zero."""
+
+
+def layer_metrics(
+    layer: LayerGradient, params: NaturalGradientParams, space: ParameterSpace, why_not_rows: str | None
+) -> tuple[NaturalGradientMetrics, Tensor]:
+    """Compute one layer's directions.
+
+    Args:
+        layer: The layer.
+        params: The powers, and which curvature.
+        space: Tells where the layer's numbers stand.
+        why_not_rows: Why there is no ``inner``, where G is kept as gradient rows.
+
+    Returns:
+        What is told of them, and the directions themselves, shape (out_dim, k, in_dim), float64.
+
+    Raises:
+        UsageError: If the layer is singular, or has no curvature, and its gradient is not zero.
+        NotConverged: If a power needs eigenvectors that the layer's G does not have.
+
+    Memory:
+        The factors widened to float64 one side at a time, and some five matrices of the layer's numbers.
+    """
+    norm = float(layer.matrix.norm())
+    if not layer.curved and norm > 0:
+        raise UsageError(
+            f"layer `{layer.facts.name}` has no curvature, so that a damping relative to it is zero too, and its "
+            f"gradient (norm {norm:.3g}) has no direction; give data that reach the layer, or a gradient that is zero "
+            "there",
+            layer=layer.facts.name,
+            pointer="/natural_gradient",
+        )
+    found = [_direction(layer, params, power) for power in params.powers]
+    directions = tuple(
+        _described(layer, space, power, route, direction)
+        for power, (route, direction) in zip(params.powers, found, strict=True)
+    )
+    # once there are eigenvectors, which know the largest eigenvalue
+    share = _damping_share(layer) if layer.curved else None
+    return NaturalGradientMetrics(
+        gradient_norm=norm,
+        damping=layer.operator.damping.joint if params.damping == "exact" else None,
+        damping_share=share,
+        below_rounding=share is not None and share < _resolved(layer),
+        why_not_rows=why_not_rows,
+        directions=directions,
+    ), torch.stack([direction for _, direction in found], dim=1)
+
+
+def _direction(
+    layer: LayerGradient, params: NaturalGradientParams, power: float
+) -> tuple[Literal["rows", "eigenvectors", "solves", "zero"], Tensor]:
+    own, damping = layer.operator, layer.operator.damping
+    if not layer.curved:
+        return "zero", torch.zeros_like(layer.matrix)
+    if params.solves:
+        of_rows = layer.inner is not None
+        factors = dataclasses.replace(
+            layer.factors, A=layer.factors.A.to(layer.matrix.device), G=layer.factors.G.to(layer.matrix.device)
+        )
+        right = layer.matrix if layer.inner is None else layer.inner.to(layer.matrix.device)
+        found = precondition(factors, right, damping.A or 0.0, damping.G or 0.0, of_rows=of_rows)
+        return "rows" if of_rows else "solves", found.to(layer.matrix)
+    if layer.inner is not None and isinstance(own.G.content, LowRank):
+        factored = own.kind == "factored"
+        damped = JointBasis(
+            G=own.A.basis,
+            A=own.A.basis,
+            shift=0.0 if factored else damping.joint or 0.0,
+            shift_A=damping.A or 0.0 if factored else 0.0,
+            shift_G=damping.G or 0.0 if factored else 0.0,
+        )
+        return "rows", power_of_rows(own.G.content, layer.inner, damped, -power).to(layer.matrix)
+    return "eigenvectors", own.apply(layer.matrix[:, None, :], -power)[:, 0, :]
+
+
+def _described(
+    layer: LayerGradient,
+    space: ParameterSpace,
+    power: float,
+    route: Literal["rows", "eigenvectors", "solves", "zero"],
+    direction: Tensor,
+) -> LayerDirection:
+    gradient, own = layer.matrix, layer.operator
+    before, norm = float(gradient.norm()), float(direction.norm())
+    inner = float((gradient * direction).sum())
+    undamped = dataclasses.replace(own, kind="none")
+    curvature = float((direction * undamped.apply(direction[:, None, :])[:, 0, :]).sum()) if layer.curved else 0.0
+    residual = None
+    if power == 1 and before > 0 and layer.curved:
+        residual = float((own.apply(direction[:, None, :])[:, 0, :] - gradient).norm()) / before
+    place = int(direction.abs().argmax())
+    row, column = divmod(place, direction.shape[1])
+    parameter, index = space.place_of(layer.facts, row, column) if norm > 0 else (None, None)
+    return LayerDirection(
+        power=power,
+        norm=norm,
+        cosine=inner / (before * norm) if before > 0 and norm > 0 else None,
+        inner=inner,
+        effective_step=inner / before**2 if before > 0 else None,
+        curvature=curvature,
+        best_step=inner / curvature if curvature > 0 else None,
+        largest=float(direction[row, column]),
+        largest_parameter=parameter,
+        largest_index=index,
+        residual=residual,
+        route=route,
+    )
+
+
+def _damping_share(layer: LayerGradient) -> float | None:
+    own, damping = layer.operator, layer.operator.damping
+    if own.kind == "none":
+        return None
+    if own.corrected is not None:
+        return (damping.joint or 0.0) / float(own.corrected.max())
+    largest_a, largest_g = _largest(own.A), _largest(own.G)
+    if own.kind == "exact":
+        return (damping.joint or 0.0) / largest_a / largest_g
+    shares = [(damping.G or 0.0) / largest_g]
+    # a block has A = 1, which is not damped
+    if layer.facts.form not in ("block", "diagonal_block"):
+        shares.append((damping.A or 0.0) / largest_a)
+    return min(shares)
+
+
+def _largest(side: FactorSide) -> float:
+    """The largest eigenvalue of a side, from its eigenvectors where they were made."""
+    content = side.content
+    if "basis" in side.__dict__:
+        return float(side.basis.values.max())
+    if isinstance(content, Structured):
+        return content.spectral_norm()
+    if content.ndim == 1:
+        return float(content.max())
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(content.shape[0], 1, dtype=torch.float64, generator=generator).to(content.device)
+    for _ in range(_STEPS):
+        vector = wide_product(content, vector / vector.norm())
+    return float(vector.norm())
+
+
+def _resolved(layer: LayerGradient) -> float:
+    """What the precision of the factors resolves, relative to the largest eigenvalue: ε of the least precise side."""
+    sides: list[Tensor | Structured] = [layer.factors.A]
+    # rows are what they are: a gradient that is pushed through them does not see what their storage has rounded
+    if layer.inner is None:
+        sides.append(layer.factors.G)
+    narrow = [side.storage_dtype if isinstance(side, Structured) else side.dtype for side in sides if _dense(side)]
+    return max((torch.finfo(dtype).eps for dtype in narrow), default=torch.finfo(torch.float64).eps)
+
+
+def _dense(side: Tensor | Structured) -> bool:
+    """Whether its eigenvalues are not its own numbers."""
+    return isinstance(side, Structured) or (side.ndim == 2 and side.shape[0] > 1)
+
+
+def summed(values: list[float | None]) -> float | None:
+    """Add numbers, in the order in which they stand.
+
+    Args:
+        values: The numbers; None where one is not known.
+
+    Returns:
+        Their sum, None where one is not known.
+    """
+    return None if None in values else math.fsum(value for value in values if value is not None)
