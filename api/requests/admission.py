@@ -47,7 +47,11 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     Raises:
         DocumentRefused: With a complaint for each source that this service does not take, or for the deadline.
     """
-    complaints = (*_inputs(document, settings, tenant_id), *_factors(document, engine, tenant_id, settings))
+    complaints = (
+        *_inputs(document, settings, tenant_id),
+        *_factors(document, engine, tenant_id, settings),
+        *_gradient(document, settings, tenant_id),
+    )
     if complaints:
         raise DocumentRefused(complaints)
     if document.schedule.deadline_at is not None:
@@ -152,6 +156,13 @@ def _factors(document: JobDocument, engine: Engine, tenant_id: str, settings: Se
         yield _complaint(
             "/factors/job", "no_factors", "names a job that kept no factors; collect them with `keep: [factors]`"
         )
+
+
+def _gradient(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
+    options = getattr(document, "natural_gradient", None) if "natural_gradient" in document.kinds else None
+    given = getattr(options, "gradient", None)
+    if given is not None:
+        yield from _listed_path("/natural_gradient/gradient/path", given.path, settings.directories_of(tenant_id))
 
 
 def _complaint(pointer: str, code: str, message: str) -> Complaint:

@@ -10,6 +10,7 @@ from rich.text import Text
 from catalog.coverage import CoverageView, percentage
 from kronoscope.client.responses import Layer
 from kronoscope.display.coverage import part_note
+from kronoscope.display.directions import direction_columns, direction_notes
 from kronoscope.display.layer_names import NAME_WIDTH, shorten, shorten_all
 
 Column = tuple[str, Callable[[Layer], str]]
@@ -147,6 +148,8 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH, measured:
     # measured largest first, and shown in the model's order
     covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
     columns = _COLUMNS.get(kind) or _generic_columns(covered)
+    if kind == "natural_gradient":
+        columns = direction_columns(covered, format_number)
     if kind == "factors":
         columns = (*columns, *(each for each in _NOISE if any(each[1](row) != "–" for row in covered)))
     if kind == "capacity" and all(_field(row.metrics, "effective_rank") is None for row in covered):
@@ -263,6 +266,7 @@ def _figures(summary: Any) -> list[str]:  # noqa: ANN401 - each analysis has its
     if rank is not None:
         of_model = "" if together is None else f" summed over layers, {format_number(together)} of the model as a whole"
         parts.append(f"effective rank {format_number(rank)}{of_model}")
+    parts += direction_notes(summary, format_number)
     parts += _caveats(_field(summary, "model"))
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:

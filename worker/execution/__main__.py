@@ -46,7 +46,7 @@ from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.input_digests import InputDigests
-from worker.execution.job_inputs import load_data, load_model, open_factors, try_before_training
+from worker.execution.job_inputs import load_data, load_model, open_factors, open_gradient, try_before_training
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
@@ -202,6 +202,7 @@ def _compute(
         most_bytes=max(_SMALL_INPUT_BYTES, memory.host_bytes - resident_bytes()),
     )
     digests: InputDigests | None = None
+    workspace.inputs.gradient = open_gradient(document, context)
     if document.factors is not None:
         workspace.inputs.stored = open_factors(document, assignment, context)
         workspace.machine.guard.hold()

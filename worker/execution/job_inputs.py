@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from catalog.inputs import BuiltinModel
 from catalog.job import JobDocument
 from engine.workspace import Artifacts
@@ -11,6 +13,7 @@ from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.validation import validate_chunks
 from worker.execution.files.artifact_files import find_factors
+from worker.execution.files.gradient_file import load_gradient
 from worker.execution.files.matrix_file import MatrixFile
 from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel
@@ -153,3 +156,26 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
             pointer="/factors/path",
         )
     return MatrixFile(found, reference.tensor, context.log, context.most_bytes)
+
+
+def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Tensor] | None:
+    """Read the gradient that the document names in place of that of its data.
+
+    Args:
+        document: The job document.
+        context: The loaders' rules for paths.
+
+    Returns:
+        Tensors by parameter; None where it names none, or a plan is made of shapes alone.
+
+    Raises:
+        Refusal: If the file cannot be read, or holds no gradient.
+    """
+    given = None
+    if "natural_gradient" in document.kinds:
+        given = getattr(document, "natural_gradient").gradient  # noqa: B009 - a block that the menu adds
+    if given is None or context.shapes_only:
+        return None
+    gradient = load_gradient(given.path, context)
+    context.checkpoint()
+    return gradient

@@ -56,6 +56,20 @@ const FIGURES = {
       text: "Relative distance of a stabilised factor from Q max(Λ, f) Qᵀ.",
     },
   ],
+  natural_gradient: (summary) => [
+    {
+      name: "Gradient",
+      value: number(summary.gradient_norm, 4),
+      note: summary.gradient === "file" ? "norm, of a file" : "norm, of the mean loss",
+      text: summary.uncovered_share ? `${percent(summary.uncovered_share, 2)} of its square is in parameters that no layer covers, where there is no direction.` : "Every trainable number has a direction.",
+    },
+    ...summary.directions.map((each) => ({
+      name: `α = ${number(each.power)}`,
+      value: each.cosine == null ? "–" : each.cosine.toFixed(3),
+      note: `cosine to the gradient; gᵀF^(−α)g = ${number(each.inner, 3)}`,
+      text: `Norm ${number(each.norm, 3)}; a step of 1 goes as far along the gradient as plain descent with a learning rate of ${number(each.effective_step, 3)}.`,
+    })),
+  ],
   factors: (summary) => [
     { name: "Examples", value: number(summary.examples), note: `${several(summary.updates, "update")}, ${several(summary.passes, "pass", "passes")}`, text: "The number of examples that the factors are averaged over." },
     { name: "Layers", value: number(summary.layers), note: `${summary.fisher} Fisher, ${summary.sharing}`, text: "Layers whose A and G were collected." },

@@ -38,6 +38,30 @@ function late(row, key) {
   return followed?.not_converged ? `not converged: extrapolates to ${number(followed.extrapolation)}` : null;
 }
 
+/** The figures of one α of a natural gradient; with several α each heading says which. */
+const direction = (power, several) => {
+  const mark = several ? ` (α = ${number(power)})` : "";
+  const of = (row) => row.metrics?.directions?.find((each) => each.power === power);
+  const figure = (key, name, title, more = {}) => ({ name: `${name}${mark}`, title, value: (row) => of(row)?.[key] ?? null, ...more });
+  return [
+    figure("norm", "‖d‖", "Length of the direction d = F^(−α) g; the bar compares layers", { relative: true }),
+    figure("cosine", "Cosine", "gᵀd / (‖g‖ ‖d‖): how far the curvature turns the gradient", {
+      show: (row) => (of(row)?.cosine == null ? "–" : of(row).cosine.toFixed(3)),
+      share: (row) => Math.max(of(row)?.cosine ?? 0, 0),
+    }),
+    figure("effective_step", "Effective step", "gᵀd / gᵀg: the learning rate with which plain gradient descent goes as far along g", { relative: true }),
+    figure("largest", "Largest number", "The number of d that is largest in magnitude; its place is in the note", {
+      note: (row) => (of(row)?.largest_parameter ? `${of(row).largest_parameter}[${of(row).largest_index.join(", ")}]` : null),
+    }),
+    ...(power === 1 ? [figure("residual", "Residual", "‖F d − g‖ / ‖g‖ with F damped")] : []),
+  ];
+};
+
+const directionColumns = (rows) => {
+  const powers = rows.find((row) => row.metrics?.directions)?.metrics.directions.map((each) => each.power) ?? [];
+  return [LAYER, SIZE, PARAMETERS, metric("gradient_norm", "‖g‖", "Length of the gradient"), ...powers.flatMap((power) => direction(power, powers.length > 1)), SECONDS];
+};
+
 const COLUMNS = {
   capacity: [
     LAYER,
@@ -87,6 +111,7 @@ const COLUMNS = {
 };
 
 function columnsOf(kind, rows) {
+  if (kind === "natural_gradient") return directionColumns(rows);
   if (COLUMNS[kind]) return COLUMNS[kind].filter((column) => !column.optional || rows.some((row) => column.value(row) !== null));
   const sample = rows.find((row) => row.metrics)?.metrics ?? {};
   const keys = Object.keys(sample).filter((key) => typeof sample[key] === "number").slice(0, 6);

@@ -151,3 +151,17 @@ def _other_tenant(engine: Engine) -> str:
     caller = verify_key(engine, secret, create_key(engine, secret, "theirs"))
     assert caller is not None
     return caller.tenant_id
+
+
+def test_a_gradient_lies_in_a_folder_that_the_operator_lists(ledger: Engine, tmp_path: Path) -> None:
+    listed = settings(tmp_path, allowed_directories=(str(tmp_path),))
+
+    def given(path: str) -> dict[str, Any]:
+        return {**seeding.DOCUMENT, "kind": "natural_gradient", "natural_gradient": {"gradient": {"path": path}}}
+
+    pointer = "/natural_gradient/gradient/path"
+    assert refused(ledger, listed, given(f"{tmp_path}/gradient.safetensors")) == {}
+    for path in (f"{tmp_path}/../gradient.safetensors", "gradient.safetensors", "/etc/passwd"):
+        assert refused(ledger, listed, given(path)) == {pointer: "not_allowed"}
+    # options of an analysis that is not asked for open nothing
+    assert refused(ledger, listed, given("/etc/passwd") | {"kind": "capacity"}) == {}

@@ -8,6 +8,7 @@ from rich.console import Console
 from catalog.capacity_metrics import CapacityMetrics
 from catalog.factors import FactorsMetrics
 from catalog.layer_record import LayerRecord
+from catalog.natural_gradient import LayerDirection, NaturalGradientMetrics
 from catalog.reconstruction import ReconstructedSide
 from catalog.responses import DeviceView, JobView
 from catalog.subsamples import NestedCapacity
@@ -278,6 +279,32 @@ def test_a_reconstruction_shows_what_was_clipped_and_whether_the_floor_was_kept(
     summary = {"layers": 3, "clipped": 732, "eigenvalues": 12288, "kappa_max": 1e6, "floor_kept": 0.66}
     assert summary_line("reconstruction", summary) == (
         "reconstruction: 3 layers; 732 of 12,288 eigenvalues clipped at κ_max 1e6; floor kept to 66.0%"
+    )
+
+
+def test_a_natural_gradient_shows_each_power_and_whom_to_trust() -> None:
+    blank = dict.fromkeys(LayerDirection.__dataclass_fields__)
+    whole = blank | {"power": 1.0, "norm": 12.5, "cosine": 0.1234, "inner": 3.0, "effective_step": 30.5,
+                     "residual": 2.4e-7, "route": "rows", "largest_index": [3, 4]}  # fmt: skip
+    half = whole | {"power": 0.5, "norm": 1.25, "cosine": None, "residual": None}
+    metrics = dict.fromkeys(NaturalGradientMetrics.__dataclass_fields__) | {"gradient_norm": 0.1}
+    rows = [build_layer(ROW | {"kind": "natural_gradient", "metrics": metrics | {"directions": [whole, half]}})]
+    assert isinstance(rows[0].metrics.directions[0], LayerDirection)
+    assert rows[0].metrics.directions[0].largest_index == (3, 4)
+    lines = printed(layer_table("natural_gradient", rows)).splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    for heading in ("‖d‖ α=1", "cos α=1", "step α=1", "residual", "‖d‖ α=0.5", "cos α=0.5"):
+        assert heading in lines[1]
+    assert lines[-1].strip() == "too narrow for parameters, ‖g‖"
+    assert "0.123 │     30.5 │    2e-07 │      1.25 │         –" in lines[3]
+    alone = [build_layer(ROW | {"kind": "natural_gradient", "metrics": metrics | {"directions": [whole]}})]
+    assert "147,840 │ 0.1 │ 12.5 │ 0.123 │ 30.5 │    2e-07" in printed(layer_table("natural_gradient", alone))
+    summary = {"layers": 1, "gradient_norm": 0.1, "uncovered_share": 0.25, "below_rounding": ["a"],
+               "directions": [whole, half]}  # fmt: skip
+    assert summary_line("natural_gradient", summary) == (
+        "natural_gradient: 1 layer; ‖g‖ 0.1; α = 1: cosine 0.123, gᵀd 3; α = 0.5: cosine –, gᵀd 3; "
+        "25.0% of ‖g‖² in parameters that are not covered, where there is no direction; "
+        "λ below the precision of the factors in 1 layer"
     )
 
 
