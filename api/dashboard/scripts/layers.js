@@ -38,29 +38,42 @@ function late(row, key) {
   return followed?.not_converged ? `not converged: extrapolates to ${number(followed.extrapolation)}` : null;
 }
 
-/** The figures of one α of a natural gradient; with several α each heading says which. */
+/** The figures of one α of a natural gradient; with several α each heading says which, and fewer are shown. */
 const direction = (power, several) => {
-  const mark = several ? ` (α = ${number(power)})` : "";
+  const mark = several ? ` α=${number(power)}` : "";
   const of = (row) => row.metrics?.directions?.find((each) => each.power === power);
   const figure = (key, name, title, more = {}) => ({ name: `${name}${mark}`, title, value: (row) => of(row)?.[key] ?? null, ...more });
+  const alone = [
+    figure("largest", "Largest number", "The number of d that is largest in magnitude; its place is in the note", {
+      note: (row) => (of(row)?.largest_parameter ? `${of(row).largest_parameter}[${of(row).largest_index.join(", ")}]` : null),
+    }),
+  ];
   return [
-    figure("norm", "‖d‖", "Length of the direction d = F^(−α) g; the bar compares layers", { relative: true }),
+    ...(several ? [] : [figure("norm", "‖d‖", "Length of the direction d = F^(−α) g")]),
     figure("cosine", "Cosine", "gᵀd / (‖g‖ ‖d‖): how far the curvature turns the gradient", {
       show: (row) => (of(row)?.cosine == null ? "–" : of(row).cosine.toFixed(3)),
       share: (row) => Math.max(of(row)?.cosine ?? 0, 0),
     }),
-    figure("effective_step", "Effective step", "gᵀd / gᵀg: the learning rate with which plain gradient descent goes as far along g", { relative: true }),
-    figure("largest", "Largest number", "The number of d that is largest in magnitude; its place is in the note", {
-      note: (row) => (of(row)?.largest_parameter ? `${of(row).largest_parameter}[${of(row).largest_index.join(", ")}]` : null),
-    }),
-    ...(power === 1 ? [figure("residual", "Residual", "‖F d − g‖ / ‖g‖ with F damped")] : []),
+    figure("effective_step", "Step", "gᵀd / gᵀg: the learning rate with which plain gradient descent goes as far along g"),
+    ...(several ? [] : alone),
+    ...(power === 1 ? [figure("residual", "Residual", "‖F d − g‖ / ‖g‖ with F damped, for α = 1")] : []),
   ];
 };
 
-const directionColumns = (rows) => {
+/** Columns by the powers that a job asked for: the same ones at every drawing, since a table is sorted by one of them. */
+const DIRECTIONS = new Map();
+
+function directionColumns(rows) {
   const powers = rows.find((row) => row.metrics?.directions)?.metrics.directions.map((each) => each.power) ?? [];
-  return [LAYER, SIZE, PARAMETERS, metric("gradient_norm", "‖g‖", "Length of the gradient"), ...powers.flatMap((power) => direction(power, powers.length > 1)), SECONDS];
-};
+  const key = powers.join(" ");
+  if (!DIRECTIONS.has(key)) {
+    const gradient = metric("gradient_norm", "‖g‖", "Length of the gradient");
+    const several = powers.length > 1;
+    const own = powers.flatMap((power) => direction(power, several));
+    DIRECTIONS.set(key, several ? [LAYER, SIZE, PARAMETERS, gradient, ...own] : [LAYER, SIZE, PARAMETERS, gradient, ...own, SECONDS]);
+  }
+  return DIRECTIONS.get(key);
+}
 
 const COLUMNS = {
   capacity: [
