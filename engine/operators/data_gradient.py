@@ -12,19 +12,20 @@ where a gradient carries w; and where a loss is a mean over C outputs it carries
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from catalog.inputs import Task
 from engine.collection.pass_job import PassJob
 from engine.errors import EmptyData, EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
 from engine.model.batches import Batch
 from engine.model.determinism import set_numerics
 from engine.model.dtype_casts import casts_of
-from engine.model.loss_directions import directions
+from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import Prediction, predict
 from engine.model.preserve_state import preserve_state
 
@@ -171,7 +172,13 @@ class GradientPass:
             divisor, outputs = prediction.divisor, prediction.outputs
             if not prediction.terms or not outputs.requires_grad:
                 return divisor
-            direction, per_output = loss_gradient(prediction, batch.index, job)
+            if prediction.targets is None and job.task.likelihood != "model":
+                raise WrongShape(
+                    "the gradient of the loss needs targets, and the data has none; give them, or a gradient of your "
+                    "own (`natural_gradient.gradient`)",
+                    pointer="/data",
+                )
+            direction, per_output = loss_gradient(prediction, job.task), rows_ratio(prediction, job.task)
             del prediction
             with casts_of(job.model):
                 found = torch.autograd.grad(outputs, list(parameters.values()), direction, allow_unused=True)
@@ -184,35 +191,19 @@ class GradientPass:
         return divisor
 
 
-def loss_gradient(prediction: Prediction, index: Tensor, job: PassJob) -> tuple[Tensor, float]:
-    """Return the gradient of the summed loss with respect to the outputs.
+def rows_ratio(prediction: Prediction, task: Task) -> float:
+    """Return the length of a row of the gradient over that of the empirical Fisher's direction.
 
     Args:
-        prediction: Outputs, shape (N, R, C), with targets, and the terms that count with their weights.
-        index: Index of each example, shape (N,).
-        job: The task and the collection's options.
+        prediction: Outputs, shape (N, R, C), and the weights of its terms.
+        task: The likelihood.
 
     Returns:
-        The gradient, shape (N, R, C), zero in terms that do not count; and, for all rows alike, its length over that of
-        the empirical Fisher's direction, or NaN where terms are weighed.
-
-    Raises:
-        WrongShape: If there are no targets.
+        The same number for all rows; NaN where terms are weighed, and it is not.
     """
-    likelihood = job.task.likelihood
-    if prediction.targets is None and likelihood != "model":
-        raise WrongShape(
-            "the gradient of the loss needs targets, and the data has none; give them, or a gradient of your own "
-            "(`natural_gradient.gradient`)",
-            pointer="/data",
-        )
-    (direction,) = directions(prediction, index, job.task, replace(job.collection, fisher="empirical", samples=1))
-    per_output = 1 / math.sqrt(direction.shape[-1]) if likelihood in ("mse", "bce") else 1.0
-    if per_output != 1:
-        direction = direction.mul_(per_output)
-    if prediction.weights is None:
-        return direction, per_output
-    return direction.mul_(prediction.weights.sqrt()), math.nan
+    if prediction.weights is not None:
+        return math.nan
+    return 1 / math.sqrt(prediction.outputs.shape[-1]) if task.likelihood in ("mse", "bce") else 1.0
 
 
 def _require_finite(name: str, gradient: Tensor) -> None:
