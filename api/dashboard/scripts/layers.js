@@ -50,7 +50,7 @@ const direction = (power, several) => {
   ];
   return [
     ...(several ? [] : [figure("norm", "‖d‖", "Length of the direction d = F^(−α) g")]),
-    figure("cosine", "Cosine", "gᵀd / (‖g‖ ‖d‖): how far the curvature turns the gradient", {
+    figure("cosine", several ? "Cos" : "Cosine", "gᵀd / (‖g‖ ‖d‖): how far the curvature turns the gradient", {
       show: (row) => (of(row)?.cosine == null ? "–" : of(row).cosine.toFixed(3)),
       share: (row) => Math.max(of(row)?.cosine ?? 0, 0),
     }),
