@@ -151,7 +151,7 @@ class NaturalGradientMetrics:
     null without damping or curvature."""
     below_rounding: bool
     """Whether λ is less than what the factors' precision resolves: `damping_share` below its ε. Where it is, directions
-    with eigenvalues near λ hold the rounding of the factors."""
+    with eigenvalues near λ may hold the rounding of the factors, however small the residual."""
     why_not_rows: str | None
     """Why the gradient was not pushed through the gradient rows of G, where G is kept as such; null elsewhere."""
     directions: tuple[LayerDirection, ...]

@@ -269,7 +269,7 @@ class _Run:
         self.workspace.ports.log(
             "warning",
             f"λ is less than the factors' precision resolves in {', '.join(said(*each) for each in worst)}{more}: "
-            "their directions hold the rounding of the factors; raise `stabilisation.damping`, or take "
+            "their directions may hold the rounding of the factors; raise `stabilisation.damping`, or take "
             "`collection.dtype: float64`",
         )
 
