@@ -86,13 +86,19 @@ class LowRank(RowSide):
         """Largest eigenvalue."""
         return float(self._values[-1]) if self.count else 0.0
 
-    def scaled(self) -> Tensor:
-        """U/√w (T, n) on the host, at least float32: ``G = Uᵀ U`` of what is returned.
+    def scaled(self, least: torch.dtype = torch.float32) -> Tensor:
+        """Return U/√w, of which ``G = Uᵀ U``.
+
+        Args:
+            least: Precision of the result, unless that of the rows is wider.
+
+        Returns:
+            Shape (T, n), on the host.
 
         Memory:
             The rows in that precision.
         """
-        dtype = torch.promote_types(self.rows.dtype, torch.float32)
+        dtype = torch.promote_types(self.rows.dtype, least)
         whole = torch.empty(self.rows.shape, dtype=dtype)
         for start, rows in self._chunks(dtype):
             whole[start : start + rows.shape[0]] = rows
