@@ -63,6 +63,10 @@ class Manifest:
     """Digest of one pass over the data; null where factors took the place of data."""
     examples: int | None
     """Examples of one pass."""
+    factors_sha256: str | None
+    """Digest of the stored factors that took the place of a model; null where there were none."""
+    against_sha256: str | None
+    """The same of the factors that a comparison was made with."""
 
 
 @record

@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from catalog.analysis import Analysis
 from catalog.capacity import CAPACITY
+from catalog.compare_curvature import COMPARE_CURVATURE
 from catalog.factors import FACTORS
 from catalog.job import JobDocument
 from catalog.natural_gradient import NATURAL_GRADIENT
 from catalog.reconstruction import RECONSTRUCTION
 
 ANALYSES: dict[str, Analysis] = {
-    analysis.kind: analysis for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT)
+    analysis.kind: analysis for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE)
 }
 
 _KIND: Any = Literal[tuple(ANALYSES)]

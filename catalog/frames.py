@@ -115,6 +115,10 @@ class Finished:
     """Digest of one whole pass over the data, in order."""
     examples: int | None = None
     """Examples of that pass."""
+    factors_sha256: str | None = None
+    """Digest of the stored factors that were analysed: over the names and digests of their layers."""
+    against_sha256: str | None = None
+    """The same of the set that they were compared with."""
 
 
 @record

@@ -127,7 +127,6 @@ class JobDocument:
                     "task",
                     f"`loss: model` has no known Hessian, and `{asked}` needs it: name the loss, or leave it out",
                 )
-
         for kind in self.kinds:
             require = getattr(getattr(self, kind, None), "require_document", None)
             if require is not None:

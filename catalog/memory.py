@@ -20,10 +20,11 @@ PlannedStage = Literal[
     "reconstruction",
     "capacity",
     "natural_gradient",
+    "compare_curvature",
 ]
 PLANNED_STAGES: tuple[PlannedStage, ...] = (
     "model", "collection", "correction", "cross_check", "decomposition", "reconstruction", "capacity",
-    "natural_gradient",
+    "natural_gradient", "compare_curvature",
 )  # fmt: skip
 """Of a plan, in the order in which a job comes to them."""
 

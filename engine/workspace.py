@@ -169,6 +169,8 @@ class ModelInputs:
     """Factors collected earlier, in place of model, batches and task."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
+    stored_against: Artifacts | None = None
+    """The second set of factors, which a comparison names."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from engine.planning.eigendecomposition_memory import (
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.local_artifacts import Held
 from kronoscope.local_factors import LayerFactors as LayerFactors  # noqa: PLC0414 - offered here
-from kronoscope.local_factors import LayersFactors, load_factors
+from kronoscope.local_factors import LayersFactors, load_factors, open_against
 from kronoscope.local_factors import load_stabilised as load_stabilised  # noqa: PLC0414 - offered here
 from kronoscope.local_inputs import Batches, options_record, repeatable, task_record
 from kronoscope.local_operator import Operator, OperatorChoices, open_operator
@@ -130,6 +130,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     options = {kind: _options(kind, params) for kind in kinds}
     workspace.options.decomposition = most_decomposed(own or ANALYSES[kind] for kind, own in options.items())
     workspace.options.params = options
+    workspace.inputs.stored_against = open_against(options.get("compare_curvature"))
     for kind in kinds:
         function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
         summary[kind] = _pulled(rows, function(options[kind], workspace))

@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from catalog.compare_curvature import AgainstReference, CompareCurvatureParams
 from engine.errors import BrokenFactors
 from engine.factors.clipped_inverse import StabilisedLayers
 from engine.factors.factor_files import read_factors
@@ -19,6 +20,7 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.plan import readable_bytes
 from engine.operators.preconditioning import precondition
 from kronoscope.local_artifacts import Folder
+from kronoscope.local_inputs import options_record
 
 _LARGEST_DENSE_BYTES = 2**31
 
@@ -173,13 +175,37 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     Raises:
         BrokenFactors: If there is no index, a value of it cannot be, or a factor has another digest than it records.
     """
-    folder = Path(path)
+    found = LayersFactors(read_factors(_folder_of(Path(path))))
+    if verify:
+        _read_all(found.collected)
+    return found
+
+
+def open_against(params: CompareCurvatureParams | None) -> Folder | None:
+    """Open the second set of factors that a comparison in a notebook names.
+
+    Args:
+        params: The options of `compare_curvature`; None where none is asked for.
+
+    Returns:
+        The stored factors; None where nothing names any.
+
+    Raises:
+        BrokenFactors: If there is no index where the path leads.
+        ValueError: If a job of a service is named, or a field is refused.
+    """
+    if params is None or params.against is None:
+        return None
+    reference = options_record(AgainstReference, params.against, "params['compare_curvature']['against']")
+    if reference.path is None:
+        raise ValueError("`against.job` names a job of a service; in a notebook give `against: {'path': FOLDER}`")
+    return _folder_of(Path(reference.path))
+
+
+def _folder_of(folder: Path) -> Folder:
     for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
         if (candidate / "factors.index.json").is_file():
-            found = LayersFactors(read_factors(Folder(candidate)))
-            if verify:
-                _read_all(found.collected)
-            return found
+            return Folder(candidate)
         if (candidate / "stabilised.index.json").is_file():
             raise BrokenFactors(f"{candidate} holds eigenbases, alone or among matrices; read it by `load_stabilised`")
     raise BrokenFactors(

@@ -11,6 +11,7 @@ from pathlib import Path
 from sqlalchemy import Engine, select
 
 from api.settings import Settings
+from catalog.compare_curvature import COMPARE_CURVATURE, AgainstReference, CompareCurvatureParams
 from catalog.field_errors import Complaint
 from catalog.inputs import (
     DataFactory,
@@ -22,7 +23,7 @@ from catalog.inputs import (
     UploadedData,
     UploadedModel,
 )
-from catalog.job import JobDocument
+from catalog.job import FactorsReference, JobDocument
 from jobs.errors import DocumentRefused
 from jobs.repository.results import read_artifact
 from jobs.repository.store import read_job
@@ -139,23 +140,30 @@ def _in_store(store: Path, name: str, hub_id: str) -> bool:
 
 
 def _factors(document: JobDocument, engine: Engine, tenant_id: str, settings: Settings) -> Iterator[Complaint]:
-    reference = document.factors
-    if reference is None:
-        return
-    if reference.job is None:
-        yield from _listed_path("/factors/path", reference.path or "", settings.directories_of(tenant_id))
-        return
-    job = read_job(engine, tenant_id, reference.job)
+    for pointer, reference in _references(document):
+        if reference.job is None:
+            yield from _listed_path(f"{pointer}/path", reference.path or "", settings.directories_of(tenant_id))
+        else:
+            yield from _kept_factors(f"{pointer}/job", reference.job, engine, tenant_id)
+
+
+def _references(document: JobDocument) -> Iterator[tuple[str, FactorsReference | AgainstReference]]:
+    """Every field that names stored factors, by its pointer."""
+    if document.factors is not None:
+        yield "/factors", document.factors
+    compared: CompareCurvatureParams | None = getattr(document, COMPARE_CURVATURE.kind, None)
+    if COMPARE_CURVATURE.kind in document.kinds and compared is not None and compared.against is not None:
+        yield f"/{COMPARE_CURVATURE.kind}/against", compared.against
+
+
+def _kept_factors(pointer: str, job_id: str, engine: Engine, tenant_id: str) -> Iterator[Complaint]:
+    job = read_job(engine, tenant_id, job_id)
     if job is None:
-        yield _complaint("/factors/job", "not_found", "is not the id of one of your jobs")
+        yield _complaint(pointer, "not_found", "is not the id of one of your jobs")
     elif job.state != "succeeded":
-        yield _complaint(
-            "/factors/job", "not_succeeded", f"names a job that is {job.state}; wait until it has succeeded"
-        )
-    elif read_artifact(engine, tenant_id, reference.job, _FACTORS_INDEX) is None:
-        yield _complaint(
-            "/factors/job", "no_factors", "names a job that kept no factors; collect them with `keep: [factors]`"
-        )
+        yield _complaint(pointer, "not_succeeded", f"names a job that is {job.state}; wait until it has succeeded")
+    elif read_artifact(engine, tenant_id, job_id, _FACTORS_INDEX) is None:
+        yield _complaint(pointer, "no_factors", "names a job that kept no factors; collect them with `keep: [factors]`")
 
 
 def _gradient(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:

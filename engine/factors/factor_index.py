@@ -10,16 +10,17 @@ What does not fit raises ``BrokenFactors`` with the entry's place, such as `laye
 `"3"` and `3.0` are not whole numbers, so that no damaged value passes for another.
 """
 
+import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from catalog.collection import Collection
-from catalog.record import FieldError
+from catalog.record import FieldError, canonical_json
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
 from engine.factors.factor_set import LayerFacts, ParameterShape
@@ -75,6 +76,24 @@ class FactorIndex:
     counts: CollectionCounts
     parameters: tuple[ParameterShape, ...] | None
     """The model's trainable parameters; an index from before they were kept has none."""
+
+    def sha256(self) -> str | None:
+        """Return the digest of the set, by ``set_digest``; None where the index is from before it had digests."""
+        return set_digest([(each.facts.name, *(each.digests.get(side) for side in _SIDES)) for each in self.layers])  # type: ignore[misc] # two sides
+
+
+def set_digest(layers: Sequence[tuple[str, str | None, str | None]]) -> str | None:
+    """Return the digest of a set of factors.
+
+    Args:
+        layers: The name of each layer and the digests of its A and G, in the order of the ordinals.
+
+    Returns:
+        SHA-256 in hexadecimal; None where a digest is missing.
+    """
+    if any(digest is None for layer in layers for digest in layer):
+        return None
+    return hashlib.sha256(canonical_json(layers).encode()).hexdigest()
 
 
 def read_index(value: object) -> FactorIndex:

@@ -24,6 +24,7 @@ from engine.memory.plan import Plan, Stage, Term
 from engine.planning.decomposition_memory import kept_as, read_back_bytes
 from engine.planning.disk_usage import with_disk
 from engine.planning.exact_ggn_memory import probe_bytes, probes_at_once, search_bytes, search_lengths
+from engine.planning.later.comparison import with_comparison
 from engine.planning.later.natural_gradient import with_natural_gradient
 from engine.workspace import Workspace
 
@@ -91,6 +92,8 @@ def with_later_stages(
         plan = _with_reconstruction(plan, workspace, probe, budget)
     if "natural_gradient" in workspace.options.kinds:
         plan = with_natural_gradient(plan, workspace, probe, _carried(plan, "natural_gradient"))
+    if "compare_curvature" in workspace.options.kinds:
+        plan = with_comparison(plan, workspace, probe, budget, _carried(plan, "compare_curvature"))
     return with_disk(plan, workspace, kept_as(workspace, probe.dtype), probe)
 
 

@@ -16,6 +16,7 @@ from engine.memory.plan import Plan
 from engine.planning.analysis_memory import rebuilt_sides
 from engine.planning.collection_time import Work
 from engine.planning.decomposition_memory import kept_as
+from engine.planning.later.comparison import comparison_seconds
 from engine.planning.later.natural_gradient import natural_gradient_seconds
 from engine.workspace import Workspace
 
@@ -55,6 +56,8 @@ def with_later_seconds(
         seconds["reconstruction"] = _reconstruction(plan, workspace, probe, work)
     if "natural_gradient" in workspace.options.kinds:
         seconds["natural_gradient"] = natural_gradient_seconds(plan, workspace, probe, work)
+    if "compare_curvature" in workspace.options.kinds:
+        seconds["compare_curvature"] = comparison_seconds(workspace, probe, work)
     return replace(plan, seconds=seconds)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Engine, delete, func, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
+from catalog.compare_curvature import COMPARE_CURVATURE
 from catalog.estimate import ESTIMATE
 from jobs.errors import ArtifactDamaged
 from jobs.lifecycle import STATES, TERMINAL
@@ -28,6 +29,8 @@ _MOST_FAULTS = 100
 _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _OPEN = sorted({*STATES} - TERMINAL)
+_NAMING = (("factors", "job"), (COMPARE_CURVATURE.kind, "against", "job"))
+"""Where a document names a job whose factors it needs."""
 _STAYING = "state"
 """Events of this type stay in the ledger too: they are few, and a reader who resumes finds the job's end."""
 
@@ -121,10 +124,13 @@ def _droppable(drop_files: bool) -> tuple[ColumnElement[bool], ...]:
     if not drop_files:
         return ()
     later = jobs.alias("later")
-    factors = later.c.document[("factors", "job")].as_string()
-    # nothing in it depends on the job that is asked for, so that it is found out once for all of them
-    named = select(later.c.tenant_id, factors).where(later.c.state.in_(_OPEN), factors.is_not(None))
-    return (tuple_(jobs.c.tenant_id, jobs.c.id).not_in(named),)
+    # nothing in them depends on the job that is asked for, so that each is found out once for all of them
+    return tuple(
+        tuple_(jobs.c.tenant_id, jobs.c.id).not_in(
+            select(later.c.tenant_id, named).where(later.c.state.in_(_OPEN), named.is_not(None))
+        )
+        for named in (later.c.document[path].as_string() for path in _NAMING)
+    )
 
 
 def _ended(days: float) -> tuple[ColumnElement[bool], ...]:

@@ -17,6 +17,8 @@ _COMPUTED = {
     "factors": "the Kronecker factors A and G of each layer",
     "capacity": "the spectra, traces and effective dimensions of each layer's block",
     "reconstruction": "the error of inverting each layer's block in lower precision",
+    "compare_curvature": "the overlap of leading eigenspaces, the distance and the Kullback-Leibler divergence of each "
+    "layer's factors against a second set",
 }
 _FISHER = {
     "mc": "the Fisher information, with {samples} sampled from the model for each example and loss term",
@@ -72,9 +74,9 @@ def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
     if not results.job.ended or results.job.state != "succeeded":
         sentences.append(f"The job is {results.job.state}: this describes the layers so far.")
     if document.get("factors") is not None:
-        source = {name: value for name, value in document["factors"].items() if value is not None}
-        named = ", ".join(f"{name} {value}" for name, value in source.items())
-        return [*sentences, f"The matrices were stored earlier ({named}); how they were collected is described there."]
+        named = _reference(document["factors"])
+        stored = f"The matrices were stored earlier ({named}); how they were collected is described there."
+        return [*sentences, stored, *_second_set(document, results.job.kinds)]
     collection = document["collection"]
     fisher = _FISHER[collection["fisher"]].format(samples=_count(collection["samples"], "label"))
     sentences.append(f"The estimator is K-FAC (Martens & Grosse, 2015) of {fisher}.")
@@ -87,7 +89,17 @@ def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
         sentences.append(
             "The eigenvalues were estimated anew in the eigenbases of A and G (EK-FAC; George et al., 2018)."
         )
-    return sentences
+    return [*sentences, *_second_set(document, results.job.kinds)]
+
+
+def _second_set(document: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+    """Which factors these were compared with."""
+    against = (document.get("compare_curvature") or {}).get("against") if "compare_curvature" in kinds else None
+    return [] if against is None else [f"They were compared with the factors stored in {_reference(against)}."]
+
+
+def _reference(source: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in source.items() if value is not None)
 
 
 def _inputs(document: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
@@ -176,6 +188,8 @@ def _digests(results: ResultsView) -> list[str]:
     named = {
         "the model": manifest.get("model_sha256"),
         "the data": manifest.get("data_sha256"),
+        "the factors": manifest.get("factors_sha256"),
+        "the factors compared with": manifest.get("against_sha256"),
         "the job document": results.job.document_sha256,
     }
     listed = "; ".join(f"{name} {digest}" for name, digest in named.items() if digest)

@@ -9,7 +9,7 @@ from rich.table import Table
 from catalog.memory import PLANNED_STAGES
 from catalog.time_estimate import written_seconds
 from kronoscope.display.layer_names import shorten_all
-from kronoscope.display.tables import format_number
+from kronoscope.display.numbers import format_number
 
 _LARGEST = 8
 _SHORT_SECONDS = 1.0

@@ -1,7 +1,7 @@
 """Results as tables that fit 100 columns: one row per layer, one summary line per analysis."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -9,9 +9,12 @@ from rich.text import Text
 
 from catalog.coverage import CoverageView, percentage
 from kronoscope.client.responses import Layer
+from kronoscope.display.comparison import comparison_columns, comparison_notes
 from kronoscope.display.coverage import part_note
 from kronoscope.display.directions import direction_columns, direction_notes
 from kronoscope.display.layer_names import NAME_WIDTH, shorten, shorten_all
+from kronoscope.display.numbers import format_number
+from kronoscope.display.numbers import read_field as _field
 
 Column = tuple[str, Callable[[Layer], str]]
 _WIDTH = 100
@@ -150,6 +153,9 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH, measured:
     columns = _COLUMNS.get(kind) or _generic_columns(covered)
     if kind == "natural_gradient":
         columns = direction_columns(covered, format_number)
+    if kind == "compare_curvature":
+        # a column for each k that was asked for
+        columns = comparison_columns(covered)
     if kind == "factors":
         columns = (*columns, *(each for each in _NOISE if any(each[1](row) != "–" for row in covered)))
     if kind == "capacity" and all(_field(row.metrics, "effective_rank") is None for row in covered):
@@ -268,6 +274,7 @@ def _figures(summary: Any) -> list[str]:  # noqa: ANN401 - each analysis has its
         parts.append(f"effective rank {format_number(rank)}{of_model}")
     parts += direction_notes(summary, format_number)
     parts += _caveats(_field(summary, "model"))
+    parts += comparison_notes(summary)
     late = (_field(summary, "not_converged") or {}).get("effective_rank")
     if late:
         parts.append(f"effective rank not converged in {_layers(late)} (*): take more examples")
@@ -327,28 +334,6 @@ def _layers(count: Any) -> str:  # noqa: ANN401 - as summaries of analyses unkno
     return f"{format_number(count)} layer{'' if count == 1 else 's'}"
 
 
-def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
-    """Return a figure in at most nine characters.
-
-    Args:
-        value: A number, or a value of another type, which is shown as it is.
-
-    Returns:
-        Four significant digits, integers below ten million whole; a dash for None.
-    """
-    if value is None:
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, int) and abs(value) < 10**7:
-        return f"{value:,}"
-    digits = f"{value:.4g}"
-    if "e" not in digits:
-        return digits
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
 def _generic_columns(rows: Sequence[Layer]) -> tuple[Column, ...]:
     """Return columns of the first five figures of an analysis that this client does not know."""
     metrics: Any = next((row.metrics for row in rows if row.metrics is not None), {})
@@ -357,7 +342,3 @@ def _generic_columns(rows: Sequence[Layer]) -> tuple[Column, ...]:
         name for name, value in named.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
     ][:5]
     return tuple((name, _metric(name)) for name in figures) or (("status", lambda row: row.status),)
-
-
-def _field(source: Any, name: str) -> Any:  # noqa: ANN401 - records, or mappings of analyses unknown here
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from catalog.collection import Collection
-from engine.errors import BrokenFactors, EngineError
-from kronoscope.local import load_factors, measure
+from engine.errors import BrokenFactors, EngineError, UsageError
+from kronoscope.local import Measurement, load_factors, measure
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def test_a_folder_without_factors_says_what_to_give(tmp_path: Path) -> None:
         load_factors(tmp_path)
 
 
-def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, model: nn.Module, batches: list[Any]) -> None:
+def keep(folder: Path, found: Measurement) -> None:
+    """Write a measurement's dense factors as a job keeps them."""
     from worker.execution.files.artifact_files import ArtifactFiles  # noqa: PLC0415 - the test writes as the worker does
 
-    found = measure(model, batches, task="classification", kinds=("factors",), collection=EXACT)
     held = found.factors.collected
-    files = ArtifactFiles(tmp_path, lambda *_: None)
+    files = ArtifactFiles(folder, lambda *_: None)
     for facts in held.layers:
         factors = held.load(facts.ordinal)
         upper = torch.triu_indices(facts.in_dim, facts.in_dim), torch.triu_indices(facts.out_dim, facts.out_dim)
@@ -93,6 +93,38 @@ def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, model: nn.Module
         }
         files.save_tensors(f"factors/{facts.ordinal}.safetensors", tensors, {})
     files.save_json("factors/factors.index.json", found.index)
+
+
+def test_a_measurement_is_compared_with_factors_in_a_folder(
+    tmp_path: Path, model: nn.Module, batches: list[Any]
+) -> None:
+    options: dict[str, Any] = {"task": "classification", "collection": EXACT}
+    keep(tmp_path, measure(model, batches, kinds=("factors",), **options))
+
+    def compared(**asked: Any) -> Measurement:
+        return measure(
+            model, batches, kinds=("compare_curvature",), params={"compare_curvature": {"k": (1, 2)} | asked}, **options
+        )
+
+    same = compared(against={"path": str(tmp_path)}).summary["compare_curvature"]
+    assert (same.distance, same.divergence, same.layers) == (0, 0, 2)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    moved = compared(against={"path": str(tmp_path / "factors")})
+    assert moved.summary["compare_curvature"].distance > 0
+    # the first layer's input is the data, which did not move
+    assert moved.of("compare_curvature")["0"].metrics.A.distance == 0
+    with pytest.raises(UsageError, match=r"give `compare_curvature\.against`"):
+        compared()
+    with pytest.raises(ValueError, match="in a notebook give"):
+        compared(against={"job": "0190"})
+    with pytest.raises(BrokenFactors, match=r"no factors\.index\.json"):
+        compared(against={"path": str(tmp_path / "nothing")})
+
+
+def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, model: nn.Module, batches: list[Any]) -> None:
+    found = measure(model, batches, task="classification", kinds=("factors",), collection=EXACT)
+    keep(tmp_path, found)
     assert torch.equal(load_factors(tmp_path, verify=True)["2"].G, found.factors["2"].G)
     path = tmp_path / "factors" / "1.safetensors"
     tensors = safetensors.torch.load_file(path)

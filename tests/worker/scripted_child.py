@@ -49,7 +49,14 @@ class Script:
 
     def echo_factors(self) -> None:
         """The files that were laid out, each with its text."""
-        place = Path(self.assignment["factors_path"])
+        self._echo("factors_path")
+
+    def echo_against(self) -> None:
+        """The same of the second set."""
+        self._echo("against_path")
+
+    def _echo(self, name: str) -> None:
+        place = Path(self.assignment[name])
         self.log(json.dumps({each.name: each.read_text() for each in sorted(place.iterdir())}))
 
     def log(self, message: Any, level: Any = "info") -> None:

@@ -16,6 +16,7 @@ import random
 import shutil
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,15 @@ from worker.execution.device_calibration import Calibration
 from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
-from worker.execution.input_digests import InputDigests
-from worker.execution.job_inputs import load_data, load_model, open_factors, open_gradient, try_before_training
+from worker.execution.input_digests import InputDigests, factors_digest
+from worker.execution.job_inputs import (
+    load_data,
+    load_model,
+    open_against,
+    open_factors,
+    open_gradient,
+    try_before_training,
+)
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
@@ -203,6 +211,9 @@ def _compute(
     )
     digests: InputDigests | None = None
     workspace.inputs.gradient = open_gradient(document, context)
+    # before a model is loaded and data are read: what cannot be compared ends here
+    if not assignment.estimate:
+        workspace.inputs.stored_against = open_against(document, assignment, context)
     if document.factors is not None:
         workspace.inputs.stored = open_factors(document, assignment, context)
         workspace.machine.guard.hold()
@@ -238,10 +249,14 @@ def _compute(
     for line in workspace.machine.curve.stages.exceeded():
         pipe.log("warning", line)
     artifacts.save_json("memory_curve.json", workspace.machine.curve.as_json(device))
+    finished = Finished(
+        factors_sha256=factors_digest(workspace.inputs.stored),
+        against_sha256=factors_digest(workspace.inputs.stored_against),
+    )
     if digests is None:
-        return Finished()
+        return finished
     data_sha256 = digests.data_sha256(checkpoint.checkpoint)
-    return Finished(model_sha256=digests.model_sha256, data_sha256=data_sha256, examples=digests.examples)
+    return replace(finished, model_sha256=digests.model_sha256, data_sha256=data_sha256, examples=digests.examples)
 
 
 def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace, digests: InputDigests) -> None:

@@ -31,6 +31,8 @@ class Assignment:
     directories: tuple[str, ...]
     offline: bool
     factors_path: Path | None
+    against_path: Path | None
+    """The folder of the factors that a comparison names, where the parent laid it out."""
     cache: Path | None
     """The tenant's folder of cached factors; None where there is none."""
     cache_bytes: int
@@ -70,7 +72,7 @@ def read_assignment(raw: bytes) -> Assignment:
     try:
         value = json.loads(raw)
         allowed = value.get("allowed") or {}
-        factors_path = value.get("factors_path")
+        factors_path, against_path = value.get("factors_path"), value.get("against_path")
         artifacts = Path(value["artifacts"])
         return Assignment(
             document=value["document"],
@@ -85,6 +87,7 @@ def read_assignment(raw: bytes) -> Assignment:
             directories=tuple(allowed.get("directories") or ()),
             offline=bool(value.get("offline", True)),
             factors_path=Path(factors_path) if factors_path else None,
+            against_path=Path(against_path) if against_path else None,
             cache=Path(value["cache"]) if value.get("cache") else None,
             cache_bytes=int(value.get("cache_bytes") or 0),
             job=str(value.get("job") or "(without an id)"),

@@ -1,9 +1,12 @@
-"""Digests of what a job computed from: the bytes of its model and of its data.
+"""Digests of what a job computed from: the bytes of its model and of its data, or stored factors.
 
     model_sha256    names, dtypes, shapes and bytes of the parameters and buffers, in the order of the modules
     data_sha256     one whole pass over the data, in order: dtypes, shapes and bytes of its tensors
+    factors_sha256  the names of the layers of stored factors, with the digests of A and G
+    against_sha256  the same of the factors that those are compared with
 
-Neither depends on the attempt, the device or the plan: a job that was killed and resumed has those of one that was not.
+None of them depends on the attempt, the device or the plan: a job that was killed and resumed has those of one that was
+not.
 A pass that a job makes anyway is read as it passes by. Where an attempt makes none to its end, as when an earlier
 attempt has collected everything, one is made for the digest.
 """
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.factors.factor_index import INDEX, read_index
+from engine.workspace import Artifacts
 from worker.execution.cache.factor_cache_key import Witness, data_digest
 from worker.execution.data.stream import Chunk
 from worker.execution.files.artifact_files import tensor_bytes
@@ -71,6 +76,21 @@ def weights_digest(model: nn.Module) -> str:
         for part in tensor_bytes(tensor.detach().to_dense() if tensor.layout != torch.strided else tensor):
             digest.update(part)
     return digest.hexdigest()
+
+
+def factors_digest(stored: Artifacts | None) -> str | None:
+    """Return the digest of stored factors, as their index records them.
+
+    Args:
+        stored: The factors, each tensor of which is verified by that index when it is read; None where there are none.
+
+    Returns:
+        SHA-256 in hexadecimal; None without factors, or where their index is from before it had digests.
+
+    Raises:
+        BrokenFactors: If the index is not of this format.
+    """
+    return None if stored is None else read_index(stored.load_json(INDEX)).sha256()
 
 
 def _examples(inputs: Any) -> int:  # noqa: ANN401 - a tensor, or any tree of tensors

@@ -1,10 +1,12 @@
 """The inputs of a job: its model and data by the sources that the document names, or factors in their place."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from catalog.compare_curvature import COMPARE_CURVATURE
 from catalog.inputs import BuiltinModel
 from catalog.job import JobDocument
 from engine.workspace import Artifacts
@@ -12,15 +14,16 @@ from worker.execution.assignment import Assignment
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.validation import validate_chunks
-from worker.execution.files.artifact_files import find_factors
+from worker.execution.files.artifact_files import StoredFactors, find_factors
 from worker.execution.files.gradient_file import load_gradient
 from worker.execution.files.matrix_file import MatrixFile
-from worker.execution.files.open_files import OpenFolder
+from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 
+AGAINST = "/compare_curvature/against"
 MODEL_SOURCES = {
     "builtin": "worker.execution.models.builtin:load",
     "directory": "worker.execution.models.checkpoint:load",
@@ -137,25 +140,19 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
         Refusal: If the document names a job of the service in a foreground run, a tensor in a folder, or a single
             matrix for another analysis than `reconstruction`.
     """
-    if assignment.factors_path is not None:
-        return find_factors(OpenFolder.by_itself(assignment.factors_path, "/factors"), "/factors", context.most_bytes)
     reference = document.factors
     path = None if reference is None else reference.path
-    if reference is None or path is None:
-        raise Refusal(
-            "names a job of the service; in the foreground give `factors: {path: FOLDER}`", pointer="/factors/job"
-        )
-    found = context.open_path(path, "/factors/path")
-    if isinstance(found, OpenFolder):
-        if reference.tensor is not None:
+    found = _open_stored(path, assignment.factors_path, "/factors", context)
+    if isinstance(found, StoredFactors):
+        if assignment.factors_path is None and reference is not None and reference.tensor is not None:
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
-        return find_factors(found, "/factors/path", context.most_bytes)
+        return found
     if document.kinds != ("reconstruction",):
         raise Refusal(
             "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
             pointer="/factors/path",
         )
-    return MatrixFile(found, reference.tensor, context.log, context.most_bytes)
+    return MatrixFile(found, None if reference is None else reference.tensor, context.log, context.most_bytes)
 
 
 def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Tensor] | None:
@@ -179,3 +176,44 @@ def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Te
     gradient = load_gradient(given.path, context)
     context.checkpoint()
     return gradient
+
+
+def open_against(document: JobDocument, assignment: Assignment, context: LoaderContext) -> Artifacts | None:
+    """Open the second set of factors, if the document compares two.
+
+    Args:
+        document: The job document.
+        assignment: The assignment; its `against_path`, if set, is the folder that the parent laid out.
+        context: The loaders' rules for paths.
+
+    Returns:
+        The stored factors, for reading only; None where no comparison is asked for.
+
+    Raises:
+        Refusal: If the document names a job of the service in a foreground run, or a file.
+    """
+    params: Any = getattr(document, COMPARE_CURVATURE.kind, None)
+    if COMPARE_CURVATURE.kind not in document.kinds or params is None or params.against is None:
+        return None
+    found = _open_stored(params.against.path, assignment.against_path, AGAINST, context)
+    if isinstance(found, StoredFactors):
+        return found
+    raise Refusal(
+        "is a file; give the folder that a job with `keep: [factors]` wrote, or the output of its run",
+        pointer=f"{AGAINST}/path",
+    )
+
+
+def _open_stored(
+    path: str | None, laid_out: Path | None, pointer: str, context: LoaderContext
+) -> StoredFactors | OpenFile:
+    """The factors in the folder that the parent laid out, or that the document names by its path; or a file of one."""
+    if laid_out is not None:
+        return find_factors(OpenFolder.by_itself(laid_out, pointer), pointer, context.most_bytes)
+    if path is None:
+        field = pointer.removeprefix("/").replace("/", ".")
+        raise Refusal(
+            f"names a job of the service; in the foreground give `{field}.path: FOLDER`", pointer=f"{pointer}/job"
+        )
+    found = context.open_path(path, f"{pointer}/path")
+    return find_factors(found, f"{pointer}/path", context.most_bytes) if isinstance(found, OpenFolder) else found

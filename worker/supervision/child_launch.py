@@ -14,6 +14,7 @@ from worker.devices.discover import host
 from worker.disk.cache_folder import cache_of_tenant
 from worker.process.child_process import Child, Hold, child_environment
 from worker.settings import WorkerSettings
+from worker.supervision.stage_factors import LaidOutFactors
 
 
 def start(
@@ -61,7 +62,7 @@ def assignment(
     settings: WorkerSettings,
     threads: int,
     artifacts: Path,
-    factors: Path | None,
+    factors: LaidOutFactors,
     scratch: Scratch,
 ) -> dict[str, Any]:
     """Return the assignment that `worker.execution.assignment` reads.
@@ -71,7 +72,7 @@ def assignment(
         settings: The worker's settings: paths and factories that are allowed, store, cache and intervals.
         threads: Threads that the child computes with.
         artifacts: The folder for the attempt's files.
-        factors: The folder of an earlier job's factors; None if the document names none.
+        factors: The folders of earlier jobs' factors that the document names.
         scratch: The folders of the attempts' checkpoints.
 
     Returns:
@@ -91,7 +92,8 @@ def assignment(
         "offline": True,
         "plan": None if claim.plan is None else plain(claim.plan),
         "estimate": claim.kinds == (ESTIMATE,),
-        "factors_path": None if factors is None else str(factors),
+        "factors_path": None if factors.factors is None else str(factors.factors),
+        "against_path": None if factors.against is None else str(factors.against),
         **_cache(claim, settings),
         "scratch": str(scratch.attempt_folder(claim.job_id, claim.fence)),
         "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],

@@ -1,15 +1,17 @@
-"""Factors of an earlier job, laid out for the child of a later one.
+"""Factors of earlier jobs, laid out for the child of a later one.
 
 They are brought, each verified, from the store into one folder inside the later attempt's, so that
 they stay if the earlier job is deleted meanwhile.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine
 
+from catalog.compare_curvature import COMPARE_CURVATURE
 from catalog.frames import Failed
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Claim
@@ -23,20 +25,30 @@ _INDEX = "factors/factors.index.json"
 class FactorsUnavailable(Exception):
     """The document names factors that cannot be had; `failure` says it to the caller."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, pointer: str) -> None:
         super().__init__(message)
         self.failure = Failed(
             category="usage",
             code="factors_unavailable",
             message=message,
-            pointer="/factors/job",
+            pointer=f"{pointer}/job",
             layer=None,
             detail=None,
         )
 
 
-def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Path | None:
-    """Return a folder with the factors that the claim's document names.
+@dataclass(frozen=True, kw_only=True)
+class LaidOutFactors:
+    """Folders with the factors of the earlier jobs that a document names; None where it names none."""
+
+    factors: Path | None = None
+    """Of `factors`."""
+    against: Path | None = None
+    """Of `compare_curvature.against`."""
+
+
+def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> LaidOutFactors:
+    """Lay out the factors of the jobs that the claim's document names; a job named twice is laid out once.
 
     Args:
         engine: The ledger's connections.
@@ -44,25 +56,46 @@ def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Pat
         claim: The job.
 
     Returns:
-        The folder; None where the document names no job's factors.
+        The folders.
 
     Raises:
         FactorsUnavailable: If there is no such job, it has not succeeded, or it kept no factors.
         ArtifactDamaged: If a file is not what was recorded.
     """
-    reference: Mapping[str, Any] = claim.document.get("factors") or {}
-    earlier_id = reference.get("job")
+    document = claim.document
+    factors = _named(document.get("factors"))
+    against = None
+    if COMPARE_CURVATURE.kind in claim.kinds:
+        against = _named((document.get(COMPARE_CURVATURE.kind) or {}).get("against"))
+    place = folder.attempt_dir(claim.job_id, claim.fence)
+    first = _lay_out(engine, folder, claim, factors, (place / "input", "/factors"))
+    if against is None or against == factors:
+        return LaidOutFactors(factors=first, against=None if against is None else first)
+    pointer = f"/{COMPARE_CURVATURE.kind}/against"
+    return LaidOutFactors(factors=first, against=_lay_out(engine, folder, claim, against, (place / "against", pointer)))
+
+
+def _named(reference: Mapping[str, Any] | None) -> str | None:
+    """The job that a reference names."""
+    named = (reference or {}).get("job")
+    return None if named is None else str(named)
+
+
+def _lay_out(
+    engine: Engine, folder: ArtifactFolder, claim: Claim, earlier_id: str | None, where: tuple[Path, str]
+) -> Path | None:
+    """The factors of one job, for one field of the document."""
+    place, pointer = where
     if earlier_id is None:
         return None
-    earlier = read_job(engine, claim.tenant_id, str(earlier_id))
+    earlier = read_job(engine, claim.tenant_id, earlier_id)
     if earlier is None:
-        raise FactorsUnavailable("names no job of yours; give the id of a job that kept its factors")
+        raise FactorsUnavailable("names no job of yours; give the id of a job that kept its factors", pointer)
     if earlier.state != "succeeded":
-        raise FactorsUnavailable(f"names a job that is {earlier.state}; give one that has succeeded")
+        raise FactorsUnavailable(f"names a job that is {earlier.state}; give one that has succeeded", pointer)
     files = [each for each in list_artifacts(engine, claim.tenant_id, earlier.id) if each.name.startswith(_FACTORS)]
     if not any(each.name == _INDEX for each in files):
-        raise FactorsUnavailable("names a job that kept no factors; run it again with `keep: [factors]`")
-    place = folder.attempt_dir(claim.job_id, claim.fence) / "input"
+        raise FactorsUnavailable("names a job that kept no factors; run it again with `keep: [factors]`", pointer)
     for each in files:
         target = place / each.name
         target.parent.mkdir(parents=True, exist_ok=True)

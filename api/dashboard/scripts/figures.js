@@ -30,6 +30,37 @@ const FIGURES = {
       text: "The sum of all eigenvalues: the larger, the more the loss changes under small random changes of the weights.",
     },
   ],
+  compare_curvature: (summary) => {
+    const last = summary.overlaps?.findLast((each) => each.overlap != null);
+    const apart = (summary.only_first?.length ?? 0) + (summary.only_against?.length ?? 0) + (summary.other_sizes?.length ?? 0);
+    const differences = (summary.differences ?? []).map((each) => `${each.option} ${each.first} against ${each.against}`).join(", ");
+    return [
+      {
+        name: "Overlap",
+        value: last ? number(last.overlap, 3) : "–",
+        note: last ? `k = ${last.k}, mean over ${several(last.layers, "layer")}` : "no eigenspace is determined",
+        text: "Of the spans of the leading eigenvectors of G ⊗ A in both sets: 1 where they are equal, 0 where they are orthogonal.",
+      },
+      {
+        name: "Distance",
+        value: summary.relative_distance == null ? "–" : number(summary.relative_distance, 3),
+        note: summary.farthest ? `largest in ${summary.farthest}` : "relative, by Frobenius norm",
+        text: "‖F₁ − F₂‖ / ‖F₂‖ of the block-diagonal matrices of all compared layers, by Frobenius norm.",
+      },
+      {
+        name: "Divergence",
+        value: summary.divergence == null ? "–" : number(summary.divergence, 3),
+        note: `nats; ${summary.reverse_divergence == null ? "–" : number(summary.reverse_divergence, 3)} the other way`,
+        text: "Kullback-Leibler divergence of the Gaussians whose precisions are the two damped curvatures.",
+      },
+      {
+        name: "Compared",
+        value: several(summary.layers, "layer"),
+        note: apart ? `${number(apart)} only in one set, or of another size` : "all layers of both sets",
+        text: differences ? `The two were collected with ${differences}.` : "The two were collected with the same options.",
+      },
+    ];
+  },
   reconstruction: (summary) => [
     {
       name: "Clipped",

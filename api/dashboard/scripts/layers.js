@@ -74,8 +74,35 @@ function directionColumns(rows) {
   }
   return DIRECTIONS.get(key);
 }
+/** A number of a factor, or of G ⊗ A, of a layer that is compared with another set's. */
+const compared = (name, key, heading, title, more = {}) => ({ name: heading, title, value: (row) => row.metrics?.[name]?.[key] ?? null, ...more });
+
+const overlapAt = (row, k) => row.metrics?.product?.overlaps?.find((each) => each.k === k) ?? null;
+
+/** The overlap of the leading k eigenvectors, with the reason where there is none. */
+const overlap = (k) => ({
+  name: `k = ${k}`,
+  title: `Overlap ‖Uᵀ V‖² / k of the ${k} leading eigenvectors of G ⊗ A in both sets: 1 where they span the same, 0 where they are orthogonal`,
+  value: (row) => overlapAt(row, k)?.overlap ?? null,
+  share: (row) => overlapAt(row, k)?.overlap ?? null,
+  note: (row) => overlapAt(row, k)?.why ?? null,
+});
+
+const overlaps = (rows) => [...new Set(rows.flatMap((row) => (row.metrics?.product?.overlaps ?? []).map((each) => each.k)))].map(overlap);
 
 const COLUMNS = {
+  compare_curvature: [
+    LAYER,
+    SIZE,
+    PARAMETERS,
+    compared("product", "relative_distance", "Distance", "‖F₁ − F₂‖ / ‖F₂‖ of G ⊗ A, by Frobenius norm; the bar compares layers", { relative: true }),
+    compared("A", "relative_distance", "of A", "‖A₁ − A₂‖ / ‖A₂‖ by Frobenius norm"),
+    compared("G", "relative_distance", "of G", "‖G₁ − G₂‖ / ‖G₂‖ by Frobenius norm"),
+    compared("product", "cosine", "Cosine", "⟨F₁, F₂⟩ / (‖F₁‖ ‖F₂‖): likeness whatever the scales"),
+    compared("product", "trace_log_ratio", "Trace shift", "ln(tr F₁ / tr F₂)"),
+    compared("product", "divergence", "KL", "Kullback-Leibler divergence of the damped Gaussians, in nats", { note: (row) => row.metrics?.product?.why ?? row.metrics?.why ?? null }),
+    SECONDS,
+  ],
   capacity: [
     LAYER,
     SIZE,
@@ -125,6 +152,10 @@ const COLUMNS = {
 
 function columnsOf(kind, rows) {
   if (kind === "natural_gradient") return directionColumns(rows);
+  if (kind === "compare_curvature") {
+    const [layer, size, parameters, ...rest] = COLUMNS[kind];
+    return [layer, size, parameters, ...overlaps(rows), ...rest];
+  }
   if (COLUMNS[kind]) return COLUMNS[kind].filter((column) => !column.optional || rows.some((row) => column.value(row) !== null));
   const sample = rows.find((row) => row.metrics)?.metrics ?? {};
   const keys = Object.keys(sample).filter((key) => typeof sample[key] === "number").slice(0, 6);

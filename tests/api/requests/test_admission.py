@@ -123,27 +123,50 @@ def test_a_model_in_the_store_needs_no_hub(ledger: Engine, tmp_path: Path) -> No
     assert refused(ledger, settings(tmp_path), document) == {}
 
 
-def test_factors_of_an_earlier_job(ledger: Engine, tmp_path: Path) -> None:
+def analysed(reference: dict[str, str]) -> dict[str, Any]:
+    return {"kind": "capacity", "factors": reference}
+
+
+def compared(reference: dict[str, str]) -> dict[str, Any]:
+    collected = {name: value for name, value in seeding.DOCUMENT.items() if name in ("model", "data", "task")}
+    return {**collected, "kind": "compare_curvature", "compare_curvature": {"against": reference}}
+
+
+@pytest.mark.parametrize(("document", "field"), [(analysed, "/factors"), (compared, "/compare_curvature/against")])
+def test_factors_of_an_earlier_job(ledger: Engine, tmp_path: Path, document: Any, field: str) -> None:
     chosen = settings(tmp_path)
 
-    def document(reference: dict[str, str]) -> dict[str, Any]:
-        return {"kind": "capacity", "factors": reference}
-
-    assert refused(ledger, chosen, document({"path": "/tmp/x"})) == {"/factors/path": "not_allowed"}
+    assert refused(ledger, chosen, document({"path": "/tmp/x"})) == {f"{field}/path": "not_allowed"}
     listed = settings(tmp_path, allowed_directories=(str(tmp_path),))
     assert refused(ledger, listed, document({"path": f"{tmp_path}/m.safetensors"})) == {}
     assert refused(ledger, listed, document({"path": f"{tmp_path}/../m.safetensors"})) == {
-        "/factors/path": "not_allowed"
+        f"{field}/path": "not_allowed"
     }
-    assert refused(ledger, chosen, document({"job": "nonsense"})) == {"/factors/job": "not_found"}
+    assert refused(ledger, chosen, document({"job": "nonsense"})) == {f"{field}/job": "not_found"}
     foreign = seeding.running(ledger, _other_tenant(ledger)).job_id
-    assert refused(ledger, chosen, document({"job": foreign})) == {"/factors/job": "not_found"}
+    assert refused(ledger, chosen, document({"job": foreign})) == {f"{field}/job": "not_found"}
     claim = seeding.running(ledger, LOCAL_TENANT)
-    assert refused(ledger, chosen, document({"job": claim.job_id})) == {"/factors/job": "not_succeeded"}
+    assert refused(ledger, chosen, document({"job": claim.job_id})) == {f"{field}/job": "not_succeeded"}
     without = seeding.finished(ledger, tmp_path, LOCAL_TENANT)
-    assert refused(ledger, chosen, document({"job": without})) == {"/factors/job": "no_factors"}
+    assert refused(ledger, chosen, document({"job": without})) == {f"{field}/job": "no_factors"}
     kept = seeding.finished(ledger, tmp_path, LOCAL_TENANT, with_factors=True)
     assert refused(ledger, chosen, document({"job": kept})) == {}
+
+
+def test_both_sets_of_a_comparison_are_looked_at(ledger: Engine, tmp_path: Path) -> None:
+    chosen = settings(tmp_path)
+    kept = seeding.finished(ledger, tmp_path, LOCAL_TENANT, with_factors=True)
+    foreign = seeding.finished(ledger, tmp_path, _other_tenant(ledger), with_factors=True)
+    document = {"kind": "compare_curvature", "factors": {"job": kept}, "compare_curvature": {"against": {"job": kept}}}
+    assert refused(ledger, chosen, document) == {}
+    document |= {"factors": {"job": foreign}, "compare_curvature": {"against": {"path": "/tmp/x"}}}
+    assert refused(ledger, chosen, document) == {
+        "/factors/job": "not_found",
+        "/compare_curvature/against/path": "not_allowed",
+    }
+    # options of an analysis that is not asked for name nothing
+    document |= {"kind": "capacity", "factors": {"job": kept}}
+    assert refused(ledger, chosen, document) == {}
 
 
 def _other_tenant(engine: Engine) -> str:

@@ -130,6 +130,8 @@ def requests_about(application: FastAPI, job_id: str) -> list[tuple[str, str, An
             found.append((method, re.sub(r"{[^}]*}", "0", url), {"priority": 1} if method == "PUT" else None))
     factors = {key: value for key, value in DOCUMENT.items() if key not in ("model", "data", "task", "keep")}
     found.append(("POST", "/v1/jobs", factors | {"kind": "capacity", "factors": {"job": job_id}}))
+    compared = {key: DOCUMENT[key] for key in ("model", "data", "task")} | {"kind": "compare_curvature"}
+    found.append(("POST", "/v1/jobs", compared | {"compare_curvature": {"against": {"job": job_id}}}))
     return sorted(found, key=lambda each: ("GET", "HEAD", "PUT", "POST", "DELETE").index(each[0]))
 
 

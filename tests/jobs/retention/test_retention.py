@@ -171,12 +171,21 @@ def test_files_go_with_the_rows_where_that_is_asked(ledger: Engine, folder: Arti
     assert delete_job(ledger, LOCAL_TENANT, job_id) == (archive,)
 
 
+def begins_from(job_id: str) -> dict[str, Any]:
+    return {"factors": {"job": job_id}, "model": None, "data": None, "task": None}
+
+
+def compares_with(job_id: str) -> dict[str, Any]:
+    return {"kind": "compare_curvature", "compare_curvature": {"against": {"job": job_id}}}
+
+
+@pytest.mark.parametrize("naming", [begins_from, compares_with])
 @pytest.mark.parametrize("state", ["queued", "running", "cancelling"])
 def test_files_that_a_later_job_begins_from_stay_until_it_has_ended(
-    ledger: Engine, folder: ArtifactFolder, finished: Any, document: Any, state: str
+    ledger: Engine, folder: ArtifactFolder, finished: Any, document: Any, state: str, naming: Any
 ) -> None:
     needed, other = finished(), finished()
-    naming = document(factors={"job": needed}, model=None, data=None, task=None)
+    naming = document(**naming(needed))
     later = submit(ledger, LOCAL_TENANT, naming).job.id
     if state != "queued":
         assert claims.claim(ledger, later, "w", "t" * 32, 45) is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from catalog.capacity import CapacityMetrics, CapacitySummary
+from catalog.compare_curvature import CompareCurvatureMetrics, CompareCurvatureSummary
 from catalog.layer_record import LayerRecord
 from kronoscope import Client
 from kronoscope.cli.documents import read_document
@@ -99,6 +100,48 @@ def test_results_come_with_the_text_for_a_paper(kronoscope: Run, client: Client,
     second = client.results(again).manifest
     assert second is not None
     assert all(second[name] == manifest[name] for name in ("model_sha256", "data_sha256"))
+
+
+def test_two_jobs_of_the_service_are_compared(kronoscope: Run, client: Client, url: str, tmp_path: Path) -> None:
+    jobs = []
+    for seed in (0, 1):
+        changes = settings(("kind=factors", f"collection.seed={seed}"))
+        done = kronoscope("submit", "job.yaml", "--wait", "--json", "--url", url, *changes)
+        assert done.returncode == 0, done.stderr
+        jobs.append(json.loads(done.stdout)["id"])
+    document = tmp_path / "compare.yaml"
+    document.write_text("kind: compare_curvature\nfactors: {job: a}\ncompare_curvature: {k: [1, 3]}\n")
+
+    def compared(first: str, against: str) -> str:
+        named = settings((f"factors.job={first}", f"compare_curvature.against.job={against}"))
+        done = kronoscope("submit", str(document), "--wait", "--json", "--url", url, *named)
+        assert done.returncode == 0, done.stdout + done.stderr
+        job_id: str = json.loads(done.stdout)["id"]
+        return job_id
+
+    other, same = compared(*jobs), compared(jobs[0], jobs[0])
+    apart, equal = (client.results(each).summary["compare_curvature"] for each in (other, same))
+    assert isinstance(apart, CompareCurvatureSummary)
+    assert isinstance(equal, CompareCurvatureSummary)
+    assert [(each.option, each.first, each.against) for each in apart.differences] == [("seed", "0", "1")]
+    assert (equal.distance, equal.divergence, equal.factors_sha256) == (0, 0, apart.factors_sha256)
+    assert apart.distance is not None
+    assert apart.distance > 0
+    assert equal.factors_sha256 == equal.against_sha256 != apart.against_sha256
+    rows = list(client.layers(other))
+    assert all(isinstance(row.metrics, CompareCurvatureMetrics) for row in rows)
+    manifest = client.results(other).manifest
+    assert manifest is not None
+    assert (manifest["factors_sha256"], manifest["against_sha256"]) == (apart.factors_sha256, apart.against_sha256)
+    shown = kronoscope("results", other, "--url", url)
+    assert "compare_curvature: 2 layers" in shown.stdout
+    assert "k=1" in shown.stdout
+    assert "collected with seed 0 against 1" in shown.stdout.replace("\n", " ")
+    said = kronoscope("results", other, "--methods", "--url", url).stdout
+    assert f"They were compared with the factors stored in job {jobs[1]}." in said
+    refused = kronoscope("submit", str(document), "--url", url, *settings((f"factors.job={jobs[0]}",)))
+    assert refused.returncode == 2
+    assert "/compare_curvature/against" in refused.stderr
 
 
 def test_a_job_goes_through_the_service_and_comes_back_typed(

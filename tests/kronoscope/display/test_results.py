@@ -16,10 +16,11 @@ from kronoscope.cli.devices import device_table
 from kronoscope.client.responses import build, build_layer
 from kronoscope.display.job_table import job_table
 from kronoscope.display.layer_names import shorten, shorten_all
+from kronoscope.display.numbers import format_number
 from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import BarDisplay, LineDisplay, SilentDisplay, display_for
 from kronoscope.display.results import show_progress
-from kronoscope.display.tables import format_number, layer_table, not_covered_lines, summary_line
+from kronoscope.display.tables import layer_table, not_covered_lines, summary_line
 
 ROW = {
     "kind": "capacity", "ordinal": 0, "layer": "encoder.layer.11.attention.self.query", "module": "Linear",

@@ -137,6 +137,83 @@ def test_factors_of_an_earlier_job_are_read_where_the_parent_found_them(
     assert {row.ordinal: row.outcome["metrics"] for row in frames if isinstance(row, LayerDone)} == first
 
 
+def test_two_sets_are_compared_where_the_parent_found_them_or_by_their_paths(
+    done: tuple[list[Frame], int, Path], store: Path, tmp_path: Path
+) -> None:
+    kept = str(done[2] / "factors")
+    document: dict[str, Any] = {"kind": "compare_curvature", "factors": {"job": "1"}}
+    document["compare_curvature"] = {"against": {"job": "2"}, "k": [1, 3]}
+    there = assignment(store, tmp_path / "laid-out", document, factors_path=kept, against_path=kept)
+    by_path = assignment(
+        store,
+        tmp_path / "by-path",
+        {
+            "kind": "compare_curvature",
+            "factors": {"path": str(done[2])},
+            "compare_curvature": {"against": {"path": kept}, "k": [1, 3]},
+        },
+    )
+    found = []
+    for given in (there, by_path):
+        frames, code = run(given)
+        assert code == 0, frames[-1]
+        (summary,) = [frame.summary for frame in frames if isinstance(frame, Summarised)]
+        rows = {row.ordinal: row.outcome["metrics"] for row in frames if isinstance(row, LayerDone)}
+        assert (summary["distance"], summary["divergence"], summary["layers"]) == (0, 0, 3)
+        last = frames[-1]
+        assert isinstance(last, Finished)
+        assert last.factors_sha256 == last.against_sha256 == summary["factors_sha256"] == summary["against_sha256"]
+        assert (last.model_sha256, last.data_sha256) == (None, None)
+        assert [each["overlap"] for each in rows[0]["G"]["overlaps"]] == pytest.approx([1, 1], abs=1e-12)
+        found.append((summary, rows))
+    assert found[0] == found[1]
+    # the model that they came from gives the same set again
+    collecting = DOCUMENT | {"kind": "compare_curvature", "compare_curvature": {"against": {"path": kept}, "k": [1]}}
+    frames, code = run(assignment(store, tmp_path / "collected", collecting))
+    assert code == 0, frames[-1]
+    (summary,) = [frame.summary for frame in frames if isinstance(frame, Summarised)]
+    assert (summary["distance"], summary["differences"]) == (0, [])
+    assert summary["factors_sha256"] == found[0][0]["against_sha256"]
+    last = frames[-1]
+    assert isinstance(last, Finished)
+    assert (last.factors_sha256, last.against_sha256) == (None, summary["against_sha256"])
+    assert last.model_sha256 is not None
+
+
+@pytest.mark.parametrize(
+    ("against", "pointer", "said"),
+    [
+        ({"job": "0190"}, "/compare_curvature/against/job", "give `compare_curvature.against.path: FOLDER`"),
+        ({"path": "{there}/0.safetensors"}, "/compare_curvature/against/path", "is a file; give the folder"),
+        ({"path": "{there}/.."}, None, None),
+        ({"path": "{there}/nothing"}, "/compare_curvature/against/path", "does not exist on this machine"),
+        ({"path": "{torn}"}, "/compare_curvature/against", "is not valid JSON"),
+    ],
+)
+def test_a_second_set_that_cannot_be_read_is_named_by_its_own_field(
+    done: tuple[list[Frame], int, Path],
+    store: Path,
+    tmp_path: Path,
+    against: Any,
+    pointer: str | None,
+    said: str | None,
+) -> None:
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "factors.index.json").write_text('{"format"')
+    there = str(done[2] / "factors")
+    named = {name: path.format(there=there, torn=torn) for name, path in against.items()}
+    document = {"kind": "compare_curvature", "factors": {"path": there}, "compare_curvature": {"against": named}}
+    frames, code = run(assignment(store, tmp_path / "out", document))
+    if pointer is None:
+        assert code == 0, frames[-1]
+        return
+    last = frames[-1]
+    assert isinstance(last, Failed)
+    assert (code, last.category, last.pointer) == (2, "usage", pointer)
+    assert str(said) in last.message
+
+
 ENDLESS = """
 import torch
 

@@ -529,6 +529,50 @@ def test_factors_of_an_earlier_job_are_laid_out(submitted: Any, supervise: Any, 
     assert told == {"0.safetensors": "tensor", "factors.index.json": "{}"}
 
 
+def test_two_sets_of_factors_are_laid_out_apart(submitted: Any, supervise: Any, job: Any, events: Any) -> None:
+    first, second = submitted(kind="factors"), submitted(kind="factors")
+    for each, text in ((first, "[1]"), (second, "[2]")):
+        supervise(each, ["artifact", "factors/factors.index.json", text], ["finish"])
+    for against, text in ((second, "[2]"), (first, "[1]")):
+        later = submitted(
+            kind="compare_curvature",
+            model=None,
+            data=None,
+            task=None,
+            factors={"job": first},
+            compare_curvature={"against": {"job": against}},
+        )
+        supervise(later, ["echo_factors"], ["echo_against"], ["finish"])
+        told = [json.loads(each.data["message"]) for each in events(later, "log")]
+        assert told == [{"factors.index.json": "[1]"}, {"factors.index.json": text}]
+        assert job(later).state == "succeeded"
+    # beside a model of its own there is the second set alone
+    collecting = submitted(kind="compare_curvature", compare_curvature={"against": {"job": second}})
+    supervise(collecting, ["echo_assignment"], ["echo_against"], ["finish"])
+    assignment, told_against = (json.loads(each.data["message"]) for each in events(collecting, "log"))
+    assert (assignment["factors_path"], told_against) == (None, {"factors.index.json": "[2]"})
+
+
+def test_a_second_set_that_is_not_there_is_the_callers_to_mend(submitted: Any, supervise: Any, job: Any) -> None:
+    kept, without = submitted(kind="factors"), submitted()
+    supervise(kept, ["artifact", "factors/factors.index.json", "{}"], ["finish"])
+    supervise(without, ["finish"])
+    later = submitted(
+        kind="compare_curvature",
+        model=None,
+        data=None,
+        task=None,
+        factors={"job": kept},
+        compare_curvature={"against": {"job": without}},
+    )
+    supervise(later, ["finish"])
+    failure = job(later).failure
+    assert (job(later).state, failure["code"]) == ("failed", "factors_unavailable")
+    assert (failure["pointer"], failure["message"][:36]) == (
+        "/compare_curvature/against/job", "names a job that kept no factors; ru",
+    )  # fmt: skip
+
+
 def test_damaged_factors_of_an_earlier_job_are_not_computed_with(
     ledger: Any, submitted: Any, supervise: Any, job: Any, settings: Any
 ) -> None:

@@ -45,6 +45,8 @@ class ArtifactFiles:
     """Writes below one folder, reads from it, or from the folder of an earlier job."""
 
     _most_json_bytes = 512 * 2**20
+    _pointer = "/factors"
+    """The field of the document that what is read came from."""
 
     def __init__(self, root: Path, announce: Announce | None) -> None:
         """Set up the folder; nothing is written yet.
@@ -116,7 +118,7 @@ class ArtifactFiles:
             Refusal: If the file is not a valid safetensors file.
         """
         file = self._opened(name)
-        read_header(file, "/factors")
+        read_header(file, self._pointer)
         return safetensors.torch.load_file(file)
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
@@ -134,11 +136,11 @@ class ArtifactFiles:
         """
         file = self._opened(name)
         if file.stat().st_size > self._most_json_bytes:
-            raise Refusal(f"{file.name} has more than {self._most_json_bytes:,} bytes", pointer="/factors")
+            raise Refusal(f"{file.name} has more than {self._most_json_bytes:,} bytes", pointer=self._pointer)
         try:
             return json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise Refusal(f"{file.name} is not valid JSON", pointer="/factors", code="broken_factors") from error
+            raise Refusal(f"{file.name} is not valid JSON", pointer=self._pointer, code="broken_factors") from error
 
     def remove(self, name: str) -> None:
         """Delete a file; one that does not exist is not an error.
@@ -199,8 +201,9 @@ class StoredFactors(ArtifactFiles):
     _most_json_bytes = 64 * 2**20
     """Decoded it takes up to twenty times as much, and 10,000 layers have 15 MB."""
 
-    def __init__(self, folder: OpenFolder, most_bytes: int = 2**62) -> None:
+    def __init__(self, folder: OpenFolder, most_bytes: int = 2**62, pointer: str = "/factors") -> None:
         super().__init__(folder.path, _never)
+        self._pointer = pointer
         self._folder = folder
         self._most_bytes = most_bytes
 
@@ -227,7 +230,7 @@ class StoredFactors(ArtifactFiles):
             raise Refusal(
                 f"{file.name} has {readable_bytes(size)}, and {readable_bytes(self._most_bytes)} of host memory are "
                 "left to this job; give it more (`memory.host`)",
-                pointer="/factors",
+                pointer=self._pointer,
                 code="budget_exceeded",
             )
         return file
@@ -249,7 +252,7 @@ def find_factors(folder: OpenFolder, pointer: str, most_bytes: int = 2**62) -> S
     """
     for candidate in (folder, folder.folder("factors"), folder.folder("artifacts/factors")):
         if candidate.file("factors.index.json") is not None:
-            return StoredFactors(candidate, most_bytes)
+            return StoredFactors(candidate, most_bytes, pointer.removesuffix("/path"))
     raise Refusal(
         f"{storable_text(str(folder.path))} holds no factors.index.json; give the folder that a job with "
         "`keep: [factors]` wrote",

@@ -1,0 +1,133 @@
+"""Bytes and seconds of `compare_curvature`: two factors at a time, each decomposed, and the pencils of the two.
+
+All of it is computed on the host in float64. Of the second set nothing is known before it is read: it is counted as
+large as the first, whose layers it is compared with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from catalog.compare_curvature import CompareCurvatureParams
+from engine.collection.probe import Probe
+from engine.layers.layer import TreatedLayer
+from engine.linalg.eigendecomposition import rungs
+from engine.memory.budget import MemoryBudget
+from engine.memory.device_speed import typical_speed
+from engine.memory.plan import Plan, Term
+from engine.planning.collection_time import Work
+from engine.planning.decomposition_memory import kept_as, read_back_bytes
+from engine.workspace import Workspace
+
+_STAGE: Literal["compare_curvature"] = "compare_curvature"
+_HOST = torch.device("cpu")
+_OF_A_LAYER = 0.01
+"""Of one layer, whatever its size: seconds."""
+_PANELS = 8 * 2 * 2**20
+"""Rows of two factors and of their difference, in float64."""
+MOST_PRODUCTS = 2**22
+"""Eigenvalues of G ⊗ A that are put into order at most."""
+_PRODUCT_BYTES = 40
+"""Of each of them: both sets' products, in order, and their places."""
+_OPERATIONS = 2 * 9 + 2 * 5 + 2 * 3
+"""n³: two decompositions with vectors, the eigenvalues of two pencils, and what brings these about."""
+
+
+def with_comparison(
+    plan: Plan, workspace: Workspace, probe: Probe, budget: MemoryBudget, carried: Sequence[Term]
+) -> Plan:
+    """Add the bytes of the comparison.
+
+    Args:
+        plan: Collection and decompositions.
+        workspace: The job, whose analyses are planned.
+        probe: Layers and representations, as the probe found them.
+        budget: Bytes of each place, within which each decomposition's solver is chosen.
+        carried: What stands from before.
+
+    Returns:
+        The plan with those terms.
+    """
+    params = workspace.options.of(_STAGE) or CompareCurvatureParams()
+    kept = kept_as(workspace, probe.dtype)
+    terms = list(carried)
+    terms.append(_term("panels", "8 · 2 MiB", _PANELS))
+    most = params.k[-1]
+    shared = sum(8 * min(most, layer.in_dim) ** 2 for layer in probe.layers if layer.name in probe.shared)
+    if shared:
+        terms.append(_term("cosines", "k² · 8, of each A that layers share", shared))
+    held = replace(plan, terms=(*plan.terms, *terms)).stage_bytes("host", _STAGE)
+    copies = 2 if len(plan.chosen.parts) > 1 else 1
+    for layer in probe.layers:
+        read = copies * read_back_bytes(layer, probe, kept)
+        formula = "in² + out² of both sets, as kept" if copies > 1 else "in² + out² of the second set, as kept"
+        terms.append(_term("read back", formula, read, layer.name))
+        leading = sum(2 * 8 * side * min(most, side) for side in (layer.in_dim, layer.out_dim))
+        terms.append(_term("eigenvectors", "2 · (in + out) · k · 8", leading, layer.name))
+        room = budget.host_bytes - held - read
+        working = max(_side_bytes(side, rows, kept, room) for side, rows in _sides(layer, probe))
+        products = layer.in_dim * layer.out_dim
+        if products <= MOST_PRODUCTS:
+            working = max(working, _PRODUCT_BYTES * products)
+        terms.append(
+            _term(
+                "decompositions",
+                "of one factor; 3 · n² · 8 of a pencil; or 40 · in · out of the products in order",
+                working,
+                layer.name,
+            )
+        )
+    return replace(plan, terms=(*plan.terms, *terms))
+
+
+def comparison_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
+    """Return the predicted seconds of the comparison.
+
+    Args:
+        workspace: The job, whose device may not be the one that compares.
+        probe: Layers and representations, as the probe found them.
+        work: The device's speed.
+
+    Returns:
+        Seconds over all layers.
+    """
+    pace = work.pace if workspace.machine.device.type != "cuda" else typical_speed(_HOST)
+    total = 0.0
+    for layer in probe.layers:
+        sides = _sides(layer, probe)
+        # an A that layers share is compared once
+        compared = sides[1:] if layer.name in probe.shared else sides
+        for side, rows in compared:
+            n = side if rows is None else min(side, 2 * rows)
+            total += layer.groups * _OPERATIONS * n**3 / pace.eigen_operations_per_second
+        total += layer.groups * _OF_A_LAYER
+    return total
+
+
+def _sides(layer: TreatedLayer, probe: Probe) -> list[tuple[int, int | None]]:
+    """Rows of A and of G as they are decomposed, 1 of a diagonal; with the gradient rows of a G that is kept so."""
+    each = probe.kept(layer)
+    rows = each.held_rows(layer.out_dim) if each.kind == "woodbury" else None
+    sides: list[tuple[int, int | None]] = [(layer.in_dim if layer.form == "kronecker" else 1, None)]
+    sides.append((1 if layer.form == "diagonal_block" or each.kind == "diagonal_sketch" else layer.out_dim, rows))
+    return sides
+
+
+def _side_bytes(size: int, rows: int | None, kept: torch.dtype, room: int) -> int:
+    """Bytes of one factor's decomposition by the first solver that fits, or of its pencil."""
+    spanned = 0
+    if rows is not None:
+        # both sets' rows in float64, thrice; what is decomposed has as many rows as they
+        spanned, size = 24 * size * min(size, 2 * rows), min(size, 2 * rows)
+    ladder = rungs(size, need="vectors", device=_HOST, dtype=torch.float64 if rows is not None else kept)
+    fitting = [each.host_bytes for each in ladder if each.host_bytes <= room]
+    decomposing = fitting[0] if fitting else min((each.host_bytes for each in ladder), default=0)
+    return spanned + max(decomposing, 24 * size**2)
+
+
+def _term(name: str, formula: str, size: int, layer: str | None = None) -> Term:
+    return Term(
+        name=name, formula=formula, size_bytes=size, place="host", source="estimated", stage=_STAGE, layer=layer
+    )

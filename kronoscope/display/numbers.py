@@ -1,0 +1,39 @@
+"""Figures as they stand in tables, and fields of what a service sends."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
+    """Return a figure in at most nine characters.
+
+    Args:
+        value: A number, or a value of another type, which is shown as it is.
+
+    Returns:
+        Four significant digits, integers below ten million whole; a dash for None.
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) and abs(value) < 10**7:
+        return f"{value:,}"
+    digits = f"{value:.4g}"
+    if "e" not in digits:
+        return digits
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def read_field(source: Any, name: str) -> Any:  # noqa: ANN401 - records, or mappings of analyses unknown here
+    """Return a field of a record, or of the mapping in its place.
+
+    Args:
+        source: A record, a mapping of an analysis that this client does not know, or None.
+        name: The field.
+
+    Returns:
+        Its value; None where there is none.
+    """
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
