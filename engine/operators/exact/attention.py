@@ -81,14 +81,17 @@ class Attention:
         pushed = [torch.empty_like(output) for _ in tangents]
         for block in self._blocks():
             scores = self._scores(block)
-            total = torch.logsumexp(scores, -1, keepdim=True)
+            peak = scores.amax(-1, keepdim=True)
             # a query that sees nothing gets nothing
-            total = total.masked_fill_(total == -math.inf, 0.0)
-            rows[block.queries] = total
-            chances = scores.sub_(total).exp_()
-            output[block.queries] = chances @ block.keys_of(value)
+            peak.masked_fill_(peak == -math.inf, 0.0)
+            chances = scores.sub_(peak).exp_()
+            total = chances.sum(-1, keepdim=True)
+            total.masked_fill_(total == 0, 1.0)
+            chances.div_(total)
+            block.write(rows, total.log_().add_(peak))
+            block.write(output, chances @ block.keys_of(value))
             for own, tangent in zip(pushed, tangents, strict=True):
-                own[block.queries] = self._pushed(block, chances, tangent)
+                block.write(own, self._pushed(block, chances, tangent))
         return output, rows, pushed
 
     def tangent(self, rows: Tensor, tangent: Operands) -> Tensor:
@@ -103,7 +106,7 @@ class Attention:
         """
         pushed = self.query.new_empty(*self.query.shape[:-1], self.value.shape[-1])
         for block in self._blocks():
-            pushed[block.queries] = self._pushed(block, self._chances(block, rows), tangent)
+            block.write(pushed, self._pushed(block, self._chances(block, rows), tangent))
         return pushed
 
     def pullback(self, rows: Tensor, gradient: Tensor) -> Operands:
@@ -120,9 +123,10 @@ class Attention:
         for block in self._blocks():
             chances, g = self._chances(block, rows), block.of(gradient)
             key, query = block.keys_of(self.key), block.of(self.query)
-            received = g @ block.keys_of(self.value).mT
-            slope = received.sub_((chances * received).sum(-1, keepdim=True)).mul_(chances)
-            self._add(into, block, slope @ key * self.scale, slope.mT @ query * self.scale, chances.mT @ g, slope)
+            slope = _centred_(g @ block.keys_of(self.value).mT, chances)
+            self._add(
+                into, block, (slope @ key).mul_(self.scale), (slope.mT @ query).mul_(self.scale), chances.mT @ g, slope
+            )
         return self._cast(into)
 
     def pullback_tangent(self, rows: Tensor, gradient: Tensor, tangent: Operands) -> Operands:
@@ -160,33 +164,38 @@ class Attention:
 
     def _scores(self, block: "_Block") -> Tensor:
         scores = (block.of(self.query) * self.scale) @ block.keys_of(self.key).mT
+        if self.bias is None and self.mask is None and not self.causal:
+            return scores
+        pairs = block.spread(scores)
         if self.bias is not None:
-            scores += block.pairs_of(self.bias)
+            pairs += block.pairs_of(self.bias)
         if self.mask is not None:
-            scores.masked_fill_(~block.pairs_of(self.mask), -math.inf)
+            pairs.masked_fill_(~block.pairs_of(self.mask), -math.inf)
         if self.causal:
-            scores.masked_fill_(block.later(scores.device), -math.inf)
+            pairs.masked_fill_(block.later(scores.device), -math.inf)
         return scores
 
     def _chances(self, block: "_Block", rows: Tensor) -> Tensor:
-        return self._scores(block).sub_(rows[block.queries]).exp_()
+        return self._scores(block).sub_(block.of(rows)).exp_()
 
     def _chance_tangent(self, block: "_Block", chances: Tensor, tangent: Operands) -> Tensor:
-        moved = torch.zeros_like(chances)
+        left, right = [], []
         if tangent.query is not None:
-            moved += block.of(tangent.query) @ block.keys_of(self.key).mT * self.scale
+            left.append(block.of(tangent.query))
+            right.append(block.keys_of(self.key))
         if tangent.key is not None:
-            moved += block.of(self.query) @ block.keys_of(tangent.key).mT * self.scale
+            left.append(block.of(self.query))
+            right.append(block.keys_of(tangent.key))
+        # both summands in one product
+        moved = (torch.cat(left, -1) * self.scale) @ torch.cat(right, -1).mT if left else torch.zeros_like(chances)
         if tangent.bias is not None:
-            moved += block.pairs_of(tangent.bias)
-        # where nothing is seen, nothing moves
-        return moved.sub_((chances * moved).sum(-1, keepdim=True)).mul_(chances)
+            pairs = block.spread(moved)
+            pairs += block.pairs_of(tangent.bias)
+        return _centred_(moved, chances)
 
     def _pushed(self, block: "_Block", chances: Tensor, tangent: Operands) -> Tensor:
         pushed = self._chance_tangent(block, chances, tangent) @ block.keys_of(self.value)
-        if tangent.value is not None:
-            pushed += chances @ block.keys_of(tangent.value)
-        return pushed
+        return pushed if tangent.value is None else pushed.baddbmm_(chances, block.keys_of(tangent.value))
 
     # ---- all blocks
 
@@ -201,8 +210,9 @@ class Attention:
                 for query in range(0, length, queries):
                     stop = min(query + queries, length)
                     yield _Block(
-                        entries=slice(first, first + entries),
-                        heads=slice(head, head + at_once),
+                        entries=slice(first, min(first + entries, batch)),
+                        heads=slice(head, min(head + at_once, heads)),
+                        group=group,
                         rows=slice(query, stop),
                         keys=slice(0, min(stop, keys) if self.causal else keys),
                     )
@@ -221,13 +231,13 @@ class Attention:
     def _add(
         self, into: list[Tensor], block: "_Block", query: Tensor, key: Tensor, value: Tensor, pairs: Tensor
     ) -> None:
-        into[0][block.queries] += query
-        # heads of queries that share a head of keys meet in its gradient
-        into[1][block.entries, block.heads, :, block.keys] += key.sum(2, keepdim=True)
-        into[2][block.entries, block.heads, :, block.keys] += value.sum(2, keepdim=True)
+        block.write(into[0], query)
+        for whole, own in ((into[1], key), (into[2], value)):
+            seen = whole[block.entries, block.heads, :, block.keys]
+            seen += own.view(seen.shape)
         if self.bias is not None:
-            own = block.pairs_of(into[3])
-            own += pairs.sum_to_size(own.shape)
+            seen = block.pairs_of(into[3])
+            seen += block.spread(pairs).sum_to_size(seen.shape)
 
     def _cast(self, into: list[Tensor]) -> Operands:
         query, key, value = (own.to(part.dtype) for own, part in zip(into, self._parts, strict=False))
@@ -241,6 +251,7 @@ class _Block:
 
     entries: slice
     heads: slice
+    group: int
     rows: slice
     keys: slice
 
@@ -249,12 +260,24 @@ class _Block:
         return self.entries, self.heads, slice(None), self.rows
 
     def of(self, tensor: Tensor) -> Tensor:
+        """The block's queries, heads that share keys below each other: (entries · heads, g · queries, E)."""
         own = tensor[self.queries]
-        return own.to(_wide(own))
+        return own.reshape(own.shape[0] * own.shape[1], -1, own.shape[-1]).to(_wide(own))
+
+    def write(self, tensor: Tensor, queries: Tensor) -> None:
+        """Write what ``of`` would read."""
+        own = tensor[self.queries]
+        own.copy_(queries.view(own.shape))
 
     def keys_of(self, tensor: Tensor) -> Tensor:
+        """The block's keys: (entries · heads, S, E)."""
         own = tensor[self.entries, self.heads, :, self.keys]
-        return own.to(_wide(own))
+        return own.reshape(-1, *own.shape[3:]).to(_wide(own))
+
+    def spread(self, pairs: Tensor) -> Tensor:
+        """Scores by entry, head, g, query and key: a view."""
+        entries, queries = self.entries.stop - self.entries.start, self.rows.stop - self.rows.start
+        return pairs.view(entries, -1, self.group, queries, pairs.shape[-1])
 
     def pairs_of(self, tensor: Tensor) -> Tensor:
         place = (self.entries, self.heads, slice(None), self.rows, self.keys)
@@ -264,6 +287,12 @@ class _Block:
         """Pairs whose key comes after the query."""
         queries = torch.arange(self.rows.start, self.rows.stop, device=device)
         return torch.arange(self.keys.start, self.keys.stop, device=device)[None, :] > queries[:, None]
+
+
+def _centred_(moved: Tensor, chances: Tensor) -> Tensor:
+    """``P ∘ (X − rows(P ∘ X))`` in the memory of X: how a softmax moves, and how its gradient does."""
+    moved.mul_(chances)
+    return moved.addcmul_(chances, moved.sum(-1, keepdim=True), value=-1)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -51,6 +51,8 @@ class AttentionCalls(TorchFunctionMode):
         super().__init__()
         self._carrier = carrier
         self._at_once = at_once
+        self.narrowest: torch.dtype | None = None
+        """The floating-point dtype of fewest bits that a function has returned so far."""
 
     def __torch_function__(
         self,
@@ -68,7 +70,11 @@ class AttentionCalls(TorchFunctionMode):
             call = _Call.of(*args, **named)
             if call is not None:
                 return call.answered(self._carrier, self._at_once)
-        return func(*args, **named)
+        result = func(*args, **named)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            narrowest = self.narrowest or result.dtype
+            self.narrowest = result.dtype if result.dtype.itemsize < narrowest.itemsize else narrowest
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

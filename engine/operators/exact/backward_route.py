@@ -56,7 +56,8 @@ class BackwardRoute:
             ModelRefused: If an operation has a gradient without a gradient of its own.
         """
         job = self.job
-        with AttentionCalls(), torch.enable_grad():
+        calls = AttentionCalls()
+        with calls, torch.enable_grad():
             with job.precision.autocast(job.workspace.machine.device):
                 prediction = predict(job.model, batch, job.task)
             # as the collection does: the loss in the precision of the sums
@@ -64,11 +65,18 @@ class BackwardRoute:
             if not prediction.terms or not prediction.outputs.requires_grad:
                 nothing = [{name: torch.zeros_like(parameters[name]) for name in own.wanted} for own in columns]
                 return Sliced(products=nothing, divisor=prediction.divisor)
-            found = [self._product(prediction, batch, parameters, column) for column in columns]
+            found = [
+                self._product(prediction, batch, parameters, column, calls.narrowest or job.dtype) for column in columns
+            ]
         return Sliced(products=found, divisor=prediction.divisor)
 
     def _product(
-        self, prediction: Prediction, batch: Batch, parameters: Mapping[str, Tensor], column: Column
+        self,
+        prediction: Prediction,
+        batch: Batch,
+        parameters: Mapping[str, Tensor],
+        column: Column,
+        precision: torch.dtype,
     ) -> dict[str, Tensor]:
         job, outputs = self.job, prediction.outputs
         true_hessian = self.of == "hessian"
@@ -91,7 +99,7 @@ class BackwardRoute:
         pushed, *bent = torch.autograd.grad(
             inner, [direction, *second], materialize_grads=True, allow_unused=True, retain_graph=True
         )
-        self._require_adjoint(inner.detach(), direction.detach(), pushed, gradients, column)
+        self._require_adjoint(inner.detach(), direction.detach(), pushed, gradients, column, precision)
         del gradients, inner
         curvature = OutputCurvature(
             prediction=prediction,
@@ -108,12 +116,18 @@ class BackwardRoute:
         return dict(zip(wanted, found, strict=True))
 
     def _require_adjoint(
-        self, inner: Tensor, direction: Tensor, pushed: Tensor, gradients: Sequence[Tensor], column: Column
+        self,
+        inner: Tensor,
+        direction: Tensor,
+        pushed: Tensor,
+        gradients: Sequence[Tensor],
+        column: Column,
+        precision: torch.dtype,
     ) -> None:
         """Check ``⟨u, J v⟩ = ⟨Jᵀ u, v⟩``: torch leaves out without a word what has no second gradient."""
         left = (direction * pushed).sum().double()
         of_gradients = norm(dict(enumerate(own.detach() for own in gradients)))  # type: ignore[arg-type]
-        broken = flaw(left, inner.double(), of_gradients * norm(column.tangents), self.job.dtype)
+        broken = flaw(left, inner.double(), of_gradients * norm(column.tangents), precision)
         if not float(broken) <= 1:
             first = next(iter(column.tangents))
             raise ModelRefused(

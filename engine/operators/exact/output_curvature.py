@@ -87,7 +87,7 @@ class OutputCurvature:
         for part in _parts(*rows.shape):
             own = rows[part].to(self.job.dtype)
             product = self._row_product(own, part)
-            form += (own * product).sum()
+            form += torch.dot(own.reshape(-1), product.reshape(-1))
             rows[part] = product
         return tangent, form
 

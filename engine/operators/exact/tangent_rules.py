@@ -151,6 +151,37 @@ _SUMMED = (0, 1)
 """Numbers of the modes ``sum`` and ``mean``, which are linear in the table."""
 
 
+def _power(result: Tensor, tangents: Mapping[int, Tensor], args: Sequence[Any], named: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    base, exponent = args
+    if named or exponent == 0 or base.dtype != result.dtype:
+        return NotImplemented
+    return base.pow(exponent - 1).mul_(exponent).mul_(tangents[id(base)])
+
+
+def _normalised(result: Any, tangents: Mapping[int, Tensor], args: Sequence[Any], named: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """LayerNorm: ``z = (x − mean) r`` moves by ``q − mean q − z mean(z ∘ q)`` for ``q = r dx``, the rest is linear."""
+    image, shape, weight, bias = args[:4]
+    output, mean, scale = result
+    if named or image.dtype != output.dtype or mean.dtype != output.dtype:
+        return NotImplemented
+    moved, of_weight, of_bias = (None if own is None else tangents.get(id(own)) for own in (image, weight, bias))
+    dims = tuple(range(-len(shape), 0))
+    straight = torch.sub(image, mean).mul_(scale)
+    found = None
+    if moved is not None:
+        found = torch.mul(moved, scale)
+        found.sub_(found.mean(dims, keepdim=True))
+        found.addcmul_(straight, (straight * found).mean(dims, keepdim=True), value=-1)
+        if weight is not None:
+            found.mul_(weight)
+    if of_weight is not None:
+        straight.mul_(of_weight)
+        found = straight if found is None else found.add_(straight)
+    if of_bias is not None:
+        found = of_bias.expand(image.shape).clone() if found is None else found.add_(of_bias)
+    return found, None, None
+
+
 def _pointwise(backward: Callable[..., Tensor], *, of_result: bool = False) -> Rule:
     def rule(result: Any, tangents: Mapping[int, Tensor], args: Sequence[Any], named: Mapping[str, Any]) -> Any:  # noqa: ANN401
         moved = tangents[id(args[0])]
@@ -180,6 +211,8 @@ RULES: Mapping[Any, Rule] = {
     _ATEN.stack.default: _join(_ATEN.stack.default),
     _ATEN.embedding.default: _looked_up,
     _BAGS: _bagged,
+    _ATEN.pow.Tensor_Scalar: _power,
+    _ATEN.native_layer_norm.default: _normalised,
     _ATEN.gelu.default: _pointwise(_ATEN.gelu_backward.default),
     _ATEN.silu.default: _pointwise(_ATEN.silu_backward.default),
     _ATEN.tanh.default: _pointwise(_ATEN.tanh_backward.default, of_result=True),

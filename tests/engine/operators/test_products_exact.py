@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, NoLikelihood, UsageError, WrongShape
@@ -464,3 +465,84 @@ def test_a_model_that_drops_out_in_evaluation_is_refused(of: Curvature) -> None:
     space = workspace(model, [(x, torch.zeros(9, dtype=torch.int64))], "classification")
     with pytest.raises(ModelRefused, match="two forward passes differ"):
         product(space, of, vectors(size_of(model), 1))
+
+
+def gpt2(attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_embd=12, n_head=3, vocab_size=23, n_positions=16, attn_implementation=attention, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double().eval()
+
+
+def llama(attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=12, intermediate_size=20, num_attention_heads=6, num_key_value_heads=2,
+        vocab_size=23, max_position_embeddings=16, attn_implementation=attention, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double().eval()
+
+
+def texts(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
+    tokens = torch.randint(0, 23, (5, 9), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(tokens)
+    if padded:
+        for row, length in enumerate((9, 4, 7, 9, 5)):
+            mask[row, length:] = 0
+    return {"input_ids": tokens, "attention_mask": mask}, tokens
+
+
+SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+
+
+@pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_language_models_with_fused_attention_are_as_with_eager(
+    make: Callable[[str], nn.Module], padded: bool, of: Curvature
+) -> None:
+    before = [getattr(torch.backends.cuda, name)() for name in SWITCHES]
+    found = []
+    for attention in ("sdpa", "eager"):
+        model = make(attention)
+        space = workspace(model, [texts(padded)], "causal_lm", batch_size=5)
+        v = vectors(size_of(model), 2)
+        exact_one = exact(space, of)
+        with exact_one.prepared():
+            found.append(exact_one.product(v))
+            assert [getattr(torch.backends.cuda, name)() for name in SWITCHES] == before
+        assert exact_one.second_gradients is None
+    assert relative_error(found[0], found[1]) < 1e-6
+    assert [getattr(torch.backends.cuda, name)() for name in SWITCHES] == before
+
+
+@pytest.mark.parametrize("of", ["ggn", "hessian"])
+def test_a_language_models_product_is_that_of_plain_autograd(of: Curvature) -> None:
+    model = gpt2("eager")
+    inputs, tokens = texts(padded=True)
+    space = workspace(model, [(inputs, tokens)], "causal_lm", batch_size=5)
+    v = vectors(size_of(model), 1)[:, 0]
+    names = [name for name, _ in model.named_parameters()]
+    at = tuple(p.detach() for p in model.parameters())
+    seen = (inputs["attention_mask"][:, 1:] & inputs["attention_mask"][:, :-1]).bool()
+
+    def outputs(*parameters: Tensor) -> Tensor:
+        logits = functional_call(model, dict(zip(names, parameters, strict=True)), (), inputs, tie_weights=True).logits
+        return logits[:, :-1][seen]  # type: ignore[no-any-return]
+
+    def loss(*parameters: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs(*parameters), tokens[:, 1:][seen])
+
+    parts = tuple(own.view(p.shape) for own, p in zip(torch.split(v, [p.numel() for p in at]), at, strict=True))
+    if of == "hessian":
+        truth = torch.autograd.functional.hvp(loss, at, parts)[1]
+    else:
+        f, pushed = torch.autograd.functional.jvp(outputs, at, parts)
+        chances = torch.softmax(f, -1)
+        middle = (chances * pushed - chances * (chances * pushed).sum(-1, keepdim=True)) / len(f)
+        truth = torch.autograd.functional.vjp(outputs, at, middle)[1]
+    found = product(workspace(gpt2("sdpa"), [(inputs, tokens)], "causal_lm", batch_size=5), of, v)
+    assert relative_error(found, torch.cat([part.reshape(-1) for part in truth])) < EXACT
+    assert space.inputs.model is model
