@@ -34,7 +34,7 @@ from engine.model.batches import Batch
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import predict
 from engine.operators.blocks import Block
-from engine.operators.exact.columns import Column, Sliced
+from engine.operators.exact.columns import Column, Sliced, apart
 from engine.operators.exact.data_passes import DataPasses
 from engine.operators.exact.output_curvature import Curvature
 from engine.operators.exact.routes import Routes
@@ -120,7 +120,8 @@ class ExactCurvature:
             ModelRefused: If the model draws random numbers in evaluation, or has an operation without the derivatives.
 
         Memory:
-            3 k vectors of P numbers on the device; the graph of one micro-batch, and k tangents of what is in use.
+            2 k vectors of P numbers on the device, 3 k after the last slice; the graph of a micro-batch, and k tangents
+            of what is in use.
         """
         rows = self._rows(self._space.flatten(flat))
         names = tuple(each.name for each in self.parameters)
@@ -128,10 +129,11 @@ class ExactCurvature:
             Column(tangents={name: own for name, own in self._parts(row).items() if bool(own.any())}, wanted=names)
             for row in rows
         ]
-        totals = torch.zeros_like(rows)
-        into = [self._parts(total) for total in totals]
-        divisor = self._run(names, columns, lambda column, name: into[column][name])
-        return totals.div_(divisor).T.reshape(flat.shape).to(flat.device, flat.dtype)
+        sums = self._run(names, columns)
+        shape = (len(rows), self.size)
+        del rows, columns
+        total = torch.stack([torch.cat([own[name].reshape(-1) for name in names]) for own in sums]).view(shape)
+        return total.T.reshape(flat.shape).to(flat.device, flat.dtype)
 
     def block_products(self, blocks: Sequence[Block], vectors: Sequence[Tensor]) -> list[Tensor]:
         """Compute ``F_b v_b`` of the diagonal block of each block b, in one pass over the data.
@@ -150,16 +152,14 @@ class ExactCurvature:
             The same, with the parameters of the blocks in place of P.
         """
         device, model = self.job.workspace.machine.device, dict(self.job.model.named_parameters(remove_duplicate=False))
-        columns, totals = [], []
+        columns = []
         for block, vector in zip(blocks, vectors, strict=True):
             tangents = block.split(vector.to(device, self.job.dtype), {n: p.shape for n, p in model.items()})
             columns.append(Column(tangents=tangents, wanted=tuple(tangents)))
-            totals.append({name: torch.zeros_like(own) for name, own in tangents.items()})
         names = tuple(dict.fromkeys(name for column in columns for name in column.wanted))
-        divisor = self._run(names, columns, lambda column, name: totals[column][name])
         return [
-            block.join(total).div_(divisor).to(vector.device, vector.dtype)
-            for block, total, vector in zip(blocks, totals, vectors, strict=True)
+            block.join(total).to(vector.device, vector.dtype)
+            for block, total, vector in zip(blocks, self._run(names, columns), vectors, strict=True)
         ]
 
     def gradient(self) -> Tensor:
@@ -199,25 +199,33 @@ class ExactCurvature:
 
     # ---- one pass
 
-    def _run(
-        self, names: tuple[str, ...], columns: Sequence[Column], into: Callable[[int, str], Tensor]
-    ) -> float:  # fmt: skip
+    def _run(self, names: tuple[str, ...], columns: Sequence[Column]) -> list[dict[str, Tensor]]:
+        """One pass: each column's product of the mean loss, by parameter."""
         if self.job.task.likelihood == "model":
             raise NoLikelihood(
                 "`loss: model` is a number without a known likelihood, so its curvature is not known; name the loss",
                 pointer="/task/loss",
             )
+        sums: list[dict[str, Tensor]] = [{} for _ in columns]
 
         def compute(batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[Sliced, float]:
             found = self._routes.products(batch, parameters, columns)
             return found, found.divisor
 
         def add(found: Sliced, weight: float) -> None:
-            for place, product in enumerate(found.products):
-                for name, own in product.items():
-                    into(place, name).add_(own, alpha=weight)
+            for total, product in zip(sums, found.products, strict=True):
+                if total:
+                    for name, own in product.items():
+                        total[name].add_(own, alpha=weight)
+                else:
+                    # the first slice's own tensors take in the others: no second set of them beside a graph
+                    total.update({name: own.mul_(weight) for name, own in apart(product).items()})
 
-        return self.passes.run(names, compute, add)
+        divisor = self.passes.run(names, compute, add)
+        for total in sums:
+            for own in total.values():
+                own.div_(divisor)
+        return sums
 
     def _rows(self, flat: Tensor) -> Tensor:
         """The vectors as rows (k, P) on the device, in the precision of the passes."""

@@ -57,6 +57,25 @@ def flaw(left: Tensor, right: Tensor, scale: Tensor, precision: torch.dtype) -> 
     return apart
 
 
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that can be written to: autograd may return one tensor for several parameters, or part of one.
+
+    Args:
+        tensors: Gradients by parameter.
+
+    Returns:
+        The same tensors, and copies of those that share memory.
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, own in tensors.items():
+        storage = own.untyped_storage()
+        alone = own.is_contiguous() and storage.nbytes() == own.numel() * own.itemsize
+        found[name] = own if alone and storage.data_ptr() not in seen else own.clone()
+        seen.add(storage.data_ptr())
+    return found
+
+
 def norm(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the norm of a vector that is kept by parameter.
 

@@ -5,6 +5,7 @@ products: it fails where an operation's derivative forward is another one than o
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,8 @@ class _Saved:
     """Tensors that autograd saves, without the tangents that go with them."""
 
     tangents: Tangents
-    storages: set[int] = field(default_factory=set)
+    _packed: dict[int, list["weakref.ref[Tensor]"]] = field(default_factory=dict)
+    """By address; memory of a branch that led nowhere may have been given to another tensor since."""
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -40,12 +42,13 @@ class _Saved:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the way back reads a tensor's memory."""
-        return tensor.untyped_storage().data_ptr() in self.storages
+        packed = self._packed.get(tensor.untyped_storage().data_ptr(), [])
+        return any(own() is not None for own in packed)
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         with self.tangents.resting():
             own = tensor.detach()
-        self.storages.add(own.untyped_storage().data_ptr())
+        self._packed.setdefault(own.untyped_storage().data_ptr(), []).append(weakref.ref(own))
         return own, own._version  # noqa: SLF001 - torch has no public name for it
 
     @staticmethod

@@ -116,7 +116,8 @@ class OutputCurvature:
         return tangent, form
 
     def _made_chances(self) -> Tensor:
-        logits = self.carrier.detach()
+        # not ``detach``, by which autograd would see the writing, and remake the gradient of a view
+        logits = self.carrier.data
         flat = logits.reshape(-1, logits.shape[-1])
         chances = flat if self.reusable else torch.empty_like(flat, dtype=self.job.dtype)
         for part in _parts(*flat.shape):
