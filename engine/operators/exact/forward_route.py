@@ -182,12 +182,15 @@ def _is_computed(tensor: Tensor, job: PassJob) -> bool:
     return tensor.is_contiguous() and all(own.untyped_storage().data_ptr() != storage for own in model)
 
 
-def require_no_draws(job: PassJob, batch: Batch) -> None:
+def require_no_draws(job: PassJob, batch: Batch) -> int:
     """Check that the model returns the same for the same inputs.
 
     Args:
         job: The model and its task.
         batch: A slice, on the device.
+
+    Returns:
+        Numbers of the outputs of one example.
 
     Raises:
         ModelRefused: If two forward passes differ, since a model that drops out in evaluation has no one curvature.
@@ -202,3 +205,4 @@ def require_no_draws(job: PassJob, batch: Batch) -> None:
             "dropout that does not heed `eval()`",
             pointer="/model",
         )
+    return -(-first.numel() // batch.size)

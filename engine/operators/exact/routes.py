@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError, ModelRefused, Unwinding
+from engine.memory.budget import free_host_bytes
 from engine.memory.out_of_memory import ran_out_of_memory
 from engine.model.batches import Batch
 from engine.operators.exact.backward_route import BackwardRoute
@@ -14,6 +15,9 @@ from engine.operators.exact.columns import Column, Sliced
 from engine.operators.exact.data_passes import DataPasses
 from engine.operators.exact.forward_route import ForwardRoute, NotAdjoint, require_no_draws
 from engine.operators.exact.output_curvature import Curvature
+
+_SHARE = 4
+"""Columns side by side take one part of so many of what is free; the graph is beside them."""
 
 
 @dataclass(kw_only=True)
@@ -27,7 +31,8 @@ class Routes:
     """Why products go the backward route; None where they need not."""
     _forward: ForwardRoute = field(init=False)
     _backward: BackwardRoute = field(init=False)
-    _steady: bool = field(init=False, default=False)
+    _per_example: int | None = field(init=False, default=None)
+    """Numbers of the outputs of one example; None before the model has run."""
 
     def __post_init__(self) -> None:
         """Make both routes."""
@@ -51,9 +56,30 @@ class Routes:
         Raises:
             ModelRefused: If the model draws random numbers, or neither route differentiates it.
         """
-        if not self._steady:
-            require_no_draws(self.passes.job, batch)
-            self._steady = True
+        if self._per_example is None:
+            self._per_example = require_no_draws(self.passes.job, batch)
+        at_once = self._at_once(batch, columns)
+        products: list[Mapping[str, Tensor]] = []
+        divisor = 0.0
+        for first in range(0, len(columns), at_once):
+            found = self._together(batch, parameters, columns[first : first + at_once])
+            products += found.products
+            divisor = found.divisor
+        return Sliced(products=products, divisor=divisor)
+
+    def _at_once(self, batch: Batch, columns: Sequence[Column]) -> int:
+        """Columns that go through the model side by side; each has outputs of its own, perhaps as wide as a vocabulary."""
+        machine = self.passes.job.workspace.machine
+        cuda = machine.device.type == "cuda"
+        free = machine.guard.free_bytes("device" if cuda else "host")
+        # without a budget the host still has an end
+        free = free if cuda else min(free, free_host_bytes())
+        numbers = 2 * (self._per_example or 0) * batch.size
+        moving = max((sum(own.numel() for own in column.tangents.values()) for column in columns), default=0)
+        each = (numbers + 2 * moving) * self.passes.job.dtype.itemsize
+        return max(1, min(len(columns), free // (_SHARE * max(each, 1))))
+
+    def _together(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
         if self.of != "hessian" and self.reason is None:
             found = self._forward_products(batch, parameters, columns)
             if found is not None:

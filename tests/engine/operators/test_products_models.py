@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.collect import collect_or_read
 from engine.errors import ModelRefused
+from engine.model.batches import Batch
+from engine.operators.exact.forward_route import ForwardRoute
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.layer_store import OperatorOptions
 from engine.operators.products import Curvature
@@ -229,3 +231,22 @@ def test_kfac_is_the_gauss_newton_of_deep_linear_nets(sharing: str) -> None:
             rows = slice(offset, offset + count)
             assert relative_error(operator.matvec(v)[rows], found.product(v)[rows]) < EXACT
             offset += count
+
+
+def test_columns_that_memory_parts_are_those_that_went_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = around(torch.tanh)
+    v = vectors(size_of(model), 7)
+    together = product(workspace(model, [(x, y)], "classification", batch_size=4), "ggn", v, updates=3)
+    sizes: list[int] = []
+    real = ForwardRoute.products
+
+    def counted(self: ForwardRoute, batch: Batch, parameters: Any, columns: Any) -> Any:
+        sizes.append(len(columns))
+        return real(self, batch, parameters, columns)
+
+    monkeypatch.setattr(ForwardRoute, "products", counted)
+    space = workspace(model, [(x, y)], "classification", batch_size=4)
+    # two vectors of 31 numbers, and two outputs of 12, of eight bytes each, three times over, are a quarter
+    monkeypatch.setattr(type(space.machine.guard), "free_bytes", lambda self, place: 4 * 3 * 8 * (2 * 12 + 2 * 31))
+    assert torch.equal(product(space, "ggn", v, updates=3), together)
+    assert sizes == [3, 3, 1] * 3
