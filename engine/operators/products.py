@@ -112,7 +112,7 @@ class ExactCurvature:
             flat: One vector (P,) or k as columns (P, k), any floating-point dtype, on any device.
 
         Returns:
-            The products, of the same shape and dtype and on the same device.
+            The products, of the same shape and dtype and on the same device; columns are contiguous each.
 
         Raises:
             UsageError: If the length is another one than P.
@@ -120,7 +120,7 @@ class ExactCurvature:
             ModelRefused: If the model draws random numbers in evaluation, or has an operation without the derivatives.
 
         Memory:
-            2 k vectors of P numbers on the device, 3 k after the last slice; the graph of a micro-batch, and k tangents
+            2 k vectors of P numbers on the device, 3 for k = 1; the graph of a micro-batch, and k tangents
             of what is in use.
         """
         rows = self._rows(self._space.flatten(flat))
@@ -130,10 +130,13 @@ class ExactCurvature:
             for row in rows
         ]
         sums = self._run(names, columns)
-        shape = (len(rows), self.size)
-        del rows, columns
-        total = torch.stack([torch.cat([own[name].reshape(-1) for name in names]) for own in sums]).view(shape)
-        return total.T.reshape(flat.shape).to(flat.device, flat.dtype)
+        # the vectors' own memory takes in the products, except where that is the caller's
+        total = torch.empty_like(rows) if rows.data_ptr() == flat.data_ptr() else rows
+        del columns
+        for row in total:
+            own = sums.pop(0)
+            torch.cat([own[name].reshape(-1) for name in names], out=row)
+        return (total[0] if flat.ndim == 1 else total.T).to(flat.device, flat.dtype)
 
     def block_products(self, blocks: Sequence[Block], vectors: Sequence[Tensor]) -> list[Tensor]:
         """Compute ``F_b v_b`` of the diagonal block of each block b, in one pass over the data.

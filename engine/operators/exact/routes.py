@@ -68,7 +68,7 @@ class Routes:
         return Sliced(products=products, divisor=divisor)
 
     def _at_once(self, batch: Batch, columns: Sequence[Column]) -> int:
-        """Columns that go through the model side by side; each has outputs of its own, perhaps as wide as a vocabulary."""
+        """Columns that go through the model side by side; each has outputs of its own, as wide as a vocabulary."""
         machine = self.passes.job.workspace.machine
         cuda = machine.device.type == "cuda"
         free = machine.guard.free_bytes("device" if cuda else "host")
