@@ -86,7 +86,7 @@ class _Estimator(ABC):
         self._columns = min(options.products // self._share, size)
         self._stage = 0
         self._kept: dict[str, Tensor] = {}
-        self.vectors = self._random(0, torch.device(device)).to(options.dtype)
+        self.vectors = self._random(0, torch.device(device)).to(options.dtype).contiguous()
         """Vectors to be multiplied next, shape (n, b)."""
 
     def _random(self, first: int, device: torch.device) -> Tensor:
@@ -123,6 +123,9 @@ class _Estimator(ABC):
         else:
             self._finish(block)
         self._stage += 1
+        # as they are once saved and read back: sums round as numbers lie
+        self.vectors = self.vectors.contiguous()
+        self._kept = {name: numbers.contiguous() for name, numbers in self._kept.items()}
 
     @abstractmethod
     def _prepare(self, block: Tensor) -> None:

@@ -87,7 +87,9 @@ def test_an_estimate_goes_on_from_any_state_bit_by_bit(kind: Kind) -> None:
     estimate = kind(60, options)
     while not estimate.done:
         following = kind(60, options)
-        following.restore({name: numbers.clone() for name, numbers in estimate.state().items()})
+        # as a file holds them, row by row
+        stored = {name: numbers.contiguous().clone() for name, numbers in estimate.state().items()}
+        following.restore(stored)
         estimate = following
         estimate.advance(full @ estimate.vectors)
     following = kind(60, options)
