@@ -8,10 +8,12 @@ References:
 """
 
 import math
+from functools import cache
 
 CONFIDENCE = 0.95
 
 
+@cache
 def student_quantile(freedom: int) -> float:
     """Return the t with ``P(|T| ≤ t) = 0.95`` of Student's distribution.
 
