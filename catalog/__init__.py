@@ -15,9 +15,11 @@ from catalog.factors import FACTORS
 from catalog.job import JobDocument
 from catalog.natural_gradient import NATURAL_GRADIENT
 from catalog.reconstruction import RECONSTRUCTION
+from catalog.spectrum import SPECTRUM
 
 ANALYSES: dict[str, Analysis] = {
-    analysis.kind: analysis for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE)
+    analysis.kind: analysis
+    for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE, SPECTRUM)
 }
 
 _KIND: Any = Literal[tuple(ANALYSES)]

@@ -30,7 +30,7 @@ class Progress:
 
     frame: Literal["progress"] = "progress"
     stage: str
-    """`model`, `data`, `collection`, `cross_check`, or an analysis's kind."""
+    """`model`, `data`, `collection`, `cross_check`, `products`, or an analysis's kind."""
     done: int
     total: int | None
     unit: str

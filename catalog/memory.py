@@ -21,10 +21,11 @@ PlannedStage = Literal[
     "capacity",
     "natural_gradient",
     "compare_curvature",
+    "spectrum",
 ]
 PLANNED_STAGES: tuple[PlannedStage, ...] = (
     "model", "collection", "correction", "cross_check", "decomposition", "reconstruction", "capacity",
-    "natural_gradient", "compare_curvature",
+    "natural_gradient", "compare_curvature", "spectrum",
 )  # fmt: skip
 """Of a plan, in the order in which a job comes to them."""
 

@@ -12,6 +12,8 @@ from typing import Any
 from catalog.time_estimate import OFF_BY
 
 _KEPT_REPORTS = 200
+_STAGES_OF = {"capacity": ("cross_check", "capacity"), "spectrum": ("spectrum", "products")}
+"""Stages that the analyses report, in order, where there are several."""
 
 
 class _Stage:
@@ -64,9 +66,15 @@ class RemainingTime:
                 "cross_check": _sum(seconds, "cross_check"),
                 # factors are decomposed when the first analysis asks for them
                 **{
-                    kind: _sum(seconds, kind, *(["decomposition"] if kind == self._kinds[0] else []))
+                    kind: _sum(
+                        seconds,
+                        # its layers take next to nothing beside its products
+                        *([] if kind == "spectrum" else [kind]),
+                        *(["decomposition"] if kind == self._kinds[0] else []),
+                    )
                     for kind in self._kinds
                 },
+                "products": _sum(seconds, "spectrum"),
             }
         )
 
@@ -74,7 +82,7 @@ class RemainingTime:
         """Take a report of progress.
 
         Args:
-            stage: The stage: `model`, `data`, `collection`, `cross_check`, or the kind of an analysis.
+            stage: The stage: `model`, `data`, `collection`, `cross_check`, `products`, or the kind of an analysis.
             done: Its units that are done.
             total: Its units in all; None where nobody knows.
             now: The time in seconds, by a clock that never goes back.
@@ -103,7 +111,7 @@ class RemainingTime:
         """The planned seconds of the stages after this one; None if the plan lacks one of them, or the stage."""
         order = ["collection"]
         for kind in self._kinds:
-            order += ["cross_check", kind] if kind == "capacity" else [kind]
+            order += _STAGES_OF.get(kind, (kind,))
         if not self._planned or stage not in order:
             return None
         seconds = [self._planned.get(name) for name in order[order.index(stage) + 1 :]]

@@ -191,6 +191,11 @@ class JobOptions:
     params: Mapping[str, Any] = field(default_factory=dict)
     """The options record of each analysis that has one, by kind."""
 
+    @property
+    def passes_again(self) -> bool:
+        """Whether an analysis passes over the data once more after the collection."""
+        return any(getattr(each, "needs_model", None) is not None for each in self.params.values())
+
     def of(self, kind: str) -> Any:  # noqa: ANN401 - each analysis has its own
         """Return the options record of one analysis.
 

@@ -143,8 +143,8 @@ def run_pass(
             workspace.machine.curve.sample(f"pass {progress.number + 1}", "within", workspace.machine.device)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, state)
-    if collection.ekfac and checkpoints.worth():
-        # the correction has no checkpoints of its own: whoever is killed in it begins it anew, and nothing before it
+    if (collection.ekfac or workspace.options.passes_again) and checkpoints.worth():
+        # whoever is killed in the passes that follow begins them anew, or where they were, and nothing before them
         checkpoints.save(cursor, all_statistics, state)
     _require_terms(job, cursor, all_statistics)
     state.examples, state.updates, state.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale

@@ -69,6 +69,8 @@ class Chosen:
     """Of each layer, the rungs of the ladder that the decompositions of its A and its G begin with."""
     placement: Mapping[str, str] = field(default_factory=dict)
     """Of each layer that is reconstructed, where: `panels`, `device` or `host`."""
+    search: Mapping[str, int] = field(default_factory=dict)
+    """Of the search of a spectrum: ``length`` of its basis, and ``columns`` of a pass; empty without one."""
 
     def rung(self, layer: str, side: Literal["A", "G"]) -> str | None:
         """Return the fallback that one factor's decomposition begins with.
@@ -105,6 +107,7 @@ class Chosen:
             activation_checkpointing=bool(plan.get("activation_checkpointing", False)),
             rungs={str(layer): (str(a), str(g)) for layer, (a, g) in (plan.get("rungs") or {}).items()},
             placement={str(layer): str(place) for layer, place in (plan.get("placement") or {}).items()},
+            search={str(name): int(count) for name, count in (plan.get("search") or {}).items()},
         )
 
 

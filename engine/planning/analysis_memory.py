@@ -26,6 +26,7 @@ from engine.planning.disk_usage import with_disk
 from engine.planning.exact_ggn_memory import probe_bytes, probes_at_once, search_bytes, search_lengths
 from engine.planning.later.comparison import with_comparison
 from engine.planning.later.natural_gradient import with_natural_gradient
+from engine.planning.later.spectrum import with_spectrum
 from engine.workspace import Workspace
 
 Where = Literal["device", "host"]
@@ -72,7 +73,7 @@ def with_later_stages(
     probe: Probe,
     budget: MemoryBudget,
 ) -> Plan:
-    """Add the bytes of the stages that follow the decompositions: capacity, cross-check, reconstruction and disk.
+    """Add the bytes of the stages that follow the decompositions, and of the disk.
 
     Args:
         plan: Collection and decompositions.
@@ -94,6 +95,8 @@ def with_later_stages(
         plan = with_natural_gradient(plan, workspace, probe, _carried(plan, "natural_gradient"))
     if "compare_curvature" in workspace.options.kinds:
         plan = with_comparison(plan, workspace, probe, budget, _carried(plan, "compare_curvature"))
+    if "spectrum" in workspace.options.kinds:
+        plan = with_spectrum(plan, _carried(plan, "spectrum"), workspace, probe, budget)
     return with_disk(plan, workspace, kept_as(workspace, probe.dtype), probe)
 
 

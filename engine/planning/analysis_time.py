@@ -18,6 +18,7 @@ from engine.planning.collection_time import Work
 from engine.planning.decomposition_memory import kept_as
 from engine.planning.later.comparison import comparison_seconds
 from engine.planning.later.natural_gradient import natural_gradient_seconds
+from engine.planning.later.spectrum import spectrum_seconds
 from engine.workspace import Workspace
 
 _OF_A_LAYER = 0.03
@@ -58,6 +59,8 @@ def with_later_seconds(
         seconds["natural_gradient"] = natural_gradient_seconds(plan, workspace, probe, work)
     if "compare_curvature" in workspace.options.kinds:
         seconds["compare_curvature"] = comparison_seconds(workspace, probe, work)
+    if "spectrum" in workspace.options.kinds:
+        seconds["spectrum"] = spectrum_seconds(workspace, probe, work)
     return replace(plan, seconds=seconds)
 
 

@@ -1,10 +1,12 @@
 """Remaining seconds of jobs whose stages take known times."""
 
+from typing import Any
+
 import pytest
 
 from catalog.remaining_time import RemainingTime, written_remaining
 
-PLAN = {
+PLAN: dict[str, Any] = {
     "pace": "measured",
     "stages": {
         "collection": {"seconds": 100.0},
@@ -68,6 +70,15 @@ def test_the_cross_check_comes_before_its_analysis() -> None:
     remaining = planned("reconstruction", "capacity")
     assert remaining.take("cross_check", 0, 4, 0.0) == 40 + 10
     assert remaining.take("reconstruction", 0, 4, 1.0) == 20 + 30 + 40 + 10
+
+
+def test_products_with_an_exact_curvature_come_after_the_layers_of_their_analysis() -> None:
+    stages = {**PLAN["stages"], "spectrum": {"seconds": 200.0}}
+    remaining = planned("spectrum", "capacity", stages=stages)
+    # of a spectrum's layers the decomposition is what takes time
+    assert remaining.take("spectrum", 0, 4, 0.0) == 30 + 200 + 40 + 10
+    assert remaining.take("products", 0, 50, 1.0) == 200 + 40 + 10
+    assert planned("spectrum", stages=stages).take("collection", 0, 5, 0.0) == 100 + 30 + 200
 
 
 def test_stages_that_are_not_planned_take_nothing() -> None:

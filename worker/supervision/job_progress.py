@@ -11,6 +11,8 @@ COLLECTION_SHARE = 70.0
 """Per cent of a job's bar that collecting takes; the analyses share the rest."""
 CROSS_CHECK_SHARE = 0.9
 """Of the capacity's part of the bar, where there is a cross-check."""
+LAYERS_SHARE = 0.1
+"""Of the spectrum's part of the bar, where products with an exact curvature follow its layers."""
 _WRITE_SECONDS = 0.5
 
 
@@ -25,6 +27,7 @@ class ProgressView:
         self._remaining = RemainingTime(kinds)
         self._layers: int | None = None
         self._percent = 0.0
+        self._multiplies = False
         self._written_stage: str | None = None
         self._written_at = 0.0
 
@@ -35,6 +38,7 @@ class ProgressView:
             plan: The plan.
         """
         self._remaining.take_plan(plan)
+        self._multiplies = bool(plan.get("search"))
 
     def take_layer(self, frame: LayerDone) -> None:
         """Count a row.
@@ -81,6 +85,9 @@ class ProgressView:
         if frame.stage == "cross_check" and "capacity" in self._analyses:
             # before the first row of its analysis, and the longer part of it
             return self._start + each * (self._analyses.index("capacity") + CROSS_CHECK_SHARE * within)
+        if frame.stage in ("spectrum", "products") and "spectrum" in self._analyses and self._multiplies:
+            part = LAYERS_SHARE * within if frame.stage == "spectrum" else LAYERS_SHARE + (1 - LAYERS_SHARE) * within
+            return self._start + each * (self._analyses.index("spectrum") + part)
         if frame.stage in self._analyses:
             return self._start + each * (self._analyses.index(frame.stage) + within)
         return 0.0

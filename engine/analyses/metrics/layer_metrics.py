@@ -145,7 +145,7 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         dimension=sides.dimension,
         # its norm alone, which takes no eigenvalues, is already that of the sketch
         approximate=bool(layer.record.sketch_bound),
-        no_spectrum=_no_spectrum(layer, sides) if params.decomposition != "none" else None,
+        no_spectrum=no_spectrum(layer) if params.decomposition != "none" else None,
         estimated=_estimated(layer),
         intervals=_intervals(sides, params),
         undefined=_undefined(sides, found),
@@ -157,12 +157,19 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
     )
 
 
-def _no_spectrum(layer: Measured, sides: Sides) -> str | None:
-    """Why there are no eigenvalues of A or G; None where there are."""
+def no_spectrum(layer: Measured) -> str | None:
+    """Return why a layer that was decomposed has no eigenvalues of A or G.
+
+    Args:
+        layer: The measured layer.
+
+    Returns:
+        The reason; None where there are eigenvalues of both.
+    """
     facts = layer.facts
-    if sides.spectrum_A is None:
+    if layer.spectrum_A is None:
         return f"A ({facts.in_dim} rows) has more than the {LARGEST} rows that eigensolvers take"
-    if sides.ordered_spectra is not None:
+    if layer.spectrum_G is not None or layer.counted_G is not None:
         return None
     if facts.representation_G == "diagonal_sketch":
         return f"G ({facts.out_dim} rows) does not fit: only its diagonal and trace are kept"

@@ -32,3 +32,14 @@ def test_of_data_without_a_length_no_share_is_told() -> None:
     shown = written(view, 1234, None)
     assert (shown["done"], shown["total"], shown["percent"], shown["eta_seconds"]) == (1234, None, None, None)
     assert written(view, 0, 4, "capacity")["percent"] == 70.0
+
+
+def test_products_with_an_exact_curvature_take_most_of_a_spectrums_part() -> None:
+    view = ProgressView(["capacity", "spectrum"], [], collects=True)
+    view.take_plan({**PLAN, "search": {"length": 40, "columns": 8}})
+    assert written(view, 4, 4, "spectrum")["percent"] == 86.5
+    assert written(view, 50, 100, "products")["percent"] == 93.2
+    assert written(view, 100, 100, "products")["percent"] == 100.0
+    alone = ProgressView(["spectrum"], [], collects=True)
+    alone.take_plan(PLAN)
+    assert written(alone, 2, 4, "spectrum")["percent"] == 85.0

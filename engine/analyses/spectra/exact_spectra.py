@@ -1,0 +1,195 @@
+"""The spectra of the curvatures that are known by their products alone, which every pass over the data multiplies.
+
+The matrices are those of all covered parameters together, without the approximation by layers. Their searches go one
+after another; each is saved between two passes, and a later attempt goes on where the last one was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from catalog.record import plain
+from catalog.spectrum import SpectrumParams
+from catalog.spectrum_metrics import CurvatureSpectrum
+from engine.analyses.spectra.covered_parameters import CoveredParameters
+from engine.analyses.spectra.found_spectrum import found_spectrum, read_spectrum
+from engine.analyses.spectra.search_checkpoints import SavedSearch, SearchCheckpoints
+from engine.analyses.spectra.spectrum_search import SpectrumSearch
+from engine.collection.checkpoints import fingerprint
+from engine.collection.pass_job import PassJob
+from engine.errors import UsageError
+from engine.factors.factor_set import FactorSet
+from engine.memory.budget import give_back_host_memory
+from engine.model.determinism import Numerics
+from engine.operators.products import ExactCurvature
+from engine.planning.later.spectrum import choose_search, expected_passes
+from engine.workspace import Workspace
+
+_STAGE: Literal["spectrum"] = "spectrum"
+_REPORTED = "products"
+_REMEDY = "take `spectrum.of: kfac` alone, or write the model with operations that torch can differentiate twice"
+
+Digests = Sequence[tuple[int, str | None, str | None]]
+"""Ordinal and digests of the A and G of every layer."""
+
+
+def exact_spectra(
+    params: SpectrumParams, workspace: Workspace, whole: FactorSet, digests: Digests
+) -> dict[str, CurvatureSpectrum]:
+    """Search every exact curvature that the job asks for.
+
+    Args:
+        params: Curvatures, ends, and how exactly.
+        workspace: The job, whose model, task and data the passes use.
+        whole: The factor set, whose layers are the covered parameters and whose collection's settings are repeated.
+        digests: Of the factors, by which a checkpoint knows that model and data are the same.
+
+    Returns:
+        The spectra by name.
+
+    Raises:
+        UsageError: If the job measures stored factors, which hold no model.
+        EngineError: As ``engine.errors`` lists.
+
+    Memory:
+        As ``engine.planning.later.spectrum`` counts it.
+    """
+    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
+        raise UsageError(
+            f"stored factors hold no model, and `{params.needs_model}` needs it: give `model`, `data` and `task`",
+            pointer="/spectrum/of",
+        )
+    job = PassJob(
+        workspace=workspace,
+        model=workspace.inputs.model,
+        task=workspace.inputs.task,
+        collection=whole.collection,
+        dtype=torch.float64 if whole.collection.dtype == "float64" else torch.float32,
+        numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
+        heard=set(),
+        micro_batch=whole.micro_batch,
+    )
+    return _Searches(params=params, job=job, whole=whole, digests=digests).run()
+
+
+@dataclass(kw_only=True)
+class _Searches:
+    params: SpectrumParams
+    job: PassJob
+    whole: FactorSet
+    digests: Digests
+    _batches: int = 0
+    """Done, over all passes."""
+    _left: int = 0
+    """Searches that follow the one under way."""
+    _checkpoints: SearchCheckpoints = field(init=False)
+    _finished: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, CurvatureSpectrum]:
+        """Search one curvature after another."""
+        self._checkpoints = SearchCheckpoints(workspace=self.job.workspace, conditions=self._conditions())
+        saved = self._checkpoints.find()
+        chosen = self._chosen(saved)
+        if saved is not None:
+            self._finished = dict(saved.finished)
+        for place, of in enumerate(self.params.exact, start=1):
+            self._left = len(self.params.exact) - place
+            if of not in self._finished:
+                under_way = saved if saved is not None and saved.of == of else None
+                self._finished[of] = plain(self._searched(of, chosen, under_way))
+                if self._checkpoints.worth():
+                    self._checkpoints.save(SavedSearch(finished=self._finished, of=None, chosen=chosen, counts={}), {})
+                give_back_host_memory()
+        self.job.workspace.ports.report(_REPORTED, self._batches, self._batches, "batches")
+        return {of: read_spectrum(self._finished[of]) for of in self.params.exact}
+
+    def _conditions(self) -> dict[str, Any]:
+        """Everything that the bits of a search depend on, each entry under the name that a refusal calls it by."""
+        if not self.job.workspace.saves_checkpoints:
+            return {}
+        return {
+            **self.job.workspace.resume.conditions,
+            **asdict(self.job.numerics),
+            "options of the spectrum": plain(self.params),
+            "collection": asdict(self.job.collection),
+            "task": asdict(self.job.task),
+            "micro-batch": self.job.micro_batch,
+            "model": fingerprint(self.job.model),
+            "set of factors": [list(each) for each in self.digests],
+        }
+
+    def _chosen(self, saved: SavedSearch | None) -> dict[str, int]:
+        """What the plan chose, or the attempt before; without either, what is free now."""
+        plan = self.job.workspace.results.plan
+        if saved is not None:
+            return dict(saved.chosen)
+        if plan is not None and plan.chosen.search:
+            return dict(plan.chosen.search)
+        guard, cuda = self.job.workspace.machine.guard, self.job.workspace.machine.device.type == "cuda"
+        free = guard.free_bytes("device" if cuda else "host")
+        return choose_search(self.params, self.whole.covered_parameters, self.job.dtype, free)
+
+    def _searched(self, of: str, chosen: dict[str, int], saved: SavedSearch | None) -> CurvatureSpectrum:
+        job, workspace = self.job, self.job.workspace
+        matrix = ExactCurvature(
+            job=job,
+            of=cast("Literal['ggn', 'hessian', 'fisher', 'empirical']", of),
+            updates=self.whole.updates,
+            report=self._report,
+            parameters=self.whole.parameters or (),
+            samples=job.collection.samples if job.collection.fisher == "mc" else 1,
+            what="the search of a spectrum",
+            remedy=_REMEDY,
+            pointer="/spectrum/of",
+        )
+        covered = CoveredParameters.of(self.whole, job.model, matrix.parameters)
+        search = SpectrumSearch(
+            size=covered.size,
+            params=self.params,
+            seed=job.collection.seed,
+            dtype=job.dtype,
+            length=chosen["length"],
+            columns=chosen["columns"],
+            device=workspace.machine.device,
+        )
+        if saved is not None:
+            self._restore(search, of, saved)
+
+        def multiply(vectors: Tensor) -> Tensor:
+            return covered.restrict(matrix.product(covered.expand(vectors)))
+
+        with workspace.machine.operation(f"spectrum of {of}", _STAGE), matrix.prepared():
+            while not search.done:
+                search.step(multiply)
+                workspace.machine.curve.sample(f"spectrum of {of}", "within", workspace.machine.device)
+                if self._checkpoints.due():
+                    self._checkpoints.save(self._saved(of, chosen, search), search.state())
+            found = found_spectrum(of, search)
+        return replace(found, products=search.products, passes=search.passes)
+
+    def _restore(self, search: SpectrumSearch, of: str, saved: SavedSearch) -> None:
+        state = self._checkpoints.tensors()
+        if state is None:
+            return
+        search.restore(state)
+        search.products, search.passes = saved.counts["products"], saved.counts["passes"]
+        self.job.workspace.ports.log(
+            "info",
+            f"the search of {of} resumed after {search.passes} passes over the data ({search.products} products)",
+        )
+
+    def _saved(self, of: str, chosen: dict[str, int], search: SpectrumSearch) -> SavedSearch:
+        counts = {"products": search.products, "passes": search.passes}
+        return SavedSearch(finished=self._finished, of=of, chosen=chosen, counts=counts)
+
+    def _report(self) -> None:
+        """Called after every batch; nobody knows beforehand how many passes a search takes, so the total grows."""
+        self._batches += 1
+        examples, total = self.job.workspace.inputs.examples, None
+        if examples is not None:
+            each = expected_passes(self.params) * -(-examples // self.job.collection.batch_size)
+            total = max(len(self.params.exact) * each, self._batches + self._left * each)
+        self.job.workspace.ports.report(_REPORTED, self._batches, total, "batches")

@@ -1,0 +1,278 @@
+"""The spectra of K-FAC and EK-FAC: of each layer exactly, and of the model, whose eigenvalues are those of all layers.
+
+K-FAC's eigenvalues are the products of those of A and of G, which are counted and ordered without being made; EK-FAC's
+were collected. A layer's counts stand on the lattice of all layers, so that those of the model are their sums.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from catalog.spectrum import SpectrumParams
+from catalog.spectrum_metrics import (
+    BoundedEigenvalue,
+    CurvatureSpectrum,
+    DensityCurve,
+    EigenvalueCounts,
+    LayerSpectrum,
+    LogDensity,
+)
+from engine.analyses.spectra.log_density import Lattice, LogCounts
+from engine.factors.kronecker_factors import Corrected
+from engine.linalg.kronecker_quantiles import Pair, Products
+from engine.measurement.layer_measurement import Measured
+
+_AT_ONCE = 2**20
+_SAME_POINT = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpectrum:
+    """One layer's part of the model's spectrum."""
+
+    ordinal: int
+    dimension: int
+    of_layer: LayerSpectrum
+    top: float
+    """The largest eigenvalue."""
+    counts: LogCounts
+    """Fine counts; none without a density."""
+
+
+def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
+    """Measure the spectrum of one layer's G ⊗ A.
+
+    Args:
+        layer: A measured layer with eigenvalues of A and G.
+        params: The ends, and the density's points.
+
+    Returns:
+        The spectrum; where G's eigenvalues are estimates between bounds, so are these.
+
+    Memory:
+        As ``Products``: no more than some 64 Ki products at once.
+    """
+    if layer.spectrum_A is None:
+        raise ValueError("a layer without eigenvalues of A has no spectrum")
+    counted = layer.counted_G
+    if layer.spectrum_G is not None:
+        pair, bounds = (layer.spectrum_A, layer.spectrum_G), None
+    elif counted is not None:
+        pair = (layer.spectrum_A, counted.values)
+        bounds = (layer.spectrum_A, counted.lower), (layer.spectrum_A, counted.upper)
+    else:
+        raise ValueError("a layer without eigenvalues of G has no spectrum")
+    products = Products([pair])
+    density = _counted(products.largest, params, products.at_most, products.size)
+    largest, smallest = _ends(products, bounds, params)
+    of_layer = LayerSpectrum(
+        trace=layer.trace_A * layer.trace_G,
+        largest=largest,
+        smallest=smallest,
+        zeros=products.at_most(_rounding(layer) * products.largest),
+        density=density,
+    )
+    counts = LogCounts.of_products(pair) if density is not None else LogCounts.none()
+    return BlockSpectrum(
+        ordinal=layer.facts.ordinal,
+        dimension=products.size,
+        of_layer=of_layer,
+        top=products.largest,
+        counts=counts,
+    )
+
+
+def ekfac_block(layer: Measured, corrected: Corrected, params: SpectrumParams) -> BlockSpectrum:
+    """Measure the spectrum of one layer with EK-FAC's eigenvalues.
+
+    Args:
+        layer: The measured layer.
+        corrected: Its correction.
+        params: The ends, and the density's points.
+
+    Returns:
+        The spectrum.
+
+    Memory:
+        The layer's eigenvalues in float64, and a mebi of them once more.
+    """
+    values = corrected.eigenvalues.reshape(-1).to(torch.float64)
+    largest = float(values.max()) if values.numel() else 0.0
+    ends = min(params.k, values.numel())
+
+    def at_most(threshold: float) -> int:
+        return sum(int((part <= threshold).sum()) for part in torch.split(values, _AT_ONCE))
+
+    density = _counted(largest, params, at_most, values.numel())
+    of_layer = LayerSpectrum(
+        trace=float(values.sum()),
+        largest=_exact(values.topk(ends).values.tolist()) if params.end != "smallest" else (),
+        smallest=_exact(values.topk(ends, largest=False).values.tolist()) if params.end != "largest" else (),
+        zeros=at_most(_rounding(layer) * largest),
+        density=density,
+    )
+    counts = LogCounts.of_values(values) if density is not None else LogCounts.none()
+    return BlockSpectrum(
+        ordinal=layer.facts.ordinal, dimension=values.numel(), of_layer=of_layer, top=largest, counts=counts
+    )
+
+
+@dataclass(kw_only=True)
+class BlockSpectra:
+    """The spectrum of one approximation over all layers, which arrive one by one."""
+
+    of: Literal["kfac", "ekfac"]
+    params: SpectrumParams
+    blocks: dict[int, BlockSpectrum] = field(default_factory=dict)
+    """By ordinal."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Layers without eigenvalues, by name, with the reason."""
+    traces: dict[int, float] = field(default_factory=dict)
+    """Of every layer, by ordinal."""
+
+    def take(self, ordinal: int, block: BlockSpectrum) -> LayerSpectrum:
+        """Add one layer.
+
+        Args:
+            ordinal: The layer's place.
+            block: Its spectrum.
+
+        Returns:
+            The layer's part of the results.
+        """
+        self.blocks[ordinal] = block
+        self.traces[ordinal] = block.of_layer.trace
+        return block.of_layer
+
+    def lack(self, ordinal: int, name: str, trace: float, why: str) -> None:
+        """Note a layer without eigenvalues.
+
+        Args:
+            ordinal: The layer's place.
+            name: Its name.
+            trace: Its trace, which is known all the same.
+            why: The reason.
+        """
+        self.missing[name] = why
+        self.traces[ordinal] = trace
+
+    def of_model(self, dimension: int) -> CurvatureSpectrum:
+        """Return the spectrum of all layers together, in the model's order.
+
+        Args:
+            dimension: Covered parameters.
+
+        Returns:
+            The spectrum; null where a layer has no eigenvalues, with the reason.
+        """
+        ordered = [self.blocks[ordinal] for ordinal in sorted(self.blocks)]
+        params = self.params
+        known = not self.missing
+        why = "; ".join(f"`{name}`: {reason}" for name, reason in self.missing.items())
+        asked = {"largest": params.end != "smallest", "smallest": params.end != "largest", "density": params.density}
+        return CurvatureSpectrum(
+            of=self.of,
+            dimension=dimension,
+            largest=self._merged("largest", ordered) if known and asked["largest"] else None,
+            smallest=self._merged("smallest", ordered) if known and asked["smallest"] else None,
+            trace=math.fsum(self.traces.values()),
+            trace_low=None,
+            trace_high=None,
+            negative_share=None,
+            negative_low=None,
+            negative_high=None,
+            density=self._density(ordered, dimension) if known and asked["density"] else None,
+            missing={name: why for name, wanted in asked.items() if wanted and not known},
+            products=0,
+            passes=0,
+        )
+
+    def _merged(
+        self, end: Literal["largest", "smallest"], ordered: Sequence[BlockSpectrum]
+    ) -> tuple[BoundedEigenvalue, ...]:
+        several = [getattr(block.of_layer, end) for block in ordered]
+        sign = -1 if end == "largest" else 1
+        merged = heapq.merge(*several, key=lambda each: sign * each.value)
+        return tuple(each for each, _ in zip(merged, range(self.params.k), strict=False))
+
+    def _density(self, ordered: Sequence[BlockSpectrum], dimension: int) -> LogDensity | None:
+        counted = [block.of_layer.density for block in ordered if block.of_layer.density is not None]
+        if not counted:
+            return None
+        top = max(block.top for block in ordered)
+        lattice = Lattice.below(top, self.params.points_per_decade, self.params.decades)
+        counts = LogCounts.none()
+        for block in ordered:
+            counts = counts.plus(block.counts)
+        points = lattice.points.tolist()
+        beyond = [sum(_beyond(each, point) for each in counted) / dimension for point in points]
+        curve = DensityCurve(
+            density=tuple(counts.smoothed(lattice, dimension).tolist()),
+            density_low=None,
+            density_high=None,
+            beyond=tuple(beyond),
+            beyond_low=None,
+            beyond_high=None,
+            resolved_log10=None,
+        )
+        return LogDensity(log10=tuple(points), width=lattice.width, positive=curve, negative=None)
+
+
+def _counted(
+    largest: float, params: SpectrumParams, at_most: Callable[[float], int], size: int
+) -> EigenvalueCounts | None:
+    """Counts between the points of the lattice, over the decades below the largest eigenvalue."""
+    if not params.density or largest <= 0:
+        return None
+    each = params.points_per_decade
+    lattice = Lattice.below(largest, each, params.decades)
+    counted = [at_most(magnitude) for magnitude in lattice.magnitudes]
+    # the points above the largest eigenvalue are for the smoothing's tail
+    needed = next(place for place, count in enumerate(counted) if count == size) + 1
+    return EigenvalueCounts(
+        log10_edges=tuple(lattice.points[:needed].tolist()),
+        counts=tuple(right - left for left, right in itertools.pairwise(counted[:needed])),
+        below=counted[0],
+    )
+
+
+def _beyond(counted: EigenvalueCounts, point: float) -> int:
+    """Eigenvalues above a point of the lattice, which is none below the counts' first edge."""
+    return sum(
+        count for edge, count in zip(counted.log10_edges, counted.counts, strict=False) if edge >= point - _SAME_POINT
+    )
+
+
+def _ends(
+    products: Products, bounds: tuple[Pair, Pair] | None, params: SpectrumParams
+) -> tuple[tuple[BoundedEigenvalue, ...], tuple[BoundedEigenvalue, ...]]:
+    ranks = range(1, min(params.k, products.size) + 1)
+    largest = products.top(params.k).tolist() if params.end != "smallest" else []
+    smallest = [products.smallest(rank) for rank in ranks] if params.end != "largest" else []
+    if bounds is None:
+        return _exact(largest), _exact(smallest)
+    below, above = (Products([each]) for each in bounds)
+    tops = zip(largest, below.top(params.k).tolist(), above.top(params.k).tolist(), strict=False)
+    bottoms = (
+        (value, below.smallest(rank), above.smallest(rank)) for rank, value in zip(ranks, smallest, strict=False)
+    )
+    return tuple(_between(*each) for each in tops), tuple(_between(*each) for each in bottoms)
+
+
+def _exact(values: Sequence[float]) -> tuple[BoundedEigenvalue, ...]:
+    return tuple(BoundedEigenvalue(value=value, bound=None, converged=True) for value in values)
+
+
+def _between(value: float, low: float, high: float) -> BoundedEigenvalue:
+    return BoundedEigenvalue(value=value, bound=max(value - low, high - value, 0.0), converged=False)
+
+
+def _rounding(layer: Measured) -> float:
+    """Share of the largest eigenvalue below which the others are rounding."""
+    precision = torch.float64 if layer.record.dtype == "float64" else torch.float32
+    return max(layer.facts.in_dim, layer.facts.out_dim) * torch.finfo(precision).eps

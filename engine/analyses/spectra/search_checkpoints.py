@@ -1,0 +1,176 @@
+"""Checkpoints of a search: what the products so far have shown, so that a killed job goes on where it was.
+
+At an interval, between two passes over the data, the state of the search is written into the job's scratch place, the
+tensors first, under new names, and the manifest last: it replaces the one before in one step, with a digest of its own
+and one of each tensor. A later attempt with the same factors, options and numerics continues with the same bits; one
+that does not belong, or does not read as written, is discarded with a line in the log.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from engine.factors.kronecker_factors import digest
+from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
+
+MANIFEST = "search/search.json"
+_FORMAT = "kronoscope-search/1"
+_SHARE = 20
+"""No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSearch:
+    """A checkpoint that belongs here, without its tensors."""
+
+    finished: Mapping[str, Any]
+    """Results of the curvatures that are done, as JSON holds them, by name."""
+    of: str | None
+    """The curvature under way; None between two."""
+    chosen: Mapping[str, int]
+    """What memory allowed when the search began."""
+    counts: Mapping[str, int]
+    """Products and passes of the curvature under way."""
+
+
+@dataclass(kw_only=True)
+class SearchCheckpoints:
+    """Writes the checkpoints of one job's searches, and reads the one that an earlier attempt left."""
+
+    workspace: Workspace
+    conditions: Mapping[str, Any]
+    """Values that must be equal for a checkpoint to belong: each entry's name says what differs."""
+    clock: Callable[[], float] = time.monotonic
+    _serial: int = 0
+    _files: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Digests of the valid checkpoint's tensors, by file and name."""
+    _saved_at: float = 0.0
+    _took: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Begin the first interval."""
+        self._saved_at = self.clock()
+
+    @property
+    def _scratch(self) -> Artifacts:
+        if self.workspace.ports.scratch is None:
+            raise ValueError("checkpoints need a scratch place")
+        return self.workspace.ports.scratch
+
+    def find(self) -> SavedSearch | None:
+        """Return the checkpoint of an earlier attempt.
+
+        Returns:
+            What it says besides its tensors; None without one that belongs and is whole.
+        """
+        if not self.workspace.saves_checkpoints:
+            return None
+        try:
+            body = load_sealed(self._scratch, MANIFEST)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, it is of no use
+            self.discard(f"it cannot be read ({type(error).__name__})")
+            return None
+        if body.get("format") != _FORMAT:
+            self.discard("it is of another format")
+            return None
+        here, there = self.conditions, body["conditions"]
+        differing = sorted(
+            name for name in here.keys() | there.keys() if _canonical(here.get(name)) != _canonical(there.get(name))
+        )
+        if differing:
+            self.discard(f"it was made under another {', another '.join(differing)}")
+            return None
+        self._serial, self._files = body["serial"], body["files"]
+        return SavedSearch(finished=body["finished"], of=body["of"], chosen=body["chosen"], counts=body["counts"])
+
+    def tensors(self) -> dict[str, Tensor] | None:
+        """Read the tensors of the checkpoint that ``find`` returned.
+
+        Returns:
+            Host tensors by the names they were saved under; None, with a line in the log, where one is damaged.
+
+        Memory:
+            The state of one search.
+        """
+        found: dict[str, Tensor] = {}
+        for file, written in self._files.items():
+            try:
+                stored = self._scratch.load_tensors(file)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, it is of no use
+                self.discard(f"{file} cannot be read ({type(error).__name__})")
+                return None
+            if {name: digest(tensor) for name, tensor in stored.items()} != written:
+                self.discard(f"{file} is damaged")
+                return None
+            found |= stored
+        return found
+
+    def discard(self, why: str) -> None:
+        """Log that an earlier checkpoint is not used.
+
+        Args:
+            why: The reason, as the end of a sentence.
+        """
+        self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt's search is discarded: {why}")
+
+    def due(self) -> bool:
+        """Whether it is time to save."""
+        pause = max(self.workspace.resume.checkpoint_seconds, _SHARE * self._took)
+        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= pause
+
+    def worth(self) -> bool:
+        """Whether a checkpoint now costs little against the time since the last, whatever the interval."""
+        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= _SHARE * self._took
+
+    def save(self, saved: SavedSearch, tensors: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint, its manifest last; where the disk refuses, the one before stays valid.
+
+        Args:
+            saved: Everything but the tensors.
+            tensors: State of the search under way, on any device; none between two curvatures.
+
+        Memory:
+            One tensor on the host, where the state is on a device.
+        """
+        begun = self.clock()
+        serial = self._serial + 1
+        try:
+            files: dict[str, dict[str, str]] = {}
+            for place, (name, tensor) in zip(itertools.count(), tensors.items(), strict=False):
+                file = f"search/{serial}.{place}.safetensors"
+                host = tensor.detach().to("cpu").contiguous()
+                self._scratch.save_tensors(file, {name: host}, {})
+                files[file] = {name: digest(host)}
+            body = {
+                "format": _FORMAT,
+                "serial": serial,
+                "conditions": self.conditions,
+                "finished": saved.finished,
+                "of": saved.of,
+                "chosen": saved.chosen,
+                "counts": saved.counts,
+                "files": files,
+            }
+            save_sealed(self._scratch, MANIFEST, body)
+        except OSError as error:
+            self.workspace.ports.log(
+                "warning", f"no checkpoint of the search could be written ({error.strerror}); the one before stands"
+            )
+        else:
+            for name in self._files.keys() - files.keys():
+                self._scratch.remove(name)
+            self._serial, self._files = serial, files
+            self.workspace.ports.log("debug", f"checkpoint {serial} of the search")
+        self._saved_at = self.clock()
+        self._took = self._saved_at - begun
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,136 @@
+"""One curvature's search: its extreme eigenvalues, its density and its trace, which share every pass over the data.
+
+Each of the three asks for products with vectors of its own. All that they ask for at a time is multiplied together, so
+that a pass serves them all; memory says how many vectors go through the model at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from catalog.spectrum import SpectrumParams
+from engine.operators.extreme_eigenvalues import ExtremeEigenvalues, SearchOptions
+from engine.operators.quadrature import LanczosQuadrature, QuadratureOptions
+from engine.operators.traces import HutchPlusPlus, TraceOptions, XTrace
+
+
+class Asking(Protocol):
+    """What asks for products with a matrix until it knows enough."""
+
+    @property
+    def vectors(self) -> Tensor:
+        """To be multiplied next, shape (n, b)."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is asked for."""
+
+    def advance(self, products: Tensor) -> None:
+        """Take in the products of ``vectors``, shape (n, b)."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that is needed to go on."""
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state."""
+
+
+@dataclass(kw_only=True)
+class SpectrumSearch:
+    """The search of one curvature."""
+
+    size: int
+    params: SpectrumParams
+    seed: int
+    dtype: torch.dtype
+    length: int
+    """Basis vectors of the search for the extreme eigenvalues."""
+    columns: int
+    """Vectors that are multiplied in one pass."""
+    device: torch.device
+    products: int = 0
+    """Vectors that were multiplied."""
+    passes: int = 0
+    ends: ExtremeEigenvalues = field(init=False)
+    quadrature: LanczosQuadrature | None = None
+    trace: XTrace | HutchPlusPlus | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with random vectors keyed by the seed."""
+        options = SearchOptions(
+            count=self.params.k,
+            end=self.params.end,
+            tolerance=self.params.tolerance,
+            seed=self.seed,
+            dtype=self.dtype,
+            most_products=self.params.most_products,
+            length=self.length,
+        )
+        self.ends = ExtremeEigenvalues(self.size, options, self.device)
+        if self.params.density:
+            steps = QuadratureOptions(
+                probes=self.params.probes,
+                steps=min(self.params.steps, self.size),
+                seed=self.seed,
+                dtype=self.dtype,
+            )
+            self.quadrature = LanczosQuadrature(self.size, steps, self.device)
+        if self.params.trace != "none":
+            kind = XTrace if self.params.trace == "xtrace" else HutchPlusPlus
+            sketch = TraceOptions(products=self.params.trace_products, seed=self.seed, dtype=self.dtype)
+            self.trace = kind(self.size, sketch, self.device)
+
+    @property
+    def parts(self) -> dict[str, Asking]:
+        """All that ask for products, by name."""
+        named = {"ends": self.ends, "quadrature": self.quadrature, "trace": self.trace}
+        return {name: part for name, part in named.items() if part is not None}
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is known."""
+        return all(part.done for part in self.parts.values())
+
+    def step(self, multiply: Callable[[Tensor], Tensor]) -> None:
+        """Multiply everything that is asked for.
+
+        Args:
+            multiply: The product with vectors of shape (n, k), k at most ``columns``, in one pass over the data.
+
+        Memory:
+            The vectors and their products.
+        """
+        asking = [part for part in self.parts.values() if not part.done]
+        vectors = torch.cat([part.vectors for part in asking], dim=1)
+        products = [multiply(part) for part in torch.split(vectors, self.columns, dim=1)]
+        self.products += vectors.shape[1]
+        self.passes += len(products)
+        widths = [part.vectors.shape[1] for part in asking]
+        del vectors
+        for part, own in zip(asking, torch.split(torch.cat(products, dim=1), widths, dim=1), strict=True):
+            part.advance(own)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that is needed to go on, as views that the next step changes.
+
+        Returns:
+            Tensors of every part, by the part's name and the tensor's own.
+        """
+        return {f"{name}.{key}": tensor for name, part in self.parts.items() for key, tensor in part.state().items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What ``state`` gave, of a search with the same options.
+
+        Raises:
+            ValueError: If it is another search's.
+        """
+        for name, part in self.parts.items():
+            part.restore(
+                {key.removeprefix(f"{name}."): each for key, each in state.items() if key.startswith(f"{name}.")}
+            )

@@ -1,0 +1,245 @@
+"""Spectrum's memory and seconds: vectors of P covered parameters, beside the graph of a slice.
+
+Of an exact curvature these are kept from pass to pass
+
+    basis        the vectors of the search for the eigenvalues at the ends, as many as ``length``
+    quadrature   of each probe every vector so far, which the next is made orthogonal to
+    trace        the vectors of the trace's estimate and what is kept of their products
+
+and beside them, the most of
+
+    forward      the graph of a slice, and of each column three vectors and the tangents of what is in use
+    backward     of each column six vectors, as its product is pulled back and entered; of the Hessian three graphs too
+    taking in    the products twice, and what one part of the search makes of them in float64
+
+The basis is as long as half of what is free allows, and the columns as many as the other half does; both are chosen
+once and done again by every later attempt, as rounding depends on them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from catalog.spectrum import SpectrumParams
+from engine.collection.probe import Probe
+from engine.linalg.panels import PANEL_NUMBERS
+from engine.memory.budget import MemoryBudget
+from engine.memory.plan import Plan, Term
+from engine.planning.collection_time import Work
+from engine.workspace import Workspace
+
+Where = Literal["device", "host"]
+SEARCH_WIDTH = 8
+"""Vectors that the search for the eigenvalues at the ends multiplies at once, at most."""
+_SHARE = 0.5
+"""Of what is free, for the bases; the rest is for the columns of a pass."""
+_FORWARD, _BACK, _SECOND_BACK = 3.3, 6.3, 5.3
+"""Vectors that a column holds as its tangent goes forward, and as its product is pulled back, measured."""
+_GRAPHS = 3
+"""Graphs of a slice that stand at once where gradients are differentiated again."""
+_OF_A_LAYER = 0.03
+"""Seconds of a row."""
+_FIRST, _SECOND = 6, 14
+"""Times the operations of a forward pass: a tangent and a pullback; a gradient, its own gradient, and one more."""
+_OPERATIONS_A_CALL = 60
+"""Operations that a pass starts for each call of a layer, tangents and pullbacks of its columns among them."""
+
+
+def choose_search(params: SpectrumParams, size: int, dtype: torch.dtype, free_bytes: int) -> dict[str, int]:
+    """Choose how long the search's basis is, and how many vectors a pass multiplies.
+
+    Args:
+        params: The options.
+        size: Covered parameters.
+        dtype: Of the vectors.
+        free_bytes: Bytes that the search may take.
+
+    Returns:
+        ``length`` and ``columns``, each the largest of a few that fits, or the smallest of them.
+    """
+    vector = max(size * dtype.itemsize, 1)
+    bases = [length for length in _lengths(params, size) if _bases(params, size, length, dtype) <= _SHARE * free_bytes]
+    length = bases[0] if bases else _lengths(params, size)[-1]
+    columns = [count for count in _columns(params) if count * _BACK * vector <= (1 - _SHARE) * free_bytes]
+    return {"length": length, "columns": columns[0] if columns else 1}
+
+
+def _lengths(params: SpectrumParams, size: int) -> list[int]:
+    """Basis vectors that are tried, the longest first: all that the products make, or a few times the wanted ones."""
+    wanted = params.k * (2 if params.end == "both" else 1)
+    least = min(size, wanted + 4)
+    tried = [params.most_products + SEARCH_WIDTH, 8 * wanted, 4 * wanted, 2 * wanted + 8, least]
+    return sorted({max(min(each, size), least) for each in tried}, reverse=True)
+
+
+def _columns(params: SpectrumParams) -> Iterator[int]:
+    """Vectors of a pass that are tried, the most first."""
+    count = asked_at_once(params)
+    while count >= 1:
+        yield count
+        count //= 2
+
+
+def asked_at_once(params: SpectrumParams) -> int:
+    """Return how many products a search asks for at a time, at most.
+
+    Args:
+        params: The options.
+
+    Returns:
+        Those of the search's single vector, the density and the trace together. Where the search goes on from many
+        vectors before the density is done, a pass is split.
+    """
+    probes = params.probes if params.density else 0
+    return max(1 + probes + _trace_asked(params), SEARCH_WIDTH)
+
+
+def _trace_asked(params: SpectrumParams) -> int:
+    """Vectors of the trace in a pass: half of its products, of Hutch++ in its second pass two thirds."""
+    if params.trace == "none":
+        return 0
+    return params.trace_products // 2 if params.trace == "xtrace" else 2 * (params.trace_products // 3)
+
+
+def _bases(params: SpectrumParams, size: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of everything that is kept from pass to pass."""
+    return sum(each for _, _, each in _kept(params, size, length, dtype))
+
+
+def _kept(params: SpectrumParams, size: int, length: int, dtype: torch.dtype) -> Iterator[tuple[str, str, int]]:
+    """Name, formula and bytes of what is kept from pass to pass."""
+    rows = min(size, length) + 2
+    yield "basis", f"{rows} · P", rows * size * dtype.itemsize
+    if params.density:
+        steps = min(params.steps, size)
+        yield "quadrature", f"{params.probes} · {steps} · P", params.probes * steps * size * dtype.itemsize
+
+
+def _ways(params: SpectrumParams, probe: Probe, columns: int, length: int, passing: tuple[int, int]) -> dict[str, int]:
+    """Bytes beside what is kept, in words and number, each while it lasts; ``passing``: the graph and a tangent."""
+    size, item = sum(layer.parameter_count for layer in probe.layers), probe.dtype.itemsize
+    vector, (graph, tangent) = size * item, passing
+    trace = min(_trace_asked(params), 2 * size)
+    ways = {}
+    if set(params.exact) - {"hessian"}:
+        forward = graph + int(columns * (_FORWARD * vector + tangent))
+        ways["slice · saved + columns · (3 P + slice · widest)"] = 2 * trace * vector + forward
+        ways["columns · 6 P"] = 2 * trace * vector + int(columns * _BACK * vector)
+    if "hessian" in params.exact:
+        second = _GRAPHS * graph + int(columns * _SECOND_BACK * vector)
+        ways["3 · slice · saved + columns · 5 P"] = 2 * trace * vector + second
+    if trace:
+        factorised = trace if params.trace == "xtrace" else trace // 2
+        ways["taking in the trace's"] = (2 * columns + 2 * trace) * vector + 6 * factorised * size * 8
+    rows = min(size, length) + 2
+    panel = 8 * min(PANEL_NUMBERS, min(rows, params.most_products) * size)
+    widest = 2 * SEARCH_WIDTH * size
+    ways["taking in the search's"] = widest * item + max(widest * 8, panel) + 10 * rows * rows * 8
+    if params.density:
+        panel = 8 * min(PANEL_NUMBERS, params.probes * min(params.steps, size) * size)
+        ways["taking in the density's"] = 2 * (1 + params.probes) * vector + max(2 * params.probes * size * 8, panel)
+    return ways
+
+
+def with_spectrum(plan: Plan, carried: list[Term], workspace: Workspace, probe: Probe, budget: MemoryBudget) -> Plan:
+    """Add the bytes of the spectrum, and the choice of its search.
+
+    Args:
+        plan: Collection and decompositions.
+        carried: What stands from the decompositions.
+        workspace: The job, whose options and device are planned for.
+        probe: Layers and traced activations, as the probe found them.
+        budget: Bytes of each place, within which the search is chosen.
+
+    Returns:
+        The plan with the stage's terms; a search that an earlier attempt chose is kept.
+    """
+    params = workspace.options.of("spectrum") or SpectrumParams()
+    terms = [*carried]
+    if "kfac" in params.curvatures:
+        spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
+        terms.append(_term("spectra", "2 · Σ (in + out) · 8", spectra, "host"))
+        terms.append(replace(_term("products", "4 chunks of 2¹⁷ · 8", 4 * 8 * 2**17, "host"), source="estimated"))
+    if not params.exact:
+        return replace(plan, terms=(*plan.terms, *terms))
+    cuda = workspace.machine.device.type == "cuda"
+    place: Where = "device" if cuda else "host"
+    size = sum(layer.parameter_count for layer in probe.layers)
+    held = replace(plan, terms=(*plan.terms, *terms))
+    graph = sum(
+        term.size_bytes
+        for term in plan.terms
+        if term.stage == "collection" and term.name in ("activations", "outputs") and term.place == place
+    )
+    free = (budget.device_bytes if cuda else budget.host_bytes) - held.stage_bytes(place, "spectrum")
+    earlier = workspace.resume.chosen
+    chosen = dict(earlier.search) if earlier is not None and earlier.search else None
+    if chosen is None:
+        chosen = choose_search(params, size, probe.dtype, max(free - _GRAPHS * graph, 0))
+    for name, formula, bytes_ in _kept(params, size, chosen["length"], probe.dtype):
+        terms.append(_term(name, formula, bytes_, place))
+    columns = min(chosen["columns"], asked_at_once(params))
+    widest = max((call.entered.numel() + call.output.numel() for call in probe.calls), default=0)
+    examples = plan.chosen.micro_batch or workspace.options.collection.batch_size
+    tangent = int(widest * examples / probe.examples) * probe.dtype.itemsize
+    ways = _ways(params, probe, columns, chosen["length"], (graph, tangent))
+    most = max(ways, key=lambda way: ways[way])
+    terms.append(replace(_term("a pass", f"{columns} columns: {most}", ways[most], place), source="estimated"))
+    return replace(plan, terms=(*plan.terms, *terms), chosen=replace(plan.chosen, search=chosen))
+
+
+def spectrum_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
+    """Return the predicted seconds of the spectrum.
+
+    Args:
+        workspace: The job, whose options are planned.
+        probe: Layers, as the probe found them.
+        work: Operations of an example, and the device's pace.
+
+    Returns:
+        Those of the layers' rows, and of the products with exact curvatures: as many as the density and the trace take,
+        and of the search as many as it takes where eigenvalues are apart.
+    """
+    params = workspace.options.of("spectrum") or SpectrumParams()
+    seconds = _OF_A_LAYER * sum(layer.groups for layer in probe.layers)
+    forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
+    for of in params.exact:
+        operations = work.examples * expected_products(params) * forward * (_SECOND if of == "hessian" else _FIRST)
+        batches = -(-work.examples // work.batch)
+        started = expected_passes(params) * batches * work.calls * _OPERATIONS_A_CALL * work.pace.seconds_an_operation
+        seconds += operations / work.pace.operations_per_second + started
+    return seconds
+
+
+def expected_products(params: SpectrumParams) -> int:
+    """Return about how many products a search makes.
+
+    Args:
+        params: The options.
+
+    Returns:
+        The density's and the trace's, and six for each eigenvalue wanted.
+    """
+    wanted = params.k * (2 if params.end == "both" else 1)
+    search = min(params.most_products, 6 * wanted + 40)
+    density = params.probes * params.steps if params.density else 0
+    return search + density + (params.trace_products if params.trace != "none" else 0)
+
+
+def expected_passes(params: SpectrumParams) -> int:
+    """Return about how many passes over the data a search makes, where all columns go through at once.
+
+    Args:
+        params: The options.
+
+    Returns:
+        As many as the longer of the density and the search takes.
+    """
+    wanted = params.k * (2 if params.end == "both" else 1)
+    return max(params.steps if params.density else 0, min(params.most_products, 6 * wanted + 40))
+
+
+def _term(name: str, formula: str, size: int, place: Where) -> Term:
+    return Term(name=name, formula=formula, size_bytes=size, place=place, source="exact", stage="spectrum")
