@@ -17,7 +17,7 @@ from jobs.errors import StoreUnavailable
 from jobs.lifecycle import TERMINAL
 from jobs.objects.object_store import ObjectStore
 from jobs.objects.s3_store import S3Objects
-from jobs.objects.scratch_store import MANIFEST, ScratchStore
+from jobs.objects.scratch_store import MANIFESTS, ScratchStore
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import jobs
@@ -81,7 +81,8 @@ class Scratch:
         if self.copies is None:
             return
         newest = self.copies.newest(job_id, fence)
-        here = [int(each.name) for each in self.before(job_id, fence) if (each / MANIFEST).is_file()]
+        before = self.before(job_id, fence)
+        here = [int(each.name) for each in before if any((each / name).is_file() for name in MANIFESTS)]
         if newest is not None and newest > max(here, default=-1):
             self._of_job(job_id).mkdir(parents=True, exist_ok=True)
             self.copies.fetch(job_id, newest, self.attempt_folder(job_id, newest))

@@ -20,7 +20,9 @@ from jobs.objects.object_store import PART, ObjectStore
 from jobs.schema.identifiers import is_id
 
 MANIFEST = "checkpoint/checkpoint.json"
-"""The file that makes the others a checkpoint."""
+"""The file that makes the others a checkpoint of a collection."""
+MANIFESTS = (MANIFEST, "search/search.json")
+"""The same of everything that has checkpoints: a collection, and a search for eigenvalues."""
 _ROOT = "scratch/"
 _INDEX = "index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
@@ -56,7 +58,7 @@ class ScratchStore:
         """
         prefix = _prefix(job_id, fence)
         with _snapshot(folder) as files:
-            if MANIFEST not in files:
+            if files.keys().isdisjoint(MANIFESTS):
                 return False
             before = {each.key for each in self._store.listing(prefix)}
             index = {}
@@ -175,21 +177,32 @@ def _snapshot(folder: Path) -> Iterator[dict[str, Path]]:
         while True:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
-            begun = _version(folder)
+            begun = version_of(folder)
             files = _linked(folder, place)
-            if begun == _version(folder):
+            if begun == version_of(folder):
                 yield files
                 return
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _version(folder: Path) -> tuple[int, int] | None:
-    """Which manifest stands there."""
-    with contextlib.suppress(FileNotFoundError):
-        status = (folder / MANIFEST).stat()
-        return status.st_ino, status.st_mtime_ns
-    return None
+def version_of(folder: Path) -> tuple[tuple[int, int] | None, ...]:
+    """Return which manifests stand in a folder.
+
+    Args:
+        folder: An attempt's folder.
+
+    Returns:
+        Inode and time of each manifest, None of one that is not there.
+    """
+    found: list[tuple[int, int] | None] = []
+    for name in MANIFESTS:
+        try:
+            status = (folder / name).stat()
+            found.append((status.st_ino, status.st_mtime_ns))
+        except FileNotFoundError:
+            found.append(None)
+    return tuple(found)
 
 
 def _linked(folder: Path, place: Path) -> dict[str, Path]:

@@ -9,8 +9,11 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.collection.checkpoints import MANIFEST
+from engine.analyses.spectra import search_checkpoints
+from engine.collection import checkpoints
 
+MANIFESTS = (checkpoints.MANIFEST, search_checkpoints.MANIFEST)
+"""The files that make others a checkpoint: of a collection, and of a search for eigenvalues."""
 _PART = ".part-"
 
 
@@ -27,8 +30,8 @@ def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
     for torn in own.rglob(f"{_PART}*") if own.is_dir() else ():
         torn.unlink(missing_ok=True)
     earlier = tuple(earlier)
-    if not (own / MANIFEST).is_file():
-        newest = next((each for each in earlier if (each / MANIFEST).is_file()), None)
+    if not _holds_one(own):
+        newest = next((each for each in earlier if _holds_one(each)), None)
         if newest is not None:
             try:
                 _link_all(newest, own)
@@ -38,12 +41,16 @@ def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
         shutil.rmtree(each, ignore_errors=True)
 
 
+def _holds_one(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MANIFESTS)
+
+
 def _link_all(source: Path, target: Path) -> None:
-    """Link every complete file, the manifest last: it is what makes the others a checkpoint."""
+    """Link every complete file, the manifests last: they are what makes the others a checkpoint."""
     names = [
         each.relative_to(source) for each in source.rglob("*") if each.is_file() and not each.name.startswith(_PART)
     ]
-    for name in sorted(names, key=lambda name: name == Path(MANIFEST)):
+    for name in sorted(names, key=lambda name: name.as_posix() in MANIFESTS):
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
         try:

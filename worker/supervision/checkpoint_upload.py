@@ -11,7 +11,7 @@ from types import TracebackType
 from structlog.typing import FilteringBoundLogger
 
 from jobs.errors import ArtifactDamaged, StoreUnavailable
-from jobs.objects.scratch_store import MANIFEST, ScratchStore
+from jobs.objects.scratch_store import ScratchStore, version_of
 from jobs.records import Claim
 from worker.process.child_process import STOP_GRACE_SECONDS
 from worker.supervision.lease_monitor import LeaseWatch
@@ -34,7 +34,7 @@ class ScratchMirror:
         self._folder = folder
         self._watch = watch
         self._log = log
-        self._copied: tuple[int, int] | None = None
+        self._copied: tuple[tuple[int, int] | None, ...] | None = None
         self._ended = threading.Event()
         self._given_up = False
         self._thread = threading.Thread(target=self._run, name=f"mirror-{claim.job_id}", daemon=True)
@@ -62,12 +62,13 @@ class ScratchMirror:
 
     def _copy(self) -> None:
         try:
-            status = (self._folder / MANIFEST).stat()
-            found = (status.st_ino, status.st_mtime_ns)
-            if found != self._copied and self._store.save(self._claim.job_id, self._claim.fence, self._folder):
+            found = version_of(self._folder)
+            if (
+                found != self._copied
+                and any(found)
+                and self._store.save(self._claim.job_id, self._claim.fence, self._folder)
+            ):
                 self._copied = found
                 self._log.debug("a checkpoint was copied to the store")
-        except FileNotFoundError:
-            return
         except (ArtifactDamaged, StoreUnavailable, OSError) as error:
             self._log.warning("a checkpoint could not be copied to the store; tried again", why=str(error))
