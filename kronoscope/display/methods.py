@@ -19,6 +19,7 @@ _COMPUTED = {
     "reconstruction": "the error of inverting each layer's block in lower precision",
     "compare_curvature": "the overlap of leading eigenspaces, the distance and the Kullback-Leibler divergence of each "
     "layer's factors against a second set",
+    "spectrum": "eigenvalues at both ends, trace and density of the curvature",
 }
 _FISHER = {
     "mc": "the Fisher information, with {samples} sampled from the model for each example and loss term",

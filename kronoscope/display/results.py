@@ -14,6 +14,7 @@ from kronoscope.client.responses import Layer
 from kronoscope.display.coverage import coverage_lines
 from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import Display
+from kronoscope.display.spectrum_table import curvature_table, missing_lines
 from kronoscope.display.tables import layer_table, not_covered_lines, reuse_lines, summary_line
 
 _UNPLACED = {"no_device": "no device can hold the job", "no_worker": "no worker can take the job up"}
@@ -45,11 +46,21 @@ def show_results(
             console.print(line, markup=False, soft_wrap=True)
         if kind in summary:
             console.print(summary_line(kind, summary[kind], measured), markup=False, soft_wrap=True)
+        if kind == "spectrum" and kind in summary:
+            _show_curvatures(console, summary[kind])
         console.print()
     if curve is not None and curve.get("stages"):
         console.print(measured_stage_table(curve["stages"], curve.get("pace")))
         console.print()
     for line in (*reuse_lines(rows), *coverage_lines(measured)):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _show_curvatures(console: Console, summary: Any) -> None:  # noqa: ANN401 - a record, or what a service sends
+    table = curvature_table(summary)
+    if table is not None:
+        console.print(table)
+    for line in missing_lines(summary):
         console.print(line, markup=False, soft_wrap=True)
 
 

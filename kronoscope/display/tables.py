@@ -104,6 +104,21 @@ def _noise(side: str) -> Callable[[Layer], str]:
 
 _NOISE: tuple[Column, ...] = (("noise A", _noise("A")), ("noise G", _noise("G")))
 """Shown where `collection.batch_variance` was asked for."""
+
+
+def _of_spectrum(name: str) -> Callable[[Layer], str]:
+    """A figure of the layer's spectrum, K-FAC's or EK-FAC's; of the eigenvalues at an end the outermost."""
+
+    def shown(row: Layer) -> str:
+        spectrum = _field(row.metrics, "kfac") or _field(row.metrics, "ekfac")
+        figure = _field(spectrum, name)
+        if isinstance(figure, (tuple, list)):
+            return format_number(_field(figure[0], "value") if figure else None)
+        return format_number(figure)
+
+    return shown
+
+
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "capacity": (
         ("A×G", _factor_shape),
@@ -131,6 +146,13 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("ratio", _metric("trace_ratio")),
         ("κ_A", _record_condition("A")),
         ("κ_G", _record_condition("G")),
+    ),
+    "spectrum": (
+        ("A×G", _factor_shape),
+        ("trace", _of_spectrum("trace")),
+        ("λ_max", _of_spectrum("largest")),
+        ("λ_min", _of_spectrum("smallest")),
+        ("zeros", _of_spectrum("zeros")),
     ),
 }
 
