@@ -50,22 +50,30 @@ function axis(scale, { name, log, format = number, incrs }) {
 }
 
 function line(series) {
+  // an edge of a band: only what is between the two is drawn
+  if (series.edge) return { stroke: "transparent", width: 0, points: { show: false }, spanGaps: false };
   return {
     stroke: () => ink(series),
     width: series.limit ? 1.3 : series.thin ? 1.2 : 2.2,
-    dash: series.limit ? [6, 5] : undefined,
+    dash: series.limit || series.dashed ? [6, 5] : undefined,
     fill: series.bars ? () => `${ink(series)}c0` : undefined,
     paths: series.bars ? uPlot.paths.bars({ size: [1, 400], gap: 1 }) : undefined,
     points: { show: Boolean(series.points), size: 6, fill: () => colour("--surface") },
-    spanGaps: true,
+    spanGaps: !series.gaps,
   };
+}
+
+/** The areas between two edges, as uPlot has them: places of the upper and the lower one, and a fill. */
+function bands(series) {
+  return series.flatMap((each, index) => (each.edge === "high" ? [{ series: [index + 1, index + 2], fill: () => `${ink(each)}33` }] : []));
 }
 
 /**
  * Draws a plot in `place` and redraws it when the width or the colour scheme changes.
  *
  * `plot.xs` are the positions, ascending; `x` and `y` are axes ({name, low, high, log, format, incrs});
- * `series` are {style, values, legend, limit, thin, bars, points}; `read(index)` says the values at a position.
+ * `series` are {style, values, legend, limit, thin, dashed, gaps, bars, points, edge}; `read(index)` says the values at a
+ * position. A series whose `edge` is "high" is the upper end of a band, and the next one, "low", its lower end.
  */
 export function drawPlot(place, plot, signal) {
   closers.get(place)?.();
@@ -76,7 +84,7 @@ export function drawPlot(place, plot, signal) {
   };
   const picture = h("div", { class: "picture", role: "img", tabindex: 0, "aria-label": plot.label });
   const readout = h("output", { class: "readout" }, HINT);
-  const keys = series.filter((each) => each.legend).map((each) => h("span", { class: `key ${each.style} ${each.limit ? "limit" : ""} ${each.thin ? "thin" : ""}` }, each.legend));
+  const keys = series.filter((each) => each.legend).map((each) => h("span", { class: `key ${each.style} ${each.limit || each.dashed ? "limit" : ""} ${each.thin ? "thin" : ""}` }, each.legend));
   replace(place, keys.length ? h("div", { class: "legend" }, keys) : null, picture, readout);
   let at = -1;
   let typed = false;
@@ -97,10 +105,11 @@ export function drawPlot(place, plot, signal) {
       },
       axes: [axis("x", x), axis("y", y)],
       series: [{}, ...series.map(line)],
+      bands: bands(series),
       cursor: {
         y: false,
         drag: { x: false, y: false },
-        points: { size: (u, index) => (series[index - 1].limit ? 0 : 9), fill: (u, index) => ink(series[index - 1]) },
+        points: { size: (u, index) => (series[index - 1].limit || series[index - 1].edge ? 0 : 9), fill: (u, index) => ink(series[index - 1]) },
       },
       hooks: { setCursor: [show] },
     },

@@ -1,7 +1,7 @@
 // The summary figures of an analysis, each with a sentence that explains it.
 
 import { h } from "./dom.js";
-import { bytes, number, percent, portion, several, words } from "./format.js";
+import { bytes, curvatureName, number, percent, portion, several, words } from "./format.js";
 
 const FIGURES = {
   capacity: (summary) => [
@@ -111,7 +111,36 @@ const FIGURES = {
       text: "Layers that read the same input share one A.",
     },
   ],
+  spectrum: (summary) => (summary.curvatures ?? []).map(curvatureFigure),
 };
+
+const CURVATURES = {
+  kfac: "Each layer's G ⊗ A: the approximation that the factors stand for.",
+  ekfac: "K-FAC's eigenvectors with eigenvalues that were estimated anew.",
+  ggn: "The generalised Gauss-Newton matrix itself, of all covered parameters together.",
+  fisher: "The Fisher information of labels that were sampled from the model.",
+  empirical: "The Fisher of the data's own labels.",
+  hessian: "The Hessian of the loss, which may curve downwards too.",
+};
+
+/** The outermost eigenvalues, trace and negative part of one curvature. */
+function curvatureFigure(each) {
+  const [top, bottom] = [each.largest?.[0], each.smallest?.[0]];
+  const least = (found) => (found && found.bound !== null && !found.converged ? "≈ " : "");
+  const interval = each.trace_low == null ? "" : ` (95 %: ${number(each.trace_low)} to ${number(each.trace_high)})`;
+  const parts = [
+    bottom && top ? `smallest ${least(bottom)}${number(bottom.value)}` : null,
+    each.trace == null ? null : `trace ${number(each.trace, 4)}${interval}`,
+    each.negative_share == null ? null : `${percent(each.negative_share)} negative`,
+  ];
+  const shown = top ?? bottom;
+  return {
+    name: `${curvatureName(each.of)}, ${top || !bottom ? "largest" : "smallest"} eigenvalue`,
+    value: shown ? `${least(shown)}${number(shown.value, 4)}` : "–",
+    note: parts.filter(Boolean).join(", "),
+    text: CURVATURES[each.of] ?? "",
+  };
+}
 
 const PLAIN = new Set(["coverage"]);
 

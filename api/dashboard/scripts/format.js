@@ -107,6 +107,13 @@ export function words(name) {
   return String(name).replaceAll("_", " ");
 }
 
+const CURVATURES = { kfac: "K-FAC", ekfac: "EK-FAC", ggn: "GGN", fisher: "Fisher", empirical: "Empirical Fisher", hessian: "Hessian" };
+
+/** The name of a curvature, as people write it. */
+export function curvatureName(of) {
+  return CURVATURES[of] ?? String(of);
+}
+
 /** A condition number: ∞ where the matrix is singular, a dash where its eigenvalues were not `counted`. */
 export function condition(kappa, counted) {
   if (kappa !== null && kappa !== undefined) return number(kappa);

@@ -7,6 +7,7 @@ import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
 import { portion } from "./format.js";
 import { LayerTable } from "./layers.js";
+import { showCurvatures } from "../plots/curvature_density.js";
 import { showMemory } from "../plots/memory_curve.js";
 import { showModelSpectrum } from "../plots/model_spectrum.js";
 import { SpectrumPanel } from "../plots/spectrum_panel.js";
@@ -53,11 +54,12 @@ export async function showJob(main, shownId, signal) {
   const live = h("div", { class: "stack" });
   const summary = h("div", { class: "stack wide" });
   const model = h("div", {});
+  const curvatures = h("div", {});
   const spectra = h("div", {});
   const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
   const memory = h("div", {});
   const files = h("div", { class: "stack" });
-  replace(main, h("div", { class: "stack wide" }, top, live, summary, model, spectra, layers, memory, files));
+  replace(main, h("div", { class: "stack wide" }, top, live, summary, model, curvatures, spectra, layers, memory, files));
 
   const panel = new SpectrumPanel(spectra, base, signal, (ordinal) => table.mark(ordinal));
   const table = new LayerTable(layers, (row) => panel.open(row, true));
@@ -113,6 +115,7 @@ export async function showJob(main, shownId, signal) {
     replace(summary, ...summaryParts(results, titles, job));
     replace(files, filesCard(job, base, results));
     showModelSpectrum(model, results.summary?.capacity, signal);
+    showCurvatures(curvatures, results.summary?.spectrum, signal);
     await Promise.all([panel.show(results.artifacts, table.rows), showMemory(memory, base, results.artifacts, signal)]);
   }
 

@@ -24,6 +24,17 @@ const side = (name, key, heading, title) => ({
   ...(key === "clipped" ? { share: (row) => (row.metrics?.[name]?.clipped ?? 0) / (row.metrics?.[name]?.size || 1) } : {}),
 });
 
+/** A figure of the layer's eigenvalues, K-FAC's or EK-FAC's. */
+const spectral = (name, title, figure, more = {}) => ({
+  name,
+  title,
+  value: (row) => {
+    const of = row.metrics?.kfac ?? row.metrics?.ekfac;
+    return of ? (figure(of) ?? null) : null;
+  },
+  ...more,
+});
+
 /** The standard error of a factor over batches, shown where a layer has one. */
 const noise = (name) => ({
   name: `Noise of ${name}`,
@@ -146,6 +157,18 @@ const COLUMNS = {
     metric("calls", "Calls", "Calls of the module in one forward pass"),
     { name: "Size", title: "Bytes of the dense factors", value: (row) => row.record?.factor_bytes ?? null, show: (row) => bytes(row.record?.factor_bytes) },
     metric("shared_A_with", "A shared with", "Layer that reads the same input", { text: true }),
+    SECONDS,
+  ],
+  spectrum: [
+    LAYER,
+    SIZE,
+    PARAMETERS,
+    spectral("Trace", "Sum of the eigenvalues of the layer's block; the bar compares layers", (of) => of.trace, { relative: true }),
+    spectral("λ_max", "Largest eigenvalue of the layer's block", (of) => of.largest[0]?.value),
+    spectral("λ_min", "Smallest eigenvalue of the layer's block", (of) => of.smallest[0]?.value),
+    spectral("Zeros", "Eigenvalues below the rounding of the largest; the bar is their share", (of) => of.zeros, {
+      share: (row) => ((row.metrics?.kfac ?? row.metrics?.ekfac)?.zeros ?? 0) / (row.metrics?.dimension || 1),
+    }),
     SECONDS,
   ],
 };

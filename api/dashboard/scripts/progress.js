@@ -34,7 +34,7 @@ export function stageSentence(job) {
   const progress = job.progress;
   if (job.state === "queued") return job.failures ? `Waiting for a worker, after ${job.failures} failed attempts` : "Waiting for a worker";
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
-  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature" }[progress.stage];
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature" }[progress.stage];
   const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : counted;
   return [stage ?? `Measuring ${words(progress.stage)}`, done].filter(Boolean).join(" · ");
