@@ -31,7 +31,7 @@ function draw(place, { samples, ...curve }, signal) {
     label: `Memory over ${seconds(last)}: ${peaks.join("; ")}`,
     height: () => 230,
     xs: samples.map((sample) => sample.seconds),
-    x: { name: "time since the start of the attempt", low: 0, high: last, format: seconds },
+    x: { name: "time since the start of the attempt", low: 0, high: last, format: seconds, space: 96 },
     y: { name: "memory", low: 0, high: 1.08 * Math.max(1, ...lines.flatMap((line) => [line.top, line.planned])), format: bytes, incrs: STEPS },
     series: [...lines, ...limits],
     read: (index) => [`${seconds(samples[index].seconds)}, ${samples[index].operation}`, ...lines.filter((line) => line.values[index] !== null).map((line) => `${bytes(line.values[index])} ${line.name}`)].join("   "),

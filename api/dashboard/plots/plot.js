@@ -24,9 +24,9 @@ function logTicks(low, high, pixels, space) {
   return ticks.filter((tick) => tick >= low && tick <= high);
 }
 
-function axis(scale, { name, log, format = number, incrs }) {
+function axis(scale, { name, log, format = number, incrs, space: wanted }) {
   const upright = scale === "y";
-  const space = upright ? 34 : 62;
+  const space = wanted ?? (upright ? 34 : 62);
   const pixels = (u) => (upright ? u.bbox.height : u.bbox.width) / devicePixelRatio;
   const line = { stroke: () => colour("--line"), width: 1 };
   return {
@@ -71,7 +71,7 @@ function bands(series) {
 /**
  * Draws a plot in `place` and redraws it when the width or the colour scheme changes.
  *
- * `plot.xs` are the positions, ascending; `x` and `y` are axes ({name, low, high, log, format, incrs});
+ * `plot.xs` are the positions, ascending; `x` and `y` are axes ({name, low, high, log, format, incrs, space});
  * `series` are {style, values, legend, limit, thin, dashed, gaps, bars, points, edge}; `read(index)` says the values at a
  * position. A series whose `edge` is "high" is the upper end of a band, and the next one, "low", its lower end.
  */
