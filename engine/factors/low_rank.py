@@ -178,8 +178,16 @@ class LowRank(RowSide):
         """
         wide = self._arriving(right)
         total = torch.zeros_like(wide)
-        for _, rows in self._chunks(wide.dtype):
-            total.addmm_(rows.T, rows @ wide)
+        scales = self._root_scales()[:, None]
+        # all of them at once where none has to be moved or widened
+        moved = self.rows.dtype != wide.dtype or self.rows.device != wide.device
+        height = max(NUMBERS_AT_ONCE // max(self.size, 1), 1) if moved else max(self.count, 1)
+        for start in range(0, self.count, height):
+            part = slice(start, start + height)
+            rows = self.rows[part].to(wide)
+            # there are fewer of these than numbers of rows; their scales may lie beyond float32
+            inner = (rows @ wide).to(torch.float64).mul_(scales[part]).mul_(scales[part])
+            total.addmm_(rows.T, inner.to(wide.dtype))
         return total.to(right.device)
 
     def solve(self, right: Tensor, damping: float) -> Tensor:
