@@ -7,7 +7,7 @@ moved to the device, multiplied, and let go of, unless ``resident_bytes`` lets t
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Self, overload
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.errors import BrokenFactors, NoSuchLayer, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts
+from engine.operators.ill_conditioned import IllConditioned
 from engine.operators.layer_operator import LayerOperator
 from engine.operators.layer_store import LayerStore, OperatorOptions
 from engine.operators.parameter_space import ParameterSpace, Vector
@@ -91,7 +92,8 @@ class KroneckerOperator:
         """Return the operator raised to a further power.
 
         Args:
-            exponent: α, finite. Where it is not positive, every layer must be damped or regular.
+            exponent: α, finite. Where it is not positive, every layer must be damped or regular; 0 keeps the numbers
+                of the covered parameters and sets the others to zero.
 
         Returns:
             An operator that shares what this one has read and decomposed.
@@ -143,10 +145,12 @@ class KroneckerOperator:
 
         Args:
             vector: Flat, shape (P,) or (P, k), in the order of ``named_parameters()``; or tensors of the parameters'
-                shapes by name, of which those that are left out are zero. float32 or float64, on any device.
+                shapes by name, of which those that are left out are zero. Any float dtype and device; the arithmetic
+                is in its precision or that of the factors, whichever is wider, and at least float32.
 
         Returns:
-            What was given: a tensor of the same shape, dtype and device, or tensors by name, of every parameter.
+            What was given: a tensor of the same shape, dtype and device, or tensors by name, of every parameter. NaN
+            spreads over the layer that it is in; no gradient flows back.
 
         Raises:
             UsageError: If the vector has another length or shape, numbers in uncovered parameters where that is
@@ -191,13 +195,50 @@ class KroneckerOperator:
         """
         return self.inverse().matvec(vector)
 
+    @torch.no_grad()
+    def residuals(self, solution: Tensor, right: Tensor) -> dict[str, float]:
+        """Return how far ``operator @ solution`` is from ``right``, as of ``solution = operator.solve(right)``.
+
+        Args:
+            solution: x, shape (P,) or (P, k).
+            right: b, of the same shape.
+
+        Returns:
+            ``‖M x − b‖ / ‖b‖`` over the numbers of each layer, by its name, computed in float64; 0 where both are zero.
+
+        Raises:
+            UsageError: As ``matvec``, or if the shapes differ.
+        """
+        if solution.shape != right.shape:
+            raise UsageError(
+                f"the solution must have the right-hand side's shape {tuple(right.shape)} (got {tuple(solution.shape)})"
+            )
+        pair = [self.space.flatten(each) for each in (solution, right)]
+        flat = [each if each.ndim == 2 else each[:, None] for each in pair]
+        found = {}
+        for facts, own in self._operators():
+            x, b = (self.space.gather(facts, each, torch.float64, self.options.device) for each in flat)
+            found[facts.name] = _relative(own.apply(x, self._exponent), b)
+        return found
+
     def trace(self) -> float:
         """Return the sum of the eigenvalues over the covered parameters."""
         return math.fsum(own.trace(self._exponent) for _, own in self._operators())
 
     def logdet(self) -> float:
-        """Return the natural logarithm of the determinant over the covered parameters; −∞ where a layer is singular."""
-        return self._exponent * math.fsum(own.logdet() for _, own in self._operators())
+        """Return the natural logarithm of the determinant over the covered parameters; −∞ where a layer is singular.
+
+        Returns:
+            ``α log det M``.
+
+        Raises:
+            UsageError: If the power is not positive and a layer is singular.
+        """
+        total = 0.0
+        for _, own in self._operators():
+            own.require_power(self._exponent)
+            total += 0.0 if self._exponent == 0 else self._exponent * own.logdet()
+        return total
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, shape (P,), float64 on the host; zero where no layer covers a number."""
@@ -226,17 +267,42 @@ class KroneckerOperator:
         for facts in self._layers:
             yield facts, self._store.operator(facts)
 
+    @torch.no_grad()
     def _apply(self, flat: Tensor) -> Tensor:
         columns = flat if flat.ndim == 2 else flat[:, None]
         if self.options.uncovered == "refuse":
             self._require_covered(columns)
         result = torch.zeros_like(columns)
+        if not columns.numel():
+            return result.view(flat.shape)
         for facts, own in self._operators():
             wide = torch.promote_types(flat.dtype, own.dtype)
-            matrices = self.space.gather(facts, columns).to(self.options.device, wide)
+            matrices = self.space.gather(facts, columns, wide, self.options.device)
             found = own.apply(matrices, self._exponent)
+            if self._exponent < 0 and self.options.report is not None:
+                self._report(own, matrices, found, self.options.report)
             self.space.scatter(facts, found, result)
         return result.view(flat.shape)
+
+    def _report(
+        self, own: LayerOperator, right: Tensor, found: Tensor, report: Callable[[IllConditioned], None]
+    ) -> None:
+        """Report a layer whose smallest eigenvalue is below the rounding of the largest."""
+        smallest, largest = own.bounds()
+        if smallest >= torch.finfo(right.dtype).eps * largest:
+            return
+        # M itself needs no eigenvectors of that precision
+        wide = torch.float64 if self._exponent == -1 else right.dtype
+        back = own.apply(found.to(wide), -self._exponent)
+        report(
+            IllConditioned(
+                layer=own.name,
+                exponent=self._exponent,
+                smallest=smallest,
+                largest=largest,
+                residual=_relative(back, right.to(wide)),
+            )
+        )
 
     def _require_covered(self, columns: Tensor) -> None:
         if not self.uncovered:
@@ -255,9 +321,17 @@ class KroneckerOperator:
             )
 
 
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """``‖found − expected‖ / ‖expected‖``; 0 where both are zero."""
+    missed, norm = float((found - expected).norm()), float(expected.norm())
+    return missed / norm if norm > 0 else missed
+
+
 def _chosen(factors: FactorSet, layers: Sequence[str] | None) -> tuple[LayerFacts, ...]:
     if layers is None:
         return factors.layers
+    if isinstance(layers, str):
+        raise UsageError(f"`layers` must be a list of names (got the text {layers!r}); write [{layers!r}]")
     known = {facts.name for facts in factors.layers}
     missing = [name for name in layers if name not in known]
     if missing or not layers:

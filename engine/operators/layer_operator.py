@@ -8,8 +8,9 @@ factor is one matrix product for all of them. With V a layer's matrix, the dampe
     factored    (G + λ_G I) V (A + λ_A I)
 
 EK-FAC has the same eigenvectors ``Q_G ⊗ Q_A`` with eigenvalues of its own, where `factored` has no meaning. Powers go
-through eigenvectors. A softmax head that is too wide for them is solved by its own capacitance: once for `factored`,
-once for each eigenvalue of A for `exact`.
+through eigenvectors, but for the inverse of `factored`, which is that of each factor, by Cholesky's. A softmax head
+that is too wide for eigenvectors is solved by its own capacitance: once for `factored`, once for each eigenvalue of A
+for `exact`. What cancels in float32 where G is kept as its rows is computed again in float64 (``eigenbasis``).
 
 References:
     Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature, section 6
@@ -17,9 +18,7 @@ References:
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -29,81 +28,12 @@ from engine.errors import NotConverged, UsageError
 from engine.linalg.damping import Damping
 from engine.linalg.linear_operator import Structured
 from engine.operators.eigenbasis import JointBasis, SideBasis
+from engine.operators.factor_side import FactorSide
+from engine.operators.layer_matrices import aligned, arranged, as_columns, left_product, right_product
 
 DampingKind = Literal["none", "exact", "factored"]
-
-
-@dataclass(eq=False)
-class FactorSide:
-    """One factor as it is multiplied: (n, n), a diagonal (n,), or a side that is never made dense."""
-
-    content: Tensor | Structured
-    load_basis: Callable[[], SideBasis]
-    """Decomposes the factor."""
-
-    @property
-    def size(self) -> int:
-        """N."""
-        return self.content.size if isinstance(self.content, Structured) else self.content.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Float32, or float64 where the factor is kept so."""
-        own = self.content.storage_dtype if isinstance(self.content, Structured) else self.content.dtype
-        return torch.promote_types(own, torch.float32)
-
-    @cached_property
-    def basis(self) -> SideBasis:
-        """Eigenvalues and eigenvectors, made when they are first asked for.
-
-        Raises:
-            NotConverged: If a structured side has none without a dense matrix.
-        """
-        return self.load_basis()
-
-    @property
-    def has_basis(self) -> bool:
-        """Whether there are eigenvectors."""
-        return not isinstance(self.content, Structured) or self.content.has_basis
-
-    def apply(self, right: Tensor) -> Tensor:
-        """Return ``S right``.
-
-        Args:
-            right: Shape (n, m).
-
-        Returns:
-            Shape (n, m), in the precision of ``right``.
-        """
-        if isinstance(self.content, Structured):
-            return self.content.apply(right).to(right.dtype)
-        own = self.content.to(right.dtype)
-        return own[:, None] * right if own.ndim == 1 else own @ right
-
-    def apply_right(self, left: Tensor) -> Tensor:
-        """Return ``left S`` of a dense or diagonal side.
-
-        Args:
-            left: Shape (m, n).
-
-        Returns:
-            Shape (m, n), in the precision of ``left``.
-        """
-        if isinstance(self.content, Structured):
-            raise TypeError("A is never kept as a structured side")
-        own = self.content.to(left.dtype)
-        return left * own if own.ndim == 1 else left @ own
-
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, shape (n,), float64."""
-        if isinstance(self.content, Structured):
-            return self.content.diagonal()
-        own = self.content if self.content.ndim == 1 else self.content.diagonal()
-        return own.to(torch.float64)
-
-    def trace(self) -> float:
-        """Return the sum of the diagonal."""
-        return self.content.trace() if isinstance(self.content, Structured) else float(self.diagonal().sum())
+_MOST_CANCELLED = 16.0
+"""Up to here float32 keeps six digits."""
 
 
 @dataclass(eq=False)
@@ -117,7 +47,8 @@ class LayerOperator:
     damping: Damping
     """Zero throughout, or null, where there is none."""
     corrected: Tensor | None = None
-    """EK-FAC's eigenvalues (out_dim, in_dim), float64, in the basis of both sides."""
+    """EK-FAC's eigenvalues (out_dim, in_dim), in the basis of both sides."""
+    _joint: dict[torch.dtype, JointBasis] = field(default_factory=dict, init=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,18 +63,28 @@ class LayerOperator:
             exponent: α, finite.
 
         Returns:
-            The same shape, in the precision of ``matrices``.
+            The same shape, in the precision of ``matrices``; a new tensor.
 
         Raises:
             UsageError: If α is not positive and M is singular.
             NotConverged: If α is neither 1 nor −1 and the layer's G has no eigenvectors.
         """
         if exponent == 1 and self.corrected is None:
-            return self._product(matrices)
+            return self._product(arranged(matrices))
         if exponent == -1 and not self.G.has_basis:
             return self._solved(matrices)
+        if exponent == -1 and self._inverts:
+            found = self._inverted(arranged(matrices))
+            if found is not None:
+                return found
         self.require_power(exponent)
-        return self.joint.apply(matrices, exponent)
+        if exponent == 0:
+            return matrices.clone()
+        found, cancelled = self.joint_in(matrices.dtype).apply_counting(matrices, exponent)
+        if cancelled <= _MOST_CANCELLED or matrices.dtype == torch.float64:
+            return found
+        wide = matrices.to(torch.float64)
+        return found.copy_(self.joint_in(torch.float64).apply(wide, exponent))
 
     def require_power(self, exponent: float) -> None:
         """Check that M can be raised to a power.
@@ -152,21 +93,43 @@ class LayerOperator:
             exponent: α, finite.
 
         Raises:
-            UsageError: If α is not positive and an eigenvalue of M is zero, or no more than rounding.
+            UsageError: If α is not positive and an eigenvalue of M is zero, or no more than the rounding of the
+                factors as they are stored.
         """
         if exponent > 0:
             return
         if not self.G.has_basis:
             self._require_damped()
             return
-        rounding = self.G.size * self.A.size * torch.finfo(torch.float64).eps * self.joint.largest
-        if not self.joint.smallest > (0.0 if self.kind != "none" else rounding):
+        if self.kind == "none" and self.corrected is None:
+            ends = (self.G.basis.extremes, self.A.basis.extremes)
+            singular = any(
+                not least > side.rounding * most for (least, most), side in zip(ends, (self.G, self.A), strict=True)
+            )
+        else:
+            singular = not self.joint.smallest > 0
+        if singular:
+            remedy = "damp it: take `exact` or `factored` damping"
+            if self.kind != "none":
+                remedy = "its damping comes to 0: leave the layer out, or take a larger `stabilisation.damping`"
             raise UsageError(
-                f"layer `{self.name}`: its curvature is singular (smallest eigenvalue {self.joint.smallest:.3g}, "
-                f"largest {self.joint.largest:.3g}), so its power {exponent:g} is not defined; damp it: take `exact` "
-                "or `factored` damping with a positive number",
+                f"layer `{self.name}`: its curvature is singular to the rounding of its factors (smallest eigenvalue "
+                f"{self.joint.smallest:.3g}, largest {self.joint.largest:.3g}), so its power {exponent:g} is not "
+                f"defined; {remedy}",
                 layer=self.name,
             )
+
+    def bounds(self) -> tuple[float, float]:
+        """Return how far the eigenvalues of M reach.
+
+        Returns:
+            The smallest and the largest; where they are not known a lower bound of the one, and an upper bound of the
+            other.
+        """
+        if self.corrected is not None or (self.G.has_basis and not self._inverts):
+            return self.joint.smallest, self.joint.largest
+        largest = (self.G.norm() + self._lambda_g) * (self.A.norm() + self._lambda_a) + self._lambda
+        return self._lambda_g * self._lambda_a + self._lambda, largest
 
     def trace(self, exponent: float = 1.0) -> float:
         """Return the trace of M raised to a power.
@@ -226,55 +189,96 @@ class LayerOperator:
             return torch.outer(diagonal_g + self._lambda_g, (diagonal_a + self._lambda_a).to(diagonal_g.device))
         return torch.outer(diagonal_g, diagonal_a.to(diagonal_g.device)) + self._lambda
 
-    @cached_property
+    @property
     def joint(self) -> JointBasis:
         """The eigenbasis of M."""
-        return JointBasis(
-            G=self.G.basis,
-            A=self.A.basis,
-            corrected=self.corrected,
-            shift=self._lambda,
-            shift_A=self._lambda_a,
-            shift_G=self._lambda_g,
-        )
+        return self.joint_in(self.dtype)
+
+    def joint_in(self, dtype: torch.dtype) -> JointBasis:
+        """Return the eigenbasis of M for products in a precision.
+
+        Args:
+            dtype: Precision of the products.
+
+        Returns:
+            The basis, which is kept.
+        """
+        wanted = torch.promote_types(dtype, self.dtype)
+        sides = self.G.basis_in(wanted), self.A.basis_in(wanted)
+        known = self._joint.get(wanted)
+        if known is None or known.G is not sides[0] or known.A is not sides[1]:
+            known = JointBasis(
+                G=sides[0],
+                A=sides[1],
+                corrected=self.corrected,
+                shift=self._lambda,
+                shift_A=self._lambda_a,
+                shift_G=self._lambda_g,
+            )
+            self._joint = {wanted: known}
+        return known
+
+    @property
+    def _inverts(self) -> bool:
+        """Whether M's inverse is that of either factor, and needs no eigenvectors of A."""
+        return self.kind == "factored" and self.corrected is None
 
     def _product(self, matrices: Tensor) -> Tensor:
-        out, columns, into = matrices.shape
-        flat = matrices.reshape(out, columns * into)
-        left = self.G.apply(flat)
+        left = self.G.apply(matrices)
         if self.kind == "factored":
-            left = left.add_(flat, alpha=self._lambda_g)
-        rows = left.view(out * columns, into)
-        found = self.A.apply_right(rows)
+            left.add_(matrices, alpha=self._lambda_g)
+        found = self.A.apply_right(left)
         if self.kind == "factored":
-            found = found.add_(rows, alpha=self._lambda_a)
-        found = found.view(out, columns, into)
+            found.add_(left, alpha=self._lambda_a)
         return found.add_(matrices, alpha=self._lambda) if self.kind == "exact" else found
 
+    def _inverted(self, matrices: Tensor) -> Tensor | None:
+        """``(G + λ_G I)⁻¹ V (A + λ_A I)⁻¹``; None where a sum is not positive definite to rounding."""
+        right = self.A.damped_inverse(self._lambda_a, matrices.dtype)
+        if right is None:
+            return None
+        left = self.G.damped_inverse(self._lambda_g, matrices.dtype)
+        if left is not None:
+            return right_product(left_product(left, matrices), right)
+        if not isinstance(self.G.content, Structured) or not self._lambda_g > 0:
+            return None
+        # one after the other: what is applied to A's side is the identity in the first
+        solved, cancelled = self._of_g(matrices.dtype).apply_counting(matrices, -1.0)
+        if cancelled > _MOST_CANCELLED and matrices.dtype != torch.float64:
+            solved = self._of_g(torch.float64).apply(matrices.to(torch.float64), -1.0)
+            wide = self.A.damped_inverse(self._lambda_a, torch.float64)
+            if wide is None:
+                return None
+            return right_product(solved, wide).to(matrices.dtype)
+        return right_product(solved, right)
+
+    def _of_g(self, dtype: torch.dtype) -> JointBasis:
+        ones = torch.ones(self.A.size, dtype=torch.float64)
+        return JointBasis(G=self.G.basis_in(dtype), A=SideBasis(ones, None, self.A.size), shift_G=self._lambda_g)
+
     def _solved(self, matrices: Tensor) -> Tensor:
-        """``M⁻¹ V`` where G answers by solves alone."""
+        """``M⁻¹ V`` where G answers by solves alone, which compute in float64."""
         self._require_damped()
         side = self.G.content
         assert isinstance(side, Structured)  # noqa: S101 - only such a side has no basis
-        out, columns, into = matrices.shape
-        basis = self.A.basis
-        turned = matrices.reshape(-1, into)
-        turned = turned if basis.vectors is None else turned @ basis.vectors.to(turned.dtype)
-        turned = turned.reshape(out, columns, into)
+        basis = self.A.basis_in(torch.float64)
+        wide = arranged(matrices.to(torch.float64))
+        turned = wide if basis.vectors is None else right_product(wide, basis.vectors)
         values = basis.all_values
+        found = aligned(*turned.shape, like=turned)
         if self.kind == "factored":
-            found = side.solve(turned.reshape(out, columns * into), self._lambda_g).view(out, columns, into)
-            found = found / (values + self._lambda_a).to(found.device, found.dtype)
+            as_columns(found).copy_(side.solve(as_columns(turned), self._lambda_g))
+            found.div_((values + self._lambda_a).to(found))
         else:
-            found = torch.empty_like(turned)
+            trace = side.trace()
             for place, value in enumerate(values.tolist()):
                 column = turned[:, :, place]
-                if value * side.trace() <= self._lambda * torch.finfo(torch.float64).eps:
+                if value * trace <= self._lambda * torch.finfo(torch.float64).eps:
                     found[:, :, place] = column / self._lambda
                 else:
                     found[:, :, place] = side.solve(column, self._lambda / value) / value
-        rows = found.reshape(-1, into)
-        return (rows if basis.vectors is None else rows @ basis.vectors.mT.to(rows.dtype)).view(out, columns, into)
+        solved = found if basis.vectors is None else right_product(found, basis.vectors.mT)
+        return solved.to(matrices.dtype)
 
     def _require_damped(self) -> None:
         if self.kind == "none" or not self._least > 0:

@@ -1,6 +1,6 @@
 """The layer store: layers of a factor set as operators, read and decomposed when they are asked for."""
 
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,11 +13,13 @@ from catalog.collection import Stabilisation
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.linalg.damping import Damping, damping
-from engine.linalg.eigendecomposition import decompose, decompose_structured, kept_dtype
+from engine.linalg.eigendecomposition import decompose, decompose_structured
 from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Guard
 from engine.operators.eigenbasis import SideBasis
-from engine.operators.layer_operator import DampingKind, FactorSide, LayerOperator
+from engine.operators.factor_side import FactorSide
+from engine.operators.ill_conditioned import IllConditioned
+from engine.operators.layer_operator import DampingKind, LayerOperator
 
 Curvature = Literal["kfac", "ekfac"]
 _UNDAMPED = Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)
@@ -49,13 +51,19 @@ class OperatorOptions:
     guard: Guard | None = None
     """Knows what memory is free for eigendecompositions; None assumes that everything fits."""
     resident_bytes: int | None = None
-    """Bytes of factors and eigenvectors that stay between two products; None keeps all of them."""
+    """Bytes of factors, eigenvectors and inverses that stay between two products; None keeps all of them."""
+    report: Callable[[IllConditioned], None] | None = None
+    """Receives each layer of a product that rounding may have spoilt; None looks for none."""
     known: Callable[[int], KnownLayer | None] = lambda _: None
     """What is known of a layer by its ordinal, which is taken in place of what would be computed here."""
 
 
 class LayerStore:
     """Layers as operators, kept while ``resident_bytes`` allows.
+
+    Sweeps over all layers are what products are made of, and of those the layers that came first stay: to let go of
+    the one used longest ago would let go of each before its next use. Layers that whole sweeps have passed over make
+    room.
 
     Memory:
         ``resident_bytes``, and the layer that was asked for last.
@@ -70,7 +78,11 @@ class LayerStore:
         """
         self._factors = factors
         self._options = options
-        self._layers: OrderedDict[int, LayerOperator] = OrderedDict()
+        self._layers: dict[int, LayerOperator] = {}
+        """By ordinal, the one that has been there longest first."""
+        self._used: dict[int, int] = {}
+        """When each was last asked for, in requests."""
+        self._requests = 0
         self._sides: dict[int, FactorSide] = {}
         """A by the ordinal of the layer that holds it, for as long as a layer that has it is kept."""
 
@@ -83,20 +95,25 @@ class LayerStore:
         Returns:
             Its operator, which stays until others need the room.
         """
-        known = self._layers.pop(facts.ordinal, None)
-        found = self._read(facts) if known is None else known
-        self._layers[facts.ordinal] = found
-        self._drop()
+        self._requests += 1
+        self._used[facts.ordinal] = self._requests
+        found = self._layers.get(facts.ordinal)
+        if found is None:
+            self._make_room(facts)
+            found = self._layers[facts.ordinal] = self._read(facts)
         return found
 
-    def _drop(self) -> None:
-        """Let go of the layers used longest ago; the current one stays, and with it the A that it shares."""
+    def _make_room(self, coming: LayerFacts) -> None:
+        """Let go of layers before another is read; what it shares with them stays until then."""
         limit = self._options.resident_bytes
         if limit is None:
             return
-        while len(self._layers) > 1 and sum(map(held_bytes, self._layers.values())) > limit:
-            self._layers.popitem(last=False)
+        while self._layers and held_bytes(self._layers.values()) > limit:
+            idle = min(self._layers, key=self._used.__getitem__)
+            passed_over = self._requests - self._used[idle] > len(self._factors.layers)
+            self._layers.pop(idle if passed_over else next(reversed(self._layers)))
         held = {self._holder(facts) for facts in self._factors.layers if facts.ordinal in self._layers}
+        held.add(self._holder(coming))
         self._sides = {holder: side for holder, side in self._sides.items() if holder in held}
 
     def _holder(self, facts: LayerFacts) -> int:
@@ -111,7 +128,7 @@ class LayerStore:
         if options.of == "ekfac" and self._factors.load_corrected is not None:
             own = self._factors.load_corrected(facts.ordinal)
             corrected = own.eigenvalues
-            side_g, side_a = _in_basis(side_g, side_a, own, options.device)
+            side_g, side_a = _in_basis(side_g, side_a, own)
         self._sides[self._holder(facts)] = side_a
         damped, known = _UNDAMPED, options.known(facts.ordinal)
         if options.kind != "none" and known is not None:
@@ -128,35 +145,48 @@ class LayerStore:
         )
 
     def _side_a(self, facts: LayerFacts, factors: Factors) -> FactorSide:
-        content = factors.widened_A.to(self._options.device)
+        content = factors.widened_A
         own = partial(self._basis, content, facts.name, facts.rank_bound_A)
-        return FactorSide(content, self._known_basis(facts, "A", content) or own)
+        found = self._side(content, factors.A.dtype, self._known_basis(facts, "A", content) or own)
+        if content is not factors.A and any(each.shared_A_with == self._holder(facts) for each in self._factors.layers):
+            # a factor set reads an A once for as long as somebody holds it
+            found.stored = factors.A
+        return found
 
     def _side_g(self, facts: LayerFacts, factors: Factors) -> FactorSide:
         if isinstance(factors.G, Structured):
-            structured = factors.G.to(self._options.device)
-            own = partial(self._structured_basis, structured, facts.name)
-            return FactorSide(structured, self._known_basis(facts, "G", structured) or own)
-        content = factors.widened_G.to(self._options.device)
+            side = factors.G.to(self._options.device)
+            mine = partial(self._structured_basis, side, facts.name)
+            return self._side(side, side.storage_dtype, self._known_basis(facts, "G", side) or mine)
+        content = factors.widened_G
         own = partial(self._basis, content, facts.name, facts.rank_bound_G)
-        return FactorSide(content, self._known_basis(facts, "G", content) or own)
+        return self._side(content, factors.G.dtype, self._known_basis(facts, "G", content) or own)
 
     def _known_basis(
         self, facts: LayerFacts, side: Literal["A", "G"], content: Tensor | Structured
-    ) -> Callable[[], SideBasis] | None:
+    ) -> Callable[[torch.dtype], SideBasis] | None:
         known = self._options.known(facts.ordinal)
         decomposed = content.has_basis if isinstance(content, Structured) else content.ndim == 2
-        return known.bases.get(side) if known is not None and decomposed else None
+        read = known.bases.get(side) if known is not None and decomposed else None
+        return None if read is None else partial(_as_it_is, read)
 
-    def _basis(self, content: Tensor, layer: str, rank_bound: int | None) -> SideBasis:
+    def _side(
+        self, content: Tensor | Structured, stored: torch.dtype, basis: Callable[[torch.dtype], SideBasis]
+    ) -> FactorSide:
+        size = content.size if isinstance(content, Structured) else content.shape[0]
+        # as the eigenvalues of independent rounding errors of the numbers
+        rounding = torch.finfo(stored).eps * math.sqrt(size)
+        return FactorSide(content, basis, rounding=rounding, device=self._options.device)
+
+    def _basis(self, content: Tensor, layer: str, rank_bound: int | None, dtype: torch.dtype) -> SideBasis:
         if content.ndim == 1:
             return SideBasis(content.to("cpu", torch.float64).clamp_min(0), None, content.shape[0])
-        found = decompose(content, layer, need="vectors", rank_bound=rank_bound, guard=self._options.guard)
+        there = content.to(self._options.device)
+        found = decompose(there, layer, need="vectors", rank_bound=rank_bound, guard=self._options.guard)
         assert found.vectors is not None  # noqa: S101 - they were asked for
-        vectors = found.vectors.to(self._options.device, kept_dtype(content.dtype))
-        return SideBasis(found.values, vectors, content.shape[0])
+        return SideBasis(found.values, found.vectors.to(content.device, dtype), content.shape[0])
 
-    def _structured_basis(self, content: Structured, layer: str) -> SideBasis:
+    def _structured_basis(self, content: Structured, layer: str, dtype: torch.dtype) -> SideBasis:
         found = decompose_structured(content, layer, need="vectors", guard=self._options.guard)
         if found is None or found.vectors is None:
             # says why there is none
@@ -164,48 +194,44 @@ class LayerStore:
         else:
             vectors = found.vectors
             values = found.values[found.values.numel() - vectors.shape[1] :]
-        kept = vectors.to(self._options.device, kept_dtype(content.storage_dtype))
-        return SideBasis(values.to("cpu", torch.float64), kept, content.size)
+        return SideBasis(values.to("cpu", torch.float64), vectors.to("cpu", dtype), content.size)
 
 
-def _in_basis(
-    side_g: FactorSide, side_a: FactorSide, corrected: Corrected, device: torch.device
-) -> tuple[FactorSide, FactorSide]:
+def _in_basis(side_g: FactorSide, side_a: FactorSide, corrected: Corrected) -> tuple[FactorSide, FactorSide]:
     """The sides with EK-FAC's eigenvectors; their eigenvalues are not used."""
     found = []
     for side, vectors in ((side_g, corrected.eigenvectors_G), (side_a, corrected.eigenvectors_A)):
-        own = None if vectors is None else vectors.to(device)
-        basis = SideBasis(torch.zeros(side.size, dtype=torch.float64), own, side.size)
-        found.append(FactorSide(side.content, _constant(basis)))
+        basis = SideBasis(torch.zeros(side.size, dtype=torch.float64), vectors, side.size)
+        found.append(FactorSide(side.content, partial(_constant, basis), rounding=side.rounding, device=side.device))
     return found[0], found[1]
 
 
-def _constant(basis: SideBasis) -> Callable[[], SideBasis]:
-    return lambda: basis
+def _constant(basis: SideBasis, _: torch.dtype) -> SideBasis:
+    return basis
 
 
-def held_bytes(operator: LayerOperator) -> int:
-    """Return the bytes that a layer's operator holds by now.
+def _as_it_is(read: Callable[[], SideBasis], _: torch.dtype) -> SideBasis:
+    """A basis in the precision that it was kept in."""
+    return read()
+
+
+def held_bytes(operators: Iterable[LayerOperator]) -> int:
+    """Return the bytes that layers' operators hold by now.
 
     Args:
-        operator: The layer.
+        operators: The layers; what several of them share counts once.
 
     Returns:
-        Bytes of its factors, and of the eigenvectors that were made.
+        Bytes of their factors, and of the eigenvectors and inverses that were made.
     """
-    return sum(_tensor_bytes(tensor) for tensor in _tensors_of(operator))
+    tensors: dict[int, int] = {}
+    for operator in operators:
+        for side in (operator.G, operator.A):
+            tensors |= {id(each): _bytes_of(each) for each in side.held()}
+        if operator.corrected is not None:
+            tensors[id(operator.corrected)] = _bytes_of(operator.corrected)
+    return sum(tensors.values())
 
 
-def _tensors_of(operator: LayerOperator) -> Iterable[Tensor | Structured | None]:
-    for side in (operator.G, operator.A):
-        yield side.content
-        made: Mapping[str, object] = side.__dict__
-        basis = made.get("basis")
-        yield basis.vectors if isinstance(basis, SideBasis) else None
-    yield operator.corrected
-
-
-def _tensor_bytes(content: Tensor | Structured | None) -> int:
-    if content is None:
-        return 0
+def _bytes_of(content: Tensor | Structured) -> int:
     return content.size_bytes if isinstance(content, Structured) else content.numel() * content.element_size()

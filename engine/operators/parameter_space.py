@@ -5,6 +5,7 @@ once. A layer's curvature is that of a matrix (out_dim, in_dim) with the bias as
 ``scatter`` carry numbers between such matrices and the vector, by the windows that the collection kept.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from engine.errors import BrokenFactors, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
 from engine.layers.parameter_slice import Window
+from engine.operators.layer_matrices import aligned
 
 Vector = Tensor | Mapping[str, Tensor]
 """A vector of the space: flat, shape (P,), several as the columns (P, k), or one by parameter."""
@@ -77,24 +79,37 @@ class ParameterSpace:
         if isinstance(vector, Tensor):
             self._require_length(vector)
             return vector.contiguous()
+        if not isinstance(vector, Mapping):
+            raise UsageError(
+                f"the vector must be a torch.Tensor, or tensors by parameter name (got {type(vector).__name__}); "
+                "convert an array with torch.as_tensor"
+            )
         unknown = sorted(set(vector) - set(self.offsets))
         if unknown:
             raise UsageError(
                 f"the vector names `{unknown[0]}`, which is no trainable parameter of these factors; "
                 f"they are {_few([each.name for each in self.parameters])}"
             )
+        # notebooks pass whatever they hold
+        given: Mapping[str, object] = vector
+        for name, part in given.items():
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                raise UsageError(f"the vector's `{name}` must be a tensor of floating-point numbers (got {got})")
         parts = []
         like = next(iter(vector.values()), torch.zeros(0))
+        widest = functools.reduce(torch.promote_types, (each.dtype for each in vector.values()), like.dtype)
+        like = like.new_zeros(0, dtype=widest)
         for each in self.parameters:
-            part = vector.get(each.name)
-            if part is None:
+            own = vector.get(each.name)
+            if own is None:
                 parts.append(like.new_zeros(math.prod(each.shape)))
-            elif tuple(part.shape) != each.shape:
+            elif tuple(own.shape) != each.shape:
                 raise UsageError(
-                    f"the vector's `{each.name}` must have the parameter's shape {each.shape} (got {tuple(part.shape)})"
+                    f"the vector's `{each.name}` must have the parameter's shape {each.shape} (got {tuple(own.shape)})"
                 )
             else:
-                parts.append(part.reshape(-1))
+                parts.append(own.detach().reshape(-1).to(like))
         return torch.cat(parts) if parts else like.new_zeros(0)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
@@ -108,7 +123,7 @@ class ParameterSpace:
         """
         columns = flat.shape[1:]
         return {
-            name: part.view(*shape, *columns)
+            name: part.view((*shape, *columns))
             for (name, shape), part in zip(
                 ((each.name, each.shape) for each in self.parameters),
                 torch.split(flat, [math.prod(each.shape) for each in self.parameters]),
@@ -116,21 +131,29 @@ class ParameterSpace:
             )
         }
 
-    def gather(self, facts: LayerFacts, flat: Tensor) -> Tensor:
+    def gather(
+        self, facts: LayerFacts, flat: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Tensor:
         """Return one layer's matrices.
 
         Args:
             facts: The layer, whose windows are known and lie within the parameters (``require_windows``).
             flat: k vectors, shape (P, k), contiguous.
+            dtype: Precision wanted; None is that of ``flat``.
+            device: Where they are wanted; None is where ``flat`` is.
 
         Returns:
-            Shape (out_dim, k, in_dim), contiguous: a copy, or a view where the layer is one parameter as it is stored.
+            Shape (out_dim, k, in_dim): a copy as ``layer_matrices.aligned`` makes it, or a view where the layer is one
+            parameter and k is 1.
         """
         columns = flat.shape[1]
         windows = facts.windows or ()
-        if len(windows) == 1:
-            return self._seen(windows[0], flat).reshape(facts.out_dim, columns, facts.in_dim)
-        matrices = flat.new_empty(facts.out_dim, columns, facts.in_dim)
+        wanted, there = dtype or flat.dtype, device or flat.device
+        if len(windows) == 1 and columns == 1:
+            view = self._seen(windows[0], flat).reshape(facts.out_dim, 1, facts.in_dim)
+            return view.to(there, wanted)
+        like = torch.empty(0, dtype=wanted, device=there)
+        matrices = aligned(facts.out_dim, columns, facts.in_dim, like=like)
         for window, part in self._parts(facts, matrices):
             part.copy_(self._seen(window, flat).reshape(part.shape))
         return matrices

@@ -23,7 +23,8 @@ from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
 from engine.linalg.panels import wide_product
 from engine.operators.eigenbasis import JointBasis
-from engine.operators.layer_operator import FactorSide, LayerOperator
+from engine.operators.factor_side import FactorSide
+from engine.operators.layer_operator import LayerOperator
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.preconditioning import precondition
 from engine.operators.row_gradient import power_of_rows
@@ -175,8 +176,8 @@ def _damping_share(layer: LayerGradient) -> float | None:
 def _largest(side: FactorSide) -> float:
     """The largest eigenvalue of a side, from its eigenvectors where they were made."""
     content = side.content
-    if "basis" in side.__dict__:
-        return float(side.basis.values.max())
+    if side.decomposed is not None:
+        return side.decomposed.extremes[1]
     if isinstance(content, Structured):
         return content.spectral_norm()
     if content.ndim == 1:

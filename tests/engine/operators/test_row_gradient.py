@@ -7,7 +7,8 @@ from torch import Tensor
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg.damping import Damping
 from engine.operators.eigenbasis import JointBasis, SideBasis
-from engine.operators.layer_operator import FactorSide, LayerOperator
+from engine.operators.factor_side import FactorSide
+from engine.operators.layer_operator import LayerOperator
 from engine.operators.row_gradient import power_of_rows
 
 ROWS, OUT, INTO = 24, 300, 7
@@ -60,12 +61,12 @@ def test_rows_keep_the_digits_that_a_gradient_in_float32_has_lost(condition: flo
     assert off(found, expected) <= 1e-4
     lambdas = Damping(joint=damped.shift or None, A=damped.shift_A, G=damped.shift_G, relative_A=None, relative_G=None)
 
-    def structured() -> SideBasis:
+    def structured(_: torch.dtype) -> SideBasis:
         nonzero, own = rows.eigenbasis("fc")
         return SideBasis(nonzero, own, OUT)
 
     plain = LayerOperator(
-        name="fc", G=FactorSide(rows, structured), A=FactorSide(A, lambda: basis), kind=kind, damping=lambdas
+        name="fc", G=FactorSide(rows, structured), A=FactorSide(A, lambda _: basis), kind=kind, damping=lambdas
     )
     # the same in float64 from a gradient that was rounded to float32: what is outside of the span is divided by λ
     general = plain.apply(gradient.float().double()[:, None, :], exponent)[:, 0]
