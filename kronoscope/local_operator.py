@@ -1,6 +1,7 @@
 """Curvature as a linear operator in this process: products, solves and powers on vectors of a model's parameters."""
 
 import pkgutil
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -8,6 +9,7 @@ import torch
 
 from catalog.collection import Stabilisation
 from engine.factors.factor_set import FactorSet
+from engine.operators.ill_conditioned import IllConditioned
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.layer_store import OperatorOptions
 from kronoscope.local_inputs import options_record
@@ -16,11 +18,18 @@ if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
 
+class IllConditionedWarning(UserWarning):
+    """A layer was raised to a negative power though its smallest eigenvalue is below the rounding of its largest."""
+
+
 class Operator(KroneckerOperator):
     """The curvature of a model's covered layers, on vectors of all its trainable parameters.
 
     A vector is flat, shape (P,) or (P, k), in the order of ``named_parameters()``, each parameter row by row and a tied
     one once; or a mapping of tensors by name. ``operator @ v``, ``operator.solve(v)``, ``operator.power(-0.5) @ v``.
+
+    Where a solve, or another negative power, may have lost its digits, an ``IllConditionedWarning`` names the layer,
+    its eigenvalues and the residual of that very product; ``residuals(x, v)`` gives those of all layers.
     """
 
     def scipy(self) -> "LinearOperator":
@@ -86,7 +95,7 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
         The operator.
 
     Raises:
-        ValueError: If a choice is none of its words, or unknown.
+        ValueError: If a choice is none of its words or unknown, or the device is not there.
         EngineError: As ``engine.errors`` lists.
     """
     given: Mapping[str, Any] = dict(choices)
@@ -106,8 +115,24 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
             kind=choices.get("damping", "none"),
             stabilisation=options_record(Stabilisation, choices.get("stabilisation"), "stabilisation"),
             uncovered=choices.get("uncovered", "zero"),
-            device=torch.device(choices.get("device", "cpu")),
+            device=_device(choices.get("device", "cpu")),
             resident_bytes=resident,
+            report=_warn,
         ),
         layers=choices.get("layers"),
     )
+
+
+def _device(given: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(given)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be one that this machine's PyTorch has (got {given!r}: {first})") from error
+    return found
+
+
+def _warn(found: IllConditioned) -> None:
+    # at the line that asked for the product, five calls further up
+    warnings.warn(str(found), IllConditionedWarning, stacklevel=7)

@@ -9,6 +9,7 @@ import torch
 from scipy.sparse.linalg import cg
 from torch import nn
 
+from engine.errors import BrokenFactors
 from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.kronecker_factors import digest
 from kronoscope.local import Measurement, load_factors, measure, operator
@@ -56,9 +57,8 @@ def test_words_that_are_none_are_named() -> None:
             operator(whole, **choice)  # type: ignore[arg-type] # that is the point
 
 
-def test_stored_factors_give_the_same_operator(tmp_path: Path) -> None:
-    whole = measured()
-    files = ArtifactFiles(tmp_path, lambda *_: None)
+def write(whole: Measurement, folder: Path) -> None:
+    files = ArtifactFiles(folder, lambda *_: None)
     held = whole.factors.collected
     kept = {}
     for facts in held.layers:
@@ -68,6 +68,11 @@ def test_stored_factors_give_the_same_operator(tmp_path: Path) -> None:
             digest_A=digest(factors.A), digest_G=digest(factors.G), scale_A=1.0, scale_G=1.0, metadata_G={}, ekfac={}
         )
     write_index(files, dataclasses.replace(held, collection=dataclasses.replace(held.collection, ekfac=False)), kept)
+
+
+def test_stored_factors_give_the_same_operator(tmp_path: Path) -> None:
+    whole = measured()
+    write(whole, tmp_path)
     found = operator(tmp_path, damping="exact")
     again = operator(load_factors(tmp_path), damping="exact", resident_bytes=0)
     expected = operator(whole, damping="exact")
@@ -75,3 +80,19 @@ def test_stored_factors_give_the_same_operator(tmp_path: Path) -> None:
     torch.testing.assert_close(found.solve(right), expected.solve(right), rtol=0, atol=0)
     torch.testing.assert_close(again.solve(right), expected.solve(right), rtol=0, atol=0)
     assert found.uncovered == ()
+
+
+def test_a_damaged_folder_is_refused_by_the_layer(tmp_path: Path) -> None:
+    write(measured(), tmp_path)
+    found = operator(tmp_path)
+    second = next(tmp_path.rglob("1.safetensors"))
+    content = bytearray(second.read_bytes())
+    content[-1] ^= 1
+    second.write_bytes(content)
+    right = torch.ones(found.space.size, dtype=torch.float64)
+    with pytest.raises(BrokenFactors, match=r"layer `2`.*is not what .* records"):
+        found @ right
+    second.unlink()
+    with pytest.raises(BrokenFactors, match=r"layer `2`.*is missing"):
+        found @ right
+    assert float((found.restricted(["0"]) @ right).norm()) > 0
