@@ -32,9 +32,9 @@ from engine.factors.kronecker_factors import digest
 from engine.factors.low_rank import LowRank
 from engine.linalg.damping import damping
 from engine.linalg.linear_operator import Structured
-from engine.operators.eigenbasis import SideBasis
-from engine.operators.factor_side import FactorSide
-from engine.operators.layer_operator import LayerOperator
+from engine.operators.kronecker.eigenbasis import SideBasis
+from engine.operators.kronecker.factor_side import FactorSide
+from engine.operators.kronecker.layer_operator import LayerOperator
 from kronoscope.local import operator
 from worker.execution.files.artifact_files import ArtifactFiles
 

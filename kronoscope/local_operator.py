@@ -9,9 +9,9 @@ import torch
 
 from catalog.collection import Stabilisation
 from engine.factors.factor_set import FactorSet
-from engine.operators.ill_conditioned import IllConditioned
+from engine.operators.kronecker.ill_conditioned import IllConditioned
+from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.operators.layer_store import OperatorOptions
 from kronoscope.local_inputs import options_record
 
 if TYPE_CHECKING:

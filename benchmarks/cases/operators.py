@@ -22,9 +22,9 @@ from engine.collect import collect_or_read
 from engine.collection.pass_job import PassJob
 from engine.factors.factor_set import FactorSet
 from engine.model.determinism import Numerics
+from engine.operators.kronecker.layer_operator import DampingKind
+from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.operators.layer_operator import DampingKind
-from engine.operators.layer_store import OperatorOptions
 from engine.operators.products import ExactCurvature
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 

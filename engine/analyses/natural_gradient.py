@@ -28,9 +28,9 @@ from engine.measurement.finite_numbers import finite_summary
 from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.measurement.layer_results import covered_result, uncovered_results
 from engine.measurement.representation_record import branch_counts
-from engine.operators.eigenbasis import SideBasis
+from engine.operators.kronecker.eigenbasis import SideBasis
+from engine.operators.kronecker.layer_store import KnownLayer, OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.operators.layer_store import KnownLayer, OperatorOptions
 from engine.operators.parameter_space import ParameterSpace
 from engine.workspace import Workspace
 

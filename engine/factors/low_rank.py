@@ -87,13 +87,7 @@ class LowRank(RowSide):
         return float(self._values[-1]) if self.count else 0.0
 
     def scaled(self, least: torch.dtype = torch.float32) -> Tensor:
-        """Return U/√w, of which ``G = Uᵀ U``.
-
-        Args:
-            least: Precision of the result, unless that of the rows is wider.
-
-        Returns:
-            Shape (T, n), on the host.
+        """Return U/√w (T, n) on the host, of which ``G = Uᵀ U``, in the precision ``least`` or the rows', if wider.
 
         Memory:
             The rows in that precision.

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.errors import BrokenFactors, NoSuchLayer, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.operators.ill_conditioned import IllConditioned
-from engine.operators.layer_operator import LayerOperator
-from engine.operators.layer_store import LayerStore, OperatorOptions
+from engine.operators.kronecker.ill_conditioned import IllConditioned
+from engine.operators.kronecker.layer_operator import LayerOperator
+from engine.operators.kronecker.layer_store import LayerStore, OperatorOptions
 from engine.operators.parameter_space import ParameterSpace, Vector
 
 

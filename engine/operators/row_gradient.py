@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.factors.capacitance import NOISE
 from engine.factors.low_rank import LowRank
-from engine.operators.eigenbasis import JointBasis, SideBasis
+from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
 
 
 def power_of_rows(rows: LowRank, inner: Tensor, damped: JointBasis, exponent: float) -> Tensor:

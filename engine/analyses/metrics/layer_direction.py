@@ -22,9 +22,9 @@ from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
 from engine.linalg.panels import wide_product
-from engine.operators.eigenbasis import JointBasis
-from engine.operators.factor_side import FactorSide
-from engine.operators.layer_operator import LayerOperator
+from engine.operators.kronecker.eigenbasis import JointBasis
+from engine.operators.kronecker.factor_side import FactorSide
+from engine.operators.kronecker.layer_operator import LayerOperator
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.preconditioning import precondition
 from engine.operators.row_gradient import power_of_rows

@@ -29,8 +29,8 @@ from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import damping
 from engine.measurement import decompose_layer
+from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.operators.layer_store import OperatorOptions
 from engine.operators.parameter_space import ParameterSpace
 from engine.workspace import JobResults, ModelInputs, Workspace
 from kronoscope.local import measure
@@ -242,7 +242,7 @@ def test_the_natural_gradient_by_solves_needs_no_eigenvector(net: str, monkeypat
 
     monkeypatch.setattr(decompose_layer, "decompose", never)
     monkeypatch.setattr(decompose_layer, "decompose_structured", never)
-    monkeypatch.setattr("engine.operators.layer_store.decompose", never)
+    monkeypatch.setattr("engine.operators.kronecker.layer_store.decompose", never)
     params = NaturalGradientParams(damping="factored")
     model, space = job(net, params)
     rows, _ = run(params, space)
@@ -327,7 +327,7 @@ def test_a_job_decomposes_once_for_all_of_its_analyses(monkeypatch: pytest.Monke
         return whole(factor, layer, **named)
 
     monkeypatch.setattr(decompose_layer, "decompose", counted)
-    monkeypatch.setattr("engine.operators.layer_store.decompose", counted)
+    monkeypatch.setattr("engine.operators.kronecker.layer_store.decompose", counted)
     params = NaturalGradientParams(power=POWERS)
     _, space = job("grouped", params)
     space.options.kinds = ("capacity", "natural_gradient")

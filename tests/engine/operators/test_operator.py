@@ -21,8 +21,8 @@ from engine.factors.kronecker_factors import Factors
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.layers.parameter_slice import Window
 from engine.linalg.damping import damping
+from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.operators.layer_store import OperatorOptions
 from kronoscope.local import Measurement, measure
 from tests.oracles import workspace
 

@@ -21,10 +21,10 @@ from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.layers.parameter_slice import Window
 from engine.linalg.damping import damping
 from engine.linalg.linear_operator import Structured
-from engine.operators import layer_matrices
-from engine.operators.ill_conditioned import IllConditioned
+from engine.operators.kronecker import layer_matrices
+from engine.operators.kronecker.ill_conditioned import IllConditioned
+from engine.operators.kronecker.layer_store import OperatorOptions, held_bytes
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.operators.layer_store import OperatorOptions, held_bytes
 from kronoscope.local import measure, operator
 from kronoscope.local_operator import IllConditionedWarning
 from tests.engine.operators.test_operator import (

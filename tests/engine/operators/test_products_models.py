@@ -12,8 +12,8 @@ from engine.collect import collect_or_read
 from engine.errors import ModelRefused
 from engine.model.batches import Batch
 from engine.operators.exact.forward_route import ForwardRoute
+from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.operators.layer_store import OperatorOptions
 from engine.operators.products import Curvature
 from tests.engine.operators.test_products_exact import (
     exact,

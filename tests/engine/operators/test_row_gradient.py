@@ -6,9 +6,9 @@ from torch import Tensor
 
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg.damping import Damping
-from engine.operators.eigenbasis import JointBasis, SideBasis
-from engine.operators.factor_side import FactorSide
-from engine.operators.layer_operator import LayerOperator
+from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
+from engine.operators.kronecker.factor_side import FactorSide
+from engine.operators.kronecker.layer_operator import LayerOperator
 from engine.operators.row_gradient import power_of_rows
 
 ROWS, OUT, INTO = 24, 300, 7

@@ -16,10 +16,10 @@ from engine.linalg.damping import Damping, damping
 from engine.linalg.eigendecomposition import decompose, decompose_structured
 from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Guard
-from engine.operators.eigenbasis import SideBasis
-from engine.operators.factor_side import FactorSide
-from engine.operators.ill_conditioned import IllConditioned
-from engine.operators.layer_operator import DampingKind, LayerOperator
+from engine.operators.kronecker.eigenbasis import SideBasis
+from engine.operators.kronecker.factor_side import FactorSide
+from engine.operators.kronecker.ill_conditioned import IllConditioned
+from engine.operators.kronecker.layer_operator import DampingKind, LayerOperator
 
 Curvature = Literal["kfac", "ekfac"]
 _UNDAMPED = Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)

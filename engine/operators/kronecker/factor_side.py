@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.linalg.linear_operator import Structured
-from engine.operators.eigenbasis import SideBasis
-from engine.operators.layer_matrices import aligned, as_columns, left_product, right_product
+from engine.operators.kronecker.eigenbasis import SideBasis
+from engine.operators.kronecker.layer_matrices import aligned, as_columns, left_product, right_product
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from engine.linalg.panels import PANEL_NUMBERS
-from engine.operators.layer_matrices import aligned, arranged, left_product, right_product
+from engine.operators.kronecker.layer_matrices import aligned, arranged, left_product, right_product
 
 _WEIGHTS_AT_ONCE = 2**18
 """Numbers that the nearest caches hold."""

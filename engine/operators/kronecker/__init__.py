@@ -1,0 +1,1 @@
+"""K-FAC and EK-FAC by layers: factors as they are multiplied, their eigenbases, and the layers that are read."""
