@@ -31,8 +31,6 @@ from engine.collection.pass_job import PassJob
 from engine.errors import NoLikelihood, UsageError
 from engine.factors.factor_set import ParameterShape
 from engine.model.batches import Batch
-from engine.model.loss_directions import loss_gradient
-from engine.model.outputs import predict
 from engine.operators.blocks import Block
 from engine.operators.exact.columns import Column, Sliced, apart
 from engine.operators.exact.data_passes import DataPasses
@@ -164,41 +162,6 @@ class ExactCurvature:
             block.join(total).to(vector.device, vector.dtype)
             for block, total, vector in zip(blocks, self._run(names, columns), vectors, strict=True)
         ]
-
-    def gradient(self) -> Tensor:
-        """Compute the gradient of the mean loss at the data's own labels.
-
-        Returns:
-            The gradient, shape (P,), in the dtype and on the device of the passes.
-
-        Raises:
-            WrongShape: If the data has no targets.
-            ModelRefused: If the model raises.
-
-        Memory:
-            2 vectors of P numbers; the graph of one micro-batch.
-        """
-        names = tuple(each.name for each in self.parameters)
-        total = torch.zeros(self.size, dtype=self.job.dtype, device=self.job.workspace.machine.device)
-        into = self._parts(total)
-
-        def compute(batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[Sequence[Tensor], float]:
-            job = self.job
-            with torch.enable_grad():
-                with job.precision.autocast(job.workspace.machine.device):
-                    prediction = predict(job.model, batch, job.task)
-                outputs = prediction.outputs
-            if not prediction.terms or not outputs.requires_grad:
-                return [], prediction.divisor
-            direction = loss_gradient(prediction, job.task)
-            found = torch.autograd.grad(outputs, list(parameters.values()), direction, materialize_grads=True)
-            return found, prediction.divisor
-
-        def add(found: Sequence[Tensor], weight: float) -> None:
-            for name, own in zip(names, found, strict=False):
-                into[name].add_(own, alpha=weight)
-
-        return total.div_(self.passes.run(names, compute, add))
 
     # ---- one pass
 

@@ -307,20 +307,6 @@ def test_positive_weights_of_bce_weigh_as_in_torch() -> None:
     assert relative_error(product(space, "hessian", v), hessian(loss)(at) @ v) < EXACT
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
-@pytest.mark.parametrize("net", ["perceptron", "tied", "convolutions"])
-def test_the_gradient_is_that_of_the_mean_loss(net: str, loss: str) -> None:
-    model, x = made(net)
-    y = targets_of(model, x, loss)
-    space = workspace(model, [(x, y)], "regression" if loss == "mse" else "classification", loss, batch_size=4)
-    found = exact(space, "ggn", updates=3)
-    with found.prepared():
-        gradient = found.gradient()
-    mean = torch.stack([summed(own, target, space.inputs.task) for own, target in zip(model(x), y, strict=True)]).mean()
-    truth = torch.autograd.grad(mean, list(model.parameters()))
-    assert relative_error(gradient, torch.cat([part.reshape(-1) for part in truth])) < EXACT
-
-
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_batches_and_micro_batches_do_not_matter(of: Curvature) -> None:
     model, x = made("attending")
