@@ -39,7 +39,7 @@ from kronoscope.local import operator
 from worker.execution.files.artifact_files import ArtifactFiles
 
 OUTPUTS = 50257
-POSITIONS, WIDTHS = (1024, 1536, 2048), (96, 192)
+POSITIONS, WIDTHS = (1024, 1536, 2048), (128, 256)
 UNMEASURED = (
     f"no peer (make peers), or eigenvectors of more than {operator_figures.MOST_ROWS} rows, which it takes minutes for"
 )

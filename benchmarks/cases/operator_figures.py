@@ -47,6 +47,11 @@ def ratio(seconds: Mapping[str, list[float]], left: str, right: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[left], seconds[right], strict=True))
 
 
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over that of what is expected, in float64: small squares end in float32."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
 class Gemms:
     """The matrix products that a K-FAC product, or a solve, consists of, on matrices that are contiguous."""
 
@@ -90,7 +95,7 @@ def seconds(name: str, *, peers: bool, rounds: int) -> dict[str, Any]:
         if max(facts.out_dim for facts in factors.layers) <= MOST_ROWS:
             subjects["peer's exact"] = lambda: whole @ vector
         expected = plain @ vector
-        found["difference_kfac"] = float((peer @ vector - expected).norm() / expected.norm())
+        found["difference_kfac"] = difference(peer @ vector, expected)
     found["kfac"] = timed(subjects, rounds)
     del subjects
     found["kfac_columns"] = timed({"one": lambda: plain @ vector, "all": lambda: plain @ columns}, max(2, rounds // 2))
@@ -121,7 +126,7 @@ def _gauss_newton(
         other = cases.built(name, "eager")
         peer = cases.peer_gauss_newton(other)
         expected = ours(vector)
-        found["difference_ggn"] = float((peer @ vector - expected).norm() / expected.norm())
+        found["difference_ggn"] = difference(peer @ vector, expected)
         subjects["peer's ggn"] = lambda: peer @ vector
     found["ggn"] = timed(subjects, rounds)
     found["ggn_columns"] = timed({"one": partial(ours, vector), "all": partial(ours, columns)}, 1)
