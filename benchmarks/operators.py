@@ -48,7 +48,7 @@ _KFAC = {"product": "K-FAC product", "factored": "K-FAC solve (factored)", "exac
 
 
 def child(*arguments: str, peers: bool) -> dict[str, Any]:
-    """What one process of ``operator_figures`` measures."""
+    """Figures that one process of ``operator_figures`` measures."""
     finished = subprocess.run(  # noqa: S603 - our own module
         [str(PEERS_PYTHON) if PEERS_PYTHON.exists() else sys.executable, "-m", operator_figures.__name__, *arguments]
         + (["--peers"] if peers else []),

@@ -49,7 +49,7 @@ class CompareCurvatureParams:
 
     @property
     def decomposition(self) -> Literal["none", "values", "vectors"]:
-        """Of what a job lays aside, nothing is asked: vectors there are float32, and spans are compared in float64."""
+        """Nothing: a job keeps eigenvectors in float32, and spans are compared in float64, by bases computed anew."""
         return "none"
 
     def require_document(self, document: JobDocument) -> None:
@@ -193,7 +193,7 @@ class MeanOverlap:
     overlap: float | None
     """Mean over the layers whose overlap of G ⊗ A at this k is determined."""
     layers: int
-    """How many those are."""
+    """Number of those layers."""
 
 
 @record
@@ -201,11 +201,11 @@ class CompareCurvatureSummary:
     """Both sets, over all layers that they share."""
 
     coverage: Coverage
-    """Of the first set."""
+    """Coverage of the first set."""
     layers: int
     """Layers that were compared."""
     overlaps: tuple[MeanOverlap, ...]
-    """Of G ⊗ A, for each k of the request."""
+    """Mean overlap of G ⊗ A over the layers, for each k of the request."""
     distance: float | None
     """`‖F₁ − F₂‖_F` of the block-diagonal matrices of all compared layers; null where a layer's is."""
     relative_distance: float | None

@@ -36,7 +36,7 @@ class NaturalGradientParams:
     of: Literal["kfac", "ekfac"] = "kfac"
     """`kfac`: F = G ⊗ A; `ekfac`: its eigenvectors with EK-FAC's eigenvalues, for `collection.ekfac`."""
     damping: Literal["exact", "factored", "none"] = "exact"
-    """What the λ of `stabilisation` are added to. `exact`: F + λI; `factored`: (G + λ_G I) ⊗ (A + λ_A I), the
+    """The matrix that λ of `stabilisation` is added to. `exact`: F + λI; `factored`: (G + λ_G I) ⊗ (A + λ_A I), the
     approximation that optimisers take; `none`: F alone, which must not be singular where α is positive."""
     gradient: GradientFile | None = None
     """A gradient to take in place of that of the data; `factors:` hold no data, and need one."""
@@ -74,7 +74,7 @@ class NaturalGradientParams:
 
     @property
     def decomposition(self) -> Literal["none", "vectors"]:
-        """What is asked of the eigendecompositions: EK-FAC brings its eigenvectors along, and solves need none."""
+        """The most that is needed of eigendecompositions: EK-FAC brings its eigenvectors along, solves need none."""
         return "none" if self.of == "ekfac" or self.solves else "vectors"
 
     def require_document(self, document: JobDocument) -> None:
@@ -197,7 +197,7 @@ class NaturalGradientSummary:
     damping: str
     """`natural_gradient.damping`."""
     gradient: Literal["data", "file"]
-    """Whose gradient it is."""
+    """Source of the gradient: the data with their labels, or a file."""
     gradient_norm: float
     """‖g‖ of all trainable numbers."""
     gradient_sha256: str

@@ -17,7 +17,7 @@ MAX_STEPS = 1000
 MAX_PRODUCTS = 100_000
 MAX_POINTS = 1000
 _LEAST_TRACE_PRODUCTS = 6
-"""Of which an interval can be told."""
+"""The fewest products from which an interval can be computed."""
 
 
 @record
@@ -32,7 +32,7 @@ class SpectrumParams:
     end: Literal["both", "largest", "smallest"] = "both"
     """Which end of the spectrum the `k` eigenvalues are of."""
     k: int = 10
-    """How many eigenvalues at each end."""
+    """Number of eigenvalues at each end."""
     density: bool = True
     """Whether the density of log10 |λ| is computed; of `ggn` and the others by `probes` random vectors."""
     probes: int = 8
@@ -124,7 +124,7 @@ class SpectrumParams:
 
     @property
     def decomposition(self) -> Literal["none", "values"]:
-        """What is asked of the factors: eigenvalues for K-FAC alone, as EK-FAC's are collected."""
+        """The most that is needed of the factors: eigenvalues for K-FAC alone, as EK-FAC's are collected."""
         return "values" if "kfac" in self.curvatures else "none"
 
 

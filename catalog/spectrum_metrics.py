@@ -1,4 +1,4 @@
-"""What `spectrum` says of one layer, and of each curvature of the whole model."""
+"""The results of `spectrum`: one layer's record, and one of each curvature of the whole model."""
 
 from collections.abc import Mapping
 
@@ -67,7 +67,7 @@ class SpectrumMetrics:
 
 @record
 class DensityCurve:
-    """How many eigenvalues of one sign have which magnitude, as shares of all eigenvalues."""
+    """Distribution of the magnitudes of the eigenvalues of one sign, as shares of all eigenvalues."""
 
     density: tuple[float | None, ...]
     """At each point, the share of all eigenvalues in a decade of |λ|, smoothed; null below `resolved_log10`."""
@@ -95,9 +95,9 @@ class LogDensity:
     width: float
     """Standard deviation of the Gaussian that every curve is smoothed with, in decades."""
     positive: DensityCurve
-    """Of the eigenvalues above zero."""
+    """Curve of the eigenvalues above zero."""
     negative: DensityCurve | None
-    """Of those below zero; null where the matrix has none by its form."""
+    """Curve of those below zero; null where the matrix has none by its form."""
 
 
 @record

@@ -56,9 +56,9 @@ class _Against:
     whole: FactorSet
     by_name: Mapping[str, LayerFacts]
     digests: Mapping[int, tuple[str | None, str | None]]
-    """Of A and G, as the index records them, by ordinal."""
+    """Digests of A and G by ordinal, as the index records them."""
     sha256: str | None
-    """Of the whole set."""
+    """Digest of the whole set."""
 
     def load(self, facts: LayerFacts) -> tuple[Factors, Corrected | None]:
         """One layer's factors.
@@ -273,7 +273,7 @@ def _holder(facts: LayerFacts) -> int:
 
 
 class _Summary:
-    """What is added up over the layers."""
+    """Sums over the layers."""
 
     def __init__(self, first: FactorSet, against: _Against) -> None:
         self._first, self._against = first, against

@@ -70,7 +70,7 @@ class Chosen:
     placement: Mapping[str, str] = field(default_factory=dict)
     """Of each layer that is reconstructed, where: `panels`, `device` or `host`."""
     search: Mapping[str, int] = field(default_factory=dict)
-    """Of the search of a spectrum: ``length`` of its basis, and ``columns`` of a pass; empty without one."""
+    """Choice for the search of a spectrum: ``length`` of its basis, and ``columns`` of a pass; empty without one."""
 
     def rung(self, layer: str, side: Literal["A", "G"]) -> str | None:
         """Return the fallback that one factor's decomposition begins with.

@@ -229,7 +229,7 @@ def _spectral_distance(
     A: SideComparison,
     difference: Difference | None,
 ) -> tuple[float | None, str | None]:
-    """Of the product's eigenvalues in order, and why it is null where they are too many."""
+    """Return the distance of the product's eigenvalues in order, or why there is none where they are too many."""
     if G.spectra is None or A.spectra is None or difference is None:
         return None, None
     count = G.spectra[0].values.numel() * A.spectra[0].values.numel()

@@ -58,9 +58,9 @@ class ExactCurvature:
     samples: int = 1
     """Labels drawn for each term, for ``fisher``."""
     what: str = "the product"
-    """What the passes are for, as a warning names it."""
+    """Purpose of the passes, as a warning names it."""
     remedy: str = _REMEDY
-    """What to do where the model cannot be differentiated."""
+    """Remedy where the model cannot be differentiated."""
     pointer: str | None = None
     """The part of the document that asked for it."""
     passes: DataPasses = field(init=False)

@@ -39,7 +39,7 @@ class QuadratureOptions:
     """Products of each: the resolution is that of polynomials of twice that degree."""
     seed: int
     dtype: torch.dtype
-    """Of the vectors, float32 or float64; coefficients are float64."""
+    """Precision of the vectors, float32 or float64; coefficients are float64."""
 
 
 def quadrature_bytes(size: int, options: QuadratureOptions) -> int:

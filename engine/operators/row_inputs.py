@@ -25,9 +25,9 @@ from engine.row_layout.layer_calls import entered_by
 _STORED = 8.0
 """Times ε of the storage that a row may differ by, of its length."""
 _COMPUTED = 1e-4
-"""What another order of additions may change a row in float32 by, of its length."""
+"""The change of a row in float32 that another order of additions may bring, as a share of its length."""
 _GRADIENT = 1e-2
-"""Of its length: how far ``Sᵀ C`` of 16-bit rows may be from the gradient."""
+"""The distance of ``Sᵀ C`` of 16-bit rows from the gradient that is allowed, as a share of its length."""
 
 
 class RowInputs:

@@ -39,7 +39,7 @@ class TraceOptions:
     """Products of one vector, at most; six or more."""
     seed: int
     dtype: torch.dtype
-    """Of the vectors, float32 or float64; what is computed from them is float64."""
+    """Precision of the vectors, float32 or float64; what is computed from them is float64."""
 
 
 @dataclass(frozen=True, kw_only=True)

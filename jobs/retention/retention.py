@@ -30,7 +30,7 @@ _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _OPEN = sorted({*STATES} - TERMINAL)
 _NAMING = (("factors", "job"), (COMPARE_CURVATURE.kind, "against", "job"))
-"""Where a document names a job whose factors it needs."""
+"""Fields of a document that name a job whose factors it needs."""
 _STAYING = "state"
 """Events of this type stay in the ledger too: they are few, and a reader who resumes finds the job's end."""
 

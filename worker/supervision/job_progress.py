@@ -12,7 +12,7 @@ COLLECTION_SHARE = 70.0
 CROSS_CHECK_SHARE = 0.9
 """Of the capacity's part of the bar, where there is a cross-check."""
 LAYERS_SHARE = 0.1
-"""Of the spectrum's part of the bar, where products with an exact curvature follow its layers."""
+"""Share of the spectrum's part of the bar, where products with an exact curvature follow its layers."""
 _WRITE_SECONDS = 0.5
 
 

@@ -42,9 +42,9 @@ class LaidOutFactors:
     """Folders with the factors of the earlier jobs that a document names; None where it names none."""
 
     factors: Path | None = None
-    """Of `factors`."""
+    """Folder of `factors`."""
     against: Path | None = None
-    """Of `compare_curvature.against`."""
+    """Folder of `compare_curvature.against`."""
 
 
 def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> LaidOutFactors:

@@ -30,7 +30,7 @@ from engine.operators.preconditioning import precondition
 from engine.operators.row_gradient import power_of_rows
 
 _STEPS = 30
-"""Of a power iteration, after which the largest eigenvalue is known to some per cent."""
+"""Steps of a power iteration, after which the largest eigenvalue is known to some per cent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def _largest(side: FactorSide) -> float:
 
 
 def _resolved(layer: LayerGradient) -> float:
-    """What the precision of the factors resolves, relative to the largest eigenvalue: ε of the least precise side."""
+    """Return the resolution of the factors relative to the largest eigenvalue: ε of the least precise side."""
     sides: list[Tensor | Structured] = [layer.factors.A]
     # rows are what they are: a gradient that is pushed through them does not see what their storage has rounded
     if layer.inner is None:

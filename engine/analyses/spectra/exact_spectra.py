@@ -122,7 +122,7 @@ class _Searches:
         }
 
     def _chosen(self, saved: SavedSearch | None) -> dict[str, int]:
-        """What the plan chose, or the attempt before; without either, what is free now."""
+        """Return the choice of the plan, or of the attempt before; without either, one by what is free now."""
         plan = self.job.workspace.results.plan
         if saved is not None:
             return dict(saved.chosen)

@@ -1,4 +1,4 @@
-"""What a search has found, as results have it: eigenvalues with bounds, a trace, and a density with its band.
+"""The outcome of a search, in the form of the results: eigenvalues with bounds, a trace, and a density with its band.
 
 Of each probe the quadrature knows nodes θ and weights w, ``Σ_j w_j f(θ_j) ≈ tr f(F) / n``. With f a Gaussian in
 log10 |θ| over the eigenvalues of one sign, that is the density at a point. A quadrature of few nodes shows a smooth

@@ -133,7 +133,7 @@ class BlockSpectra:
     missing: dict[str, str] = field(default_factory=dict)
     """Layers without eigenvalues, by name, with the reason."""
     traces: dict[int, float] = field(default_factory=dict)
-    """Of every layer, by ordinal."""
+    """Trace of every layer, by ordinal."""
 
     def take(self, ordinal: int, block: BlockSpectrum) -> LayerSpectrum:
         """Add one layer.

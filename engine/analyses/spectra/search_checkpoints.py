@@ -33,7 +33,7 @@ class SavedSearch:
     of: str | None
     """The curvature under way; None between two."""
     chosen: Mapping[str, int]
-    """What memory allowed when the search began."""
+    """The choice that memory allowed when the search began."""
     counts: Mapping[str, int]
     """Products and passes of the curvature under way."""
 

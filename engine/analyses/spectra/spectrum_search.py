@@ -18,7 +18,7 @@ from engine.operators.traces import HutchPlusPlus, TraceOptions, XTrace
 
 
 class Asking(Protocol):
-    """What asks for products with a matrix until it knows enough."""
+    """A method that asks for products with a matrix until it knows enough."""
 
     @property
     def vectors(self) -> Tensor:

@@ -38,7 +38,7 @@ class BackwardRoute:
     of: Curvature
     samples: int
     remedy: str
-    """What to do where the model cannot be differentiated twice."""
+    """Remedy where the model cannot be differentiated twice."""
     pointer: str | None
 
     def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:

@@ -31,7 +31,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Sliced:
-    """What one slice of a batch adds to the sums."""
+    """The summands of one slice of a batch."""
 
     products: Sequence[Mapping[str, Tensor]]
     """For each column the wanted parts by parameter, of the summed loss."""

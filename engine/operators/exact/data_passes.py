@@ -33,9 +33,9 @@ class DataPasses:
     report: Callable[[], None]
     """Called after every batch."""
     what: str
-    """What the passes are for, as a warning names it."""
+    """Purpose of the passes, as a warning names it."""
     remedy: str
-    """What to do where the model cannot be differentiated as asked for."""
+    """Remedy where the model cannot be differentiated as asked for."""
     pointer: str | None
     """The part of the document that asked for it."""
     _micro_batch: int | None = field(init=False)

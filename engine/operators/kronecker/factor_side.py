@@ -29,7 +29,7 @@ class FactorSide:
     rounding: float = 0.0
     """Eigenvalues below this share of the largest may be the rounding of the factor as it is stored."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where an inverse is computed."""
+    """Device on which an inverse is computed."""
     stored: Tensor | None = None
     """The factor as it was read, where it must stay for others that share it."""
     _bases: dict[torch.dtype, SideBasis] = field(default_factory=dict, init=False)

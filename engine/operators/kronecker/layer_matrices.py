@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PANEL_BYTES = 16 * 2**20
-"""What of a factor is on the device of the vectors, or in their precision, at once."""
+"""Bytes of a factor that are on the device of the vectors, or in their precision, at once."""
 _ALIGNED = 16
 
 

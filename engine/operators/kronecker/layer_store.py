@@ -27,7 +27,7 @@ _UNDAMPED = Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None
 
 @dataclass(frozen=True, kw_only=True)
 class KnownLayer:
-    """What a job has measured of a layer before it becomes an operator."""
+    """Results that a job has of a layer before it becomes an operator."""
 
     damping: Damping
     bases: Mapping[Literal["A", "G"], Callable[[], SideBasis]]
@@ -47,7 +47,7 @@ class OperatorOptions:
     uncovered: Literal["zero", "refuse"] = "zero"
     """Whether a vector may have numbers other than zero where no layer covers the parameter."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where products are computed."""
+    """Device on which products are computed."""
     guard: Guard | None = None
     """Knows what memory is free for eigendecompositions; None assumes that everything fits."""
     resident_bytes: int | None = None
@@ -55,7 +55,7 @@ class OperatorOptions:
     report: Callable[[IllConditioned], None] | None = None
     """Receives each layer of a product that rounding may have spoilt; None looks for none."""
     known: Callable[[int], KnownLayer | None] = lambda _: None
-    """What is known of a layer by its ordinal, which is taken in place of what would be computed here."""
+    """Returns the known results of a layer by its ordinal, which are taken in place of what would be computed here."""
 
 
 class LayerStore:

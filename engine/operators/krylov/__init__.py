@@ -1,1 +1,1 @@
-"""What searches and estimates by products alone are made of: bases, options, bounds."""
+"""Parts of the searches and estimates by products alone: bases, options, bounds."""

@@ -35,7 +35,7 @@ class Eigenvalue:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """What a search has found."""
+    """The eigenvalues found at both ends."""
 
     largest: tuple[Eigenvalue, ...]
     """Descending, each as often as its multiplicity; empty where not asked for."""

@@ -13,7 +13,7 @@ _ENDS = ("largest", "smallest", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What is searched for, and within which means."""
+    """The eigenvalues that are searched for, and the means of the search."""
 
     count: int
     """Eigenvalues wanted at each end."""
@@ -22,7 +22,7 @@ class SearchOptions:
     """Residual over the largest magnitude at which a value has converged; None is the root of the precision."""
     seed: int
     dtype: torch.dtype
-    """Of the vectors, float32 or float64; coefficients are float64."""
+    """Precision of the vectors, float32 or float64; coefficients are float64."""
     most_products: int
     """Products of one vector, at most; the search ends with what it has."""
     length: int | None

@@ -24,13 +24,13 @@ from engine.workspace import Workspace
 _STAGE: Literal["compare_curvature"] = "compare_curvature"
 _HOST = torch.device("cpu")
 _OF_A_LAYER = 0.01
-"""Of one layer, whatever its size: seconds."""
+"""Seconds of one layer, whatever its size."""
 _PANELS = 8 * 2 * 2**20
 """Rows of two factors and of their difference, in float64."""
 MOST_PRODUCTS = 2**22
 """Eigenvalues of G ⊗ A that are put into order at most."""
 _PRODUCT_BYTES = 40
-"""Of each of them: both sets' products, in order, and their places."""
+"""Bytes of each of them: both sets' products, in order, and their places."""
 _OPERATIONS = 2 * 9 + 2 * 5 + 2 * 3
 """n³: two decompositions with vectors, the eigenvalues of two pencils, and what brings these about."""
 

@@ -22,7 +22,7 @@ from engine.workspace import Workspace
 Where = Literal["device", "host"]
 _STAGE: Literal["natural_gradient"] = "natural_gradient"
 _OF_A_LAYER = 0.005
-"""Of one layer, whatever its size: seconds."""
+"""Seconds of one layer, whatever its size."""
 _OF_A_GRADIENT = 3
 """Times the operations of a forward pass: forward, and back to inputs and to weights."""
 _MATRICES = 4
@@ -111,13 +111,13 @@ def natural_gradient_seconds(plan: Plan, workspace: Workspace, probe: Probe, wor
 
 
 def _trainable_bytes(workspace: Workspace, item: int) -> int:
-    """Of every number that is covered or not, once."""
+    """Return the bytes of every trainable number once, covered or not."""
     model = workspace.inputs.model
     return 0 if model is None else item * sum(parameter.numel() for parameter in model.parameters())
 
 
 def _row_inputs(workspace: Workspace, probe: Probe, params: NaturalGradientParams) -> int:
-    """Of the inputs behind gradient rows, in the precision of the passes."""
+    """Return the bytes of the inputs behind gradient rows, in the precision of the passes."""
     wanted = params.gradient is None and params.of == "kfac" and params.damping != "none"
     if not wanted or workspace.options.collection.fisher != "empirical":
         return 0

@@ -34,7 +34,7 @@ Where = Literal["device", "host"]
 SEARCH_WIDTH = 8
 """Vectors that the search for the eigenvalues at the ends multiplies at once, at most."""
 _SHARE = 0.5
-"""Of what is free, for the bases; the rest is for the columns of a pass."""
+"""Share of the free bytes for the bases; the rest is for the columns of a pass."""
 _FORWARD, _BACK, _SECOND_BACK = 3.3, 6.3, 5.3
 """Vectors that a column holds as its tangent goes forward, and as its product is pulled back, measured."""
 _GRAPHS = 3

@@ -136,7 +136,7 @@ INPUTS: Mapping[str, tuple[Content, Content]] = {
     "diagonal": (0.7 * diagonal(9, 2) ** 1.3, diagonal(9, 3) ** 1.4),
     "one": (torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)),
 }
-"""Of A: its eigenvalues times those of G are all different."""
+"""Eigenvalues of A, whose products with those of G are all different."""
 
 
 @pytest.mark.parametrize(("name_g", "name_a"), list(itertools.product(SIDES, INPUTS)))

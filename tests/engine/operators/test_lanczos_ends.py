@@ -1,4 +1,4 @@
-"""Of known spectra every eigenvalue among the wanted ones is found with its multiplicity, and every bound is true."""
+"""Every eigenvalue among the wanted ones of known spectra is found with its multiplicity, and every bound is true."""
 
 import subprocess
 import sys

@@ -44,7 +44,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def covariance(size: int, rank: int, seed: int, decay: float = 0.0) -> Tensor:
-    """Of ``rank`` rows, whose lengths fall by ``10^(−decay)`` from the first to the last."""
+    """Return a side of ``rank`` rows, whose lengths fall by ``10^(−decay)`` from the first to the last."""
     rows = torch.randn(rank, size, dtype=DOUBLE, generator=generator(seed))
     rows *= torch.logspace(0, -decay, rank, dtype=DOUBLE)[:, None]
     return rows.T @ rows / rank
@@ -419,7 +419,7 @@ def test_ekfac_of_rows_is_that_of_its_eigenvalues(seed: int) -> None:
 
 @pytest.mark.parametrize(("left", "right"), [*itertools.product([1e-30, 1.0, 1e25], [1e-25, 1.0, 1e30])])
 def test_factors_near_the_ends_of_float32_keep_their_digits(left: float, right: float) -> None:
-    """Where the eigenvalues or their powers are beyond float32, their arithmetic is float64's."""
+    """Eigenvalues or powers of them that are beyond float32 are computed in float64."""
     A, G = left * covariance(9, 30, 1), right * covariance(8, 30, 2)
     factors = one_layer(A.float(), G.float())
     vector = torch.randn(72, generator=generator(3))

@@ -88,7 +88,7 @@ def test_rows_of_widely_spread_lengths_keep_their_digits_too(condition: float) -
 
 @pytest.mark.parametrize(("storage", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 3e-2)])
 def test_rows_of_sixteen_bits_are_taken_as_they_are(storage: torch.dtype, tolerance: float) -> None:
-    """Of the rows as they are stored the answer is exact; what storing has rounded is another G."""
+    """The answer is exact for the rows as they are stored; what storing has rounded is another G."""
     rows, A, inner = sides(1e6, storage)
     values, vectors = torch.linalg.eigh(A)
     basis = SideBasis(values, vectors, INTO)

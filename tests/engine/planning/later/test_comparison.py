@@ -1,4 +1,4 @@
-"""What a comparison is planned to hold, against the profiler's account of every allocation."""
+"""The planned bytes of a comparison, against the profiler's account of every allocation."""
 
 import contextlib
 import math
