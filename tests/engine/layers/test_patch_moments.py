@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.profiler import profile
 
 from engine.factors.kronecker_factors import mirrored_
 from engine.layers import patch_moments as module
 from engine.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
 from engine.layers.patch_moments import Geometry, Patches
 from engine.linalg.gram import add_grams_
+from tests.memory_profile import peak_bytes
 
 KINDS = {
     (1, False): nn.Conv1d,
@@ -159,11 +159,4 @@ def test_scratch_holds_what_is_held(changes: dict[str, object]) -> None:
         Patches(image=image, shape=shape).add_gram_(total)
 
     work()
-    with profile(profile_memory=True, record_shapes=False) as seen:
-        work()
-    held = peak = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert 0.75 <= peak / (4 * shape.scratch(cpu)) <= 1.02
+    assert 0.75 <= peak_bytes(work) / (4 * shape.scratch(cpu)) <= 1.02

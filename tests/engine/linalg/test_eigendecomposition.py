@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from engine.errors import NonFiniteFactor, NotConverged
 from engine.factors.low_rank import LowRank
@@ -18,6 +18,7 @@ from engine.linalg import eigensolvers
 from engine.linalg.eigendecomposition import decompose, rungs
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
+from tests.memory_profile import peak_bytes
 
 HOST = torch.device("cpu")
 FLOAT64_RUNGS = ("host_float64", "host_syevr", "host_in_place", "jittered")
@@ -231,13 +232,7 @@ def test_each_rung_takes_the_bytes_it_says(need: Any, dtype: torch.dtype) -> Non
     for rung in rungs(size, need=need, device=HOST, dtype=dtype):
         if rung.name not in ("host_float64", "jittered"):
             continue
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            decompose(matrix, "layer", need=need, begin=rung.name)
-        held = peak = 0
-        for event in seen.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                peak = max(peak, held)
+        peak = peak_bytes(partial(decompose, matrix, "layer", need=need, begin=rung.name))
         assert 0.9 <= peak / rung.host_bytes <= 1.02, rung
 
 

@@ -23,7 +23,7 @@ from engine.planning import choose_plan
 from engine.planning.analysis_memory import Side, layer_phase
 from engine.planning.job_plan import forecast
 from engine.workspace import Machine
-from tests.memory_profile import peak_bytes
+from tests.memory_profile import peak_bytes, peak_bytes_within
 from tests.oracles import MemoryArtifacts, workspace
 
 KAPPA = 1e6
@@ -101,7 +101,7 @@ def test_the_cross_check_takes_what_the_plan_says_and_leaves_nothing(monkeypatch
             yield
 
     monkeypatch.setattr(Machine, "operation", operation)
-    peaks = _profiled(lambda: list(measure_capacity(params, made)))
+    peaks = peak_bytes_within(lambda: list(measure_capacity(params, made)), "cross-check", "layer 0")
     assert made.results.plan is not None
     plan = _bare(made.results.plan)
     assert 0.8 <= plan.stage_bytes("host", "cross_check") / peaks["cross-check"] <= 1.1
@@ -113,24 +113,6 @@ def _bare(plan: Plan) -> Plan:
     return replace(
         plan, terms=tuple(term for term in plan.terms if term.source != "measured" and term.name != "libraries")
     )
-
-
-def _profiled(work: Any) -> dict[str, int]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    assert profiler.profiler is not None
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda each: each.start_ns())
-    spans = {
-        each.name(): (each.start_ns(), each.end_ns()) for each in events if each.name() in ("cross-check", "layer 0")
-    }
-    held, most = 0, dict.fromkeys(spans, 0)
-    for each in events:
-        if each.name() == "[memory]":
-            held += each.nbytes()
-            for name, (begun, ended) in spans.items():
-                if begun <= each.start_ns() <= ended:
-                    most[name] = max(most[name], held)
-    return most
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from engine.operators.pairs.matrix_pair import Symmetric
 from engine.operators.pairs.side_comparison import compare_sides
 from engine.planning.later.comparison import _side_bytes
 from engine.workspace import Machine, Workspace
-from tests.memory_profile import peak_bytes
+from tests.memory_profile import peak_bytes, peak_bytes_within
 from tests.oracles import MemoryArtifacts, workspace
 
 K = 20
@@ -78,18 +78,12 @@ def test_the_stage_of_a_job_takes_what_its_plan_says(monkeypatch: pytest.MonkeyP
             yield
 
     monkeypatch.setattr(Machine, "operation", operation)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def compare() -> None:
         rows = list(compare_curvature(CompareCurvatureParams(k=(1, K)), made))
-    assert [row.metrics.product.distance for row in rows] == [0, 0]
-    assert profiler.profiler is not None
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda each: each.start_ns())
-    spans = [(each.start_ns(), each.end_ns()) for each in events if each.name().startswith("comparison of layer")]
-    held = most = 0
-    for each in events:
-        if each.name() == "[memory]":
-            held += each.nbytes()
-            if any(begun <= each.start_ns() <= ended for begun, ended in spans):
-                most = max(most, held)
+        assert [row.metrics.product.distance for row in rows] == [0, 0]
+
+    (most,) = peak_bytes_within(compare, "comparison of layer").values()
     assert made.results.plan is not None
     assert 0.8 <= _bare(made.results.plan).stage_bytes("host", "compare_curvature") / most <= 1.1
 

@@ -1,7 +1,6 @@
 """The plan of a natural gradient against the profiler's account of every allocation."""
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from catalog.woodbury import Woodbury
 from engine.analyses.natural_gradient import natural_gradient
 from engine.memory.plan import Plan
 from engine.workspace import Machine, Workspace
+from tests.memory_profile import peak_bytes_within
 from tests.oracles import MemoryArtifacts, workspace
 
 
@@ -28,19 +28,8 @@ def _profiled(monkeypatch: pytest.MonkeyPatch, params: NaturalGradientParams, ma
             yield
 
     monkeypatch.setattr(Machine, "operation", operation)
-    gc.collect()  # what earlier tests leave behind would be let go of meanwhile, and count as free
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        list(natural_gradient(params, made))
-    assert profiler.profiler is not None
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda each: each.start_ns())
-    spans = [(each.start_ns(), each.end_ns()) for each in events if each.name() == "stage natural_gradient"]
-    held = most = 0
-    for each in events:
-        if each.name() == "[memory]":
-            held += each.nbytes()
-            if any(begun <= each.start_ns() <= ended for begun, ended in spans):
-                most = max(most, held)
-    return most
+    (peak,) = peak_bytes_within(lambda: list(natural_gradient(params, made)), "stage natural_gradient").values()
+    return peak
 
 
 def _bare(plan: Plan) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from catalog.spectrum import SpectrumParams
 from engine import estimate
@@ -21,6 +21,7 @@ from engine.operators.krylov.vectors import PANEL_BYTES
 from engine.operators.quadrature import QuadratureOptions, quadrature_bytes
 from engine.planning.later.spectrum import SEARCH_WIDTH, asked_at_once, choose_search
 from engine.workspace import Machine, Workspace
+from tests.memory_profile import peak_bytes_within
 from tests.oracles import workspace
 
 SMALL: dict[str, Any] = {"k": 3, "steps": 4, "probes": 3, "trace_products": 8, "most_products": 40}
@@ -65,21 +66,6 @@ def job(name: str, params: SpectrumParams) -> Workspace:
     return space
 
 
-def profiled(work: Any, name: str) -> int:
-    """Most bytes held at once within the operation of that name, beyond what was held before the work."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    assert profiler.profiler is not None
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda each: each.start_ns())
-    ((begun, ended),) = [(each.start_ns(), each.end_ns()) for each in events if each.name() == name]
-    held = most = 0
-    for each in events:
-        if each.name() == "[memory]":
-            held += each.nbytes()
-            most = max(most, held) if begun <= each.start_ns() <= ended else most
-    return most
-
-
 @pytest.mark.parametrize("of", ["ggn", "hessian"])
 @pytest.mark.parametrize("name", ["wide", "deep", "convolutions", "attention"])
 def test_the_search_takes_what_the_plan_says(name: str, of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +79,7 @@ def test_the_search_takes_what_the_plan_says(name: str, of: Any, monkeypatch: py
             yield
 
     monkeypatch.setattr(Machine, "operation", operation)
-    peak = profiled(lambda: list(measure_spectrum(params, space)), f"spectrum of {of}")
+    (peak,) = peak_bytes_within(lambda: list(measure_spectrum(params, space)), f"spectrum of {of}").values()
     plan = space.results.plan
     assert plan is not None
     foretold = replace(
