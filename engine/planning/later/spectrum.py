@@ -41,10 +41,12 @@ _GRAPHS = 3
 """Graphs of a slice that stand at once where gradients are differentiated again."""
 _OF_A_LAYER = 0.03
 """Seconds of a row."""
-_FIRST, _SECOND = 6, 14
-"""Times the operations of a forward pass: a tangent and a pullback; a gradient, its own gradient, and one more."""
-_OPERATIONS_A_CALL = 60
-"""Operations that a pass starts for each call of a layer, tangents and pullbacks of its columns among them."""
+_FIRST, _SECOND = 8, 18
+"""Times the operations of a forward pass that a column takes: a tangent and a pullback; a gradient's own gradient."""
+_FIRST_STARTED, _SECOND_STARTED = 100, 200
+"""Operations that a column starts for each call of a layer, on its way forward and back."""
+_REREAD, _REREAD_AGAIN = 4, 8
+"""Times that a basis is read for each product: two projections, there and back; and again where much cancels."""
 
 
 def choose_search(params: SpectrumParams, size: int, dtype: torch.dtype, free_bytes: int) -> dict[str, int]:
@@ -205,12 +207,28 @@ def spectrum_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
     params = workspace.options.of("spectrum") or SpectrumParams()
     seconds = _OF_A_LAYER * sum(layer.groups for layer in probe.layers)
     forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
+    batches = -(-work.examples // work.batch)
+    # the values and gradients that all columns of a pass share cost as much as one more
+    columns = expected_products(params) + expected_passes(params)
     for of in params.exact:
-        operations = work.examples * expected_products(params) * forward * (_SECOND if of == "hessian" else _FIRST)
-        batches = -(-work.examples // work.batch)
-        started = expected_passes(params) * batches * work.calls * _OPERATIONS_A_CALL * work.pace.seconds_an_operation
-        seconds += operations / work.pace.operations_per_second + started
-    return seconds
+        second = of == "hessian"
+        operations = work.examples * columns * forward * (_SECOND if second else _FIRST)
+        started = batches * columns * work.calls * (_SECOND_STARTED if second else _FIRST_STARTED)
+        seconds += operations / work.pace.operations_per_second + started * work.pace.seconds_an_operation
+    cuda = workspace.machine.device.type == "cuda"
+    # the host adds what it widens, which takes as long as adding what arrives
+    widened = work.pace.held_bytes_per_second if cuda else work.pace.bytes_per_second
+    return seconds + len(params.exact) * _reread_bytes(params, probe) / widened
+
+
+def _reread_bytes(params: SpectrumParams, probe: Probe) -> float:
+    """Bytes of bases that the searches of one curvature read, in float64 as they are projected."""
+    size = sum(layer.parameter_count for layer in probe.layers)
+    searched = expected_products(params) - _sampled(params)
+    steps = min(params.steps, size) if params.density else 0
+    # a basis is half as long on average as at the end
+    rows = _REREAD_AGAIN * searched * min(searched, size) + _REREAD * params.probes * steps * steps
+    return 8.0 * size * rows / 2
 
 
 def expected_products(params: SpectrumParams) -> int:
@@ -223,9 +241,13 @@ def expected_products(params: SpectrumParams) -> int:
         The density's and the trace's, and six for each eigenvalue wanted.
     """
     wanted = params.k * (2 if params.end == "both" else 1)
-    search = min(params.most_products, 6 * wanted + 40)
+    return min(params.most_products, 6 * wanted + 40) + _sampled(params)
+
+
+def _sampled(params: SpectrumParams) -> int:
+    """Products of the density and of the trace."""
     density = params.probes * params.steps if params.density else 0
-    return search + density + (params.trace_products if params.trace != "none" else 0)
+    return density + (params.trace_products if params.trace != "none" else 0)
 
 
 def expected_passes(params: SpectrumParams) -> int:
