@@ -25,6 +25,7 @@ _ROLES_LOCK = 0x6B726F6F
 _OWNED = (
     "SELECT c.oid::regclass::text FROM pg_class c WHERE c.relnamespace = 'public'::regnamespace AND c.relkind = 'r'"
 )
+_VIEWS = _OWNED.replace("'r'", "'v'")
 _SECURED = f"{_OWNED} AND c.relrowsecurity ORDER BY 1"
 
 
@@ -50,8 +51,9 @@ def prepare_roles(connection: Connection, passwords: Mapping[str, str]) -> None:
     _run(connection, "GRANT USAGE, CREATE ON SCHEMA public TO {}", OWNER)
     _run(connection, "GRANT USAGE ON SCHEMA public TO {}, {}, {}", *LOGINS)
     connection.execute(text("REVOKE CREATE ON SCHEMA public FROM PUBLIC"))
-    for table in connection.execute(text(_OWNED)).scalars().all():
-        _run(connection, "ALTER TABLE {} OWNER TO {}", table, OWNER)
+    for query in (_OWNED, _VIEWS):
+        for table in connection.execute(text(query)).scalars().all():
+            _run(connection, "ALTER TABLE {} OWNER TO {}", table, OWNER)
 
 
 def grant_rights(connection: Connection) -> None:
@@ -64,6 +66,8 @@ def grant_rights(connection: Connection) -> None:
         rights = "SELECT" if table == "alembic_version" else "SELECT, INSERT, UPDATE, DELETE"
         _run(connection, f"GRANT {rights} ON {{}} TO {{}}, {{}}", table, API, WORKER)
     _run(connection, "REVOKE ALL ON api_keys FROM {}", WORKER)
+    for view in connection.execute(text(_VIEWS)).scalars().all():  # over all tenants' rows: not for the API
+        _run(connection, "GRANT SELECT ON {} TO {}", view, WORKER)
     for table in connection.execute(text(_SECURED)).scalars().all():
         _run(connection, "DROP POLICY IF EXISTS worker_rows ON {}", table)
         _run(connection, "CREATE POLICY worker_rows ON {} TO {} USING (true)", table, WORKER)

@@ -80,6 +80,8 @@ class WorkerSettings(ServiceSettings):
     """When it ends by itself."""
     node: Annotated[str, Variables(("KRONOSCOPE_NODE",), shown="host name")] = Field(default_factory=socket.gethostname)
     """Name of the machine among the devices."""
+    machine: str | None = Field(None, pattern=r"^[0-9a-f-]{36}$")
+    """Set by `kronoscope autoscale` for the workers that it starts: which of its machines this is."""
     fake_gpus: Annotated[tuple[int, ...], BeforeValidator(_sizes)] = ()
     """Made-up GPUs, such as `16GiB,80GiB`, on which jobs compute on the CPU, planned within so much."""
 

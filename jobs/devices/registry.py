@@ -30,7 +30,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from catalog.record import record
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import device_leases, devices, worker_devices, workers
+from jobs.schema.tables import device_leases, devices, machines, worker_devices, workers
 
 DeviceKind = Literal["cuda", "fake", "host"]
 
@@ -69,6 +69,8 @@ class Worker:
     """The factories of the jobs that it takes; `*` is all."""
     isolation: tuple[str, ...] = ()
     """The walls between it and its jobs, as it measured them."""
+    machine_id: str | None = None
+    """The machine of `jobs.autoscale` that it runs on; None of a worker that somebody else started."""
 
 
 @record
@@ -117,6 +119,7 @@ def register(
             "slots": worker.slots,
             "factories": list(worker.factories),
             "isolation": list(worker.isolation),
+            "machine_id": worker.machine_id,
             "seen_at": ledger_now(),
             "expires_at": ledger_now(expiry_seconds),
         }
@@ -125,6 +128,12 @@ def register(
             .values(values | {"started_at": ledger_now()})
             .on_conflict_do_update(index_elements=[workers.c.id], set_=values)
         )
+        if worker.machine_id is not None:
+            connection.execute(
+                update(machines)
+                .where(machines.c.id == worker.machine_id, machines.c.joined_at.is_(None))
+                .values(joined_at=ledger_now())
+            )
         # in one order everywhere, so that two workers of the same devices never wait for each other
         for device in sorted(offered, key=lambda each: each.uuid):
             _register_device(connection, worker, device, leased=device.uuid in leased)

@@ -36,6 +36,9 @@ metadata = MetaData(
     }
 )
 
+MACHINE_STATES = ("starting", "pending", "running", "ending", "ended", "failed")
+"""Asked for; waiting in the launcher's queue; there; about to be given back; gone; never there."""
+
 _Id = String(36)
 _Sha256 = String(64)
 
@@ -211,6 +214,37 @@ workers = Table(
     Column("seen_at", Moment(), nullable=False),
     Column("expires_at", Moment(), nullable=False),  # silent for longer it is counted on no more
     Column("isolation", _json()),  # which walls between jobs and worker hold there, as it measured at its start
+    Column("machine_id", _Id),  # of those that `jobs.autoscale` started: the row of `machines`
+)
+
+machines = Table(
+    "machines",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("scope", String(200), nullable=False),  # the launcher's queue that it was started in
+    Column("class_name", String(64), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("handle", String(200)),  # the launcher's own name of it
+    Column("note", Text, nullable=False),  # why it was started, or why it could not be
+    Column("asked_at", Moment(), nullable=False),
+    Column("changed_at", Moment(), nullable=False),
+    Column("joined_at", Moment()),  # when its worker registered
+    CheckConstraint(f"state IN ({', '.join(repr(state) for state in MACHINE_STATES)})", name="state"),
+    Index(None, "scope", "class_name", "asked_at"),
+)
+
+machine_classes = Table(
+    "machine_classes",
+    metadata,
+    Column("scope", String(200), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    Column("kind", String(8), nullable=False),  # of its devices
+    Column("device_bytes", BigInteger, nullable=False),  # what one job may have there
+    Column("devices", Integer, nullable=False),
+    Column("jobs_per_device", Integer, nullable=False),
+    Column("ceiling", Integer, nullable=False),
+    Column("factories", _json(), nullable=False),
+    Column("seen_at", Moment(), nullable=False),  # when `jobs.autoscale` last offered it
 )
 
 devices = Table(

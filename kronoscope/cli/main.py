@@ -15,6 +15,7 @@ from catalog import ANALYSES
 from catalog.coverage import assess_coverage
 from catalog.record import plain
 from kronoscope.cli import job_commands
+from kronoscope.cli.autoscale import autoscale
 from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_coverage, run_command
@@ -195,6 +196,7 @@ def serve(
 
 
 app.command(epilog=epilog("kronoscope worker --until-idle --wall 4h"))(worker)
+app.command(epilog=epilog("kronoscope autoscale --launcher slurm --classes classes.toml --dry-run"))(autoscale)
 app.command(epilog=epilog("kronoscope devices --url http://127.0.0.1:8000"))(devices)
 
 

@@ -51,6 +51,7 @@ class Registration:
             slots=settings.slots,
             factories=settings.factories_of_any(),
             isolation=isolation,
+            machine_id=settings.machine,
         )
 
     def start(self) -> None:

@@ -1,0 +1,1 @@
+"""Machines for waiting jobs, started through a launcher: Slurm, Kubernetes, or any command."""

@@ -1,0 +1,112 @@
+"""Machines that any command lends, as processes of this machine: a worker here, `ssh`, `docker run`, `sky launch`.
+
+A machine lasts as long as its process. It has a session of its own and outlives this program; it is known by its
+number and the moment it began, and where that was never written down, by the machine's id in its environment.
+"""
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from jobs.autoscale.errors import LauncherFailed
+from jobs.autoscale.launcher import Lent, NewMachine
+
+_VARIABLE = "KRONOSCOPE_MACHINE"
+_PROCESSES = Path("/proc")
+_BEGAN = 19
+"""Position of a process's beginning among the fields of `/proc/PID/stat` after the command's name."""
+
+
+class Processes:
+    """The launcher `command`."""
+
+    def __init__(self, logs: Path, scope: str | None = None) -> None:
+        """Get ready.
+
+        Args:
+            logs: Folder for the output of the processes, one file each.
+            scope: A name for this machine; its host name if left out.
+        """
+        self.scope = f"command on {scope or socket.gethostname()}"
+        self._logs = logs
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def start(self, machine: NewMachine) -> str:
+        """Start a process.
+
+        Args:
+            machine: The machine; its script is given to `/bin/sh`.
+
+        Returns:
+            The process's number and beginning.
+
+        Raises:
+            LauncherFailed: If it cannot be started.
+        """
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with (self._logs / f"{machine.class_name}-{machine.id}.log").open("ab") as output:
+                child = subprocess.Popen(  # noqa: S603 - the operator's own command
+                    ["/bin/sh", "-c", machine.script],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, _VARIABLE: machine.id},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LauncherFailed(f"the command cannot be started ({error.strerror}: {error.filename})") from error
+        self._children.append(child)
+        return f"{child.pid} {_began(child.pid)}"
+
+    def lent(self, known: Mapping[str, str | None]) -> dict[str, Lent]:
+        """List the processes that have not ended.
+
+        Args:
+            known: The machines of interest, by id.
+
+        Returns:
+            Those of them that live, by id.
+        """
+        self._children = [each for each in self._children if each.poll() is None]
+        found = {}
+        lost = {machine_id for machine_id, handle in known.items() if handle is None}
+        for machine_id, handle in known.items():
+            if handle is not None and _lives(handle):
+                found[machine_id] = Lent(handle=handle, stage="running")
+        for machine_id, pid in _by_environment(lost):
+            found.setdefault(machine_id, Lent(handle=f"{pid} {_began(pid)}", stage="running"))
+        return found
+
+
+def _lives(handle: str) -> bool:
+    pid, _, began = handle.partition(" ")
+    return pid.isdecimal() and _began(int(pid)) == began != ""
+
+
+def _began(pid: int) -> str:
+    """When a process began, in the kernel's ticks; empty for one that has ended."""
+    try:
+        fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[_BEGAN]
+
+
+def _by_environment(ids: set[str]) -> list[tuple[str, int]]:
+    """The first process, by its number, that has each of the ids in its environment."""
+    if not ids:
+        return []
+    found = []
+    for place in sorted(_PROCESSES.iterdir(), key=lambda each: each.name.zfill(12)):
+        if place.name.isdecimal():
+            try:
+                variables = (place / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue  # another user's, or gone
+            name = next((each.partition("=")[2] for each in variables if each.startswith(f"{_VARIABLE}=")), "")
+            if name in ids:
+                found.append((name, int(place.name)))
+    return found
