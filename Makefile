@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench site wheel soak architectures peers schemathesis test-docker lock audit sbom pin-images env clean
+.PHONY: help demo test check format bench site wheel soak architectures peers schemathesis test-docker test-slurm lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -46,13 +46,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small CNN, start the service, run a job through it, show its layers (ONCE=1 ends there)
 	@$(PY) -P examples/demo.py $(if $(filter-out 0,$(ONCE)),--once)
 
-test: $(STAMP) ## every check and every test that needs neither a GPU nor Docker; installs PostgreSQL, Redis, Chromium
+test: $(STAMP) ## every check and every test that needs neither a GPU, Docker nor Slurm; installs PostgreSQL, Redis, Chromium
 	@echo "==> Servers that the tests need"
 	@$(PY) -m tests.servers install
 	@$(MAKE) browser
 	@$(MAKE) check
 	@echo "==> Tests"
-	@$(PYTEST) -m "not gpu and not docker" --numprocesses=2 --dist=loadfile --durations=40 --durations-min=5
+	@$(PYTEST) -m "not gpu and not docker and not slurm" --numprocesses=2 --dist=loadfile --durations=40 --durations-min=5
 
 check: $(STAMP) ## formatting, lints, types, import contracts
 	@echo "==> ruff format";  $(BIN)/ruff format --check --quiet .
@@ -101,6 +101,18 @@ test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it
 	@docker info >/dev/null 2>&1 || { echo "No Docker engine answers; start one, then run this again." >&2; exit 2; }
 	@docker compose version >/dev/null || { echo "Compose v2 is missing: install the plugin docker-compose." >&2; exit 2; }
 	@$(PYTEST) -m docker tests/docker
+
+test-slurm: $(STAMP) ## start a Slurm of one node on loopback, and run queues through it (installs slurm-wlm as root)
+	@if ! command -v slurmctld slurmd sbatch munged >/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "==> Installing Slurm and munge (apt)"; \
+			apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; \
+		else \
+			echo "Slurm is missing. As root: apt-get install slurm-wlm munge" >&2; exit 2; \
+		fi; \
+	fi
+	@$(PY) -m tests.servers install
+	@$(PYTEST) -m slurm tests/slurm
 
 lock: $(TOOLS)/.installed ## renew ops/locks from constraints.txt: every file that an image installs, by SHA-256
 	@$(PYTHON) ops/write_locks.py $(TOOLS)/bin/uv

@@ -26,6 +26,7 @@ from jobs.autoscale.machines import (
     offer,
     outstanding,
 )
+from jobs.queue.reaper import reap_expired
 from jobs.schema.identifiers import new_id
 
 
@@ -71,6 +72,8 @@ class Autoscaler:
             LedgerUnavailable: If the database does not answer.
         """
         scope = self._launcher.scope
+        if not dry:
+            reap_expired(self._engine)  # where all workers are gone, a job of a killed one waits for somebody to see it
         seen_at, known = outstanding(self._engine, scope)
         try:
             lent = self._launcher.lent(known)

@@ -93,8 +93,10 @@ def read_rooms(connection: Connection) -> list[Room]:
 
 def _running(connection: Connection) -> dict[str, int]:
     """Running jobs by tenant."""
-    query = select(jobs.c.tenant_id, func.count()).where(jobs.c.state.in_(HELD)).group_by(jobs.c.tenant_id)
-    return dict(connection.execute(query).tuples().all())
+    query = (
+        select(jobs.c.tenant_id, func.count().label("number")).where(jobs.c.state.in_(HELD)).group_by(jobs.c.tenant_id)
+    )
+    return {row.tenant_id: row.number for row in connection.execute(query)}
 
 
 def _present(connection: Connection, worth: Mapping[str, int]) -> list[Room]:

@@ -83,7 +83,7 @@ def outstanding(engine: Engine, scope: str) -> tuple[datetime, dict[str, str | N
     query = select(machines.c.id, machines.c.handle).where(machines.c.scope == scope, machines.c.state.in_(OUTSTANDING))
     with reading(engine) as connection:
         now: datetime = connection.execute(select(ledger_now())).scalar_one()
-        return now, dict(connection.execute(query).tuples().all())
+        return now, {row.id: row.handle for row in connection.execute(query)}
 
 
 def follow(connection: Connection, scope: str, lent: Mapping[str, Lent], seen_at: datetime) -> list[Change]:

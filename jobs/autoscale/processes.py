@@ -6,7 +6,6 @@ number and the moment it began, and where that was never written down, by the ma
 
 import os
 import socket
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,7 +30,7 @@ class Processes:
         """
         self.scope = f"command on {scope or socket.gethostname()}"
         self._logs = logs
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: set[int] = set()
 
     def start(self, machine: NewMachine) -> str:
         """Start a process.
@@ -45,21 +44,24 @@ class Processes:
         Raises:
             LauncherFailed: If it cannot be started.
         """
+        place = self._logs / f"{machine.class_name}-{machine.id}.log"
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
-            with (self._logs / f"{machine.class_name}-{machine.id}.log").open("ab") as output:
-                child = subprocess.Popen(  # noqa: S603 - the operator's own command
-                    ["/bin/sh", "-c", machine.script],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, _VARIABLE: machine.id},
-                    start_new_session=True,
-                )
+            pid = os.posix_spawn(
+                "/bin/sh",
+                ["/bin/sh", "-c", machine.script],
+                {**os.environ, _VARIABLE: machine.id},
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, str(place), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsid=True,
+            )
         except OSError as error:
-            raise LauncherFailed(f"the command cannot be started ({error.strerror}: {error.filename})") from error
-        self._children.append(child)
-        return f"{child.pid} {_began(child.pid)}"
+            raise LauncherFailed(f"the command cannot be started, with its output in {place} ({error})") from error
+        self._children.add(pid)
+        return f"{pid} {_began(pid)}"
 
     def lent(self, known: Mapping[str, str | None]) -> dict[str, Lent]:
         """List the processes that have not ended.
@@ -70,7 +72,7 @@ class Processes:
         Returns:
             Those of them that live, by id.
         """
-        self._children = [each for each in self._children if each.poll() is None]
+        self._children = {pid for pid in self._children if not _has_ended(pid)}
         found = {}
         lost = {machine_id for machine_id, handle in known.items() if handle is None}
         for machine_id, handle in known.items():
@@ -79,6 +81,14 @@ class Processes:
         for machine_id, pid in _by_environment(lost):
             found.setdefault(machine_id, Lent(handle=f"{pid} {_began(pid)}", stage="running"))
         return found
+
+
+def _has_ended(child: int) -> bool:
+    """Whether a process that was started here has ended; the kernel then forgets it."""
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:  # it was forgotten already
+        return True
 
 
 def _lives(handle: str) -> bool:
