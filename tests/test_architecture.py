@@ -94,6 +94,7 @@ def test_catalog_needs_no_installed_package() -> None:
     "module",
     [
         "api.main",
+        "jobs.autoscale.__main__",
         "jobs.repository.store",
         "kronoscope.cli",
         "worker.app",

@@ -26,6 +26,7 @@ from sqlalchemy import (
 )
 
 from catalog.record import record
+from jobs.devices.offered_classes import offered_classes
 from jobs.devices.registry import DeviceKind
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -314,6 +315,8 @@ def _share(device: Row[Any], free: int, slots: int, *, planned: bool) -> int:
 def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: str) -> bool:
     """Return whether another device on offer could hold the job beside the memory in use there by others.
 
+    So could one of a machine that an autoscaler would start for it.
+
     Of a host they never let go of all. A GPU may be all the job's some day: that is waited for where this device is too
     small for it whoever leaves it, not where the two are equals.
     """
@@ -332,7 +335,7 @@ def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: s
             ),
         )
     ).all()
-    return any(suits(drawn, row.kind, row.factories) for row in found)
+    return any(suits(drawn, row.kind, row.factories) for row in (*found, *offered_classes(connection, needs)))
 
 
 def suits_condition(kind: str, factories: Collection[str]) -> ColumnElement[bool]:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 
+from jobs.autoscale.autoscaler import Autoscaler
+from jobs.autoscale.classes import read_classes
+from jobs.autoscale.kubernetes import Kubernetes
 from jobs.autoscale.machines import OUTSTANDING
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -142,6 +145,20 @@ def test_what_was_started_by_one_that_died_is_found_again(
     age(ledger, 200)
     scaler.run_round()
     assert [each.state for each in rows(ledger) if each.id == lost.id] == ["failed"]
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+def test_while_the_launcher_does_not_answer_nothing_is_started(
+    ledger: Any, classes_file: Any, waiting: Any, dialect: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A kubectl without a cluster: it may have machines already."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    waiting(2)
+    place = classes_file("{{ machine }} {{ worker }}", small={"device_bytes": "2GiB", "ceiling": 2})
+    done = Autoscaler(ledger, Kubernetes(), read_classes(place, "kubernetes").classes, 0).run_round()
+    assert (done.decision, done.failures) == (None, 1)
+    assert rows(ledger) == []
 
 
 @pytest.mark.parametrize(("cap", "machines_of_two"), [(0, 3), (4, 2)])
