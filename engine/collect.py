@@ -16,10 +16,12 @@ from torch import nn
 
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.collection.checkpoints import fingerprint
 from engine.collection.collection_state import CollectionState
 from engine.collection.ekfac_passes import correct_eigenvalues
 from engine.collection.first_check import DRAWN, Verification, explain
 from engine.collection.label_check import require_known_labels
+from engine.collection.layer_sums import layer_sums
 from engine.collection.normalise import flaw, foreseen_flaw
 from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
@@ -32,7 +34,7 @@ from engine.errors import (
     NothingToAnalyse,
 )
 from engine.factors.factor_files import read_factors, reused
-from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
+from engine.factors.factor_set import CountedExamples, FactorSet, LayerFacts, ParameterShape, Run
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
@@ -40,6 +42,8 @@ from engine.layers.coverage_check import require_coverage, survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
+from engine.merging.merge import merge_factor_sets
+from engine.merging.part_files import read_part
 from engine.model.activation_memory import set_activation_checkpointing
 from engine.model.determinism import Numerics, set_numerics
 from engine.model.preserve_state import preserve_state
@@ -72,7 +76,9 @@ def collect_or_read(workspace: Workspace) -> FactorSet:
     results = workspace.results.of(JobFactors)
     if results.factors is not None:
         return results.factors
-    if workspace.inputs.stored is not None:
+    if workspace.inputs.stored_pieces:
+        fresh = merge_factor_sets([read_part(piece) for piece in workspace.inputs.stored_pieces])
+    elif workspace.inputs.stored is not None:
         fresh = read_factors(workspace.inputs.stored)
     else:
         # before its tensors are converted
@@ -83,8 +89,9 @@ def collect_or_read(workspace: Workspace) -> FactorSet:
 
 
 def _cached(workspace: Workspace) -> FactorSet | None:
-    """The same collection, if it was made before."""
-    found = None if workspace.ports.cache is None else workspace.ports.cache.find()
+    """The same collection, if it was made before; of a part, which nobody else asks for, none is kept."""
+    unshared = workspace.ports.cache is None or workspace.inputs.part is not None
+    found = None if unshared or workspace.ports.cache is None else workspace.ports.cache.find()
     if found is None:
         return None
     whole = reused(*found)
@@ -106,6 +113,7 @@ def _collect(workspace: Workspace) -> FactorSet:
         give_back_host_memory()
         workspace.machine.guard.hold(planned.plan)
         probed = planned.probed.for_passes(planned.plan.chosen, sizes_of(workspace, job.collection))
+        model = fingerprint(job.model)
         with set_activation_checkpointing(job.model, wanted=planned.plan.chosen.activation_checkpointing):
             sums = run_passes(probed, planned.plan)
             plan = dataclasses.replace(planned.plan, chosen=sums.chosen)
@@ -117,7 +125,8 @@ def _collect(workspace: Workspace) -> FactorSet:
                 "warning",
                 f"another run may round otherwise: there is no deterministic form of {', '.join(rounding)}",
             )
-        return _finished(probed.job, probed.survey, trainable, sums, plan, corrections)
+        collected = _finished(probed.job, probed.survey, trainable, sums, plan, corrections)
+        return dataclasses.replace(collected, counted=_counted(probed.job, sums, model))
 
 
 def _warn_of_other_numerics(job: PassJob) -> None:
@@ -135,7 +144,8 @@ def _warn_of_other_numerics(job: PassJob) -> None:
 
 def _corrections(job: PassJob, sums: CollectionState, plan: Plan) -> Mapping[str, Callable[[], Corrected]]:
     """Run the passes that re-estimate eigenvalues, where EK-FAC is asked for."""
-    if not job.collection.ekfac:
+    # of a part the bases are not known yet: they are those of the merged factors
+    if not job.collection.ekfac or job.workspace.inputs.part is not None:
         return {}
     with job.workspace.machine.operation("correction", "correction"):
         return correct_eigenvalues(job, sums, plan.chosen.corrections)
@@ -279,6 +289,20 @@ def _finished(
     )
 
 
+def _counted(job: PassJob, state: CollectionState, model: str) -> CountedExamples | None:
+    """Say which examples the sums are over; None where they are too scattered, or a checkpoint did not say."""
+    part, first = job.workspace.inputs.part, next(iter(state.statistics.values()))
+    if not state.runs or first.total_G is None:
+        return None
+    return CountedExamples(
+        runs=tuple(Run(begin=begin, end=end) for begin, end in state.runs),
+        terms_weight=first.total_G,
+        whole=None if part is None else part.examples,
+        model=model,
+        unmasked=tuple(f"{name}[{number}]" for name, number in sorted(state.unmasked)),
+    )
+
+
 def _proved(job: PassJob, layer: TreatedLayer) -> dict[str, Any]:
     """Numbers of a covered layer's self-check, by the names of its facts."""
     check = None if job.self_check is None else job.self_check.layers.get(layer.name)
@@ -340,4 +364,5 @@ def _facts(job: PassJob, found: LayerStatistics, group: int, ordinals: Mapping[s
         representation_G=found.representation.kind,
         rows_place=found.representation.place(sums),
         trace_standard_error=None if weighted or not found.standard_errors else found.standard_errors[group],
+        sums=None if weighted else layer_sums(found, group),
     )

@@ -18,6 +18,7 @@
     │   ├── NoConditionNumber    clipping is asked for, and `stabilisation.kappa_max` is null
     │   ├── BeyondSolvers        EK-FAC is asked for, and a factor has more rows than eigensolvers take
     │   ├── BrokenFactors        stored factors do not read as written
+    │   ├── NotMergeable         sets of factors cannot be merged exactly
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
     │       └── OutOfMemory      memory ran out although the plan fitted, with every fallback down to the last
     ├── CoverageBroken           covered and declared do not add up to trainable (fatal: a fault of ours)
@@ -133,6 +134,12 @@ class BrokenFactors(UsageError):
     """Stored factors are missing, torn or of another layout."""
 
     code = "broken_factors"
+
+
+class NotMergeable(UsageError):
+    """Sets of factors are not sums over disjoint examples of one collection."""
+
+    code = "not_mergeable"
 
 
 class BudgetExceeded(UsageError):

@@ -152,6 +152,24 @@ def _ignore(*_: object) -> None:
     """Report to nobody."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataPart:
+    """The part of the data that this collection is over, where others collect the rest and the sums are merged.
+
+    Batches are counted as in the whole, so that sampling of batches and sample sizes fall on the same examples.
+    """
+
+    begin: int
+    """First example, counted from 0 in the whole; a batch begins there."""
+    end: int
+    """The example after the last one."""
+    examples: int
+    """N, examples in the whole."""
+    batches: Callable[[], Iterator[tuple[Any, ...]]]
+    """The whole data, as ``ModelInputs.batches`` of one undivided job. Its first batch is what the model is probed
+    with, so that all parts find the same layers; a softmax head has its loss terms counted."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelInputs:
     """The model under measurement with its data and task, or factors that were stored earlier."""
@@ -165,12 +183,26 @@ class ModelInputs:
     """The number of examples in the data, where it is known; progress and plans use it."""
     labels: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
     """The targets (n, …) with the indices (n,) of their examples, where they can be read without the inputs."""
+    part: DataPart | None = None
+    """The part of the data that ``batches`` is; None where it is the whole."""
     stored: Artifacts | None = None
     """Factors collected earlier, in place of model, batches and task."""
+    stored_pieces: tuple[Artifacts, ...] = ()
+    """Factors collected earlier over disjoint examples, which are merged in this order; in place of the same."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
     stored_against: Artifacts | None = None
     """The second set of factors, which a comparison names."""
+
+    @property
+    def whole_examples(self) -> int | None:
+        """Examples in the whole data, of which this may be a part; None where nobody says."""
+        return self.examples if self.part is None else self.part.examples
+
+    @property
+    def reads_stored(self) -> bool:
+        """Whether factors that were stored earlier stand in place of the model."""
+        return self.stored is not None or bool(self.stored_pieces)
 
 
 @dataclass(kw_only=True, slots=True)

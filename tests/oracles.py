@@ -76,6 +76,7 @@ def same_facts(left: FactorSet, right: FactorSet, tolerance: float = 1e-9) -> bo
                 gradient_identity=None,
                 examples_checked=None,
                 checked_against=None,
+                sums=None,
             )
             for layer in each.layers
         ]

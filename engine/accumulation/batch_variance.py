@@ -27,8 +27,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from engine.factors.factor_set import VarianceSums
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
+from engine.merging.estimates import missing_variance, relative_variance
 
 NUMBERS_AT_ONCE = 2**18
 """Numbers of a sum that are widened to float64 together."""
@@ -66,6 +68,8 @@ class BatchVariance:
     """Q."""
     weight_before: float = 0.0
     """W of the batches before the one under way."""
+    totals: list[float | None] = field(default_factory=list)
+    """S of each group, once the pass is done."""
     variances: list[float | None] = field(default_factory=list)
     """Relative variance of each group, once the pass is done."""
     standard_errors: list[float | None] = field(default_factory=list)
@@ -141,13 +145,26 @@ class BatchVariance:
         self.before = None
         norms = _squared_norms(sums, 1 / (weight or 1.0)).tolist()
         for squares, norm in zip(self.squares.tolist(), norms, strict=True):
-            variance = error = math.nan
-            if self.batches > 1 and norm > 0:
-                unit = squares / (self.counts - self.weights / weight) / norm
-                variance, error = unit * self.counts / weight, math.sqrt(unit * self.weights) / weight
-            self.variances.append(variance if math.isfinite(variance) else None)
-            self.standard_errors.append(error if math.isfinite(error) else None)
+            own = VarianceSums(squares=squares, batches=self.batches, weights=self.weights)
+            variance, error = relative_variance(own, self.counts, weight, norm)
+            self.totals.append(squares)
+            self.variances.append(variance)
+            self.standard_errors.append(error)
         self.squares = None
+
+    def sums(self, group: int) -> VarianceSums | None:
+        """Return the sums of one group, once the pass is done.
+
+        Args:
+            group: The group, from 0.
+
+        Returns:
+            The sums; None where no variance was gathered, or it overflows.
+        """
+        squares = self.totals[group] if group < len(self.totals) else None
+        if squares is None or not math.isfinite(squares):
+            return None
+        return VarianceSums(squares=squares, batches=self.batches, weights=self.weights)
 
     def relative(self, group: int, why_not: str | None) -> RelativeVariance:
         """Return the variance of one group.
@@ -162,9 +179,7 @@ class BatchVariance:
         if why_not is not None or group >= len(self.variances):
             return RelativeVariance(why=why_not or "it was never summed")
         if self.variances[group] is None:
-            few = self.batches < 2
-            number = "no batch" if self.batches == 0 else "one batch"
-            return RelativeVariance(why=f"{number} entered, and two are needed" if few else "it is zero, or overflows")
+            return RelativeVariance(why=missing_variance(self.batches))
         return RelativeVariance(variance=self.variances[group], standard_error=self.standard_errors[group])
 
     def state(self) -> dict[str, Any]:

@@ -113,11 +113,12 @@ class GradientRows:
         if self.triangle is not None:
             self.triangle *= math.sqrt(past)
 
-    def finished(self, weight: float) -> Sequence[Structured]:
+    def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[Structured]:
         """Make each group's G; the rows are of no further use here.
 
         Args:
             weight: Loss terms that G is divided by.
+            wide: Precision of rows that were made one; None is that of all rows.
 
         Returns:
             One structured side per group, its rows on the host.
@@ -126,7 +127,7 @@ class GradientRows:
             self._merge_()
             found = []
             for triangle in self.triangle:
-                rows, scales = scaled_rows(triangle, self.rows.dtype)
+                rows, scales = scaled_rows(triangle, wide or self.rows.dtype)
                 found.append(LowRank(rows=rows.to("cpu"), scales=scales.to("cpu"), weight=weight))
             return found
         host = self.rows[:, : self.count].to("cpu")

@@ -6,17 +6,13 @@ exponential moving average every sum *and* its count decay alike, so early batch
 without bias.
 
 The trace of the layer's block of the Fisher itself is ``R = Σ s_n / Σ m_n`` for ``s_n`` the squared
-norm of example n's gradient, summed over directions, and ``m_n`` its loss terms. As a ratio of two
-sums over N examples it has the standard error ``√(N/(N−1) · Σ (s_n − R m_n)²) / Σ m_n``.
+norm of example n's gradient, summed over directions, and ``m_n`` its loss terms.
 
 References:
-    Cochran (1977), Sampling techniques, chapter 6: the ratio estimator
     Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature
     Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures
 """
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +29,7 @@ from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.memory.host_accumulation import Staging
+from engine.merging.estimates import exact_trace
 
 UNORDERED = "its rows do not stand example by example, so there is no exact trace"
 
@@ -91,6 +88,16 @@ class LayerStatistics:
     norms: Tensor | None = None
     """(N, groups) float64: s of the current batch's examples, as far as its directions are done."""
 
+    total_A: float | None = None
+    """The count that A is divided by, once the pass is done."""
+    total_G: float | None = None
+    """The same of G."""
+    trace_sums: list[float | None] = field(default_factory=list)
+    """``squares`` of each group, once the pass is done, one group behind the other."""
+    partial: bool = False
+    """The data are a part: what they do not call is kept as zeros, for the other parts may."""
+    unproven: bool = False
+    """Inputs entered A, and in batches that had loss terms no gradient arrived."""
     exact_traces: list[float | None] = field(default_factory=list)
     """Trace of each group's block of the curvature of the mean loss, once the pass is done; None where it overflows."""
     standard_errors: list[float | None] = field(default_factory=list)
@@ -370,31 +377,15 @@ class LayerStatistics:
             self.norms = None
 
     def end_pass_(self) -> None:
-        """Turn squared norms into traces and variances, which outlive the sums."""
+        """Turn squared norms into traces and variances, which outlive the sums, as the counts of A and G do."""
+        self.total_A, self.total_G = self.weight_A, self.weight_G
         self.variance_A.end_pass_(self.A, self.weight_A)
         self.variance_G.end_pass_(self.G, self.weight_G)
         if self.squares is None or not self.weight_G:
             return
-        for total, squared, crossed in self.squares.T.tolist():
-            ratio = total / self.weight_G
-            residual = squared - 2 * ratio * crossed + ratio**2 * self.weights_squared
-            degrees = self.examples - 1
-            error = math.sqrt(max(residual, 0.0) * self.examples / degrees) / self.weight_G if degrees else math.nan
-            self.exact_traces.append(ratio if math.isfinite(ratio) else None)
-            self.standard_errors.append(error if math.isfinite(error) else None)
+        for sums in self.squares.T.tolist():
+            self.trace_sums += sums
+            trace, error = exact_trace((*sums, self.weights_squared), self.weight_G, self.examples)
+            self.exact_traces.append(trace)
+            self.standard_errors.append(error)
         self.squares = None
-
-
-def factor_sides(layer: TreatedLayer, *, follows: bool) -> Iterator[tuple[int, int]]:
-    """Yield the shape of each factor that a layer holds itself.
-
-    Args:
-        layer: The layer.
-        follows: Whether it shares the A of another, and holds none.
-
-    Returns:
-        (groups, rows) of G, then of A; a diagonal factor is so many groups of one row.
-    """
-    yield (layer.out_dim, 1) if layer.form == "diagonal_block" else (layer.groups, layer.out_dim)
-    if not follows and layer.form not in ("block", "diagonal_block"):
-        yield (layer.in_dim, 1) if layer.form == "diagonal" else (layer.groups, layer.in_dim)

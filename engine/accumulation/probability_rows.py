@@ -76,15 +76,17 @@ class ProbabilityRows(GradientRows):
         """
         self.scales[:, : self.count] *= past
 
-    def finished(self, weight: float) -> Sequence[SoftmaxFisher]:
+    def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[SoftmaxFisher]:
         """Make the head's G.
 
         Args:
             weight: Loss terms that it is divided by.
+            wide: Not used: rows are never made one.
 
         Returns:
             One side, its rows on the host.
         """
+        del wide
         rows, weights = self.rows[0, : self.count].to("cpu"), self.scales[0, : self.count].to("cpu")
         return [SoftmaxFisher(rows=rows, weights=weights / weight)]
 

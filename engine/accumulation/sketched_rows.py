@@ -120,15 +120,17 @@ class SketchRows(GradientRows):
         for sums in (self.diagonals, self.means, self.lowered):
             self._sums(sums).mul_(past)
 
-    def finished(self, weight: float) -> Sequence[DiagonalSketch]:
+    def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[DiagonalSketch]:
         """Make each group's G.
 
         Args:
             weight: Loss terms that it is divided by.
+            wide: Not used: a sketch has one precision.
 
         Returns:
             One sketched side per group, on the host, with a bound of its error.
         """
+        del wide
         if self.count > self.rank:
             self._merge_()
         sides = []

@@ -27,6 +27,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState, Cursor, Snapshot, bit_sum
 from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.errors import Unwinding
+from engine.factors.factor_set import LayerSums, TiedSums
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
@@ -334,7 +335,13 @@ class Checkpoints:
 def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
     spilled = {name: SpilledFactors(**each) for name, each in stored["spilled"].items()}
     rows = {name: (int(a), int(g)) for name, (a, g) in stored["rows"].items()}
-    return Snapshot(eighths=stored["eighths"], examples=stored["examples"], spilled=spilled, rows=rows)
+    sums = {name: None if each is None else _layer_sums(each) for name, each in (stored.get("sums") or {}).items()}
+    return Snapshot(eighths=stored["eighths"], examples=stored["examples"], spilled=spilled, rows=rows, sums=sums)
+
+
+def _layer_sums(stored: Mapping[str, Any]) -> LayerSums:
+    tied = stored["tied"]
+    return LayerSums(**{**stored, "tied": None if tied is None else TiedSums(**tied)})
 
 
 def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[tuple[str, str, str, Tensor]]]:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.factors.factor_set import LayerSums
 from engine.factors.kronecker_factors import Factors
 from engine.factors.spilled_factors import SpilledFactors
 from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
 from engine.model.batches import Batch, tensors
+from engine.model.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
 from engine.row_layout.attention_masks import Key
 
@@ -31,6 +33,8 @@ class Snapshot:
     """Places of each layer's factors, by name."""
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Rows that had entered its A and its G."""
+    sums: dict[str, LayerSums | None] = field(default_factory=dict)
+    """What a merge takes of each layer."""
 
 
 @dataclass(kw_only=True)
@@ -52,6 +56,8 @@ class CollectionState:
     nondeterministic: set[str] = field(default_factory=set)
     """Operations without a deterministic form that were heard of."""
     examples: int = 0
+    runs: list[list[int]] = field(default_factory=list)
+    """Indices of all examples that were read; none where they are too scattered, or a checkpoint did not say."""
     updates: int = 0
     passes: int = 0
     loss_scale: float = FIRST_SCALE
@@ -79,7 +85,7 @@ class CollectionState:
     def settled(self) -> dict[str, Any]:
         """Return copies of the state that a pass changes, for ``restore``."""
         kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "spilled")}
-        counts = {name: getattr(self, name) for name in ("examples", "updates", "passes", "loss_scale")}
+        counts = {name: getattr(self, name) for name in ("examples", "runs", "updates", "passes", "loss_scale")}
         checked = {} if self.self_check is None else {"checked": self.self_check.state()}
         return {**kept, **counts, **checked}
 
@@ -116,6 +122,10 @@ class Cursor:
     """Directions since that last changed."""
     data: int = 0
     """A checksum over the batches so far, where one is wanted."""
+    runs: list[list[int]] = field(default_factory=list)
+    """Indices of the examples of those batches, ``[begin, end]`` of each run."""
+    scattered: bool = False
+    """They were more runs than are kept."""
 
     def note(self, scale: LossScale | None) -> None:
         """Remember the loss scale.
@@ -135,9 +145,24 @@ class Cursor:
         """
         self.batches += 1
         self.read += batch.size
+        self._list(batch)
         if checked:
             for tensor in (batch.index, *tensors(batch.inputs), *tensors(batch.targets)):
                 self.data = (self.data * 31 + bit_sum(tensor)) & _MASK
+
+    def _list(self, batch: Batch) -> None:
+        """Note the indices of a batch."""
+        if self.scattered:
+            return
+        for begin, end in runs_of(batch.index):
+            if self.runs and self.runs[-1][1] == begin:
+                self.runs[-1][1] = end
+            else:
+                self.runs.append([begin, end])
+        if len(self.runs) > 2 * MOST_RUNS:
+            self.runs = joined(self.runs)
+            if len(self.runs) > MOST_RUNS:
+                self.runs, self.scattered = [], True
 
 
 def bit_sum(tensor: Tensor) -> int:

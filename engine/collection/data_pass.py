@@ -9,7 +9,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
 from engine.accumulation.hooks import Collector
 from engine.accumulation.input_arrival import InputArrival
-from engine.accumulation.layer_statistics import LayerStatistics, factor_sides
+from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.checkpoints import Checkpoints, Resumed
@@ -21,12 +21,14 @@ from engine.collection.subsamples import keep_size
 from engine.errors import EmptyData
 from engine.factors.representation import DENSE
 from engine.gradient_identity.refusal import FAILED_CHECK
+from engine.layers.factor_sides import factor_sides
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
 from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, staging_numbers
 from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of
+from engine.model.example_runs import joined
 from engine.model.loss_directions import directions
 from engine.model.outputs import predict
 from engine.row_layout.length_buckets import group_by_length
@@ -105,6 +107,7 @@ def run_pass(
     )
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
     checked = workspace.saves_checkpoints
+    first = job.first_batch
     cursor, stream = Cursor(number=progress.number), job.stream()
     # a model that draws numbers in evaluation mode draws the same ones in every run
     torch.manual_seed(collection.seed)
@@ -123,12 +126,13 @@ def run_pass(
             workspace.ports.raise_if_cancelled()
             batch = job.moved(arrived)
             current.begin(batch, cursor.batches)
-            if cursor.batches % collection.update_freq == 0:
+            number = first + cursor.batches
+            if number % collection.update_freq == 0:
                 if collection.ema_decay is not None and cursor.updates:
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
                 cursor.terms += _varied(job, batch, collector)
-                _check(job, arrived, cursor.batches, collector)
+                _check(job, arrived, number, collector)
                 cursor.note(collector.scale)
                 current.require_finite(all_statistics)
                 cursor.examples += batch.size
@@ -146,9 +150,19 @@ def run_pass(
     if (collection.ekfac or workspace.options.passes_again) and checkpoints.worth():
         # whoever is killed in the passes that follow begins them anew, or where they were, and nothing before them
         checkpoints.save(cursor, all_statistics, state)
-    _require_terms(job, cursor, all_statistics)
-    state.examples, state.updates, state.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
+    _close(job, cursor, collector, state)
     return all_statistics
+
+
+def _close(job: PassJob, cursor: Cursor, collector: Collector, state: CollectionState) -> None:
+    """Let the state take over what one pass has counted."""
+    for statistics in collector.statistics:
+        statistics.unproven = statistics.layer.name in collector.inputs.unproven
+    if job.workspace.inputs.part is None:
+        # the other parts may have loss terms
+        _require_terms(job, cursor, collector.statistics)
+    state.examples, state.updates, state.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
+    state.runs = joined(cursor.runs)
 
 
 def _check(job: PassJob, batch: Batch, number: int, collector: Collector) -> None:
@@ -212,6 +226,7 @@ def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> di
         statistics.flaw = foreseen_flaw(layer, job.collection, planned.mixed)
         if layer.name in unordered and needs_order and statistics.flaw is None:
             statistics.flaw = "batch_not_first"
+        statistics.partial = job.workspace.inputs.part is not None
         statistics.allocate(job.dtype, job.workspace.machine.device)
         if job.collection.batch_variance:
             _begin_variance_(statistics, job.collection.fisher)

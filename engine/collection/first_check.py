@@ -109,7 +109,7 @@ class Verification:
         if not layers:
             return False
         self.self_check.subject = subject_of(job)
-        batch = next(job.stream())
+        batch = job.probed_batch()
         heard = frozenset(job.heard)
         found = self._checked(job, layers, batch, _uncovered(job, survey))
         # what plain autograd alone does without a deterministic form enters no factor
@@ -150,7 +150,7 @@ class Verification:
             return job.cut_padding
         layers = [layer for layer in survey.treated if foreseen_flaw(layer, job.collection, mixed) is None]
         heard = frozenset(job.heard)
-        holds = self.self_check.allows_cutting(layers, next(job.stream()))
+        holds = self.self_check.allows_cutting(layers, job.probed_batch())
         job.heard.intersection_update(heard)
         if not holds:
             job.workspace.ports.log(

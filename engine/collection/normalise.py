@@ -95,7 +95,8 @@ def finish_layer(
         NonFiniteFactor: If one holds NaN or Inf, or does so in the precision it is kept in.
     """
     wanted = collection.storage_dtype
-    storage = dtype if wanted is None else getattr(torch, wanted)
+    # a part is rounded once, after the merge
+    storage = dtype if wanted is None or found.partial else getattr(torch, wanted)
     holder = found.leader or found
     gradient: Sequence[StoredSide]
     if isinstance(found, TiedHeadStatistics):
@@ -125,7 +126,10 @@ def finish_layer(
             scale_A=scale_A,
             scale_G=scale_G,
             head_diagonal=found.head_diagonal if isinstance(found, TiedHeadStatistics) else None,
+            tied=found.made_of if isinstance(found, TiedHeadStatistics) else None,
         )
+    if isinstance(found, TiedHeadStatistics):
+        found.made_of = None
 
 
 def _same(factors: Factors) -> Factors:
@@ -161,6 +165,8 @@ def flaw(found: LayerStatistics, collection: Collection) -> str | None:
     """
     if found.flaw is not None:
         return found.flaw
+    if found.partial:
+        return None
     reached = found.gradients > 0 or collection.fisher == "forward_only"
     if found.calls == 0:
         return found.layer.reason_uncalled
@@ -200,7 +206,8 @@ def _gradient_side(found: LayerStatistics, collection: Collection, storage: torc
             f"{str(kept).removeprefix('torch.')}; take `woodbury.dtype: fp16`, whose rows have scales",
             layer=name,
         )
-    return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0)]
+    wide = found.sums_dtype if found.partial else None
+    return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0, wide)]
 
 
 def _head_gradient(found: LayerStatistics, collection: Collection) -> Tensor | SoftmaxFisher | DiagonalSketch:

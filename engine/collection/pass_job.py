@@ -96,6 +96,21 @@ class PassJob:
         chunks = self.workspace.inputs.batches() if self.workspace.inputs.batches is not None else iter(())
         return make_batches(chunks, self.collection.batch_size)
 
+    def whole_stream(self) -> Iterator[Batch]:
+        """The whole data, of which this may be a part, anew, in batches where the caller has them."""
+        part = self.workspace.inputs.part
+        return self.stream() if part is None else make_batches(part.batches(), self.collection.batch_size)
+
+    def probed_batch(self) -> Batch:
+        """The batch that the model is probed with, where the caller has it: the first of the whole data."""
+        return next(self.whole_stream())
+
+    @property
+    def first_batch(self) -> int:
+        """Number of the first batch in the whole data, from 0."""
+        part = self.workspace.inputs.part
+        return 0 if part is None else -(-part.begin // self.collection.batch_size)
+
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
         """Return the same job with the mask not laid on some calls; padding is not cut either then.
 

@@ -198,7 +198,7 @@ def _pass(
     if several and job.workspace.saves_checkpoints:
         # what waits on the disk is never collected again
         after = Cursor(number=number + 1, examples=state.examples, updates=state.updates)
-        after.loss_scale = state.loss_scale
+        after.loss_scale, after.runs = state.loss_scale, state.runs
         checkpoints.save(after, (), state)
 
 
@@ -231,6 +231,7 @@ def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> CollectionState:
         examples=found.cursor.examples,
         updates=found.cursor.updates,
         loss_scale=found.cursor.loss_scale,
+        runs=found.cursor.runs,
         passes=found.passes,
         self_check=job.self_check,
         overwritten=job.overwritten,

@@ -77,7 +77,7 @@ def state_of(statistics: LayerStatistics) -> dict[str, Any]:
     """
     held: dict[str, Any] = {}
     for entry in dataclasses.fields(statistics):
-        if entry.name in ("layer", "leader", "staging", "row_staging", "representation", "sums_dtype"):
+        if entry.name in ("layer", "leader", "staging", "row_staging", "representation", "sums_dtype", "made_of"):
             continue
         value = getattr(statistics, entry.name)
         if isinstance(value, _PARTS):

@@ -18,6 +18,7 @@ from torch import Tensor
 from catalog.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState, Snapshot
+from engine.collection.layer_sums import layer_sums
 from engine.collection.normalise import Stored, finish_layer
 from engine.factors.factor_set import LayerFacts, NestedSize
 from engine.factors.spilled_factors import spill
@@ -100,17 +101,20 @@ class Sizes:
     total: int
     """N, examples in the data."""
     shelf: Artifacts
+    begin: int = 0
+    """Examples of the data before those of this collection."""
 
     def crossed(self, before: int, after: int) -> int | None:
         """Find the sample size that one batch reaches.
 
         Args:
-            before: Examples read before the batch.
-            after: Examples read with it.
+            before: Examples of this collection read before the batch.
+            after: The same with it.
 
         Returns:
             The size in eighths of the data; the larger of two, and None where the batch reaches none, or ends the data.
         """
+        before, after = before + self.begin, after + self.begin
         if after >= self.total:
             return None
         return max((each for each in EIGHTHS if 8 * before < each * self.total <= 8 * after), default=None)
@@ -128,7 +132,8 @@ def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
     """
     if not collection.nested:
         return None
-    total = workspace.inputs.examples
+    part = workspace.inputs.part
+    total = workspace.inputs.examples if part is None else part.examples
     if total is None:
         stream = workspace.inputs.batches() if workspace.inputs.batches is not None else iter(())
         total = sum(batch.size for batch in make_batches(stream, collection.batch_size))
@@ -139,7 +144,8 @@ def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
             f"{collection.batch_size} are larger than an eighth, so some coincide or are the whole; lower "
             f"`collection.batch_size` to {max(total // 8, 1)} or less",
         )
-    return Sizes(total, HostShelf() if workspace.ports.scratch is None else workspace.ports.scratch)
+    shelf = HostShelf() if workspace.ports.scratch is None else workspace.ports.scratch
+    return Sizes(total, shelf, 0 if part is None else part.begin)
 
 
 def keep_size(
@@ -172,11 +178,14 @@ def keep_size(
             leader = found.leader
             if leader is not None and holder not in shared:
                 leader = _copied(leader, None)
-            for part, factors in enumerate(finish_layer(_copied(found, leader), collection, dtype, shared)):
+            own_copy = _copied(found, leader)
+            weight_A, weight_G = (found.leader or found).weight_A, found.weight_G
+            for part, factors in enumerate(finish_layer(own_copy, collection, dtype, shared)):
                 stem = f"nested/{snapshot.eighths}/{first + place}.{part}"
                 own = None if found.leader is None else snapshot.spilled.get(holder)
                 snapshot.spilled[factors.layer] = spill(sizes.shelf, factors, stem, own)
                 snapshot.rows[factors.layer] = found.rank_bounds
+                snapshot.sums[factors.layer] = layer_sums(own_copy, part, weight_A=weight_A, weight_G=weight_G)
         if last[holder] == place:
             shared.pop(holder, None)
 
@@ -208,6 +217,7 @@ def by_ordinal(sizes: Sizes | None, state: CollectionState, layers: tuple[LayerF
                     for facts, (rows_a, rows_g) in bounds
                 ),
                 load=lambda ordinal, spilled=spilled: spilled[ordinal].load(shelf),  # type: ignore[misc]
+                sums=tuple(snapshot.sums.get(facts.name) for facts in layers),
             )
         )
     return tuple(found)

@@ -1,7 +1,8 @@
 """Factor files: a factor set as artifacts, one file for each layer, and an index that is written last."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -9,7 +10,15 @@ from torch import Tensor
 from engine.errors import BrokenFactors
 from engine.factors.factor_index import FORMAT, INDEX, LayerEntry, read_index
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.factors.kronecker_factors import Corrected, Factors, digest, packed, require_bias_column, unpacked
+from engine.factors.kronecker_factors import (
+    Corrected,
+    Factors,
+    TiedParts,
+    digest,
+    packed,
+    require_bias_column,
+    unpacked,
+)
 from engine.factors.representation import read_structured
 from engine.layers.tied import NEAREST
 from engine.linalg.linear_operator import Structured
@@ -70,6 +79,7 @@ def write_factors(
         tensors["activation_covariance"] = packed(factors.A)
     if factors.head_diagonal is not None:
         tensors["head_diagonal"] = factors.head_diagonal
+        tensors |= {} if factors.tied is None else factors.tied.stored()
     if corrected is not None:
         tensors |= corrected.stored(own_a=facts.shared_A_with is None)
     metadata = {
@@ -152,6 +162,7 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
             "parameters": None if collected.parameters is None else [asdict(each) for each in collected.parameters],
             "layers": layers,
             "declared": [asdict(layer) for layer in collected.declared],
+            "counted": None if collected.counted is None else asdict(collected.counted),
         },
     )
 
@@ -196,11 +207,40 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         if index.collection.ekfac
         else None,
         nested=(),
+        counted=index.counted,
         trainable_parameters=counts.trainable_parameters,
         examples=counts.examples,
         updates=counts.updates,
         passes=counts.passes,
         parameters=index.parameters,
+    )
+
+
+def read_layer(
+    artifacts: Artifacts, facts: LayerFacts, name: Callable[[int], str], metadata_G: Mapping[str, str]
+) -> Factors:
+    """Read one layer's factors from files that no index names, such as those of a smaller sample.
+
+    Args:
+        artifacts: Where they are.
+        facts: The layer.
+        name: Returns the file of an ordinal.
+        metadata_G: Strings that reading a structured G takes besides its tensors.
+
+    Returns:
+        The factors, on the host.
+
+    Raises:
+        BrokenFactors: If a file is missing, or a tensor has another shape.
+    """
+    file = name(facts.ordinal)
+    return Factors(
+        layer=facts.name,
+        form=facts.form,
+        bias=facts.bias,
+        A=_activation(artifacts, facts, name(_holder(facts))),
+        G=_gradient(artifacts, facts, metadata_G, file),
+        **_beside(artifacts, facts, file),
     )
 
 
@@ -238,20 +278,17 @@ def _load(artifacts: Artifacts, entry: LayerEntry, held: "_Held") -> Factors:
     activation = held.get(_holder(facts))
     fresh = activation is None
     if activation is None:
-        activation = _activation(artifacts, facts)
+        activation = _activation(artifacts, facts, factor_file(_holder(facts)))
         held[_holder(facts)] = activation
     factors = Factors(
         layer=facts.name,
         form=facts.form,
         bias=facts.bias,
         A=activation,
-        G=_gradient(artifacts, entry),
+        G=_gradient(artifacts, facts, entry.metadata_G, factor_file(facts.ordinal)),
         scale_A=entry.scale_A,
         scale_G=entry.scale_G,
-        # a set from before it was kept has none
-        head_diagonal=artifacts.load_tensors(factor_file(facts.ordinal)).get("head_diagonal")
-        if NEAREST in facts.why
-        else None,
+        **_beside(artifacts, facts, factor_file(facts.ordinal)),
     )
     if fresh:
         _require_recorded(entry, "activation_covariance", _holder(facts), factors.A)
@@ -259,13 +296,22 @@ def _load(artifacts: Artifacts, entry: LayerEntry, held: "_Held") -> Factors:
     return factors
 
 
+def _beside(artifacts: Artifacts, facts: LayerFacts, file: str) -> dict[str, Any]:
+    """What the product of a head and its table was made of; a set from before it was kept has none."""
+    if NEAREST not in facts.why:
+        return {}
+    stored = artifacts.load_tensors(file)
+    tied = TiedParts.read(stored, in_dim=facts.in_dim, bias=facts.bias)
+    return {"head_diagonal": stored.get("head_diagonal"), "tied": tied}
+
+
 _Held = WeakValueDictionary[int, Tensor]
 """A by the ordinal of the layer that holds it, for as long as somebody uses it."""
 
 
-def _activation(artifacts: Artifacts, facts: LayerFacts) -> Tensor:
+def _activation(artifacts: Artifacts, facts: LayerFacts, file: str) -> Tensor:
     """A (in_dim, in_dim), or its diagonal."""
-    stored = _tensor(artifacts, facts, _holder(facts), "activation_covariance")
+    stored = _tensor(artifacts, facts, file, "activation_covariance")
     expected = (facts.in_dim,) if facts.form == "diagonal" else (facts.in_dim * (facts.in_dim + 1) // 2,)
     require_bias_column(facts.name, "the stored A (packed)", tuple(stored.shape), expected, bias=facts.bias)
     return stored if facts.form == "diagonal" else unpacked(stored, facts.in_dim)
@@ -287,18 +333,17 @@ def _require_recorded(entry: LayerEntry, name: str, ordinal: int, found: Tensor 
         )
 
 
-def _gradient(artifacts: Artifacts, entry: LayerEntry) -> Tensor | Structured:
-    facts = entry.facts
+def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata_G: Mapping[str, str], file: str) -> Tensor | Structured:
     if facts.representation_G == "dense":
-        stored = _tensor(artifacts, facts, facts.ordinal, "gradient_covariance")
+        stored = _tensor(artifacts, facts, file, "gradient_covariance")
         return _diagonal(stored, facts) if facts.form == "diagonal_block" else unpacked(stored, facts.out_dim)
     try:
-        tensors = artifacts.load_tensors(factor_file(facts.ordinal))
+        tensors = artifacts.load_tensors(file)
     except FileNotFoundError as error:
         raise BrokenFactors(
-            f"layer `{facts.name}`: `{factor_file(facts.ordinal)}` is missing", layer=facts.name, pointer="/factors"
+            f"layer `{facts.name}`: `{file}` is missing", layer=facts.name, pointer="/factors"
         ) from error
-    side = read_structured(facts.representation_G, tensors, entry.metadata_G)
+    side = read_structured(facts.representation_G, tensors, metadata_G)
     if side.size != facts.out_dim:
         raise BrokenFactors(
             f"layer `{facts.name}`: the stored G has {side.size} rows instead of {facts.out_dim}",
@@ -312,9 +357,11 @@ def _load_corrected(artifacts: Artifacts, entry: LayerEntry) -> Corrected:
     facts, holder = entry.facts, _holder(entry.facts)
     own = artifacts.load_tensors(factor_file(facts.ordinal))
     corrected = Corrected(
-        eigenvectors_A=_tensor(artifacts, facts, holder, "eigenvectors_A") if facts.form == "kronecker" else None,
+        eigenvectors_A=_tensor(artifacts, facts, factor_file(holder), "eigenvectors_A")
+        if facts.form == "kronecker"
+        else None,
         eigenvectors_G=own.get("eigenvectors_G"),
-        eigenvalues=_tensor(artifacts, facts, facts.ordinal, "corrected_eigenvalues"),
+        eigenvalues=_tensor(artifacts, facts, factor_file(facts.ordinal), "corrected_eigenvalues"),
     )
     for name, tensor in corrected.stored(own_a=True).items():
         _require_recorded(entry, name, holder if name == "eigenvectors_A" else facts.ordinal, tensor)
@@ -332,18 +379,18 @@ def _diagonal(stored: Tensor, facts: LayerFacts) -> Tensor:
     return stored
 
 
-def _tensor(artifacts: Artifacts, facts: LayerFacts, ordinal: int, name: str) -> Tensor:
+def _tensor(artifacts: Artifacts, facts: LayerFacts, file: str, name: str) -> Tensor:
     try:
-        found = artifacts.load_tensors(factor_file(ordinal))[name]
+        found = artifacts.load_tensors(file)[name]
     except (FileNotFoundError, KeyError) as error:
         raise BrokenFactors(
-            f"layer `{facts.name}`: `{factor_file(ordinal)}` is missing or holds no `{name}`",
+            f"layer `{facts.name}`: `{file}` is missing or holds no `{name}`",
             layer=facts.name,
             pointer="/factors",
         ) from error
     if not found.is_floating_point():
         raise BrokenFactors(
-            f"layer `{facts.name}`: `{name}` of `{factor_file(ordinal)}` must hold floating-point numbers "
+            f"layer `{facts.name}`: `{name}` of `{file}` must hold floating-point numbers "
             f"(got {found.dtype}); collect the factors again",
             layer=facts.name,
             pointer="/factors",

@@ -23,7 +23,7 @@ from catalog.collection import Collection
 from catalog.record import FieldError, canonical_json
 from catalog.woodbury import Woodbury
 from engine.errors import BrokenFactors
-from engine.factors.factor_set import LayerFacts, ParameterShape
+from engine.factors.factor_set import CountedExamples, LayerFacts, ParameterShape
 from engine.factors.representation import KINDS
 from engine.layers.coverage import DeclaredLayer
 
@@ -76,6 +76,8 @@ class FactorIndex:
     counts: CollectionCounts
     parameters: tuple[ParameterShape, ...] | None
     """The model's trainable parameters; an index from before they were kept has none."""
+    counted: CountedExamples | None = None
+    """Which examples these are; an index from before that was kept has none."""
 
     def sha256(self) -> str | None:
         """Return the digest of the set, by ``set_digest``; None where the index is from before it had digests."""
@@ -127,7 +129,25 @@ def read_index(value: object) -> FactorIndex:
             _record(ParameterShape, entry, f"parameters/{place}")
             for place, entry in enumerate(_listed(value, "parameters"))
         ),
+        counted=None if value.get("counted") is None else _record(CountedExamples, value["counted"], "counted"),
     )
+
+
+def read_record(kind: type[T], value: object, place: str) -> T:
+    """Read a record of a table that stands beside the index, with the same checks.
+
+    Args:
+        kind: A dataclass.
+        value: Its fields, as decoded from JSON.
+        place: Where it stands, for the message.
+
+    Returns:
+        The record.
+
+    Raises:
+        BrokenFactors: If a value is missing or of another type; the message names it.
+    """
+    return _record(kind, value, place)
 
 
 def _layer(entry: object, place: str) -> LayerEntry:
@@ -206,6 +226,10 @@ def _record(kind: type[T], value: object, place: str) -> T:
         nested = _nested(expected)
         if nested is not None and isinstance(own, (list, tuple)):
             found[name] = tuple(_record(nested, each, f"{where}/{number}") for number, each in enumerate(own))
+            continue
+        single = next((each for each in (expected, *get_args(expected)) if is_dataclass(each)), None)
+        if single is not None and isinstance(own, Mapping):
+            found[name] = _record(single, own, where)  # type: ignore[arg-type] # a record is a type
             continue
         if not _fits(own, expected):
             _refuse(where, _described(expected), own)

@@ -15,6 +15,92 @@ GIVEN_MATRIX = "Matrix"
 
 
 @dataclass(frozen=True, kw_only=True)
+class VarianceSums:
+    """The sums behind the variance of one factor over batches."""
+
+    squares: float
+    """``Σ w_b ‖A_b − A‖²`` over the batches."""
+    batches: int
+    """Batches that had a factor of their own."""
+    weights: float
+    """``Σ w_b``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiedSums:
+    """The product that head and table of one weight became, by its coefficients, and the count of lookups."""
+
+    lookups: float
+    """Lookups, that the counts of ids are divided by."""
+    head_G: float
+    """Coefficient of the head's own G in G."""
+    table_G: float
+    """Coefficient of the relative counts of ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSums:
+    """The counts and sums behind one layer's factors: with them, sets over other examples can be added to it."""
+
+    whole: str
+    """Name of the layer that this is a group of; its own where it has no groups."""
+    reason_uncalled: str
+    """The reason why it is not covered where no data call it."""
+    weight_A: float
+    """The count that A was divided by; 0 where nothing entered."""
+    weight_G: float
+    """The loss terms that G was divided by, weighted."""
+    rows_A: int
+    """Rows that entered A."""
+    rows_G: int
+    """Rows that entered G."""
+    gradients: int
+    """Gradients that arrived."""
+    unproven: bool
+    """Inputs entered A though no gradient arrived at the layer in a batch that had loss terms."""
+    row_dtype: str | None = None
+    """Precision that gradient rows are kept in; None where there are none."""
+    examples: int = 0
+    """Examples that entered the trace."""
+    traces: tuple[float, ...] | None = None
+    """``Σ s, Σ s², Σ s m, Σ m²`` of each example's squared gradient s and loss terms m; None without a trace."""
+    variance_A: VarianceSums | None = None
+    variance_G: VarianceSums | None = None
+    tied: TiedSums | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Consecutive examples."""
+
+    begin: int
+    """The first one's index."""
+    end: int
+    """The index after the last one's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedExamples:
+    """The examples of a collection, by which sets prove that they have none in common."""
+
+    runs: tuple[Run, ...]
+    """Indices of all examples that were read, ascending and disjoint."""
+    terms_weight: float
+    """Loss terms of the examples that entered, weighted."""
+    whole: int | None
+    """N, examples in the data of which this is a part; None where it is all of them."""
+    model: str
+    """Digest of the model's numbers."""
+    unmasked: tuple[str, ...]
+    """Calls whose padding takes part."""
+
+    @property
+    def count(self) -> int:
+        """Examples that were read."""
+        return sum(run.end - run.begin for run in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerFacts:
     """What is known of a covered layer besides its factors."""
 
@@ -64,6 +150,8 @@ class LayerFacts:
     """Where gradient rows stood while they were collected; None where none were kept."""
     windows: tuple[Window, ...] | None = None
     """Where the numbers of the layer's matrix stand in the parameters; None where that is not known."""
+    sums: LayerSums | None = None
+    """What a merge with factors of other examples takes; None of a collection that did not keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +175,8 @@ class NestedSize:
     """Of A and of G, by ordinal."""
     load: Callable[[int], Factors]
     """Factors of one ordinal."""
+    sums: tuple[LayerSums | None, ...] = ()
+    """What a merge takes, by ordinal; empty where it was not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +217,8 @@ class FactorSet:
     """EK-FAC's correction of one ordinal; None where there was none."""
     parameters: tuple[ParameterShape, ...] | None = None
     """Every trainable parameter once, in the order of ``named_parameters()``; None where that is not known."""
+    counted: CountedExamples | None = None
+    """Which examples these are; None of a collection that did not keep it."""
 
     @property
     def covered_parameters(self) -> int:

@@ -9,6 +9,7 @@ last column.
 import ctypes
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,47 @@ from engine.linalg.linear_operator import Structured
 
 _HASHED_AT_ONCE = 2**26
 _MIRRORED_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiedParts:
+    """What the product of a head and its table was made of, besides the head's own G."""
+
+    A: Tensor
+    """(in_dim, in_dim) the head's own A, on the host."""
+    counts: Tensor
+    """(V,) relative counts of the table's ids."""
+    moments: Tensor
+    """(d, d) second moments of the gradients of its vectors."""
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the tensors under the names they are stored by, matrices as packed triangles."""
+        return {
+            "head_activation": packed(self.A),
+            "table_counts": self.counts,
+            "table_moments": packed(self.moments),
+        }
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], *, in_dim: int, bias: bool) -> "TiedParts | None":
+        """Restore the parts.
+
+        Args:
+            tensors: As ``stored`` returned them, and others.
+            in_dim: Rows of A.
+            bias: Whether A has a column for the head's bias, which the table lacks.
+
+        Returns:
+            The parts; None where they were not kept.
+
+        Raises:
+            BrokenFactors: If a triangle is of another size.
+        """
+        names = ("head_activation", "table_counts", "table_moments")
+        if any(name not in tensors for name in names):
+            return None
+        head, counts, moments = (tensors[name] for name in names)
+        return cls(A=unpacked(head, in_dim), counts=counts, moments=unpacked(moments, in_dim - int(bias)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +82,8 @@ class Factors:
     """The same of G."""
     head_diagonal: Tensor | None = None
     """(out_dim,) the diagonal of the head's own G, where G is that of the nearest product of a head and its table."""
+    tied: TiedParts | None = None
+    """The other parts of that product."""
 
     @property
     def out_dim(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.factors.kronecker_factors import Factors, digest, packed, unpacked
+from engine.factors.kronecker_factors import Factors, TiedParts, digest, packed, unpacked
 from engine.factors.representation import read_structured
 from engine.layers.layer import Form
 from engine.linalg.linear_operator import Structured
@@ -58,6 +58,7 @@ class SpilledFactors:
             OSError: EIO, if the files are damaged or gone: the next attempt finds that too, and collects them anew.
         """
         stored_a, stored_g, head = self._verified(scratch)
+        beside = {} if head is None else head
         if isinstance(stored_g, Tensor) and self.form != "diagonal_block":
             stored_g = unpacked(stored_g, self.out_dim)
         return Factors(
@@ -68,7 +69,8 @@ class SpilledFactors:
             G=stored_g,
             scale_A=self.scale_A,
             scale_G=self.scale_G,
-            head_diagonal=head,
+            head_diagonal=beside.get("head"),
+            tied=TiedParts.read(beside, in_dim=self.in_dim, bias=self.bias),
         )
 
     def intact(self, scratch: Artifacts) -> bool:
@@ -86,17 +88,18 @@ class SpilledFactors:
             return False
         return True
 
-    def _verified(self, scratch: Artifacts) -> tuple[Tensor, Tensor | Structured, Tensor | None]:
+    def _verified(self, scratch: Artifacts) -> tuple[Tensor, Tensor | Structured, dict[str, Tensor] | None]:
         damaged = OSError(errno.EIO, f"the spilled factors of {self.layer} are damaged")
         try:
             stored_a, stored_g = self._stored(scratch)
-            head = scratch.load_tensors(_file(self.place, "head"))["head"] if self.has_head else None
+            head = scratch.load_tensors(_file(self.place, "head")) if self.has_head else None
+            diagonal = None if head is None else head["head"]
         except (MemoryError, RecursionError):
             raise
         except Exception as error:  # the port's own errors, and whatever a damaged file makes a reader say
             raise damaged from error
         agree = (digest(stored_a), digest(stored_g)) == (self.digest_A, self.digest_G)
-        if not agree or (head is not None and self.digest_head not in (None, digest(head))):
+        if not agree or (diagonal is not None and self.digest_head not in (None, digest(diagonal))):
             raise damaged
         return stored_a, stored_g, head
 
@@ -142,7 +145,8 @@ def spill(scratch: Artifacts, factors: Factors, place: str, shared: SpilledFacto
         gradient, kind, metadata = packed(factors.G), "dense", {}
         scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
     if factors.head_diagonal is not None:
-        scratch.save_tensors(_file(place, "head"), {"head": factors.head_diagonal}, {})
+        beside = {} if factors.tied is None else factors.tied.stored()
+        scratch.save_tensors(_file(place, "head"), {"head": factors.head_diagonal, **beside}, {})
     return SpilledFactors(
         layer=factors.layer,
         form=factors.form,

@@ -94,6 +94,7 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
     """
     known = workspace.results.of(_MeasuredLayers)
     factors = collect_or_read(workspace)
+    # merged ones are stored nowhere yet
     keep_factors = workspace.inputs.stored is None and (
         "factors" in workspace.options.keep or "factors" in workspace.options.kinds
     )
@@ -129,11 +130,9 @@ def _cache(workspace: Workspace, whole: FactorSet) -> FactorCache | None:
     A head of which only the diagonal fitted is nothing to share: a job with more memory keeps all of it.
     """
     sketched = workspace.results.plan is not None and bool(workspace.results.plan.chosen.sketched)
-    return (
-        None
-        if workspace.inputs.stored is not None or whole.reused_from is not None or sketched
-        else workspace.ports.cache
-    )
+    inputs = workspace.inputs
+    unshared = inputs.reads_stored or inputs.part is not None or whole.reused_from is not None
+    return None if unshared or sketched else workspace.ports.cache
 
 
 def _by_size(facts: LayerFacts) -> tuple[int, int]:

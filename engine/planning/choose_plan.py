@@ -61,7 +61,7 @@ def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
     options, collection, size = job.workspace.options.woodbury, job.collection, layer.out_dim
     if not options.softmax_head or options.policy == "dense" or collection.fisher not in ("mc", "type2"):
         return 0
-    if options.policy == "auto" and job.workspace.inputs.examples is None:
+    if options.policy == "auto" and job.workspace.inputs.whole_examples is None:
         # as for gradient rows: where nobody says how many examples there are, nothing is foreseen
         return 0
     if collection.ekfac or (options.policy == "hybrid" and size < options.hybrid_from):
@@ -75,10 +75,11 @@ def _terms(job: PassJob, each: int, most: int) -> int:
     """Loss terms of the data, of which an example has ``each`` where it does not say; or so many that it is enough."""
     if job.workspace.machine.device.type == "meta":
         # shapes alone: every target counts
-        examples = job.workspace.inputs.examples
+        examples = job.workspace.inputs.whole_examples
         return most if examples is None else each * -(-examples // job.collection.update_freq)
     total = 0
-    for place, batch in enumerate(job.stream()):
+    # a part keeps its head as the whole does
+    for place, batch in enumerate(job.whole_stream()):
         if place % job.collection.update_freq == 0:
             total += class_terms(batch, job.task, each)
         if total > most:

@@ -13,10 +13,10 @@ from torch import nn
 
 from engine.accumulation.batch_variance import NUMBERS_AT_ONCE
 from engine.accumulation.example_gradients import squared_norms_numbers
-from engine.accumulation.layer_statistics import factor_sides
 from engine.collection.probe import Probe, sides_of
 from engine.collection.subsamples import EIGHTHS
 from engine.layers.convolution import ConvolutionLayer
+from engine.layers.factor_sides import factor_sides
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.memory.host_accumulation import staging_numbers
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term

@@ -60,7 +60,7 @@ def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
     Returns:
         The job with its tables, masks and row orders, and the calls of every layer.
     """
-    batch = next(job.batches())
+    batch = job.moved(job.probed_batch())
     with locate_nan(job.model, job.task) as current:
         current.begin(batch, 0)
         times = 1 if job.collection.batch_size == 1 else _DRY_EXAMPLES[0]
@@ -120,7 +120,7 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
     """
     job, survey, seen = probed.job, probed.survey, probed.probe
     called = {call.layer.name for call in seen.calls}
-    batch = _repeated(next(job.batches()), seen.examples)
+    batch = _repeated(job.moved(job.probed_batch()), seen.examples)
 
     def run() -> Tensor:
         torch.manual_seed(job.collection.seed)
@@ -160,7 +160,7 @@ def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozen
     parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
-    batch = next(job.batches())
+    batch = job.moved(job.probed_batch())
     several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
     runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
     survey = add_functional_layers(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
@@ -190,7 +190,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     """Return the probe with what autograd saves of a pass, where anything is pulled back."""
     if job.collection.fisher == "forward_only":
         return seen
-    batch = next(job.batches())
+    batch = job.moved(job.probed_batch())
     roles = [role for layer in survey.treated for role in layer.roles]
     watched = {role.module: job.collection.exact_trace or isinstance(role, BlockLayer) for role in roles}
     copies = GradientCopies(
@@ -231,7 +231,7 @@ def _with_passes(
     job: PassJob, survey: Survey, mixed: frozenset[str], sizes: tuple[int, ...], met: Saved, *, retained: bool
 ) -> Saved:
     """``met``, or what whole passes hold where that is more."""
-    batch = next(job.batches())
+    batch = job.moved(job.probed_batch())
     job = dataclasses.replace(job, places=places_of(survey))
     try:
         held = [
@@ -247,7 +247,7 @@ def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     """The probe, with how each layer is to keep its G."""
     workspace = job.workspace
     foreseen = WorkloadEstimate(
-        calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.examples
+        calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.whole_examples
     )
     basis = workspace.options.decomposition == "vectors"
     chosen = {

@@ -1,0 +1,154 @@
+"""Requirements of a merge: one collection's options, one model, and every example counted once.
+
+Sets carry the indices of the examples that they read, as runs. They must be disjoint; and where a set says that it is
+a part of N examples, all sets together must have read each of ``0 … N − 1``. So nothing is counted twice and nothing is
+left out, whoever cut the data.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from engine.errors import NotMergeable
+from engine.factors.factor_set import CountedExamples, FactorSet, Run
+from engine.model.example_runs import joined, overlap
+
+_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def require_mergeable(sets: Sequence[FactorSet]) -> CountedExamples:
+    """Require that sets are sums of one collection over disjoint examples.
+
+    Args:
+        sets: The sets, in order; one at least.
+
+    Returns:
+        The examples of all sets together.
+
+    Raises:
+        NotMergeable: If they are not; the message names the sets by their place, from 1, and what differs.
+    """
+    counted = [_counted(each, place) for place, each in enumerate(sets, start=1)]
+    first = sets[0]
+    if first.collection.ema_decay is not None:
+        raise NotMergeable(
+            f"`collection.ema_decay` is {first.collection.ema_decay}: a moving average weighs examples by their order, "
+            "and is not a sum that could be merged; collect without it",
+            pointer="/collection/ema_decay",
+        )
+    for place, each in enumerate(sets[1:], start=2):
+        _require_same_options(first, each, place)
+        _require_same_model((first, counted[0]), (each, counted[place - 1]), place)
+    for place, (each, own) in enumerate(zip(sets, counted, strict=True), start=1):
+        _require_exact_storage(each, own, place)
+    return _together(counted)
+
+
+def _counted(found: FactorSet, place: int) -> CountedExamples:
+    if found.counted is None or any(layer.sums is None for layer in found.layers):
+        raise NotMergeable(
+            f"set {place} does not say which examples it is over, or how often its sums were counted: a version that "
+            "did not keep it collected it, or its examples come in an order too scattered to keep; collect it again",
+            pointer="/factors",
+        )
+    return found.counted
+
+
+def _require_same_options(first: FactorSet, other: FactorSet, place: int) -> None:
+    for block in ("collection", "woodbury"):
+        here, there = asdict(getattr(first, block)), asdict(getattr(other, block))
+        for name in here:
+            if here[name] != there[name]:
+                raise NotMergeable(
+                    f"`{block}.{name}` must be the same in all sets (got {here[name]!r} in set 1 and {there[name]!r} "
+                    f"in set {place}); collect set {place} again with the options of set 1",
+                    pointer=f"/{block}/{name}",
+                )
+    if first.amp != other.amp:
+        raise NotMergeable(
+            f"the model must compute in one precision (got `{first.amp}` in set 1 and `{other.amp}` in set {place}, "
+            f"where {other.amp_fallback or 'nothing was refused'}); collect with `amp: off`, or on devices of one kind",
+            pointer="/collection/amp",
+        )
+
+
+def _require_same_model(
+    first: tuple[FactorSet, CountedExamples], other: tuple[FactorSet, CountedExamples], place: int
+) -> None:
+    (here, own), (there, counted) = first, other
+    if here.parameters != there.parameters or here.trainable_parameters != there.trainable_parameters:
+        raise NotMergeable(
+            f"set {place} is of a model with other trainable parameters than set 1: "
+            f"{there.trainable_parameters:,} numbers, and {here.trainable_parameters:,} in set 1; "
+            "collect both from one model",
+            pointer="/model",
+        )
+    if own.model != counted.model:
+        raise NotMergeable(
+            f"set {place} is of another model than set 1: its numbers have the digest {counted.model[:16]}…, and "
+            f"{own.model[:16]}… in set 1; a factory must make the same model each time (set its seed)",
+            pointer="/model",
+        )
+    if own.unmasked != counted.unmasked:
+        calls = sorted(set(own.unmasked) ^ set(counted.unmasked))
+        raise NotMergeable(
+            f"padding takes part in {', '.join(calls)} in one of set 1 and set {place}, and not in the other, where "
+            "one collection over all examples would let it take part everywhere; collect them undivided"
+        )
+
+
+def _require_exact_storage(found: FactorSet, counted: CountedExamples, place: int) -> None:
+    """A part keeps its sums as wide as they were made; a finished set was rounded to its ``storage_dtype``."""
+    kept, sums = found.collection.storage_dtype, found.collection.dtype
+    if counted.whole is None and kept is not None and _WIDTHS[kept] < _WIDTHS[sums]:
+        raise NotMergeable(
+            f"set {place} was rounded to `collection.storage_dtype: {kept}`, so its sums are not known to {sums} any "
+            f"more; collect it again with `storage_dtype: {sums}`",
+            pointer="/collection/storage_dtype",
+        )
+
+
+def _together(counted: Sequence[CountedExamples]) -> CountedExamples:
+    """The examples of all sets, each counted once."""
+    runs = [[run.begin, run.end] for each in counted for run in each.runs]
+    twice = overlap(runs)
+    if twice is not None:
+        places = [
+            str(place)
+            for place, each in enumerate(counted, start=1)
+            for run in each.runs
+            if run.begin <= twice < run.end
+        ]
+        raise NotMergeable(
+            f"example {twice} is in set {' and in set '.join(places)}: every example counts once; give sets of "
+            "examples that have none in common",
+            pointer="/data",
+        )
+    all_runs = joined(runs)
+    wholes = {each.whole for each in counted if each.whole is not None}
+    if len(wholes) > 1:
+        raise NotMergeable(
+            f"the sets are parts of data of {' and of '.join(str(each) for each in sorted(wholes))} examples; "
+            "give the parts of one division"
+        )
+    for whole in wholes:
+        if all_runs != [[0, whole]]:
+            missing = _first_missing(all_runs, whole)
+            what = (
+                f"example {missing} of {whole} is in none of the sets"
+                if missing < whole
+                else (f"the sets hold examples beyond the {whole} of the data")
+            )
+            raise NotMergeable(f"{what}: every example counts once; give all parts of one division", pointer="/data")
+    return CountedExamples(
+        runs=tuple(Run(begin=begin, end=end) for begin, end in all_runs),
+        terms_weight=sum(each.terms_weight for each in counted),
+        whole=None,
+        model=counted[0].model,
+        unmasked=counted[0].unmasked,
+    )
+
+
+def _first_missing(runs: list[list[int]], whole: int) -> int:
+    if not runs or runs[0][0] > 0:
+        return 0
+    return min(runs[0][1], whole)

@@ -1,0 +1,63 @@
+"""Example runs: the indices of the examples that went by, as runs of consecutive ones.
+
+Data come in the order of their indices nearly always, and then all of them are one run, whatever their number. Where
+they are scattered into more than ``MOST_RUNS`` runs, which they are is given up, and only how many is known.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+MOST_RUNS = 65_536
+
+
+def runs_of(index: Tensor) -> list[list[int]]:
+    """Return the runs of a batch's indices.
+
+    Args:
+        index: Shape (N,), int64, on any device.
+
+    Returns:
+        ``[begin, end]`` of each run, ascending; an index that comes twice is in two runs.
+    """
+    ordered = index.sort().values.cpu()
+    if ordered.numel() == 0:
+        return []
+    breaks = ((ordered[1:] - ordered[:-1]) != 1).nonzero().flatten().tolist()
+    begins, ends = [0, *(place + 1 for place in breaks)], [*breaks, ordered.numel() - 1]
+    return [[int(ordered[begin]), int(ordered[end]) + 1] for begin, end in zip(begins, ends, strict=True)]
+
+
+def joined(runs: Iterable[list[int]]) -> list[list[int]]:
+    """Join runs that follow each other.
+
+    Args:
+        runs: ``[begin, end]`` of each, in any order.
+
+    Returns:
+        The same examples in as few runs as there can be, ascending; runs that overlap are left apart.
+    """
+    found: list[list[int]] = []
+    for begin, end in sorted(runs):
+        if found and found[-1][1] == begin:
+            found[-1][1] = end
+        else:
+            found.append([begin, end])
+    return found
+
+
+def overlap(runs: Iterable[list[int]]) -> int | None:
+    """Return the first example that is in two runs.
+
+    Args:
+        runs: ``[begin, end]`` of each, in any order.
+
+    Returns:
+        Its index; None where the runs are disjoint.
+    """
+    reached: int | None = None
+    for begin, end in sorted(runs):
+        if reached is not None and begin < reached:
+            return begin
+        reached = end if reached is None else max(reached, end)
+    return None
