@@ -34,7 +34,7 @@ from engine.errors import (
     NothingToAnalyse,
 )
 from engine.factors.factor_files import read_factors, reused
-from engine.factors.factor_set import CountedExamples, FactorSet, LayerFacts, ParameterShape, Run
+from engine.factors.factor_set import CalledOnce, CountedExamples, FactorSet, LayerFacts, ParameterShape, Run
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
@@ -297,9 +297,11 @@ def _counted(job: PassJob, state: CollectionState, model: str) -> CountedExample
     return CountedExamples(
         runs=tuple(Run(begin=begin, end=end) for begin, end in state.runs),
         terms_weight=first.total_G,
+        begin=0 if part is None else part.begin,
         whole=None if part is None else part.examples,
         model=model,
-        unmasked=tuple(f"{name}[{number}]" for name, number in sorted(state.unmasked)),
+        unmasked=tuple(CalledOnce(part=name, number=number) for name, number in sorted(state.unmasked)),
+        overwritten=tuple(sorted(state.overwritten)),
     )
 
 

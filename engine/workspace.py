@@ -156,11 +156,11 @@ def _ignore(*_: object) -> None:
 class DataPart:
     """The part of the data that this collection is over, where others collect the rest and the sums are merged.
 
-    Batches are counted as in the whole, so that sampling of batches and sample sizes fall on the same examples.
+    Examples are counted by their position in the data, whatever index each has of its own.
     """
 
     begin: int
-    """First example, counted from 0 in the whole; a batch begins there."""
+    """First example, counted from 0 in the whole; a batch begins there, the number of which ``update_freq`` divides."""
     end: int
     """The example after the last one."""
     examples: int

@@ -107,7 +107,6 @@ def run_pass(
     )
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
     checked = workspace.saves_checkpoints
-    first = job.first_batch
     cursor, stream = Cursor(number=progress.number), job.stream()
     # a model that draws numbers in evaluation mode draws the same ones in every run
     torch.manual_seed(collection.seed)
@@ -126,13 +125,12 @@ def run_pass(
             workspace.ports.raise_if_cancelled()
             batch = job.moved(arrived)
             current.begin(batch, cursor.batches)
-            number = first + cursor.batches
-            if number % collection.update_freq == 0:
+            if cursor.batches % collection.update_freq == 0:
                 if collection.ema_decay is not None and cursor.updates:
                     for statistics in all_statistics:
                         statistics.decay_(collection.ema_decay)
                 cursor.terms += _varied(job, batch, collector)
-                _check(job, arrived, number, collector)
+                _check(job, arrived, cursor.batches, collector)
                 cursor.note(collector.scale)
                 current.require_finite(all_statistics)
                 cursor.examples += batch.size

@@ -105,12 +105,6 @@ class PassJob:
         """The batch that the model is probed with, where the caller has it: the first of the whole data."""
         return next(self.whole_stream())
 
-    @property
-    def first_batch(self) -> int:
-        """Number of the first batch in the whole data, from 0."""
-        part = self.workspace.inputs.part
-        return 0 if part is None else -(-part.begin // self.collection.batch_size)
-
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
         """Return the same job with the mask not laid on some calls; padding is not cut either then.
 

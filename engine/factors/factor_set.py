@@ -80,6 +80,15 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalledOnce:
+    """One call of a part of a layer in a forward pass."""
+
+    part: str
+    number: int
+    """The calls of that part before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CountedExamples:
     """The examples of a collection, by which sets prove that they have none in common."""
 
@@ -87,12 +96,16 @@ class CountedExamples:
     """Indices of all examples that were read, ascending and disjoint."""
     terms_weight: float
     """Loss terms of the examples that entered, weighted."""
+    begin: int
+    """Examples of the data before these, by their position."""
     whole: int | None
     """N, examples in the data of which this is a part; None where it is all of them."""
     model: str
     """Digest of the model's numbers."""
-    unmasked: tuple[str, ...]
+    unmasked: tuple[CalledOnce, ...]
     """Calls whose padding takes part."""
+    overwritten: tuple[str, ...]
+    """Layers whose input the model writes to afterwards."""
 
     @property
     def count(self) -> int:

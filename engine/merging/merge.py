@@ -253,7 +253,7 @@ def _merged_sizes(
     """The smaller sample sizes: all sets before the one in which a size is reached, and that one's first examples."""
     if not sets[0].collection.nested:
         return ()
-    begins = [each.counted.runs[0].begin for each in sets if each.counted is not None and each.counted.runs]
+    begins = [each.counted.begin for each in sets if each.counted is not None]
     if begins != sorted(begins) or any(each.counted is None or each.counted.whole is None for each in sets):
         raise NotMergeable(
             "`collection.nested` keeps the first examples of the data: sets must be the parts of one division, in the "

@@ -1,8 +1,8 @@
 """Requirements of a merge: one collection's options, one model, and every example counted once.
 
-Sets carry the indices of the examples that they read, as runs. They must be disjoint; and where a set says that it is
-a part of N examples, all sets together must have read each of ``0 … N − 1``. So nothing is counted twice and nothing is
-left out, whoever cut the data.
+Sets carry the indices of the examples that they read, as runs, which must be disjoint. A part says besides where in the
+data it begins, and of how many examples: all parts together must be the whole, each beginning where the one before it
+ends. So nothing is counted twice and nothing is left out, whoever cut the data.
 """
 
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def _require_same_model(
             pointer="/model",
         )
     if own.unmasked != counted.unmasked:
-        calls = sorted(set(own.unmasked) ^ set(counted.unmasked))
+        calls = sorted(f"{call.part}[{call.number}]" for call in set(own.unmasked) ^ set(counted.unmasked))
         raise NotMergeable(
             f"padding takes part in {', '.join(calls)} in one of set 1 and set {place}, and not in the other, where "
             "one collection over all examples would let it take part everywhere; collect them undivided"
@@ -123,32 +123,41 @@ def _together(counted: Sequence[CountedExamples]) -> CountedExamples:
             "examples that have none in common",
             pointer="/data",
         )
-    all_runs = joined(runs)
-    wholes = {each.whole for each in counted if each.whole is not None}
-    if len(wholes) > 1:
-        raise NotMergeable(
-            f"the sets are parts of data of {' and of '.join(str(each) for each in sorted(wholes))} examples; "
-            "give the parts of one division"
-        )
-    for whole in wholes:
-        if all_runs != [[0, whole]]:
-            missing = _first_missing(all_runs, whole)
-            what = (
-                f"example {missing} of {whole} is in none of the sets"
-                if missing < whole
-                else (f"the sets hold examples beyond the {whole} of the data")
-            )
-            raise NotMergeable(f"{what}: every example counts once; give all parts of one division", pointer="/data")
+    _require_whole(counted)
     return CountedExamples(
-        runs=tuple(Run(begin=begin, end=end) for begin, end in all_runs),
+        runs=tuple(Run(begin=begin, end=end) for begin, end in joined(runs)),
         terms_weight=sum(each.terms_weight for each in counted),
+        begin=0,
         whole=None,
         model=counted[0].model,
         unmasked=counted[0].unmasked,
+        overwritten=tuple(sorted({layer for each in counted for layer in each.overwritten})),
     )
 
 
-def _first_missing(runs: list[list[int]], whole: int) -> int:
-    if not runs or runs[0][0] > 0:
-        return 0
-    return min(runs[0][1], whole)
+def _require_whole(counted: Sequence[CountedExamples]) -> None:
+    """Parts must be all parts of their data: one begins where the one before it ends."""
+    wholes = sorted({each.whole for each in counted if each.whole is not None})
+    if len(wholes) > 1:
+        raise NotMergeable(
+            f"the sets are parts of data of {' and of '.join(str(each) for each in wholes)} examples; give the parts "
+            "of one division",
+            pointer="/data",
+        )
+    for whole in wholes:
+        reached = 0
+        for each in sorted((each for each in counted if each.count), key=lambda each: each.begin):
+            if each.begin != reached:
+                raise NotMergeable(
+                    f"of {whole} examples those from {min(reached, each.begin)} to {max(reached, each.begin) - 1} are "
+                    f"{'in no set' if each.begin > reached else 'in two sets'}: every example counts once; give all "
+                    "parts of one division",
+                    pointer="/data",
+                )
+            reached += each.count
+        if reached != whole:
+            raise NotMergeable(
+                f"the sets are over {reached} examples, and are parts of {whole}: every example counts once; give all "
+                "parts of one division",
+                pointer="/data",
+            )
