@@ -5,23 +5,22 @@ same tensor (they share one A), and how large everything will be, so that the pl
 checked before anything large is allocated.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.checkpoints import fingerprint
 from engine.collection.collection_state import CollectionState
-from engine.collection.ekfac_passes import correct_eigenvalues
+from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
 from engine.collection.first_check import DRAWN, Verification, explain
 from engine.collection.label_check import require_known_labels
-from engine.collection.layer_sums import layer_sums
+from engine.collection.layer_facts import Surroundings, layer_facts
 from engine.collection.normalise import flaw, foreseen_flaw
 from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
@@ -34,7 +33,7 @@ from engine.errors import (
     NothingToAnalyse,
 )
 from engine.factors.factor_files import read_factors, reused
-from engine.factors.factor_set import CalledOnce, CountedExamples, FactorSet, LayerFacts, ParameterShape, Run
+from engine.factors.factor_set import CalledOnce, CountedExamples, FactorSet, ParameterShape, Run
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
@@ -42,6 +41,7 @@ from engine.layers.coverage_check import require_coverage, survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
+from engine.merging.corrections import merge_corrections
 from engine.merging.merge import merge_factor_sets
 from engine.merging.part_files import read_part
 from engine.model.activation_memory import set_activation_checkpointing
@@ -77,7 +77,7 @@ def collect_or_read(workspace: Workspace) -> FactorSet:
     if results.factors is not None:
         return results.factors
     if workspace.inputs.stored_pieces:
-        fresh = merge_factor_sets([read_part(piece) for piece in workspace.inputs.stored_pieces])
+        fresh = _merged(workspace)
     elif workspace.inputs.stored is not None:
         fresh = read_factors(workspace.inputs.stored)
     else:
@@ -86,6 +86,47 @@ def collect_or_read(workspace: Workspace) -> FactorSet:
         fresh = _cached(workspace) or _collect(workspace)
     results.factors = fresh
     return fresh
+
+
+def _merged(workspace: Workspace) -> FactorSet:
+    """The factors of all pieces, with EK-FAC's corrections where those of all pieces are there."""
+    inputs = workspace.inputs
+    merged = merge_factor_sets([read_part(piece) for piece in inputs.stored_pieces])
+    if not inputs.stored_corrections:
+        return merged
+    if inputs.bases is None:
+        raise ValueError("stored corrections need the bases that they were made in")
+    dtype = torch.float64 if merged.collection.dtype == "float64" else torch.float32
+    return merge_corrections(
+        merged, inputs.bases, inputs.stored_corrections, lambda block: correct_block(workspace, block, dtype)
+    )
+
+
+@contextlib.contextmanager
+def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple[ParameterShape, ...]]]:
+    """Survey, probe and plan a collection; inside, the model is as its passes need it, and the plan is held.
+
+    Args:
+        workspace: The job: its model, data, options, machine and ports; the plan is announced.
+
+    Yields:
+        The plan, which fits, and the trainable parameters.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
+    """
+    job = PassJob.of(workspace, workspace.machine.device)
+    _warn_of_other_numerics(job)
+    _require_finite(job.model)
+    survey = survey_layers(job.model, job.collection)
+    trainable = list_parameters(job.model)
+    with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
+        # the survey saw the caller's flags; what follows sees every parameter frozen
+        planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
+        # what the probe held would stay with the process, beside what the passes hold
+        give_back_host_memory()
+        workspace.machine.guard.hold(planned.plan)
+        yield planned, tuple(trainable)
 
 
 def _cached(workspace: Workspace) -> FactorSet | None:
@@ -101,17 +142,8 @@ def _cached(workspace: Workspace) -> FactorSet | None:
 
 def _collect(workspace: Workspace) -> FactorSet:
     """Survey, probe, plan, run the passes, and finish: the five stages of a collection."""
-    job = PassJob.of(workspace, workspace.machine.device)
-    _warn_of_other_numerics(job)
-    _require_finite(job.model)
-    survey = survey_layers(job.model, job.collection)
-    trainable = list_parameters(job.model)
-    with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
-        # the survey saw the caller's flags; what follows sees every parameter frozen
-        planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
-        # what the probe held would stay with the process, beside what the passes hold
-        give_back_host_memory()
-        workspace.machine.guard.hold(planned.plan)
+    with prepare_collection(workspace) as (planned, trainable):
+        job = planned.probed.job
         probed = planned.probed.for_passes(planned.plan.chosen, sizes_of(workspace, job.collection))
         model = fingerprint(job.model)
         with set_activation_checkpointing(job.model, wanted=planned.plan.chosen.activation_checkpointing):
@@ -252,12 +284,15 @@ def _finished(
     ordinals = {name: ordinal for ordinal, name in enumerate(names)}
     tensors = {id(parameter): name for name, parameter in job.model.named_parameters()}
     facts = []
+    around = Surroundings(
+        collection=job.collection,
+        ordinals=ordinals,
+        checks={} if job.self_check is None else job.self_check.layers,
+        sums=torch.device("cpu") if job.offload else job.workspace.machine.device,
+    )
     for found, group in parts:
-        own = _facts(job, found, group, ordinals)
-        windows = find_windows(found.layer, group, tensors)
-        facts.append(
-            dataclasses.replace(own, windows=windows, **_proved(job, found.layer), **_varied(job, found, group))
-        )
+        own = layer_facts(found, group, around)
+        facts.append(dataclasses.replace(own, windows=find_windows(found.layer, group, tensors)))
     factors = [state.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return FactorSet(
@@ -305,66 +340,7 @@ def _counted(job: PassJob, state: CollectionState, model: str) -> CountedExample
     )
 
 
-def _proved(job: PassJob, layer: TreatedLayer) -> dict[str, Any]:
-    """Numbers of a covered layer's self-check, by the names of its facts."""
-    check = None if job.self_check is None else job.self_check.layers.get(layer.name)
-    if check is None:
-        return {}
-    return {"gradient_identity": check.error, "examples_checked": check.examples, "checked_against": check.proof}
-
-
-def _varied(job: PassJob, found: LayerStatistics, group: int) -> dict[str, Any]:
-    """The variance of a covered layer's factors over batches, by the names of its facts."""
-    if not job.collection.batch_variance:
-        return {}
-    layer, source = found.layer, found.leader or found
-    A = source.variance_A.relative(group, activation_refusal(layer))
-    G = found.variance_G.relative(group, gradient_refusal(layer, found.representation.kind, job.collection.fisher))
-    return {
-        "relative_variance_A": A.variance,
-        "relative_variance_G": G.variance,
-        "relative_standard_error_A": A.standard_error,
-        "relative_standard_error_G": G.standard_error,
-        "no_batch_variance": "; ".join(f"{side}: {each.why}" for side, each in (("A", A), ("G", G)) if each.why)
-        or None,
-    }
-
-
 def _not_covered(job: PassJob, layer: TreatedLayer, reason: str) -> DeclaredLayer:
     """A layer that turned out not to be coverable; what its own check has found says why."""
     check = None if job.self_check is None else job.self_check.layers.get(layer.name)
     return refusal(layer, check) if reason == FAILED_CHECK and check is not None else declare(layer, reason)
-
-
-def _facts(job: PassJob, found: LayerStatistics, group: int, ordinals: Mapping[str, int]) -> LayerFacts:
-    """One part of a covered layer; ``ordinals`` are the places of all parts, by name."""
-    layer = found.layer
-    leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
-    source = leader or found
-    sums = torch.device("cpu") if job.offload else job.workspace.machine.device
-    # examples of a moving average do not weigh alike, and the formula takes them to
-    weighted = job.collection.ema_decay is not None
-    return LayerFacts(
-        ordinal=ordinals[layer.parts[group]],
-        name=layer.parts[group],
-        module=type(layer.module).__name__,
-        form=layer.form,
-        why=found.explanation,
-        parameters=layer.part_parameters[group],
-        parameter_count=layer.parameter_count // layer.groups,
-        in_dim=layer.in_dim,
-        out_dim=layer.out_dim,
-        bias=layer.bias,
-        positions=source.positions,
-        terms=found.terms,
-        calls=found.calls,
-        sharing=found.sharing,
-        rank_bound_A=(source.rank_bounds[0] or None) if layer.form == "kronecker" else None,
-        rank_bound_G=found.rank_bounds[1] or None,
-        shared_A_with=None if leader is None else ordinals[leader.layer.name],
-        exact_trace=found.exact_traces[group] if found.exact_traces else None,
-        representation_G=found.representation.kind,
-        rows_place=found.representation.place(sums),
-        trace_standard_error=None if weighted or not found.standard_errors else found.standard_errors[group],
-        sums=None if weighted else layer_sums(found, group),
-    )

@@ -189,6 +189,10 @@ class ModelInputs:
     """Factors collected earlier, in place of model, batches and task."""
     stored_pieces: tuple[Artifacts, ...] = ()
     """Factors collected earlier over disjoint examples, which are merged in this order; in place of the same."""
+    bases: Artifacts | None = None
+    """Eigenbases of merged factors, in which a part's correction is made, or those of ``stored_corrections`` are."""
+    stored_corrections: tuple[Artifacts, ...] = ()
+    """EK-FAC's corrections over the examples of ``stored_pieces``, in the same order."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
     stored_against: Artifacts | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import CollectionState
+from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import update
 from engine.collection.normalise import flaw
 from engine.collection.pass_job import PassJob
@@ -26,8 +26,10 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import decompose
 from engine.memory.budget import give_back_host_memory
 from engine.memory.guard import Fallback
+from engine.merging.corrections import MergedBases
+from engine.model.example_runs import joined
 from engine.model.mixed_precision import FIRST_SCALE
-from engine.workspace import Artifacts
+from engine.workspace import Artifacts, Workspace
 
 Load = Callable[[], Corrected]
 
@@ -113,6 +115,69 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
     return loads
 
 
+def correct_part(
+    job: PassJob,
+    layers: Sequence[TreatedLayer],
+    parts: Sequence[Sequence[str]],
+    bases: MergedBases,
+    keep: Callable[[str, Tensor, float], None],
+) -> list[list[int]]:
+    """Re-estimate eigenvalues in given eigenbases, over the examples of a part of the data.
+
+    Args:
+        job: The model with the data of the part, and how passes run it.
+        layers: The layers that the part's probe found.
+        parts: Names of the layers of each pass.
+        bases: The eigenbases of the factors of all examples.
+        keep: Receives, for each part of a layer, its name, its eigenvalues (out_dim, in_dim) over the part's examples,
+            on the host, and the loss terms that they were divided by, weighted.
+
+    Returns:
+        Indices of the examples, ``[begin, end]`` of each run.
+
+    Raises:
+        NotMergeable: If a layer of the bases was not found in this part.
+        EngineError: As ``engine.errors`` lists.
+
+    Memory:
+        Bases and eigenvalues of one pass's layers.
+    """
+    unmasked = frozenset((call.part, call.number) for call in bases.unmasked)
+    job = replace(job.without_masks(unmasked), overwritten=job.overwritten | frozenset(bases.overwritten))
+    by_name = {layer.name: layer for layer in layers if layer.parts[0] in bases.holders}
+    bases.require_all(name for layer in by_name.values() for name in layer.parts)
+    needed = [[by_name[name] for name in part if name in by_name] for part in parts]
+    total, seen = sum(bool(part) for part in needed), list[list[int]]()
+    for done, part in enumerate(part for part in needed if part):
+        shared: dict[int, Tensor] = {}
+        sums = [_given(job, layer, bases, shared) for layer in part]
+        seen = _guarded_run(job, tuple(sums), done, total)
+        for own in sums:
+            if own.eigenvalues is None:
+                raise ValueError(f"layer `{own.layer.name}` was never allocated")
+            values = own.eigenvalues.div_(own.weight_G or 1.0).to("cpu")
+            for name, each in zip(own.layer.parts, values, strict=True):
+                keep(name, each, own.weight_G)
+        del sums, shared
+    return joined(seen)
+
+
+def _given(job: PassJob, layer: TreatedLayer, bases: MergedBases, shared: dict[int, Tensor]) -> CorrectionStatistics:
+    """Zeroed eigenvalues of a layer, and its bases as they were stored."""
+    device, holder = job.workspace.machine.device, bases.holders[layer.parts[0]]
+    dense = layer.form == "kronecker"
+    if dense and holder not in shared:
+        shared[holder] = torch.stack([bases.load_A(name) for name in layer.parts]).to(device, job.dtype)
+    made = CorrectionStatistics(
+        layer=layer,
+        sharing=job.collection.sharing if dense else "expand",
+        basis_A=shared.get(holder) if dense else None,
+        basis_G=torch.stack([bases.load_G(name) for name in layer.parts]).to(device, job.dtype),
+    )
+    made.allocate(job.dtype, device)
+    return made
+
+
 def _covered(job: PassJob, state: CollectionState, name: str) -> bool:
     return flaw(state.statistics[name], job.collection) is None
 
@@ -145,30 +210,47 @@ def _prepared(
 
 
 def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
-    return _vectors(job, factor, layer).to(job.dtype)
+    return eigenvectors(job.workspace, factor, layer).to(job.dtype)
 
 
-def _vectors(job: PassJob, factor: Tensor, layer: str) -> Tensor:
-    """Q (n, n) of a dense factor, on the device."""
-    device = job.workspace.machine.device
+def eigenvectors(workspace: Workspace, factor: Tensor, layer: str) -> Tensor:
+    """Return the eigenvectors of a dense factor.
+
+    Args:
+        workspace: The job, whose device decomposes and whose guard knows what fits.
+        factor: Shape (n, n), any float dtype and device.
+        layer: The layer's name, for messages.
+
+    Returns:
+        Q (n, n), one eigenvector a column, on the device.
+
+    Raises:
+        EngineError: If no solver succeeds.
+        ValueError: If the factor is a diagonal.
+    """
+    device = workspace.machine.device
     found = decompose(
-        factor.to(device), layer, need="vectors", guard=job.workspace.machine.guard, what="the basis of EK-FAC"
+        factor.to(device), layer, need="vectors", guard=workspace.machine.guard, what="the basis of EK-FAC"
     )
     if found.vectors is None:
         raise ValueError(f"layer `{layer}`: a diagonal factor has no basis of its own")
     return found.vectors.to(device)
 
 
-def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
-    """One pass over the data; begun anew, with half as many examples at a time, where memory runs out."""
+def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> list[list[int]]:
+    """One pass over the data; begun anew, with half as many examples at a time, where memory runs out.
+
+    Returns the runs of the examples that it read.
+    """
     before = [counts(each) for each in sums]
+    seen: list[list[int]] = []
 
     def begun(size: int | None) -> None:
         for each, kept in zip(sums, before, strict=True):
             set_counts(each, kept)
             if each.eigenvalues is not None:
                 each.eigenvalues.zero_()
-        _run(replace(job, micro_batch=size), sums, done, total)
+        seen[:] = _run(replace(job, micro_batch=size), sums, done, total)
 
     sizes: list[int | None] = [job.micro_batch]
     whole = min(job.collection.batch_size, job.workspace.inputs.examples or job.collection.batch_size)
@@ -185,10 +267,11 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
         for size in sizes
     ]
     job.workspace.machine.guard.run_with_fallbacks(rungs, what="the correction", layer=None, stage="correction")
+    return seen
 
 
-def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> None:
-    """One pass over the data."""
+def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> list[list[int]]:
+    """One pass over the data; returns the runs of the examples that it read."""
     workspace, collection = job.workspace, job.collection
     scale = job.precision.loss_scale(FIRST_SCALE, 0)
     collector = Collector(
@@ -201,7 +284,7 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
         scale=scale,
     )
     count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
-    updates = 0
+    updates, cursor = 0, Cursor(number=done)
     # the numbers that the passes before this one drew
     torch.manual_seed(collection.seed)
     with collector.attached(), torch.enable_grad():
@@ -213,10 +296,12 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
                         each.decay_(collection.ema_decay)
                 update(job, batch, collector)
                 updates += 1
+            cursor.take(batch, checked=False)
             before = 0 if count is None else done * count
             workspace.ports.report(
                 "correction", before + number + 1, None if count is None else total * count, "batches"
             )
+    return cursor.runs
 
 
 def _of_parts(sums: CorrectionStatistics, basis_A: Tensor | None) -> list[Corrected]:
@@ -236,17 +321,27 @@ def _of_parts(sums: CorrectionStatistics, basis_A: Tensor | None) -> list[Correc
 
 def _block(job: PassJob, state: CollectionState, found: LayerStatistics) -> list[Corrected]:
     """An exact block in its own eigenbasis; where only its diagonal is kept, that diagonal."""
-    return [_of_block(job, state.factors[name]()) for name in found.layer.parts]
+    return [correct_block(job.workspace, state.factors[name](), job.dtype) for name in found.layer.parts]
 
 
-def _of_block(job: PassJob, factors: Factors) -> Corrected:
-    block = factors.widened_G.to(job.workspace.machine.device, torch.float64)
-    basis = None if block.ndim == 1 else _vectors(job, block, factors.layer)
+def correct_block(workspace: Workspace, factors: Factors, dtype: torch.dtype) -> Corrected:
+    """Return the correction of an exact block: its own eigenvalues, or its diagonal where that is all that is kept.
+
+    Args:
+        workspace: The job, whose device decomposes.
+        factors: The block's factors.
+        dtype: Precision of the result.
+
+    Returns:
+        Q_G (n, n), None of a diagonal, and the eigenvalues (n, 1), on the host.
+    """
+    block = factors.widened_G.to(workspace.machine.device, torch.float64)
+    basis = None if block.ndim == 1 else eigenvectors(workspace, block, factors.layer)
     values = block if basis is None else (basis * (block @ basis)).sum(0)
     return Corrected(
         eigenvectors_A=None,
-        eigenvectors_G=None if basis is None else basis.to("cpu", job.dtype),
-        eigenvalues=values.to("cpu", job.dtype)[:, None],
+        eigenvectors_G=None if basis is None else basis.to("cpu", dtype),
+        eigenvalues=values.to("cpu", dtype)[:, None],
     )
 
 

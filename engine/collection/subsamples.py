@@ -18,7 +18,7 @@ from torch import Tensor
 from catalog.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState, Snapshot
-from engine.collection.layer_sums import layer_sums
+from engine.collection.layer_facts import layer_sums
 from engine.collection.normalise import Stored, finish_layer
 from engine.factors.factor_set import LayerFacts, NestedSize
 from engine.factors.spilled_factors import spill

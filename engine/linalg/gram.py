@@ -36,6 +36,8 @@ def add_gram_(total: Tensor, rows: Tensor, staging: Staging | None = None) -> Te
         Nothing besides its arguments and, where the precisions differ, 4 Mi numbers.
     """
     size = total.shape[0]
+    if size == 0:
+        return total
     if rows.dtype != total.dtype:
         for piece in _pieces(rows):
             add_gram_(total, piece.to(total.dtype), staging)

@@ -4,9 +4,14 @@ What the whole job measures is that of all examples together; the pieces' sums a
 decomposed once.
 """
 
-from engine.collect import collect_or_read
+from engine.collect import collect_or_read, prepare_collection
+from engine.collection.checkpoints import fingerprint
+from engine.collection.ekfac_passes import correct_part, eigenvectors
 from engine.factors.factor_set import FactorSet
+from engine.merging.corrections import CorrectionFiles, read_bases, write_bases
 from engine.merging.part_files import write_part
+from engine.model.activation_memory import set_activation_checkpointing
+from engine.planning.model_memory import weigh_model
 from engine.workspace import Workspace
 
 
@@ -29,3 +34,48 @@ def store_piece(workspace: Workspace) -> FactorSet:
     with workspace.machine.operation("piece", "collection"):
         write_part(workspace.ports.artifacts, collected)
     return collected
+
+
+def store_bases(workspace: Workspace) -> None:
+    """Merge the factors of all pieces, and store the eigenbases in which the pieces re-estimate eigenvalues.
+
+    Args:
+        workspace: The job, with ``inputs.stored_pieces``; the bases go to its artifacts.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
+    with workspace.machine.operation("bases", "decomposition"):
+        write_bases(
+            workspace.ports.artifacts,
+            collect_or_read(workspace),
+            lambda factor, layer: eigenvectors(workspace, factor, layer),
+        )
+
+
+def store_correction(workspace: Workspace) -> None:
+    """Re-estimate eigenvalues over the examples of a part, in the bases of the merged factors, and store them.
+
+    Args:
+        workspace: The job, with ``inputs.part`` and ``inputs.bases``; the corrections go to its artifacts.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
+        ValueError: If there is no part, or there are no bases.
+    """
+    part, stored = workspace.inputs.part, workspace.inputs.bases
+    if part is None or stored is None:
+        raise ValueError("a correction of a part needs `inputs.part` and `inputs.bases`")
+    weigh_model(workspace)
+    bases = read_bases(stored)
+    with prepare_collection(workspace) as (planned, _):
+        probed = planned.probed.for_passes(planned.plan.chosen, None)
+        bases.require_model(fingerprint(probed.job.model))
+        writing = CorrectionFiles(artifacts=workspace.ports.artifacts, bases=bases)
+        with (
+            set_activation_checkpointing(probed.job.model, wanted=planned.plan.chosen.activation_checkpointing),
+            workspace.machine.operation("correction", "correction"),
+        ):
+            corrections = planned.plan.chosen.corrections
+            runs = correct_part(probed.job, probed.survey.treated, corrections, bases, writing.write)
+    writing.close(runs, begin=part.begin)

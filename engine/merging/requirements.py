@@ -27,7 +27,6 @@ def require_mergeable(sets: Sequence[FactorSet]) -> CountedExamples:
     Raises:
         NotMergeable: If they are not; the message names the sets by their place, from 1, and what differs.
     """
-    counted = [_counted(each, place) for place, each in enumerate(sets, start=1)]
     first = sets[0]
     if first.collection.ema_decay is not None:
         raise NotMergeable(
@@ -35,6 +34,7 @@ def require_mergeable(sets: Sequence[FactorSet]) -> CountedExamples:
             "and is not a sum that could be merged; collect without it",
             pointer="/collection/ema_decay",
         )
+    counted = [_counted(each, place) for place, each in enumerate(sets, start=1)]
     for place, each in enumerate(sets[1:], start=2):
         _require_same_options(first, each, place)
         _require_same_model((first, counted[0]), (each, counted[place - 1]), place)

@@ -1,0 +1,146 @@
+"""Layer facts: what is known of a covered layer after its passes, and what a merge takes, read off its statistics."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from catalog.collection import Collection
+from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.factors.factor_set import LayerFacts, LayerSums
+from engine.gradient_identity.check import LayerCheck
+from engine.layers.layer import TreatedLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the facts of every layer of one collection follow from, besides its own statistics."""
+
+    collection: Collection
+    ordinals: Mapping[str, int]
+    """The places of all groups of all covered layers, by name."""
+    checks: Mapping[str, LayerCheck]
+    """What each layer's self-check found, by name; empty where nothing was checked."""
+    sums: torch.device
+    """Where the sums stand."""
+
+
+def layer_facts(found: LayerStatistics, group: int, around: Surroundings) -> LayerFacts:
+    """Return what is known of one group of a covered layer, but for its places in the parameters.
+
+    Args:
+        found: Statistics of the layer, its passes done.
+        group: The group, from 0.
+        around: What else they follow from.
+
+    Returns:
+        The facts.
+    """
+    layer, ordinals = found.layer, around.ordinals
+    leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
+    source = leader or found
+    # examples of a moving average do not weigh alike, and the formula takes them to
+    weighted = around.collection.ema_decay is not None
+    own = LayerFacts(
+        ordinal=ordinals[layer.parts[group]],
+        name=layer.parts[group],
+        module=type(layer.module).__name__,
+        form=layer.form,
+        why=found.explanation,
+        parameters=layer.part_parameters[group],
+        parameter_count=layer.parameter_count // layer.groups,
+        in_dim=layer.in_dim,
+        out_dim=layer.out_dim,
+        bias=layer.bias,
+        positions=source.positions,
+        terms=found.terms,
+        calls=found.calls,
+        sharing=found.sharing,
+        rank_bound_A=(source.rank_bounds[0] or None) if layer.form == "kronecker" else None,
+        rank_bound_G=found.rank_bounds[1] or None,
+        shared_A_with=None if leader is None else ordinals[leader.layer.name],
+        exact_trace=found.exact_traces[group] if found.exact_traces else None,
+        representation_G=found.representation.kind,
+        rows_place=found.representation.place(around.sums),
+        trace_standard_error=None if weighted or not found.standard_errors else found.standard_errors[group],
+        sums=None if weighted else layer_sums(found, group),
+    )
+    return dataclasses.replace(own, **_proved(around, found.layer), **_varied(around.collection, found, group))
+
+
+def layer_sums(
+    found: LayerStatistics, group: int, *, weight_A: float | None = None, weight_G: float | None = None
+) -> LayerSums | None:
+    """Return the counts and sums of one group of a layer, once its pass is done.
+
+    Args:
+        found: Statistics of the layer.
+        group: The group, from 0.
+        weight_A: The count that A was divided by; None takes that of the whole pass.
+        weight_G: The same of G; with it, the traces and variances of the whole pass are left out.
+
+    Returns:
+        The sums; None where a checkpoint of an earlier version did not hold them.
+    """
+    layer, holder = found.layer, found.leader or found
+    counted_A, counted_G = weight_A, weight_G
+    if weight_A is None or weight_G is None:
+        counted_A, counted_G = holder.total_A, found.total_G
+    if counted_A is None or counted_G is None:
+        return None
+    # of a part of the pass there are none
+    whole = weight_G is None
+    return LayerSums(
+        whole=layer.name,
+        reason_uncalled=layer.reason_uncalled,
+        weight_A=counted_A,
+        weight_G=counted_G,
+        rows_A=holder.rows_A,
+        rows_G=found.rows_G,
+        gradients=found.gradients,
+        unproven=found.unproven,
+        row_dtype=None
+        if found.representation.kind == "dense"
+        else str(found.representation.dtype).removeprefix("torch."),
+        examples=found.examples,
+        traces=_traces(found, group) if whole else None,
+        variance_A=holder.variance_A.sums(group) if whole else None,
+        variance_G=found.variance_G.sums(group) if whole else None,
+        tied=found.tied_sums if isinstance(found, TiedHeadStatistics) else None,
+    )
+
+
+def _traces(found: LayerStatistics, group: int) -> tuple[float, ...] | None:
+    own = found.trace_sums[3 * group : 3 * group + 3]
+    numbers = tuple(each for each in (*own, found.weights_squared) if each is not None and math.isfinite(each))
+    return numbers if len(numbers) == 4 else None
+
+
+def _proved(around: Surroundings, layer: TreatedLayer) -> dict[str, Any]:
+    """Numbers of a covered layer's self-check, by the names of its facts."""
+    check = around.checks.get(layer.name)
+    if check is None:
+        return {}
+    return {"gradient_identity": check.error, "examples_checked": check.examples, "checked_against": check.proof}
+
+
+def _varied(collection: Collection, found: LayerStatistics, group: int) -> dict[str, Any]:
+    """The variance of a covered layer's factors over batches, by the names of its facts."""
+    if not collection.batch_variance:
+        return {}
+    layer, source = found.layer, found.leader or found
+    A = source.variance_A.relative(group, activation_refusal(layer))
+    G = found.variance_G.relative(group, gradient_refusal(layer, found.representation.kind, collection.fisher))
+    return {
+        "relative_variance_A": A.variance,
+        "relative_variance_G": G.variance,
+        "relative_standard_error_A": A.standard_error,
+        "relative_standard_error_G": G.standard_error,
+        "no_batch_variance": "; ".join(f"{side}: {each.why}" for side, each in (("A", A), ("G", G)) if each.why)
+        or None,
+    }
