@@ -16,8 +16,9 @@ References:
     Golub & Van Loan (2013), Matrix computations, 6.5.2: updating a QR factorisation by rows
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -183,15 +184,19 @@ def _joined(layer: str, sides: Sequence[tuple[Structured, float]], weight: float
     """The sides of one kind, each with its count, as one."""
     first = sides[0][0]
     if isinstance(first, LowRank):
-        return _joined_rows([side for side, _ in sides if isinstance(side, LowRank)], weight, row_dtype)
+        return _joined_rows([(side, own) for side, own in sides if isinstance(side, LowRank)], weight, row_dtype)
     if isinstance(first, SoftmaxFisher):
         return _joined_terms([(side, own) for side, own in sides if isinstance(side, SoftmaxFisher)], weight)
     return _joined_diagonals(layer, [(side, own) for side, own in sides if isinstance(side, DiagonalSketch)], weight)
 
 
-def _joined_rows(sides: Sequence[LowRank], weight: float, row_dtype: str | None) -> LowRank:
-    size = sides[0].size
-    dtype = sides[0].rows.dtype if row_dtype is None else getattr(torch, row_dtype)
+def _joined_rows(weighted: Sequence[tuple[LowRank, float]], weight: float, row_dtype: str | None) -> LowRank:
+    # of a sum the two weights are one; of a mean, its rows are taken as many times as it counts
+    sides = [replace(side, scales=side.scales * math.sqrt(own / side.weight)) for side, own in weighted if side.count]
+    size = weighted[0][0].size
+    dtype = weighted[0][0].rows.dtype if row_dtype is None else getattr(torch, row_dtype)
+    if not sides:
+        return replace(weighted[0][0], weight=weight)
     if sum(side.count for side in sides) <= size:
         rows, scales = zip(*(_of_dtype(side, dtype) for side in sides), strict=True)
         return LowRank(rows=torch.cat(rows), scales=torch.cat(scales), weight=weight)

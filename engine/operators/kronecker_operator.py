@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.errors import BrokenFactors, NoSuchLayer, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts
+from engine.merging.blend import blend_factor_sets
 from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_operator import LayerOperator
 from engine.operators.kronecker.layer_store import LayerStore, OperatorOptions
@@ -133,6 +134,43 @@ class KroneckerOperator:
         other._layers = tuple(facts for facts in self._layers if facts.name in set(layers))  # noqa: SLF001 - a copy
         other.__dict__.pop("uncovered", None)
         return other
+
+    def merged(self, other: "KroneckerOperator", decay: float) -> Self:
+        """Return the operator of a moving average of the factors, as preconditioned training refreshes them.
+
+        Args:
+            other: The curvature of newer examples, on the same layers.
+            decay: β, from 0 to 1: each factor becomes ``β A + (1 − β) A′``, in float64 and rounded once.
+
+        Returns:
+            An operator with this one's options, its factors in memory; neither of the two is changed.
+
+        Raises:
+            UsageError: If β is out of its range, the layers differ, an operator is a power, or EK-FAC's eigenvalues are
+                asked for, which belong to a basis of their own.
+            NotMergeable: If only a sketch of a G is kept.
+
+        Memory:
+            The factors of all layers that take part.
+        """
+        if not 0 <= decay <= 1:
+            raise UsageError(f"`decay` must be from 0 to 1: the weight of what was known before (got {decay})")
+        if self.layers != other.layers:
+            apart = sorted(set(self.layers) ^ set(other.layers)) or list(other.layers)
+            raise UsageError(
+                f"both operators must be of the same layers in one order (`{apart[0]}` is not in both, or elsewhere); "
+                "restrict them to what they share"
+            )
+        if self._exponent != 1 or other.exponent != 1:
+            raise UsageError(
+                f"a power of a mean is not the mean of powers: merge first (got the powers {self._exponent} and "
+                f"{other.exponent})"
+            )
+        if self.options.of == "ekfac":
+            raise UsageError("EK-FAC's eigenvalues belong to the basis of one set of factors; take `of: kfac`")
+        blended = blend_factor_sets(self._factors, other._factors, decay, self.layers)  # noqa: SLF001 - of the same kind
+        options = dataclasses.replace(self.options, known=_unknown)
+        return type(self)(blended, options)
 
     @overload
     def matvec(self, vector: Tensor) -> Tensor: ...
@@ -319,6 +357,10 @@ class KroneckerOperator:
                 f"{' and others' if len(names) > 5 else ''}, which no layer of the operator covers; set them to zero, "
                 "or take `uncovered: zero`"
             )
+
+
+def _unknown(_: int) -> None:
+    """Nothing is known of merged factors yet."""
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
