@@ -92,6 +92,7 @@ def _merged(workspace: Workspace) -> FactorSet:
     """The factors of all pieces, with EK-FAC's corrections where those of all pieces are there."""
     inputs = workspace.inputs
     merged = merge_factor_sets([read_part(piece) for piece in inputs.stored_pieces])
+    workspace.machine.guard.hold()
     if not inputs.stored_corrections:
         return merged
     if inputs.bases is None:

@@ -30,7 +30,7 @@ from engine.measurement.decompose_layer import (
     measure_side,
     refused_rungs,
 )
-from engine.measurement.prefetch import Arrived, stream_factors
+from engine.measurement.prefetch import Arrived, Source, stream_factors
 from engine.measurement.representation_record import branch, factorise_rows, row_facts, with_factorisation
 from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
 from engine.memory.budget import device_bytes, resident_bytes
@@ -106,7 +106,7 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
         device=workspace.machine.device,
         guard=workspace.machine.guard,
         need="vectors" if workspace.options.decomposition == "vectors" else "values",
-        resident=factors.storage_policy == "resident" and factors.reused_from is None,
+        source=_source(workspace, factors),
     )
     with contextlib.closing(arriving):
         for facts in order:
@@ -122,6 +122,12 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
                         write_index(cache.shelf(), factors, kept)
                         cache.keep()
             yield known[facts.ordinal]
+
+
+def _source(workspace: Workspace, whole: FactorSet) -> Source:
+    if workspace.inputs.stored_pieces:
+        return "merged"
+    return "resident" if whole.storage_policy == "resident" and whole.reused_from is None else "stored"
 
 
 def _cache(workspace: Workspace, whole: FactorSet) -> FactorCache | None:

@@ -22,6 +22,9 @@ from engine.memory.guard import Guard
 
 Factor = Tensor | Structured
 
+Source = Literal["resident", "stored", "merged"]
+"""Where the factors of a job are: in memory together, in files, or in the files of several sets."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
@@ -57,6 +60,29 @@ class Arrived:
                 factor.record_stream(present)
 
 
+def merge_bytes(facts: LayerFacts, item: int) -> int:
+    """Compute the bytes that a merge of one layer holds: both sums in float64, and one set's factors as they are read.
+
+    Args:
+        facts: The layer.
+        item: Bytes of one number of the sets.
+
+    Returns:
+        Bytes on the host; of a G that is kept as rows, those of its dense form at most.
+    """
+    numbers = (facts.in_dim if facts.form == "diagonal" else facts.in_dim**2) + (
+        facts.out_dim if facts.form == "diagonal_block" else _rows_of(facts) * facts.out_dim
+    )
+    return 8 * numbers + ahead_bytes(facts.in_dim, _rows_of(facts), item)
+
+
+def _rows_of(facts: LayerFacts) -> int:
+    """Rows of what G is kept as."""
+    if facts.representation_G == "dense":
+        return facts.out_dim
+    return min(facts.rank_bound_G or facts.out_dim, facts.out_dim)
+
+
 def ahead_bytes(in_dim: int, out_dim: int, item: int) -> int:
     """Compute the bytes of the next layer's factors while they are read: both dense, and one packed triangle.
 
@@ -78,7 +104,7 @@ def stream_factors(
     device: torch.device,
     guard: Guard,
     need: Need,
-    resident: bool,
+    source: Source,
 ) -> Generator[Arrived, None, None]:
     """Yield the factors of some layers; the next ones are read while the caller works on the present ones.
 
@@ -88,16 +114,17 @@ def stream_factors(
         device: Device that factors are decomposed on.
         guard: Tells whether the next layer fits beside the present one.
         need: ``values`` or ``vectors``: what the present layer is decomposed for.
-        resident: Whether all factors are in host memory already; on a CPU no thread is needed then.
+        source: `resident`: all factors are in host memory already, and on a CPU no thread is needed; `stored`: each is
+            read; `merged`: each is read and added up.
 
     Returns:
         Each layer's factors, on the host and on ``device``, in the order of ``layers``.
 
     Memory:
-        One layer's factors and the next one's, on the host and on the device; what is ``resident``
+        One layer's factors and the next one's, on the host and on the device; what is resident
         takes no more on the host.
     """
-    if resident and device.type == "cpu":
+    if source == "resident" and device.type == "cpu":
         for facts in layers:
             yield _arrived(load(facts.ordinal), device)
         return
@@ -107,22 +134,24 @@ def stream_factors(
         for place, facts in enumerate(layers):
             here = _arrived(load(facts.ordinal), device) if coming is None else coming.result()
             coming = None
-            if place + 1 < len(layers) and _fits(facts, layers[place + 1], here.factors, device, guard, need):
-                coming = pool.submit(_send, load, layers[place + 1].ordinal, device, side)
+            following = layers[place + 1] if place + 1 < len(layers) else None
+            if following is not None:
+                item = here.factors.A.element_size()
+                merging = merge_bytes(following, item) if source == "merged" else 0
+                ahead = max(ahead_bytes(following.in_dim, following.out_dim, item), merging)
+            if following is not None and _fits(facts, here.factors, ahead, device, guard, need):
+                coming = pool.submit(_send, load, following.ordinal, device, side)
             here.wait()
             yield here
             del here
 
 
-def _fits(
-    present: LayerFacts, following: LayerFacts, factors: Factors, device: torch.device, guard: Guard, need: Need
-) -> bool:
-    """Whether the next layer's factors fit beside the first rung of either factor of the present one."""
+def _fits(present: LayerFacts, factors: Factors, ahead: int, device: torch.device, guard: Guard, need: Need) -> bool:
+    """Whether the next layer's factors, of ``ahead`` bytes, fit beside the first rung of either of the present one."""
     ladders = [
         rungs(rows, need=need, device=device, dtype=dtype) for rows, dtype in _decomposed_rows(present, factors) if rows
     ]
     first = [ladder[0] for ladder in ladders if ladder]
-    ahead = ahead_bytes(following.in_dim, following.out_dim, factors.A.element_size())
     on_device = ahead if device.type != "cpu" else 0
     return guard.fits(
         device_bytes=on_device + max((cost.device_bytes for cost in first), default=0),

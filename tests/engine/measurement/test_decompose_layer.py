@@ -327,7 +327,9 @@ def test_the_next_layer_comes_in_meanwhile_where_there_is_room(room: int, ahead:
     facts = collect_or_read(space()).layers[1:]
     loads.clear()
     came.clear()
-    stream = stream_factors(facts, load_counted, device=torch.device("cpu"), guard=guard, need="values", resident=False)
+    stream = stream_factors(
+        facts, load_counted, device=torch.device("cpu"), guard=guard, need="values", source="stored"
+    )
     first = next(stream)
     assert first.factors.layer == str(facts[0].ordinal)
     if ahead:
@@ -354,7 +356,7 @@ def test_the_next_layer_waits_for_room_beside_the_dense_factor_of_a_wide_head() 
 
     guard = Asked(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda *_: None)
     stream = stream_factors(
-        facts, lambda _: head, device=torch.device("cpu"), guard=guard, need="values", resident=False
+        facts, lambda _: head, device=torch.device("cpu"), guard=guard, need="values", source="stored"
     )
     assert len(list(stream)) == 2
     assert asked == [needed + ahead_bytes(4, 3, 4)]
@@ -369,7 +371,7 @@ def test_a_layer_that_cannot_be_read_fails_in_its_turn() -> None:
         return load_counted(ordinal)
 
     stream = stream_factors(
-        facts, broken, device=torch.device("cpu"), guard=Guard.unlimited(), need="values", resident=False
+        facts, broken, device=torch.device("cpu"), guard=Guard.unlimited(), need="values", source="stored"
     )
     assert next(stream).factors.layer == "0"
     with pytest.raises(FileNotFoundError, match="gone"):
