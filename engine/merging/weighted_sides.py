@@ -32,7 +32,7 @@ from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.linalg.linear_operator import Structured
 from engine.merging.nearest_product import HeadSide, Terms, head_gradient, nearest_product_
 
-_ROWS_AT_ONCE = 1024
+_NUMBERS_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +161,13 @@ def added(total: Tensor | None, factor: Tensor, weight: float) -> Tensor:
         The sum, of the factor's shape, float64.
 
     Memory:
-        1024 rows in float64 besides.
+        2 MiB besides.
     """
     if total is None:
         total = torch.zeros(factor.shape, dtype=torch.float64)
-    for start in range(0, factor.shape[0], _ROWS_AT_ONCE):
-        part = slice(start, start + _ROWS_AT_ONCE)
+    height = max(1, _NUMBERS_AT_ONCE * factor.shape[0] // max(factor.numel(), 1))
+    for start in range(0, factor.shape[0], height):
+        part = slice(start, start + height)
         total[part].add_(factor[part].to(torch.float64), alpha=weight)
     return total
 

@@ -1,0 +1,72 @@
+"""Bytes of the merge of a divided job: one layer's sums in float64, and that layer of one piece.
+
+The factors of the pieces are on the disk, all of them; in memory there is one layer at a time, added up before it is
+decomposed.
+"""
+
+from dataclasses import replace
+
+from engine.collection.probe import Probe
+from engine.layers.layer import TreatedLayer
+from engine.memory.plan import Plan, Term
+
+_FLOAT64 = 8
+_WIDENED_BYTES = 2**21
+"""What is widened to float64 at once."""
+
+
+def with_merge(plan: Plan, probe: Probe, pieces: int) -> Plan:
+    """Add the bytes of merging the pieces of a divided job to its decompositions.
+
+    Args:
+        plan: The plan of the undivided job.
+        probe: Layers and representations.
+        pieces: How many pieces there are, whose factors are on the disk together.
+
+    Returns:
+        The plan with those terms.
+    """
+    item = probe.dtype.itemsize
+    held = [
+        Term(
+            name="merge",
+            formula="8 (in² + out²) + one piece's in² + out² and its larger triangle",
+            size_bytes=_layer_bytes(layer, probe, item),
+            place="host",
+            source="exact",
+            stage="decomposition",
+            layer=layer.name,
+        )
+        for layer in probe.layers
+    ]
+    disk = pieces * sum(_stored_bytes(layer, probe, item) for layer in probe.layers)
+    kept = Term(
+        name="factors of the pieces",
+        formula=f"{pieces} · Σ triangles, as collected",
+        size_bytes=disk,
+        place="disk",
+        source="exact",
+        stage="decomposition",
+    )
+    return replace(plan, terms=(*plan.terms, *held, kept))
+
+
+def _sides(layer: TreatedLayer, probe: Probe) -> list[tuple[int, bool]]:
+    # whoever follows another's A adds it up again
+    return probe.sides(layer, follows=False)
+
+
+def _layer_bytes(layer: TreatedLayer, probe: Probe, item: int) -> int:
+    numbers = [side**2 if dense else side for side, dense in _sides(layer, probe)]
+    triangle = max((side * (side + 1) // 2 if dense else side for side, dense in _sides(layer, probe)), default=0)
+    rows = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer)
+    widened = 0 if item == _FLOAT64 else min(_WIDENED_BYTES, _FLOAT64 * max(numbers, default=0))
+    # rows stand behind those that were there before, of which they are a copy
+    return (_FLOAT64 + item) * sum(numbers) + item * triangle + widened + 2 * rows
+
+
+def _stored_bytes(layer: TreatedLayer, probe: Probe, item: int) -> int:
+    sides = probe.sides(layer, follows=layer.name in probe.shared)
+    numbers = sum(side * (side + 1) // 2 if dense else side for side, dense in sides)
+    rows = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer)
+    return layer.groups * item * numbers + rows
