@@ -128,7 +128,30 @@ class Stopped:
     frame: Literal["stopped"] = "stopped"
 
 
-Frame = Started | Progress | Planned | LayerDone | ArtifactWritten | Summarised | LogLine | Failed | Finished | Stopped
+@record
+class Divided:
+    """Last frame of an attempt that leaves the next round to child jobs: it goes on when they have succeeded."""
+
+    frame: Literal["divided"] = "divided"
+    round: str
+    """`collect`, `correct` or `decompose`, as in `catalog.pieces`."""
+    pieces: tuple[Mapping[str, Any], ...]
+    """The pieces of the round in their order, each with the fields of `catalog.pieces.Piece`."""
+
+
+Frame = (
+    Started
+    | Progress
+    | Planned
+    | LayerDone
+    | ArtifactWritten
+    | Summarised
+    | LogLine
+    | Failed
+    | Finished
+    | Stopped
+    | Divided
+)
 
 _FRAMES: dict[str, type[Frame]] = {
     "started": Started,
@@ -141,6 +164,7 @@ _FRAMES: dict[str, type[Frame]] = {
     "failed": Failed,
     "finished": Finished,
     "stopped": Stopped,
+    "divided": Divided,
 }
 
 

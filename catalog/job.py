@@ -7,6 +7,7 @@ from typing import Literal
 from catalog.collection import Collection, Stabilisation
 from catalog.inputs import DataSource, ModelSource, Task
 from catalog.memory import Memory
+from catalog.pieces import Shards, require_divisible
 from catalog.record import FieldError, option, record
 from catalog.schedule import Schedule
 from catalog.woodbury import Woodbury
@@ -72,6 +73,10 @@ class JobDocument:
     part of the stored document."""
     labels: Mapping[str, str] = option(dict)
     """Pairs of your own to find the job by."""
+    shards: Shards | None = None
+    """The number of pieces that the data are cut into, each a job of its own that any worker takes; `auto` takes as
+    many as the plan and the devices at hand make worth while. The factors are those of all examples, merged in the
+    order of the pieces. Null is a job that is not divided."""
     schedule: Schedule = option(Schedule)
     """Before which of your jobs it goes, and until when it may take; no part of the stored document."""
 
@@ -90,6 +95,7 @@ class JobDocument:
             )
         self._require_model()
         self._require_kept()
+        require_divisible(self)
         _require_labels(self.labels)
         _require_name(self.name)
 

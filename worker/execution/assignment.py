@@ -5,10 +5,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from catalog.pieces import Piece, read_piece
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
 
 _MAX_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedPiece:
+    """A piece of a divided job that a child job has computed."""
+
+    piece: Piece
+    job: str
+    """Id of the child job, or the name of its folder in a foreground run."""
+    path: Path
+    """The folder with its artifacts."""
+    model_sha256: str | None
+    """Digest of the model that it measured; None in a round over layers."""
+    data_sha256: str | None
+    """Digest of its examples."""
+    examples: int | None
+    """How many it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +71,12 @@ class Assignment:
     """What was leased for it: more may be free, and is others'."""
     leased: str | None
     """The kind of device that was; None where nobody leases."""
+    piece: Piece | None
+    """The part of a divided job that this child job computes; None of a job that has no parent."""
+    pieces: tuple[FinishedPiece, ...]
+    """What the earlier rounds of the divided job have computed, in the order of rounds and pieces."""
+    divided: Path | None
+    """The folder with the artifacts that the divided job itself has written so far; None before the first round."""
 
 
 def read_assignment(raw: bytes) -> Assignment:
@@ -98,7 +122,21 @@ def read_assignment(raw: bytes) -> Assignment:
             device=value.get("device"),
             leased=value.get("leased"),
             bounds=replace(MemoryBudget.unlimited(), **(value.get("bounds") or {})),
+            piece=read_piece(value["piece"]) if value.get("piece") else None,
+            pieces=tuple(_finished_piece(each) for each in value.get("pieces") or ()),
+            divided=Path(value["divided"]) if value.get("divided") else None,
         )
     except (KeyError, TypeError, AttributeError) as error:
         message = f"not an assignment: {error!r}"
         raise ValueError(message) from error
+
+
+def _finished_piece(value: dict[str, Any]) -> FinishedPiece:
+    return FinishedPiece(
+        piece=read_piece(value["piece"]),
+        job=str(value["job"]),
+        path=Path(value["path"]),
+        model_sha256=value.get("model_sha256"),
+        data_sha256=value.get("data_sha256"),
+        examples=value.get("examples"),
+    )

@@ -1,0 +1,139 @@
+"""Pieces of a divided job: the examples, or the layers, that one child job of a round takes.
+
+A job with `shards: N` cuts its data by example index into N contiguous ranges [begin, end) that end at batch
+boundaries. Each piece collects the sums over its own examples, under the indices that they have in the whole data, and
+the job merges the sums in the order of the pieces. So the option is refused with whatever is not a sum over examples.
+
+    collect     the factors of the examples [begin, end)
+    correct     EK-FAC's eigenvalues of the same examples, in the eigenbases of the merged factors
+    decompose   the eigendecompositions of some layers of the merged factors
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from catalog.record import FieldError, record
+
+Round = Literal["collect", "correct", "decompose"]
+Shards = int | Literal["auto"]
+
+ROUNDS: tuple[Round, ...] = ("collect", "correct", "decompose")
+"""In the order in which a job takes them."""
+MAX_SHARDS = 4096
+
+
+@record
+class Piece:
+    """The part of a divided job that one child job computes."""
+
+    round: Round
+    """The round that the piece belongs to."""
+    index: int
+    """Place among the pieces of the round, from 0; results are merged in this order."""
+    count: int
+    """Pieces of the round."""
+    begin: int | None = None
+    """Index of the first example; null in a round over layers."""
+    end: int | None = None
+    """Index after the last example; null in a round over layers."""
+    layers: tuple[str, ...] | None = None
+    """Names of the layers; null in a round over examples."""
+
+    def __post_init__(self) -> None:
+        """Refuse a place outside the round, and a piece of neither examples nor layers, or of both."""
+        if self.round not in ROUNDS:
+            raise FieldError("round", f"must be one of {', '.join(ROUNDS)} (got {self.round!r})")
+        if self.count < 1:
+            raise FieldError("count", f"must be at least 1 (got {self.count})")
+        if not 0 <= self.index < self.count:
+            raise FieldError("index", f"must be 0 to {self.count - 1} in a round of {self.count} (got {self.index})")
+        if self.round == "decompose":
+            if not self.layers or self.begin is not None or self.end is not None:
+                raise FieldError("layers", "must name at least one layer, and no examples, in the round `decompose`")
+        elif self.layers is not None or self.begin is None or self.end is None or not 0 <= self.begin < self.end:
+            raise FieldError(
+                "begin",
+                f"must be an example before `end`, without layers, in the round `{self.round}` "
+                f"(got begin {self.begin}, end {self.end})",
+            )
+
+    @property
+    def title(self) -> str:
+        """The place as people count: `piece 3 of 6`."""
+        return f"piece {self.index + 1} of {self.count}"
+
+
+def read_piece(value: Mapping[str, Any]) -> Piece:
+    """Read a piece from JSON.
+
+    Args:
+        value: An object with the fields of `Piece`; absent ones have their defaults.
+
+    Returns:
+        The piece.
+
+    Raises:
+        FieldError: If it is not a piece.
+        TypeError: If a field is unknown, or one that has no default is missing.
+    """
+    layers = value.get("layers")
+    return Piece(**{**value, "layers": None if layers is None else tuple(layers)})
+
+
+def require_shards(shards: Shards | None) -> None:
+    """Require a number of pieces that a job can be divided into.
+
+    Args:
+        shards: The document's option.
+
+    Raises:
+        FieldError: If it is a number outside 1 to `MAX_SHARDS`.
+    """
+    if isinstance(shards, int) and not 1 <= shards <= MAX_SHARDS:
+        raise FieldError(
+            "shards", f"is {shards}; take 1 to {MAX_SHARDS}, `auto`, or leave it out for a job that is not divided"
+        )
+
+
+def require_divisible(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one
+    """Refuse `shards` where what is asked for is not a sum over examples, or is divided in another way.
+
+    Args:
+        document: The job document.
+
+    Raises:
+        FieldError: If the document has `shards` and cannot be divided.
+    """
+    require_shards(document.shards)
+    if document.shards is None:
+        return
+    if document.factors is not None:
+        raise FieldError("shards", "divides a collection, and `factors` were collected already; leave `shards` out")
+    world_size = getattr(document, "world_size", None) or 1
+    if world_size > 1:
+        raise FieldError(
+            "shards",
+            f"contradicts `world_size: {world_size}`: a job is divided over workers or over the devices of one of "
+            "them; leave one of the two out",
+        )
+    if document.collection.ema_decay is not None:
+        raise FieldError(
+            "collection.ema_decay",
+            "weighs each batch by how many follow it, which no piece knows, and `shards` divides the data; give null, "
+            "or leave `shards` out",
+        )
+    for kind in document.kinds:
+        params = getattr(document, kind, None)
+        again = getattr(params, "needs_model", None)
+        if again is not None:
+            raise FieldError(
+                "shards",
+                f"divides the data, and `{again}` passes over all of it after the collection; keep the factors, and "
+                "ask for it in a job of its own without `shards`",
+            )
+        if kind == "natural_gradient" and params is not None and params.gradient is None:
+            raise FieldError(
+                "natural_gradient.gradient",
+                "is missing, so the gradient is taken of all the data, which `shards` divides: give "
+                "`gradient: {path: FILE.safetensors}`, or leave `shards` out",
+            )
