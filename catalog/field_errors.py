@@ -57,7 +57,16 @@ def complaints(errors: Iterable[Mapping[str, Any]], document: type) -> tuple[Com
             break
         complaint = _complaint(error, document)
         said.setdefault((complaint.pointer, complaint.message), complaint)
-    return tuple(complaint for complaint in said.values() if not _is_other_branch(complaint, list(said.values())))
+    every = list(said.values())
+    return tuple(_with_number(complaint, every) for complaint in every if not _is_other_branch(complaint, every))
+
+
+def _with_number(complaint: Complaint, said: list[Complaint]) -> Complaint:
+    """Name the number among the choices of a field that takes one too."""
+    number = any(other.pointer == complaint.pointer and other.code == "int_type" for other in said)
+    if complaint.code != "invalid_choice" or not number:
+        return complaint
+    return dataclasses.replace(complaint, message=complaint.message.replace("take ", "take a whole number or ", 1))
 
 
 def _is_other_branch(complaint: Complaint, said: list[Complaint]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from catalog.collection import Collection, Stabilisation
+from catalog.extending import ExtendsReference, require_extension
 from catalog.inputs import DataSource, ModelSource, Task
 from catalog.memory import Memory
 from catalog.pieces import Shards, require_divisible
@@ -51,6 +52,9 @@ class JobDocument:
     """What the model's outputs mean, hence its likelihood."""
     factors: FactorsReference | None = None
     """Replaces model, data, task and collection: analyse factors already collected."""
+    extends: ExtendsReference | None = None
+    """A finished collection that the examples of `data` are added to: model, task, collection and woodbury are those of
+    that job's document. The factors are those of one job over all the examples."""
     collection: Collection = option(Collection)
     """How the curvature is collected."""
     stabilisation: Stabilisation = option(Stabilisation)
@@ -95,11 +99,14 @@ class JobDocument:
             )
         self._require_model()
         self._require_kept()
+        require_extension(self)
         require_divisible(self)
         _require_labels(self.labels)
         _require_name(self.name)
 
     def _require_inputs(self) -> None:
+        if self.extends is not None:
+            return
         inputs = {"model": self.model, "data": self.data, "task": self.task}
         for name, value in inputs.items():
             if self.factors is None and value is None:
@@ -135,7 +142,8 @@ class JobDocument:
                 )
         for kind in self.kinds:
             require = getattr(getattr(self, kind, None), "require_document", None)
-            if require is not None:
+            # of an extended job the child asks once it knows the collection
+            if require is not None and self.extends is None:
                 require(self)
 
     def _require_kept(self) -> None:

@@ -36,6 +36,8 @@ class Piece:
     """Index of the first example; null in a round over layers."""
     end: int | None = None
     """Index after the last example; null in a round over layers."""
+    total: int | None = None
+    """Examples of the whole data; null in a round over layers."""
     layers: tuple[str, ...] | None = None
     """Names of the layers; null in a round over examples."""
 
@@ -50,11 +52,11 @@ class Piece:
         if self.round == "decompose":
             if not self.layers or self.begin is not None or self.end is not None:
                 raise FieldError("layers", "must name at least one layer, and no examples, in the round `decompose`")
-        elif self.layers is not None or self.begin is None or self.end is None or not 0 <= self.begin < self.end:
+        elif self.layers is not None or not 0 <= (self.begin or 0) < (self.end or 0) <= (self.total or 0):
             raise FieldError(
                 "begin",
-                f"must be an example before `end`, without layers, in the round `{self.round}` "
-                f"(got begin {self.begin}, end {self.end})",
+                f"must be an example before `end`, which is at most `total`, and without layers, in the round "
+                f"`{self.round}` (got begin {self.begin}, end {self.end}, total {self.total})",
             )
 
     @property

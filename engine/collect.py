@@ -103,6 +103,23 @@ def _merged(workspace: Workspace) -> FactorSet:
     )
 
 
+def plan_collection(workspace: Workspace) -> Plan:
+    """Probe the model and plan its collection as ``collect_or_read`` does, and collect nothing.
+
+    Args:
+        workspace: The job: its model, data, options, machine and ports; the plan is announced.
+
+    Returns:
+        The plan, which fits.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
+    """
+    weigh_model(workspace)
+    with prepare_collection(workspace) as (planned, _):
+        return planned.plan
+
+
 @contextlib.contextmanager
 def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple[ParameterShape, ...]]]:
     """Survey, probe and plan a collection; inside, the model is as its passes need it, and the plan is held.

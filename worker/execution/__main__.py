@@ -2,21 +2,20 @@
 
     python -P -m worker.execution --frames FD        (the assignment comes on standard input)
 
-The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 4 fatal) or
-``stopped`` (5). SIGTERM stops it at its next checkpoint: a batch, a layer, a training step.
+The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 4 fatal),
+``stopped`` (5) or ``divided`` (6: it goes on when its pieces have ended). SIGTERM stops it at its next
+checkpoint: a batch, a layer, a training step.
 """
 
 import argparse
 import contextlib
-import hashlib
-import importlib.metadata
 import json
 import os
 import random
 import shutil
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,25 +23,20 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from catalog import ANALYSES, DOCUMENT
-from catalog.analysis import LayerResult, most_decomposed
+from catalog.analysis import LayerResult
 from catalog.estimate import unplannable
 from catalog.field_errors import complaints
-from catalog.frames import Finished, Started, Stopped, Summarised, layer_frame
+from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
-from catalog.record import canonical_json, plain
+from catalog.record import plain
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
-from engine.memory.budget import resident_bytes
-from engine.memory.guard import Guard
-from engine.memory.memory_curve import MemoryCurve
-from engine.memory.stage_peaks import StagePeaks
-from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
+from engine.workspace import Workspace
 from worker.execution.assignment import Assignment, read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache
 from worker.execution.cache.factor_cache_key import factor_key, reason_uncacheable
 from worker.execution.computing_environment import computing_device, computing_environment
 from worker.execution.computing_place import ComputingPlace, computing_place
-from worker.execution.device_calibration import Calibration
 from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
@@ -56,13 +50,31 @@ from worker.execution.job_inputs import (
     try_before_training,
 )
 from worker.execution.loader_context import LoaderContext
+from worker.execution.pieces.division import (
+    begins,
+    compute_piece,
+    divide,
+    enter_share,
+    join,
+    joined_digests,
+    joins,
+)
+from worker.execution.pieces.extension import (
+    EXTENSION,
+    Extended,
+    collect_extension,
+    enter_extension,
+    extended_digests,
+    open_extended,
+)
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
+from worker.execution.start.job_workspace import make_context, make_workspace, options_of
 from worker.execution.stop_flag import StopFlag
 
 EXIT_STOPPED = 5
-_SMALL_INPUT_BYTES = 256 * 2**20
+EXIT_DIVIDED = 6
 
 
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
@@ -95,8 +107,8 @@ def parse_document(document: Mapping[str, Any]) -> JobDocument:
     return parsed
 
 
-def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Finished:
-    """Run every analysis of the document, and send its rows as frames.
+def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Finished | Divided:
+    """Run every analysis of the document and send its rows as frames, or what of a divided job is this attempt's.
 
     Args:
         assignment: The job, and what this attempt may use.
@@ -104,7 +116,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
         checkpoint: The flag that is read between units of work.
 
     Returns:
-        The last frame, with the digests of model and data.
+        The last frame, with the digests of model and data; or with the pieces of the next round.
 
     Raises:
         StopRequested: If the flag is set meanwhile.
@@ -126,137 +138,128 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
             f"computes with the {assignment.threads} threads of the first attempt on {cores} cores: "
             "the numbers stay the same, and it takes longer",
         )
-    document = parse_document(assignment.document)
-    if assignment.estimate and (refused := unplannable(document)) is not None:
+    requested = parse_document(assignment.document)
+    if assignment.estimate and (refused := unplannable(requested)) is not None:
         raise DocumentRefused((refused,))
+    place = computing_place(requested, device, assignment.bounds, assignment.device if assignment.estimate else None)
+    context = make_context(assignment, pipe, checkpoint, place)
+    extended = None if requested.extends is None else open_extended(requested, assignment, context, parse_document)
+    document = requested if extended is None else extended.document
     _seed(document.collection.seed)
-    place = computing_place(document, device, assignment.bounds, assignment.device if assignment.estimate else None)
     adopt_checkpoint(assignment.scratch, assignment.earlier)
-    # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
-    scratch = ArtifactFiles(assignment.scratch, None)
-    finished = _compute(assignment, document, pipe, checkpoint, place, scratch)
+    attempt = _Attempt(
+        assignment=assignment,
+        document=document,
+        extended=extended,
+        workspace=make_workspace(assignment, document, pipe, checkpoint, place),
+        context=context,
+        pipe=pipe,
+        place=place,
+    )
+    finished = _compute(attempt)
     # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
     shutil.rmtree(assignment.scratch, ignore_errors=True)
     return finished
 
 
-def _compute(
-    assignment: Assignment,
-    document: JobDocument,
-    pipe: FramePipe,
-    checkpoint: StopFlag,
-    place: ComputingPlace,
-    scratch: ArtifactFiles,
-) -> Finished:
-    device, memory = place.device, place.memory
-    artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
-    calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
-    workspace = Workspace(
-        inputs=ModelInputs(model=None, batches=None, task=document.task),
-        options=JobOptions(
-            collection=document.collection,
-            stabilisation=document.stabilisation,
-            woodbury=document.woodbury,
-            keep=document.keep,
-            kinds=document.kinds,
-            decomposition=most_decomposed(_options(kind, document) or ANALYSES[kind] for kind in document.kinds),
-            params={kind: _options(kind, document) for kind in document.kinds},
-            memory=document.memory,
-        ),
-        machine=Machine(
-            budget=memory,
-            curve=MemoryCurve(stages=StagePeaks(apart=True)),
-            # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
-            guard=Guard(
-                budget=memory,
-                device=place.guarded,
-                log=pipe.log,
-                by_kernel=document.memory.host != "auto" and device.type != "cuda",
-            ),
-            device=device,
-            speed=calibration.read() if place.here else None,
-            measure_speed=calibration.measure if place.here else lambda: None,
-        ),
-        ports=Ports(
-            artifacts=artifacts,
-            scratch=scratch,
-            report=pipe.report,
-            raise_if_cancelled=checkpoint.checkpoint,
-            log=pipe.log,
-            announce_plan=pipe.planned,
-        ),
-        resume=Resume(
-            checkpoint_seconds=assignment.checkpoint_seconds,
-            conditions={
-                "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
-                "version of Kronoscope": importlib.metadata.version("kronoscope"),
-            },
-            chosen=assignment.chosen,
-            numerics=assignment.numerics,
-            completed=assignment.completed,
-        ),
-    )
-    context = LoaderContext(
-        store=assignment.store,
-        offline=assignment.offline,
-        paths=assignment.paths,
-        factories=assignment.factories,
-        directories=assignment.directories,
-        report=pipe.report,
-        checkpoint=checkpoint.checkpoint,
-        log=pipe.log,
-        shapes_only=assignment.estimate,
-        # the budget counts what this process holds already; inputs that are small the plan refuses, with its reasons
-        most_bytes=max(_SMALL_INPUT_BYTES, memory.host_bytes - resident_bytes()),
-    )
-    digests: InputDigests | None = None
-    workspace.inputs.gradient = open_gradient(document, context)
-    # before a model is loaded and data are read: what cannot be compared ends here
-    if not assignment.estimate:
-        workspace.inputs.stored_against = open_against(document, assignment, context)
-    if document.factors is not None:
-        workspace.inputs.stored = open_factors(document, assignment, context)
-        workspace.machine.guard.hold()
-    else:
-        with workspace.machine.operation("model"):
-            try_before_training(document, context)
-            loaded = load_model(document, context)
-        # what the modules alone show of the coverage, before data is read and a device is touched
-        if not assignment.estimate:
-            survey_layers(loaded.model, document.collection)
-        with workspace.machine.operation("data"):
-            data = load_data(document, loaded, context)
-        workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
-        workspace.inputs.labels = data.labels
-        if assignment.estimate:
-            workspace.inputs.model = loaded.model
-            plan = resolve(ESTIMATE)(workspace)
-            pipe.planned({**plan, "device": device.type, "unmeasured": list(place.unmeasured)})
-            return Finished()
-        digests = InputDigests(loaded.model, data.batches, document.collection.seed)
-        workspace.inputs.batches = digests.stream
-        with workspace.machine.operation("model to device"):
-            workspace.inputs.model = loaded.model.to(device)
-        _use_cache(assignment, document, workspace, digests)
-        pipe.log("info", f"model: {loaded.provenance}")
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """One attempt, once its document is known."""
+
+    assignment: Assignment
+    document: JobDocument
+    """As it was given; of an extension, with what was collected with."""
+    extended: Extended | None
+    workspace: Workspace
+    context: LoaderContext
+    pipe: FramePipe
+    place: ComputingPlace
+
+
+def _compute(attempt: _Attempt) -> Finished | Divided:
+    assignment, workspace, pipe = attempt.assignment, attempt.workspace, attempt.pipe
+    checkpoint = workspace.ports.raise_if_cancelled
+    opened = _open_inputs(attempt)
+    if isinstance(opened, (Finished, Divided)):
+        return opened
     with contextlib.ExitStack() as ending:
         if workspace.ports.cache is not None:
             ending.callback(workspace.ports.cache.close)
-        for kind in document.kinds:
-            checkpoint.checkpoint()
+        if assignment.piece is not None:
+            compute_piece(assignment, assignment.piece, workspace)
+        for kind in () if assignment.piece is not None else attempt.document.kinds:
+            checkpoint()
             with workspace.machine.operation(kind):
-                _analyse(kind, document, workspace, pipe)
+                _analyse(kind, attempt.document, workspace, pipe)
     for line in workspace.machine.curve.stages.exceeded():
         pipe.log("warning", line)
-    artifacts.save_json("memory_curve.json", workspace.machine.curve.as_json(device))
+    curve = workspace.machine.curve.as_json(attempt.place.device)
+    workspace.ports.artifacts.save_json("memory_curve.json", curve)
     finished = Finished(
         factors_sha256=factors_digest(workspace.inputs.stored),
         against_sha256=factors_digest(workspace.inputs.stored_against),
     )
+    if opened is None:
+        return joined_digests(finished, assignment.pieces) if joins(assignment) else finished
+    data_sha256 = opened.data_sha256(checkpoint)
+    finished = replace(finished, model_sha256=opened.model_sha256, data_sha256=data_sha256, examples=opened.examples)
+    return finished if attempt.extended is None else extended_digests(finished, attempt.extended)
+
+
+def _open_inputs(attempt: _Attempt) -> InputDigests | Finished | Divided | None:
+    """Give the workspace its inputs; return digests of model and data, None without, or the attempt's last frame."""
+    assignment, document, workspace, context = attempt.assignment, attempt.document, attempt.workspace, attempt.context
+    if assignment.piece is None:
+        workspace.inputs.gradient = open_gradient(document, context)
+        # before a model is loaded and data are read: what cannot be compared ends here
+        if not assignment.estimate:
+            workspace.inputs.stored_against = open_against(document, assignment, context)
+    if document.factors is not None:
+        workspace.inputs.stored = open_factors(document, assignment, context)
+        workspace.machine.guard.hold()
+        return None
+    if joins(assignment):
+        return join(document, assignment, workspace)
+    return _open_model(attempt)
+
+
+def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
+    """Load the model and open the data, or those of this attempt's piece."""
+    assignment, document, workspace, context = attempt.assignment, attempt.document, attempt.workspace, attempt.context
+    with workspace.machine.operation("model"):
+        try_before_training(document, context)
+        loaded = load_model(document, context)
+    # what the modules alone show of the coverage, before data is read and a device is touched
+    if not assignment.estimate:
+        survey_layers(loaded.model, document.collection)
+    with workspace.machine.operation("data"):
+        data = load_data(document, loaded, context)
+    workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
+    workspace.inputs.labels = data.labels
+    if assignment.estimate:
+        workspace.inputs.model = loaded.model
+        plan = resolve(ESTIMATE)(workspace)
+        unmeasured = list(attempt.place.unmeasured)
+        attempt.pipe.planned({**plan, "device": attempt.place.device.type, "unmeasured": unmeasured})
+        return Finished()
+    if attempt.extended is not None:
+        data = enter_extension(attempt.extended, data, workspace)
+    if assignment.piece is not None:
+        data = enter_share(assignment.piece, document, data, workspace)
+    seed = document.collection.seed
+    digests = None if begins(document, assignment) else InputDigests(loaded.model, data.batches, seed)
+    with workspace.machine.operation("model to device"):
+        workspace.inputs.model = loaded.model.to(attempt.place.device)
+    attempt.pipe.log("info", f"model: {loaded.provenance}")
     if digests is None:
-        return finished
-    data_sha256 = digests.data_sha256(checkpoint.checkpoint)
-    return replace(finished, model_sha256=digests.model_sha256, data_sha256=data_sha256, examples=digests.examples)
+        return divide(document, assignment.devices, data, workspace)
+    workspace.inputs.batches = digests.stream
+    if attempt.extended is not None:
+        scratch = ArtifactFiles(assignment.scratch / EXTENSION, None)
+        collect_extension(attempt.extended, digests.model_sha256, scratch, workspace)
+    elif assignment.piece is None:
+        _use_cache(assignment, document, workspace, digests)
+    return digests
 
 
 def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace, digests: InputDigests) -> None:
@@ -304,7 +307,7 @@ def _seed(seed: int) -> None:
 
 def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:
     """Pull one analysis's rows and send each up; its return value is the summary."""
-    rows: Generator[LayerResult, None, Any] = resolve(ANALYSES[kind].function)(_options(kind, document), workspace)
+    rows: Generator[LayerResult, None, Any] = resolve(ANALYSES[kind].function)(options_of(kind, document), workspace)
     while True:
         try:
             row = next(rows)
@@ -314,10 +317,6 @@ def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: Frame
         pipe.send(layer_frame(row))
 
 
-def _options(kind: str, document: JobDocument) -> Any:  # noqa: ANN401 - each analysis has its own
-    return None if ANALYSES[kind].params is None else getattr(document, kind)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compute the job whose assignment stands on standard input.
 
@@ -325,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; None for that of the process.
 
     Returns:
-        The exit code: 0 finished, 2 usage, 3 transient, 4 fatal, 5 stopped.
+        The exit code: 0 finished, 2 usage, 3 transient, 4 fatal, 5 stopped, 6 divided.
     """
     parser = argparse.ArgumentParser(prog="worker.execution", description="Compute one job; started by its parent.")
     parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
@@ -345,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pipe.send(failed)
         return _EXIT_CODES[failed.category]
     pipe.send(finished)
-    return 0
+    return EXIT_DIVIDED if isinstance(finished, Divided) else 0
 
 
 if __name__ == "__main__":

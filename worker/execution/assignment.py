@@ -30,6 +30,20 @@ class FinishedPiece:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtendedJob:
+    """The job whose collection is extended, where the parent knows it: in a service, by its id."""
+
+    path: Path
+    """The folder with its factors."""
+    document: dict[str, Any]
+    """The document that says what was collected: of a job that extends another, the first one's."""
+    model_sha256: str | None
+    """Digest of the model that it measured."""
+    data_sha256: str | None
+    """Digest of its data."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
     """One job, one attempt."""
 
@@ -75,6 +89,10 @@ class Assignment:
     """The part of a divided job that this child job computes; None of a job that has no parent."""
     pieces: tuple[FinishedPiece, ...]
     """What the earlier rounds of the divided job have computed, in the order of rounds and pieces."""
+    devices: int
+    """Devices that may take pieces of this job, as far as the parent knows: `shards: auto` counts on them."""
+    extends: ExtendedJob | None
+    """The job that the document extends by its id; None where it names a folder, or none."""
     divided: Path | None
     """The folder with the artifacts that the divided job itself has written so far; None before the first round."""
 
@@ -124,6 +142,8 @@ def read_assignment(raw: bytes) -> Assignment:
             bounds=replace(MemoryBudget.unlimited(), **(value.get("bounds") or {})),
             piece=read_piece(value["piece"]) if value.get("piece") else None,
             pieces=tuple(_finished_piece(each) for each in value.get("pieces") or ()),
+            extends=_extended_job(value["extends"]) if value.get("extends") else None,
+            devices=int(value.get("devices") or 1),
             divided=Path(value["divided"]) if value.get("divided") else None,
         )
     except (KeyError, TypeError, AttributeError) as error:
@@ -139,4 +159,13 @@ def _finished_piece(value: dict[str, Any]) -> FinishedPiece:
         model_sha256=value.get("model_sha256"),
         data_sha256=value.get("data_sha256"),
         examples=value.get("examples"),
+    )
+
+
+def _extended_job(value: dict[str, Any]) -> ExtendedJob:
+    return ExtendedJob(
+        path=Path(value["path"]),
+        document=value["document"],
+        model_sha256=value.get("model_sha256"),
+        data_sha256=value.get("data_sha256"),
     )

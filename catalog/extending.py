@@ -1,0 +1,70 @@
+"""Extending: more examples for a collection that an earlier job has finished.
+
+    extends: {job: ID}      model, task, collection and woodbury are those of that job's document
+    data: {…}               the examples to add
+
+The factors are those of one job over the earlier job's data followed by these: an example of the new data has its index
+after all of theirs. What is no sum over examples cannot be extended, and is refused.
+"""
+
+from typing import Any
+
+from catalog.collection import Collection
+from catalog.inputs import require_path
+from catalog.record import FieldError, record
+from catalog.woodbury import Woodbury
+
+
+@record
+class ExtendsReference:
+    """The job that is extended: give `job` or `path`."""
+
+    job: str | None = None
+    """Id of a succeeded job that kept its factors."""
+    path: str | None = None
+    """The output folder of a run that kept its factors, with its `job.json`. A service reads what lies in folders that
+    its operator lists."""
+
+    def __post_init__(self) -> None:
+        """Require exactly one of the two."""
+        if (self.job is None) == (self.path is None):
+            raise FieldError("job", "give either `job` or `path`, and not both")
+        if self.path is not None:
+            require_path("path", self.path)
+
+
+def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one
+    """Refuse what contradicts `extends`, or is not to be had of data that are not there any more.
+
+    Args:
+        document: The job document.
+
+    Raises:
+        FieldError: If the document has `extends` and something beside it that it cannot have.
+    """
+    if document.extends is None:
+        return
+    if document.data is None:
+        raise FieldError("data", "is missing; with `extends` give `data`, the examples to add")
+    inherited = {"model": None, "task": None, "collection": Collection(), "woodbury": Woodbury()}
+    for name, default in inherited.items():
+        if getattr(document, name) != default:
+            raise FieldError(name, f"is that of the job that `extends` names; leave `{name}` out")
+    for name in ("factors", "shards"):
+        if getattr(document, name) is not None:
+            raise FieldError(name, "has no place beside `extends`; leave one of the two out")
+    for kind in document.kinds:
+        params = getattr(document, kind, None)
+        again = getattr(params, "needs_model", None)
+        if again is not None:
+            raise FieldError(
+                "extends",
+                f"names data that this job does not read again, and `{again}` passes over all of them; leave it out, "
+                "or give model and all data in place of `extends`",
+            )
+        if kind == "natural_gradient" and params is not None and params.gradient is None:
+            raise FieldError(
+                "natural_gradient.gradient",
+                "is missing, so the gradient is taken of all the data, which `extends` does not read again: give "
+                "`gradient: {path: FILE.safetensors}`, or model and all data in place of `extends`",
+            )

@@ -1,0 +1,1 @@
+"""Divided jobs seen from the child process: cutting the data, and joining what the pieces have computed."""

@@ -1,0 +1,241 @@
+"""Division: what an attempt at a divided job does, by the rounds that its pieces have ended.
+
+no round yet        cut the data, plan the collection of a piece, end with ``Divided``
+as a piece          collect the sums of its examples, or correct their eigenvalues, and store them
+`collect` ended     merge; with EK-FAC store the eigenbases, and end with ``Divided`` once more
+all rounds ended    analyse the merged factors, as a job over stored factors does
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from catalog.frames import Divided, Finished
+from catalog.job import JobDocument
+from catalog.pieces import Piece
+from catalog.record import plain
+from engine.collect import plan_collection
+from engine.measurement.piece_storage import store_bases, store_correction, store_piece
+from engine.workspace import DataPart, JobOptions, Workspace
+from worker.execution.assignment import Assignment, FinishedPiece
+from worker.execution.data.stream import DataStream
+from worker.execution.files.artifact_files import ArtifactFiles
+from worker.execution.pieces.data_extent import cut_pieces, measure_extent, read_share
+from worker.execution.pieces.shard_count import choose_count, most_pieces
+from worker.execution.refusal import Refusal
+
+
+def begins(document: JobDocument, assignment: Assignment) -> bool:
+    """Return whether an attempt has to divide its job before anything is collected.
+
+    Args:
+        document: The job document.
+        assignment: The attempt's assignment.
+
+    Returns:
+        True for a job with `shards` that is neither a piece nor has pieces yet, nor is only estimated.
+    """
+    undivided = assignment.piece is None and not assignment.pieces
+    return document.shards is not None and undivided and not assignment.estimate
+
+
+def joins(assignment: Assignment) -> bool:
+    """Return whether an attempt goes on from what the pieces of its job have computed.
+
+    Args:
+        assignment: The attempt's assignment.
+
+    Returns:
+        True for a divided job after its first round.
+    """
+    return assignment.piece is None and bool(assignment.pieces)
+
+
+def collecting(options: JobOptions) -> JobOptions:
+    """Return the options of a job that collects factors and stores them, and analyses nothing.
+
+    Args:
+        options: The options of the whole job.
+
+    Returns:
+        A copy, with the same collection.
+    """
+    return replace(options, kinds=("factors",), keep=("factors",), decomposition="none", params={})
+
+
+def divide(document: JobDocument, devices: int, data: DataStream, workspace: Workspace) -> Divided:
+    """Cut the data of a job into pieces, once the plan of a piece is known.
+
+    Args:
+        document: The job document, with `shards`.
+        devices: Devices that may take pieces; `auto` counts on them.
+        data: The whole data.
+        workspace: The job: its model, options and machine; the plan of a piece is announced.
+
+    Returns:
+        The last frame of the attempt.
+
+    Raises:
+        EngineError: If model, data and task do not belong together, or a piece does not fit the budget.
+        Refusal: If more pieces are asked for than there are examples.
+    """
+    extent = measure_extent(data, document.collection, workspace.ports.raise_if_cancelled)
+    cuts, log = len(extent.cuts), workspace.ports.log
+    asked = most_pieces(devices, cuts) if document.shards == "auto" else int(document.shards or 1)
+    pieces = cut_pieces(extent, asked)
+    enter_share(pieces[0], document, data, workspace)
+    plan = plan_collection(workspace)
+    if document.shards == "auto":
+        count, why = choose_count(plan.as_json(), len(pieces), devices, cuts)
+        pieces = cut_pieces(extent, count)
+        log("info", f"`shards: auto` takes {len(pieces)}: {why}")
+    elif len(pieces) < asked:
+        log(
+            "warning",
+            f"`shards` is {asked}, and the {extent.examples} examples can be cut into {len(pieces)} pieces at most, "
+            "each of `collection.update_freq` batches or more: the job has that many",
+        )
+    return _divided(pieces, log)
+
+
+def enter_share(piece: Piece, document: JobDocument, data: DataStream, workspace: Workspace) -> DataStream:
+    """Put the data of one piece in the place of the whole, and leave the analyses to the job that merges them.
+
+    Args:
+        piece: The piece.
+        document: The job document.
+        data: The whole data.
+        workspace: The job, whose inputs and options are changed.
+
+    Returns:
+        The data of the piece.
+    """
+    share, inputs = read_share(data, piece, document.collection.batch_size), workspace.inputs
+    workspace.options = collecting(workspace.options)
+    inputs.batches, inputs.examples, inputs.labels = share.batches, share.examples, share.labels
+    inputs.part = DataPart(begin=piece.begin or 0, end=piece.end or 0, examples=piece.total or 0, batches=data.batches)
+    return share
+
+
+def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) -> None:
+    """Compute one piece, and store it as artifacts.
+
+    Args:
+        assignment: The attempt's assignment, with the folder of what the job itself has stored so far.
+        piece: The piece.
+        workspace: The job, whose data are those of the piece.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
+    if piece.round == "correct":
+        workspace.inputs.bases = _stored_by_job(assignment)
+        store_correction(workspace)
+    else:
+        store_piece(workspace)
+
+
+def join(document: JobDocument, assignment: Assignment, workspace: Workspace) -> Divided | None:
+    """Take the pieces of the rounds that have ended as the job's factors.
+
+    Args:
+        document: The job document.
+        assignment: The attempt's assignment.
+        workspace: The job, without a model; its inputs are changed.
+
+    Returns:
+        The last frame, where another round has to come first; None where the job can go on with its analyses.
+
+    Raises:
+        EngineError: If the pieces do not make one whole.
+        Refusal: If they measured different models, or lack examples.
+    """
+    _require_one_model(assignment.pieces)
+    collected, corrected = (
+        tuple(each for each in assignment.pieces if each.piece.round == name) for name in ("collect", "correct")
+    )
+    inputs = workspace.inputs
+    inputs.stored_pieces = tuple(ArtifactFiles(each.path, None) for each in collected)
+    workspace.machine.guard.hold()
+    if not document.collection.ekfac:
+        return None
+    if corrected:
+        inputs.bases = _stored_by_job(assignment)
+        inputs.stored_corrections = tuple(ArtifactFiles(each.path, None) for each in corrected)
+        return None
+    store_bases(workspace)
+    return _divided(tuple(replace(each.piece, round="correct") for each in collected), workspace.ports.log)
+
+
+def joined_digests(finished: Finished, pieces: tuple[FinishedPiece, ...]) -> Finished:
+    """Return the last frame of a divided job with the digests that its pieces' are composed to.
+
+    Args:
+        finished: The last frame without them.
+        pieces: What the pieces have computed.
+
+    Returns:
+        The frame with the model's digest, SHA-256 over the lines of the pieces' data digests in their order, and the
+        sum of their examples.
+    """
+    collected = [each for each in pieces if each.piece.round == "collect"]
+    return replace(
+        finished,
+        model_sha256=collected[0].model_sha256,
+        data_sha256=composed_digest([each.data_sha256 for each in collected]),
+        examples=sum(each.examples or 0 for each in collected),
+    )
+
+
+def composed_digest(digests: Iterable[str | None]) -> str:
+    """Return the digest of data that were read in parts.
+
+    Args:
+        digests: The digests of the parts, in their order.
+
+    Returns:
+        SHA-256 over the digests, each as a line.
+    """
+    return hashlib.sha256("".join(f"{each}\n" for each in digests).encode()).hexdigest()
+
+
+def _divided(pieces: tuple[Piece, ...], log: Callable[[str, str], None]) -> Divided:
+    first, last = pieces[0], pieces[-1]
+    log(
+        "info",
+        f"round `{first.round}`: {len(pieces)} piece{'s' if len(pieces) > 1 else ''} of the {last.end} examples, "
+        f"from {(last.end or 0) - (last.begin or 0)} to {(first.end or 0) - (first.begin or 0)} each",
+    )
+    return Divided(round=first.round, pieces=tuple(plain(each) for each in pieces))
+
+
+def _stored_by_job(assignment: Assignment) -> ArtifactFiles:
+    if assignment.divided is None:
+        raise ValueError("a job after its first round is told where its own artifacts are, by `divided`")
+    return ArtifactFiles(assignment.divided, None)
+
+
+def _require_one_model(pieces: tuple[FinishedPiece, ...]) -> None:
+    """Refuse pieces of different models, and pieces that hold other examples than they were given.
+
+    Raises:
+        Refusal: If there are such.
+    """
+    measured = [each for each in pieces if each.piece.round != "decompose"]
+    first = measured[0]
+    for each in measured:
+        if each.model_sha256 != first.model_sha256:
+            raise Refusal(
+                f"is not the same in every piece: {first.piece.title} of round `{first.piece.round}` measured the "
+                f"digest {first.model_sha256}, and {each.piece.title} of round `{each.piece.round}` {each.model_sha256}"
+                "; a factory must return the same weights every time: seed what it draws, or load a file",
+                pointer="/model",
+                code="model_differs",
+            )
+        if each.examples != (each.piece.end or 0) - (each.piece.begin or 0):
+            raise Refusal(
+                f"{each.piece.title} of round `{each.piece.round}` has the examples {each.piece.begin} to "
+                f"{each.piece.end}, and read {each.examples}; the source must give the same examples every time",
+                pointer="/data",
+                code="data_differ",
+            )

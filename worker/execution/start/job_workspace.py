@@ -1,0 +1,131 @@
+"""The workspace of an attempt, made of its document and its assignment, before anything is loaded."""
+
+import hashlib
+import importlib.metadata
+from typing import Any
+
+from catalog import ANALYSES
+from catalog.analysis import most_decomposed
+from catalog.job import JobDocument
+from catalog.record import canonical_json, plain
+from engine.memory.budget import resident_bytes
+from engine.memory.guard import Guard
+from engine.memory.memory_curve import MemoryCurve
+from engine.memory.stage_peaks import StagePeaks
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
+from worker.execution.assignment import Assignment
+from worker.execution.computing_place import ComputingPlace
+from worker.execution.device_calibration import Calibration
+from worker.execution.files.artifact_files import ArtifactFiles
+from worker.execution.frame_pipe import FramePipe
+from worker.execution.loader_context import LoaderContext
+from worker.execution.stop_flag import StopFlag
+
+_SMALL_INPUT_BYTES = 256 * 2**20
+
+
+def make_workspace(
+    assignment: Assignment, document: JobDocument, pipe: FramePipe, checkpoint: StopFlag, place: ComputingPlace
+) -> Workspace:
+    """Return the workspace of an attempt without its inputs.
+
+    Args:
+        assignment: The job, and what this attempt may use.
+        document: The job document.
+        pipe: The pipe to the parent, which takes reports, log lines, the plan and the names of artifacts.
+        checkpoint: The flag that is read between units of work.
+        place: The device, with the memory that may be used.
+
+    Returns:
+        The workspace; of its inputs only the task is there.
+    """
+    device, memory = place.device, place.memory
+    artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
+    calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
+    return Workspace(
+        inputs=ModelInputs(model=None, batches=None, task=document.task),
+        options=JobOptions(
+            collection=document.collection,
+            stabilisation=document.stabilisation,
+            woodbury=document.woodbury,
+            keep=document.keep,
+            kinds=document.kinds,
+            decomposition=most_decomposed(options_of(kind, document) or ANALYSES[kind] for kind in document.kinds),
+            params={kind: options_of(kind, document) for kind in document.kinds},
+            memory=document.memory,
+        ),
+        machine=Machine(
+            budget=memory,
+            curve=MemoryCurve(stages=StagePeaks(apart=True)),
+            # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
+            guard=Guard(
+                budget=memory,
+                device=place.guarded,
+                log=pipe.log,
+                by_kernel=document.memory.host != "auto" and device.type != "cuda",
+            ),
+            device=device,
+            speed=calibration.read() if place.here else None,
+            measure_speed=calibration.measure if place.here else lambda: None,
+        ),
+        ports=Ports(
+            artifacts=artifacts,
+            # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
+            scratch=ArtifactFiles(assignment.scratch, None),
+            report=pipe.report,
+            raise_if_cancelled=checkpoint.checkpoint,
+            log=pipe.log,
+            announce_plan=pipe.planned,
+        ),
+        resume=Resume(
+            checkpoint_seconds=assignment.checkpoint_seconds,
+            conditions={
+                "document": hashlib.sha256(canonical_json(assignment.document).encode()).hexdigest(),
+                "piece": plain(assignment.piece),
+                "version of Kronoscope": importlib.metadata.version("kronoscope"),
+            },
+            chosen=assignment.chosen,
+            numerics=assignment.numerics,
+            completed=assignment.completed,
+        ),
+    )
+
+
+def make_context(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag, place: ComputingPlace) -> LoaderContext:
+    """Return what the loaders of an attempt may use.
+
+    Args:
+        assignment: The job, and what this attempt may use.
+        pipe: The pipe to the parent, which takes reports and log lines.
+        checkpoint: The flag that is read between units of work.
+        place: The device, with the memory that may be used.
+
+    Returns:
+        Rules, folders and ports of the loaders.
+    """
+    return LoaderContext(
+        store=assignment.store,
+        offline=assignment.offline,
+        paths=assignment.paths,
+        factories=assignment.factories,
+        directories=assignment.directories,
+        report=pipe.report,
+        checkpoint=checkpoint.checkpoint,
+        log=pipe.log,
+        shapes_only=assignment.estimate,
+        # the budget counts what this process holds already; inputs that are small the plan refuses, with its reasons
+        most_bytes=max(_SMALL_INPUT_BYTES, place.memory.host_bytes - resident_bytes()),
+    )
+
+
+def options_of(kind: str, document: JobDocument) -> Any:  # noqa: ANN401 - each analysis has its own
+    """Return the options of one analysis.
+
+    Args:
+        kind: Name of the analysis.
+        document: The job document.
+
+    Returns:
+        Its record; None where the analysis has no options.
+    """
+    return None if ANALYSES[kind].params is None else getattr(document, kind)
