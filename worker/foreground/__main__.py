@@ -12,27 +12,24 @@ last one is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 4 fata
 """
 
 import argparse
-import contextlib
 import json
 import os
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from catalog.cgroups import oom_kills
-from catalog.frames import Failed, Finished, Frame, LogLine, Stopped, encode
+from catalog.frames import Divided, Failed, Finished, Frame, LogLine, Stopped, encode
 from catalog.record import FieldError
 from catalog.schedule import Schedule
+from worker.foreground.child_run import Last, Stopper, run_child, trouble
 from worker.foreground.output_folder import OutputFolder, OutputRefused
-from worker.process.artifact_check import ArtifactMismatch
-from worker.process.child_process import EXECUTION, STOP_GRACE_SECONDS, Child, MalformedFrame
-from worker.process.crash import LastPosition, Signature, crash_failure, ending
+from worker.foreground.piece_runs import PieceRuns
+from worker.process.child_process import EXECUTION
 from worker.process.log_lines import LogFormatter
 
 EXIT_STOPPED = 5
@@ -55,74 +52,6 @@ _PASSED_ON = (
     "estimate",
     "device",
 )
-
-
-Last = Finished | Failed | Stopped
-
-
-class Stopper:
-    """The one clean stop of the child, on the end of the lifeline, on a signal or on the parent's death."""
-
-    def __init__(self, lifeline: int | None) -> None:
-        """Set up the stop; nothing is watched before `install`.
-
-        Args:
-            lifeline: A descriptor that ends when the parent is gone; None to go by signals and the parent's id alone.
-        """
-        self.asked = threading.Event()
-        self._lifeline = lifeline
-        self._parent = os.getppid()
-        self._signalled, self._signal = os.pipe()
-        self._child: Child | None = None
-        self._ended = threading.Event()
-
-    def install(self) -> None:
-        """Take SIGINT and SIGTERM; a handler only writes into a pipe, so it can never meet a held lock."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: os.write(self._signal, b"!"))
-        threading.Thread(target=self._watch, name="stopper", daemon=True).start()
-
-    def guard(self, child: Child) -> None:
-        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once.
-
-        Args:
-            child: The child.
-        """
-        self._child = child
-        if self.asked.is_set():
-            child.terminate()
-
-    def ended(self) -> None:
-        """There is nothing left to stop."""
-        self._ended.set()
-
-    def stop(self) -> None:
-        """Ask the child to stop; end it when it does not."""
-        if self.asked.is_set():
-            return
-        self.asked.set()
-        if self._child is not None:
-            self._child.terminate()
-        threading.Thread(target=self._insist, name="insist", daemon=True).start()
-
-    def _insist(self) -> None:
-        if not self._ended.wait(STOP_GRACE_SECONDS) and self._child is not None:
-            self._child.kill()
-
-    def _watch(self) -> None:
-        sources = [self._signalled] if self._lifeline is None else [self._signalled, self._lifeline]
-        while not self._ended.is_set():
-            readable, _, _ = select.select(sources, [], [], _PARENT_POLL_SECONDS)
-            if self._signalled in readable:
-                os.read(self._signalled, 16)
-                if self.asked.is_set() and self._child is not None:
-                    self._child.kill()  # asked twice: now
-                self.stop()
-            if self._lifeline in readable and not os.read(self._lifeline or 0, 4096):
-                sources = [self._signalled]
-                self.stop()
-            if os.getppid() != self._parent:
-                self.stop()
 
 
 class Echo:
@@ -185,7 +114,6 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "document": document,
         "artifacts": str(folder.artifacts),
         "scratch": str(folder.scratch),
-        "plan": folder.plan,
     }
     overdue = threading.Event()
 
@@ -195,44 +123,32 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
 
     timer = threading.Timer(seconds or 0, end_at_deadline)
     timer.daemon = True
-    last_position, kills = LastPosition(), oom_kills()
-    with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:
-        stopper.guard(child)
-        if seconds is not None:
-            timer.start()
-        try:
-            last = _follow(child, folder, echo, last_position, LogFormatter(document))
-        except (MalformedFrame, ArtifactMismatch, OSError) as error:
-            child.kill()
-            last = _trouble(error)
-        code = child.wait()
-    stopper.ended()
-    timer.cancel()
-    if overdue.is_set() and (last is None or isinstance(last, Stopped)):
-        last = _overdue()
-    if last is None and stopper.asked.is_set():
-        last = Stopped()
-    if last is None:
-        signature = Signature(signal=ending(code), stage=last_position.stage, layer=last_position.layer)
-        last = replace(crash_failure(signature, None, exhausted=oom_kills() > kills), category="fatal")
-    return _end(folder, last, echo)
+    if seconds is not None:
+        timer.start()
+    attempt = partial(run_child, stopper=stopper, command=command)
+    formatter = LogFormatter(document)
 
-
-def _follow(
-    child: Child, folder: OutputFolder, echo: Echo, last_position: LastPosition, formatter: LogFormatter
-) -> Last | None:
-    """Write and echo every frame; return the last one, which is echoed when the folder is complete."""
-    last: Last | None = None
-    for frame in child.frames():
-        last_position.follow(frame)
-        if isinstance(frame, (Finished, Failed, Stopped)):
-            last = frame
-            continue
+    def keep(frame: Frame) -> None:
         folder.take(frame)
         echo(frame)
         for line in formatter.lines(frame):
             echo(line)
-    return last
+
+    rounds = PieceRuns(folder, assignment, attempt, echo)
+    # what a killed run was divided into stays so
+    last: Last | None = rounds.run()
+    while last is None:
+        ended = attempt({**assignment, **rounds.finished(), "plan": folder.plan}, keep)
+        if isinstance(ended, Divided):
+            folder.take(ended)
+            last = rounds.run()
+        else:
+            last = ended
+    stopper.ended()
+    timer.cancel()
+    if overdue.is_set() and isinstance(last, Stopped):
+        last = _overdue()
+    return _end(folder, last, echo)
 
 
 def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
@@ -243,7 +159,7 @@ def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
             folder.take(last)
         folder.end(state, failure)
     except OSError as error:
-        last = _trouble(error)
+        last = trouble(error)
     echo(last)
     if isinstance(last, Failed):
         return _EXIT_CODES[last.category]
@@ -272,17 +188,6 @@ def _overdue() -> Failed:
     return Failed(
         category="usage", code="deadline_exceeded", message=message, pointer="/schedule", layer=None, detail=None
     )
-
-
-def _trouble(error: Exception) -> Failed:
-    """What went wrong on our side of the pipe."""
-    if isinstance(error, OSError):
-        code, message = "output_failed", f"the output folder refused a write: {error.strerror}; make room in it"
-    elif isinstance(error, ArtifactMismatch):
-        code, message = "artifact_damaged", f"{error}; run the job again"
-    else:
-        code, message = "malformed_frame", f"{error}; a factory that writes to foreign file descriptors would do this"
-    return Failed(category="fatal", code=code, message=message, pointer=None, layer=None, detail=None)
 
 
 def _refuse(echo: Echo, message: str, code: str) -> int:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from catalog.frames import ArtifactWritten, Failed, Finished, Frame, LayerDone, Planned, Started, Summarised
+from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LayerDone, Planned, Started, Summarised
 from catalog.record import canonical_json, plain
 from worker.process.artifact_check import require_artifact
 
@@ -22,6 +22,8 @@ _FORMAT = "kronoscope.run/1"
 _OURS = ("results.json", "log.jsonl", "artifacts")
 _SCRATCH = ".waiting"
 _EARLIER = ".earlier"
+_PIECES = ".pieces"
+_BASES = "factors/bases"
 
 
 class OutputRefused(ValueError):
@@ -47,7 +49,11 @@ class OutputFolder:
         self.artifacts = self.path / "artifacts"
         self.scratch = self.path / _SCRATCH
         """What a killed run of the same document left is gone on with, by its plan."""
-        self.plan = self._plan_of_killed_run(document)
+        self.piece_folders = self.path / _PIECES
+        """Where the pieces of a divided job are computed."""
+        killed = self._killed_run(document)
+        self.plan: dict[str, Any] | None = None if killed is None else killed["plan"]
+        divided = {} if killed is None else {name: killed.get(name) or [] for name in ("pieces", "artifacts")}
         self._rows: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
         self._job: dict[str, Any] = {
@@ -61,12 +67,15 @@ class OutputFolder:
             "plan": self.plan,
             "failure": None,
             "artifacts": [],
+            "pieces": [],
         }
+        if divided.get("pieces"):
+            self._job |= divided
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._set_aside(replace=replace)
             self._write("job.json", self._job)
-            self.artifacts.mkdir()
+            self.artifacts.mkdir(exist_ok=True)
             self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
         except OSError as error:
             raise OutputRefused(
@@ -88,7 +97,8 @@ class OutputFolder:
                 self._job["environment"] = dict(frame.environment)
                 self._write("job.json", self._job)
             case Planned():
-                self._job["plan"] = dict(frame.plan)
+                self.plan = dict(frame.plan)
+                self._job["plan"] = self.plan
                 self._write("job.json", self._job)
             case LayerDone():
                 shutil.rmtree(self.path / _EARLIER, ignore_errors=True)
@@ -98,13 +108,24 @@ class OutputFolder:
                 require_artifact(self.artifacts, frame)
                 listed = plain(frame)
                 del listed["frame"]
-                self._job["artifacts"].append(listed)
+                others = [each for each in self._job["artifacts"] if each["name"] != frame.name]
+                self._job["artifacts"] = [*others, listed]
             case Summarised():
                 self._summary[frame.kind] = dict(frame.summary)
+            case Divided():
+                self._job["pieces"] = [*self.pieces, *(dict(each) for each in frame.pieces)]
+                self._write("job.json", self._job)
             case Finished():
+                self._drop_bases()
                 self._job |= {name: value for name, value in plain(frame).items() if name != "frame"}
             case _:
                 pass
+
+    @property
+    def pieces(self) -> list[dict[str, Any]]:
+        """The pieces of every round that the job was divided into so far, in the order of the rounds."""
+        pieces: list[dict[str, Any]] = self._job["pieces"]
+        return pieces
 
     def end(self, state: str, failure: Failed | None) -> None:
         """Write the results, then the last state: in this order, so that `succeeded` promises them.
@@ -131,16 +152,22 @@ class OutputFolder:
         if failure is not None:
             self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
         self._write("job.json", self._job)
-        for name in (_SCRATCH, _EARLIER):
+        for name in (_SCRATCH, _EARLIER, _PIECES):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
-    def _plan_of_killed_run(self, document: object) -> dict[str, Any] | None:
-        """The plan of a run of the same document that never came to its end."""
+    def _drop_bases(self) -> None:
+        """Remove the eigenbases that a divided job stored for its pieces: they were needed by those alone."""
+        if self.pieces:
+            shutil.rmtree(self.artifacts / _BASES, ignore_errors=True)
+            others = [each for each in self._job["artifacts"] if not each["name"].startswith(f"{_BASES}/")]
+            self._job["artifacts"] = others
+
+    def _killed_run(self, document: object) -> dict[str, Any] | None:
+        """What a run of the same document said of itself that was planned and never came to its end."""
         found = self._earlier_run()
         if found is None or found.get("state") != "running" or found.get("document") != document:
             return None
-        plan = found.get("plan")
-        return plan if isinstance(plan, dict) else None
+        return found if isinstance(found.get("plan"), dict) else None
 
     def _set_aside(self, *, replace: bool) -> None:
         left = [name for name in _OURS if (self.path / name).exists()]
@@ -156,9 +183,11 @@ class OutputFolder:
             )
         if self.plan is not None or earlier.exists():
             # what a killed run left is not worth more than what was set aside for it
-            self._remove(left if self.plan is not None else [*left, _SCRATCH])
+            kept = ["artifacts"] if self.pieces else []
+            others = [] if self.plan is not None else [_SCRATCH, _PIECES]
+            self._remove([*(name for name in left if name not in kept), *others])
             return
-        found = [name for name in (*left, "job.json", _SCRATCH) if (self.path / name).exists()]
+        found = [name for name in (*left, "job.json", _SCRATCH, _PIECES) if (self.path / name).exists()]
         if found:
             earlier.mkdir()
         for name in found:
@@ -170,7 +199,7 @@ class OutputFolder:
         return any(log.is_file() and log.stat().st_size > 0 for log in logs)
 
     def _give_back(self) -> None:
-        self._remove([*_OURS, "job.json", _SCRATCH])
+        self._remove([*_OURS, "job.json", _SCRATCH, _PIECES])
         earlier = self.path / _EARLIER
         for found in earlier.iterdir():
             found.rename(self.path / found.name)

@@ -1,0 +1,144 @@
+"""One child of a foreground run, from its assignment to its last frame, and the stop that may end it."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from catalog.cgroups import oom_kills
+from catalog.frames import Divided, Failed, Finished, Frame, Stopped
+from worker.process.artifact_check import ArtifactMismatch
+from worker.process.child_process import STOP_GRACE_SECONDS, Child, MalformedFrame
+from worker.process.crash import LastPosition, Signature, crash_failure, ending
+
+_PARENT_POLL_SECONDS = 0.5
+
+Last = Finished | Failed | Stopped
+"""What a job ends with."""
+
+
+class Stopper:
+    """The one clean stop of the child, on the end of the lifeline, on a signal or on the parent's death."""
+
+    def __init__(self, lifeline: int | None) -> None:
+        """Set up the stop; nothing is watched before `install`.
+
+        Args:
+            lifeline: A descriptor that ends when the parent is gone; None to go by signals and the parent's id alone.
+        """
+        self.asked = threading.Event()
+        self._lifeline = lifeline
+        self._parent = os.getppid()
+        self._signalled, self._signal = os.pipe()
+        self._child: Child | None = None
+        self._ended = threading.Event()
+
+    def install(self) -> None:
+        """Take SIGINT and SIGTERM; a handler only writes into a pipe, so it can never meet a held lock."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os.write(self._signal, b"!"))
+        threading.Thread(target=self._watch, name="stopper", daemon=True).start()
+
+    def guard(self, child: Child) -> None:
+        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once.
+
+        Args:
+            child: The child.
+        """
+        self._child = child
+        if self.asked.is_set():
+            child.terminate()
+
+    def ended(self) -> None:
+        """There is nothing left to stop."""
+        self._ended.set()
+
+    def stop(self) -> None:
+        """Ask the child to stop; end it when it does not."""
+        if self.asked.is_set():
+            return
+        self.asked.set()
+        if self._child is not None:
+            self._child.terminate()
+        threading.Thread(target=self._insist, name="insist", daemon=True).start()
+
+    def _insist(self) -> None:
+        if not self._ended.wait(STOP_GRACE_SECONDS) and self._child is not None:
+            self._child.kill()
+
+    def _watch(self) -> None:
+        sources = [self._signalled] if self._lifeline is None else [self._signalled, self._lifeline]
+        while not self._ended.is_set():
+            readable, _, _ = select.select(sources, [], [], _PARENT_POLL_SECONDS)
+            if self._signalled in readable:
+                os.read(self._signalled, 16)
+                if self.asked.is_set() and self._child is not None:
+                    self._child.kill()  # asked twice: now
+                self.stop()
+            if self._lifeline in readable and not os.read(self._lifeline or 0, 4096):
+                sources = [self._signalled]
+                self.stop()
+            if os.getppid() != self._parent:
+                self.stop()
+
+
+def run_child(
+    assignment: Mapping[str, Any], take: Callable[[Frame], None], *, stopper: Stopper, command: Sequence[str]
+) -> Last | Divided:
+    """Run one child to its end.
+
+    Args:
+        assignment: What it is told to do.
+        take: Receives every frame but the last.
+        stopper: The stop of the run.
+        command: The child's program.
+
+    Returns:
+        Its last frame, or one that says how it ended without.
+    """
+    if stopper.asked.is_set():
+        return Stopped()
+    last_position, kills = LastPosition(), oom_kills()
+    last: Last | Divided | None = None
+    with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:
+        stopper.guard(child)
+        try:
+            for frame in child.frames():
+                last_position.follow(frame)
+                if isinstance(frame, (Finished, Failed, Stopped, Divided)):
+                    last = frame
+                else:
+                    take(frame)
+        except (MalformedFrame, ArtifactMismatch, OSError) as error:
+            child.kill()
+            last = trouble(error)
+        code = child.wait()
+    if last is not None:
+        return last
+    if stopper.asked.is_set():
+        return Stopped()
+    signature = Signature(signal=ending(code), stage=last_position.stage, layer=last_position.layer)
+    return replace(crash_failure(signature, None, exhausted=oom_kills() > kills), category="fatal")
+
+
+def trouble(error: Exception) -> Failed:
+    """Return the failure that says what went wrong on our side of the pipe.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        The last frame of the job.
+    """
+    if isinstance(error, OSError):
+        code, message = "output_failed", f"the output folder refused a write: {error.strerror}; make room in it"
+    elif isinstance(error, ArtifactMismatch):
+        code, message = "artifact_damaged", f"{error}; run the job again"
+    else:
+        code, message = "malformed_frame", f"{error}; a factory that writes to foreign file descriptors would do this"
+    return Failed(category="fatal", code=code, message=message, pointer=None, layer=None, detail=None)

@@ -1,0 +1,141 @@
+"""The pieces of a divided job in the foreground: one child after another, each in a folder below ``.pieces/``.
+
+A piece that has ended leaves ``piece.json`` beside its artifacts, so a killed run goes on with the next one, and with
+the checkpoint of the one that was under way. Every piece follows the plan of the job's first attempt: what it computes
+does not depend on what was free when its turn came.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LogLine, Progress, Stopped
+from catalog.pieces import Piece, read_piece
+from catalog.record import plain
+from worker.foreground.child_run import Last, trouble
+from worker.foreground.output_folder import OutputFolder
+from worker.process.artifact_check import require_artifact
+
+_RECORD = "piece.json"
+
+Attempt = Callable[[Mapping[str, Any], Callable[[Frame], None]], Last | Divided]
+"""Runs one child by its assignment, and hands over its frames."""
+
+
+class PieceRuns:
+    """The rounds of one job."""
+
+    def __init__(
+        self, folder: OutputFolder, assignment: Mapping[str, Any], attempt: Attempt, echo: Callable[[Frame], None]
+    ) -> None:
+        """Set up the rounds; nothing runs before ``run``.
+
+        Args:
+            folder: The job's folder, which says what the job was divided into.
+            assignment: The assignment of the whole job.
+            attempt: Runs one child.
+            echo: Receives progress and log lines of the pieces.
+        """
+        self._folder = folder
+        self._assignment = assignment
+        self._attempt = attempt
+        self._echo = echo
+
+    def run(self) -> Failed | Stopped | None:
+        """Compute every piece that has not ended yet, in the order of rounds and pieces.
+
+        Returns:
+            The end of the job, where a piece failed or the run was stopped; None where all pieces have ended.
+        """
+        for place, each in enumerate(self._folder.pieces):
+            piece = read_piece(each)
+            if self._record(piece) is not None:
+                continue
+            # those of its own round are under way
+            known = [other for other in self._folder.pieces[:place] if other["round"] != piece.round]
+            last = self._compute(piece, known)
+            if isinstance(last, Failed):
+                return replace(last, message=f"{piece.title} of round `{piece.round}`: {last.message}")
+            if isinstance(last, Stopped):
+                return last
+        return None
+
+    def finished(self) -> dict[str, Any]:
+        """Return what the job's next attempt is told of its pieces; nothing before the first division."""
+        return self._known(self._folder.pieces)
+
+    def _known(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        if not pieces:
+            return {}
+        records = [self._record(read_piece(each)) for each in pieces]
+        return {"pieces": records, "divided": str(self._folder.artifacts)}
+
+    def _compute(self, piece: Piece, known: list[dict[str, Any]]) -> Failed | Stopped | None:
+        place = self._place(piece)
+        artifacts = place / "artifacts"
+        try:
+            if artifacts.exists():
+                shutil.rmtree(artifacts)
+            artifacts.mkdir(parents=True)
+        except OSError as error:
+            return trouble(error)
+        assignment = {
+            **self._assignment,
+            **self._known(known),
+            "piece": plain(piece),
+            "artifacts": str(artifacts),
+            "scratch": str(place / "scratch"),
+            "plan": self._folder.plan,
+        }
+
+        def take(frame: Frame) -> None:
+            if isinstance(frame, ArtifactWritten):
+                require_artifact(artifacts, frame)
+            elif isinstance(frame, LogLine):
+                self._echo(replace(frame, message=f"{piece.title}: {frame.message}"))
+            elif isinstance(frame, Progress):
+                self._echo(frame)
+
+        last = self._attempt(assignment, take)
+        if isinstance(last, Divided):
+            message = f"{piece.title} was divided itself, which no piece may be"
+            return Failed(category="fatal", code="bad_division", message=message, pointer=None, layer=None, detail=None)
+        if isinstance(last, Finished):
+            try:
+                self._write(piece, last)
+            except OSError as error:
+                return trouble(error)
+            return None
+        return last
+
+    def _place(self, piece: Piece) -> Path:
+        return self._folder.piece_folders / f"{piece.round}-{piece.index}"
+
+    def _record(self, piece: Piece) -> dict[str, Any] | None:
+        """What the piece left when it ended; None where it has not, or another piece stands in its place."""
+        try:
+            record = json.loads((self._place(piece) / _RECORD).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return record if isinstance(record, dict) and record.get("piece") == plain(piece) else None
+
+    def _write(self, piece: Piece, last: Finished) -> None:
+        place = self._place(piece)
+        record = {
+            "piece": plain(piece),
+            "job": place.name,
+            "path": str(place / "artifacts"),
+            "model_sha256": last.model_sha256,
+            "data_sha256": last.data_sha256,
+            "examples": last.examples,
+        }
+        temporary = place / f".{_RECORD}"
+        with temporary.open("w") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(place / _RECORD)
