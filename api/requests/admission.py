@@ -12,6 +12,7 @@ from sqlalchemy import Engine, select
 
 from api.settings import Settings
 from catalog.compare_curvature import COMPARE_CURVATURE, AgainstReference, CompareCurvatureParams
+from catalog.extending import ExtendsReference
 from catalog.field_errors import Complaint
 from catalog.inputs import (
     DataFactory,
@@ -147,10 +148,12 @@ def _factors(document: JobDocument, engine: Engine, tenant_id: str, settings: Se
             yield from _kept_factors(f"{pointer}/job", reference.job, engine, tenant_id)
 
 
-def _references(document: JobDocument) -> Iterator[tuple[str, FactorsReference | AgainstReference]]:
+def _references(document: JobDocument) -> Iterator[tuple[str, FactorsReference | AgainstReference | ExtendsReference]]:
     """Every field that names stored factors, by its pointer."""
     if document.factors is not None:
         yield "/factors", document.factors
+    if document.extends is not None:
+        yield "/extends", document.extends
     compared: CompareCurvatureParams | None = getattr(document, COMPARE_CURVATURE.kind, None)
     if COMPARE_CURVATURE.kind in document.kinds and compared is not None and compared.against is not None:
         yield f"/{COMPARE_CURVATURE.kind}/against", compared.against

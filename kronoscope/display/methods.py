@@ -78,6 +78,12 @@ def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
         named = _reference(document["factors"])
         stored = f"The matrices were stored earlier ({named}); how they were collected is described there."
         return [*sentences, stored, *_second_set(document, results.job.kinds)]
+    if document.get("extends") is not None:
+        added = (
+            f"The data {_source(document['data'])} were added to those of an earlier collection "
+            f"({_reference(document['extends'])}), where model and options are described."
+        )
+        return [*sentences, added, *_second_set(document, results.job.kinds)]
     collection = document["collection"]
     fisher = _FISHER[collection["fisher"]].format(samples=_count(collection["samples"], "label"))
     sentences.append(f"The estimator is K-FAC (Martens & Grosse, 2015) of {fisher}.")
@@ -104,7 +110,7 @@ def _reference(source: Mapping[str, Any]) -> str:
 
 
 def _inputs(document: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
-    if document.get("factors") is not None:
+    if document.get("factors") is not None or document.get("extends") is not None:
         return []
     task, collection = document["task"], document["collection"]
     sentences = [f"The model is {_source(document['model'])}, the data are {_source(document['data'])}."]
@@ -203,7 +209,7 @@ def _entries(document: Mapping[str, Any], rows: Sequence[Layer], manifest: Mappi
         f"@software{{kronoscope,\n  title = {{Kronoscope}},\n  version = {{{version}}},\n"
         "  note = {Measures the curvature of trained neural networks, layer by layer}\n}"
     )
-    if document.get("factors") is not None:
+    if document.get("factors") is not None or document.get("extends") is not None:
         pi = any(row.kind != "factors" for row in rows) and document["stabilisation"]["damping_split"] == "pi"
         return [ours, *([_KFAC] if pi else [])]
     used = [ours, _KFAC]

@@ -55,6 +55,13 @@ class Script:
         """The same of the second set."""
         self._echo("against_path")
 
+    def echo_extended(self) -> None:
+        """The same of the job that is extended, and the model that its document names."""
+        extended = self.assignment["extends"]
+        place = Path(extended["path"])
+        files = {each.name: each.read_text() for each in sorted(place.iterdir())}
+        self.log(json.dumps([files, extended["document"]["model"], extended["document"]["extends"]]))
+
     def _echo(self, name: str) -> None:
         place = Path(self.assignment[name])
         self.log(json.dumps({each.name: each.read_text() for each in sorted(place.iterdir())}))

@@ -94,6 +94,7 @@ def assignment(
         "estimate": claim.kinds == (ESTIMATE,),
         "factors_path": None if factors.factors is None else str(factors.factors),
         "against_path": None if factors.against is None else str(factors.against),
+        "extends": factors.extends,
         **_cache(claim, settings),
         "scratch": str(scratch.attempt_folder(claim.job_id, claim.fence)),
         "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],

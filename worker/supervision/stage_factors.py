@@ -13,6 +13,7 @@ from sqlalchemy import Engine
 
 from catalog.compare_curvature import COMPARE_CURVATURE
 from catalog.frames import Failed
+from catalog.record import plain
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Claim
 from jobs.repository.results import list_artifacts
@@ -45,6 +46,9 @@ class LaidOutFactors:
     """Folder of `factors`."""
     against: Path | None = None
     """Folder of `compare_curvature.against`."""
+    extends: Mapping[str, Any] | None = None
+    """The job that is extended, as the assignment holds it: the folder, the document that says what was collected, and
+    the digests of model and data."""
 
 
 def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> LaidOutFactors:
@@ -69,10 +73,40 @@ def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Lai
         against = _named((document.get(COMPARE_CURVATURE.kind) or {}).get("against"))
     place = folder.attempt_dir(claim.job_id, claim.fence)
     first = _lay_out(engine, folder, claim, factors, (place / "input", "/factors"))
-    if against is None or against == factors:
-        return LaidOutFactors(factors=first, against=None if against is None else first)
-    pointer = f"/{COMPARE_CURVATURE.kind}/against"
-    return LaidOutFactors(factors=first, against=_lay_out(engine, folder, claim, against, (place / "against", pointer)))
+    second = first
+    if against != factors:
+        pointer = f"/{COMPARE_CURVATURE.kind}/against"
+        second = _lay_out(engine, folder, claim, against, (place / "against", pointer))
+    return LaidOutFactors(
+        factors=first,
+        against=None if against is None else second,
+        extends=_extended(engine, folder, claim, place / "extended"),
+    )
+
+
+def _extended(engine: Engine, folder: ArtifactFolder, claim: Claim, place: Path) -> Mapping[str, Any] | None:
+    """The job whose collection the document extends; its options are those of the first of a chain."""
+    extended_id = _named(claim.document.get("extends"))
+    path = _lay_out(engine, folder, claim, extended_id, (place, "/extends"))
+    earlier = None if extended_id is None else read_job(engine, claim.tenant_id, extended_id)
+    if path is None or earlier is None:
+        return None
+    manifest, first = earlier.manifest or {}, earlier
+    while (before := _named(first.document.get("extends"))) is not None:
+        found = read_job(engine, claim.tenant_id, before)
+        if found is None:
+            raise FactorsUnavailable(
+                "names a job that extends another which is deleted, and with it what says how both were collected; "
+                "collect all of the data in one job",
+                "/extends",
+            )
+        first = found
+    return {
+        "path": str(path),
+        "document": plain(first.document),
+        "model_sha256": manifest.get("model_sha256"),
+        "data_sha256": manifest.get("data_sha256"),
+    }
 
 
 def _named(reference: Mapping[str, Any] | None) -> str | None:

@@ -553,6 +553,23 @@ def test_two_sets_of_factors_are_laid_out_apart(submitted: Any, supervise: Any, 
     assert (assignment["factors_path"], told_against) == (None, {"factors.index.json": "[2]"})
 
 
+def test_an_extended_job_is_laid_out_with_what_says_how_it_was_collected(
+    submitted: Any, supervise: Any, events: Any
+) -> None:
+    first = submitted(kind="factors")
+    supervise(first, ["artifact", "factors/factors.index.json", "[1]"], ["finish"])
+    bare = {"kind": "factors", "model": None, "task": None}
+    second = submitted(**bare, extends={"job": first})
+    supervise(second, ["echo_extended"], ["artifact", "factors/factors.index.json", "[2]"], ["finish"])
+    third = submitted(**bare, extends={"job": second})
+    supervise(third, ["echo_extended"], ["finish"])
+    model = {"name": "digits_mlp", "source": "builtin"}
+    # the factors are the named job's, the options those of the first of the chain
+    for job_id, text in ((second, "[1]"), (third, "[2]")):
+        told = json.loads(events(job_id, "log")[0].data["message"])
+        assert told == [{"factors.index.json": text}, model, None]
+
+
 def test_a_second_set_that_is_not_there_is_the_callers_to_mend(submitted: Any, supervise: Any, job: Any) -> None:
     kept, without = submitted(kind="factors"), submitted()
     supervise(kept, ["artifact", "factors/factors.index.json", "{}"], ["finish"])
