@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from catalog.coverage import CoverageView
 from catalog.record import TextFormat, record
 
-JobState = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
+JobState = Literal["queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled"]
 DeviceState = Literal["free", "leased", "draining", "stale"]
 Timestamp = Annotated[str, TextFormat("date-time")]
 

@@ -89,6 +89,15 @@ class JobStillActive(UsageError):
         self.state = state
 
 
+class PieceRefused(UsageError):
+    """What was asked for is not done to one piece of a divided job, but to the job."""
+
+    def __init__(self, job_id: str, parent_id: str) -> None:
+        super().__init__(f"job {job_id} is a piece of job {parent_id}, and goes with it; delete that one")
+        self.job_id = job_id
+        self.parent_id = parent_id
+
+
 class PageRefused(UsageError):
     """A page was asked for by a key, limit or cursor that means nothing here."""
 

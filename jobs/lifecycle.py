@@ -3,8 +3,10 @@
 ::
 
     queued ──> running ──> succeeded | failed
-      │ ↑ └──────┘ (handed back, reaped, transient failure)
-      │          └──> cancelling ──> cancelled
+      │ ↑ └──────┘ │ │     (back: handed back, reaped, transient failure)
+      │ │          │ └───> cancelling ──> cancelled
+      │ └─ waiting ┘       (divided: for its pieces, see ``jobs.queue.division``; back when all have succeeded)
+      │       └──────────> failed (with a piece) | cancelling | cancelled
       └──> failed (at its deadline) | cancelled
 
 A job that is being cancelled ends `cancelled` whatever its attempt reports meanwhile: who was
@@ -17,7 +19,8 @@ State = JobState
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
     "queued": frozenset({"running", "failed", "cancelled"}),
-    "running": frozenset({"queued", "cancelling", "succeeded", "failed"}),
+    "running": frozenset({"queued", "waiting", "cancelling", "succeeded", "failed"}),
+    "waiting": frozenset({"queued", "cancelling", "failed", "cancelled"}),
     "cancelling": frozenset({"cancelled"}),
     "succeeded": frozenset(),
     "failed": frozenset(),
@@ -29,7 +32,8 @@ STATES: tuple[State, ...] = tuple(LEGAL_MOVES)
 TERMINAL: frozenset[State] = frozenset(state for state, moves in LEGAL_MOVES.items() if not moves)
 
 HELD: frozenset[State] = frozenset({"running", "cancelling"})
-"""States in which an attempt holds a lease and may write."""
+"""States in which an attempt holds a lease and may write; a job that was cancelled while it waited for its pieces is
+`cancelling` without one until the last of them has stopped."""
 
 
 def ending(state: State, wanted: State) -> State:

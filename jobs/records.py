@@ -50,6 +50,10 @@ class Job:
     finished_at: datetime | None
     archived_at: datetime | None
     """When its rows left the ledger for its archive."""
+    parent_id: str | None
+    """The divided job that this one computes a piece of; None of a job that was submitted."""
+    piece: Mapping[str, Any] | None
+    """The piece, with the fields of `catalog.pieces.Piece`."""
 
     @property
     def ended(self) -> bool:
@@ -147,6 +151,12 @@ class Claim:
     deadline_at: datetime | None
     lease: DeviceLease | None = None
     """The device's lease; None where no device was asked for."""
+    parent_id: str | None = None
+    """The divided job that this one computes a piece of."""
+    piece: Mapping[str, Any] | None = None
+    """The piece, with the fields of `catalog.pieces.Piece`."""
+    percent: float = 0.0
+    """How far the job is: not 0 where the attempt goes on after its pieces."""
 
 
 @record

@@ -65,7 +65,7 @@ def take_snapshot(engine: Engine) -> LedgerSnapshot:
             slots=slots,
             slots_busy=_busy(connection),
             devices=read_devices(connection),
-            active_jobs={**_held(connection), "queued": waiting},
+            active_jobs={**_open(connection), "queued": waiting},
             queue_oldest_seconds=waiting_seconds,
             leases_expired=connection.execute(
                 select(func.count()).where(jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
@@ -86,11 +86,13 @@ def _waiting(connection: Connection) -> tuple[int, float]:
     return count, 0.0 if oldest is None else max(0.0, (now - oldest).total_seconds())
 
 
-def _held(connection: Connection) -> dict[State, int]:
+def _open(connection: Connection) -> dict[State, int]:
+    """Jobs that are neither queued nor over, by state; pieces of divided jobs among them."""
+    states: list[State] = [*sorted(HELD), "waiting"]
     found = connection.execute(
-        select(jobs.c.state, func.count().label("number")).where(jobs.c.state.in_(HELD)).group_by(jobs.c.state)
+        select(jobs.c.state, func.count().label("number")).where(jobs.c.state.in_(states)).group_by(jobs.c.state)
     )
-    return dict.fromkeys(sorted(HELD), 0) | {row.state: row.number for row in found}
+    return dict.fromkeys(states, 0) | {row.state: row.number for row in found}
 
 
 def _workers(connection: Connection) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from catalog.frames import Failed, Finished
 from catalog.record import plain
 from jobs.lifecycle import State, ending
 from jobs.metrics.counters import add, add_failure
+from jobs.queue.division import draw_parent, forget_files_of_pieces, tell_parent
 from jobs.queue.fence import by_holder, draw_fenced, move
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
@@ -36,13 +37,17 @@ def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
+        parent = draw_parent(connection, claim.parent_id)
         drawn = draw_fenced(connection, claim)
         state = ending(drawn.state, "succeeded")
+        if state == "succeeded":
+            forget_files_of_pieces(connection, drawn)
         names = connection.execute(select(artifacts.c.name).where(artifacts.c.job_id == claim.job_id)).all()
         manifest = (drawn.manifest or {}) | {"artifacts": len(names), "fence": claim.fence, "attempt": claim.attempt}
         if frame is not None:
             manifest |= {name: value for name, value in plain(frame).items() if name != "frame"}
         move(connection, drawn, state, {"manifest": manifest})
+        tell_parent(connection, parent, drawn, state)
         return state
 
 
@@ -67,8 +72,11 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
     said = plain(failure)
     del said["frame"]
     with writing(engine) as connection:
+        parent = draw_parent(connection, claim.parent_id)
         drawn = draw_fenced(connection, claim)
-        return record_failure(connection, drawn, said, pause_seconds)
+        state = record_failure(connection, drawn, said, pause_seconds)
+        tell_parent(connection, parent, drawn, state, said)
+        return state
 
 
 def end_cancelled(engine: Engine, claim: Claim) -> State:
@@ -103,8 +111,10 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
+        parent = draw_parent(connection, claim.parent_id)
         drawn = draw_fenced(connection, claim)
         state = _returned(connection, drawn, reason)
+        tell_parent(connection, parent, drawn, state)
         if state == "queued":
             add(connection, "drains")
         return state
@@ -129,8 +139,10 @@ def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -
         LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
+        parent = draw_parent(connection, claim.parent_id)
         drawn = draw_fenced(connection, claim)
         state = _returned(connection, drawn, code, pause_seconds)
+        tell_parent(connection, parent, drawn, state)
         if state == "queued":
             add_failure(connection, "transient", code, ends_job=False)
         return state

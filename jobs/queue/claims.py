@@ -143,4 +143,7 @@ def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) ->
         cancel_requested_at=row.cancel_requested_at,
         deadline_at=row.deadline_at,
         lease=leased,
+        parent_id=row.parent_id,
+        piece=row.piece,
+        percent=(row.progress or {}).get("percent") or 0.0,
     )

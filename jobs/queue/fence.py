@@ -20,7 +20,6 @@ from sqlalchemy import (
     func,
     insert,
     literal,
-    null,
     update,
 )
 
@@ -49,7 +48,6 @@ _TAKE = _DRAW.where(
     claim_token=bindparam("token"),
     lease_owner=bindparam("owner"),
     lease_expires_at=ledger_now(bindparam("seconds", type_=Double())),
-    progress=null(),
     started_at=func.coalesce(jobs.c.started_at, ledger_now()),
 )
 _EVENT = insert(job_events).values(at=ledger_now())

@@ -1,12 +1,15 @@
 """The reaper takes jobs from silent holders and dead ones, and fails queued jobs at their deadline."""
 
+import contextlib
 import logging
+from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, and_, delete, exists, literal, not_, select
+from sqlalchemy import ColumnElement, Engine, Row, and_, delete, exists, literal, not_, select
 
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add
 from jobs.queue.attempt_endings import record_failure
+from jobs.queue.division import ParentBusy, draw_parent, tell_parent
 from jobs.queue.fence import draw, move
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -59,9 +62,12 @@ def reap_expired(engine: Engine) -> int:
     expired = (jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
     with reading(engine) as connection:
         candidates = connection.execute(
-            select(jobs.c.id, jobs.c.fence).where(*expired).limit(_AT_ONCE).with_for_update(skip_locked=True)
+            select(jobs.c.id, jobs.c.fence, jobs.c.parent_id)
+            .where(*expired)
+            .limit(_AT_ONCE)
+            .with_for_update(skip_locked=True)
         ).all()
-    return sum(_take_away(engine, job_id, fence, *expired) for job_id, fence in candidates)
+    return sum(_take_away(engine, row, *expired) for row in candidates)
 
 
 def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int:
@@ -81,8 +87,8 @@ def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int
     of_worker = and_(device_leases.c.job_id == jobs.c.id, device_leases.c.fence == jobs.c.fence)
     held = (jobs.c.state.in_(HELD), exists().where(of_worker, device_leases.c.worker_id == worker_id))
     with reading(engine) as connection:
-        candidates = connection.execute(select(jobs.c.id, jobs.c.fence).where(*held)).all()
-    taken = sum(_take_away(engine, job_id, fence, *held) for job_id, fence in candidates)
+        candidates = connection.execute(select(jobs.c.id, jobs.c.fence, jobs.c.parent_id).where(*held)).all()
+    taken = sum(_take_away(engine, row, *held) for row in candidates)
     seen = and_(device_leases.c.process_space == process_space, device_leases.c.guardian_pid.is_not(None))
     with writing(engine) as connection:
         connection.execute(
@@ -94,18 +100,31 @@ def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int
     return taken
 
 
-def _take_away(engine: Engine, job_id: str, fence: int, *conditions: ColumnElement[bool]) -> bool:
-    """Take one job from its holder, unless a condition or the fence does not hold any more."""
-    with writing(engine) as connection:
-        drawn = draw(connection, jobs.c.id == job_id, jobs.c.fence == fence, *conditions)
-        if drawn is None:
-            return False
-        overdue = drawn.deadline_at is not None and drawn.deadline_at <= drawn.now
-        record_failure(connection, drawn, _SILENT_AND_OVERDUE if overdue else _SILENT)
-        add(connection, "reaped")
-    fields = {"job": job_id, "attempt": drawn.attempt, "fence": fence, "owner": drawn.lease_owner}
+def _take_away(engine: Engine, seen: Any, *conditions: ColumnElement[bool]) -> bool:  # noqa: ANN401 - part of a row
+    """Take one job from its holder, unless a condition or the fence does not hold any more, or its parent is locked."""
+    try:
+        drawn = _taken(engine, seen, *conditions)
+    except ParentBusy:
+        return False
+    if drawn is None:
+        return False
+    fields = {"job": drawn.id, "attempt": drawn.attempt, "fence": drawn.fence, "owner": drawn.lease_owner}
     _log.warning("lease reaped", extra=fields)
     return True
+
+
+def _taken(engine: Engine, seen: Any, *conditions: ColumnElement[bool]) -> Row[Any] | None:  # noqa: ANN401 - part of a row
+    with writing(engine) as connection:
+        parent = draw_parent(connection, seen.parent_id, skip_locked=True)
+        drawn = draw(connection, jobs.c.id == seen.id, jobs.c.fence == seen.fence, *conditions)
+        if drawn is None:
+            return None
+        overdue = drawn.deadline_at is not None and drawn.deadline_at <= drawn.now
+        failure = _SILENT_AND_OVERDUE if overdue else _SILENT
+        state = record_failure(connection, drawn, failure)
+        tell_parent(connection, parent, drawn, state, failure)
+        add(connection, "reaped")
+        return drawn
 
 
 def end_overdue(engine: Engine) -> int:
@@ -122,13 +141,15 @@ def end_overdue(engine: Engine) -> int:
     # in the statement's text, for the index that holds queued jobs with a deadline alone
     overdue = (jobs.c.state == literal("queued", literal_execute=True), jobs.c.deadline_at <= ledger_now())
     with reading(engine) as connection:
-        candidates = connection.execute(select(jobs.c.id).where(*overdue).limit(_AT_ONCE)).scalars().all()
+        candidates = connection.execute(select(jobs.c.id, jobs.c.parent_id).where(*overdue).limit(_AT_ONCE)).all()
     ended = 0
-    for job_id in candidates:
-        with writing(engine) as connection:
+    for job_id, parent_id in candidates:
+        with contextlib.suppress(ParentBusy), writing(engine) as connection:
+            parent = draw_parent(connection, parent_id, skip_locked=True)
             drawn = draw(connection, jobs.c.id == job_id, *overdue)
             if drawn is not None:
                 move(connection, drawn, "failed", {"failure": _OVERDUE}, reason=str(_OVERDUE["code"]))
+                tell_parent(connection, parent, drawn, "failed", _OVERDUE)
                 add(connection, "job_failures", "usage")
                 ended += 1
     return ended

@@ -68,4 +68,6 @@ def job_record(row: Row[Any] | SimpleNamespace) -> Job:
         started_at=row.started_at,
         finished_at=row.finished_at,
         archived_at=row.archived_at,
+        parent_id=row.parent_id,
+        piece=row.piece,
     )

@@ -6,7 +6,7 @@ Every statement names the tenant, so another tenant's id and a random one get th
 import re
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, Engine, delete, false, literal, select
+from sqlalchemy import ColumnElement, Connection, Engine, delete, false, literal, or_, select
 
 from catalog.estimate import ESTIMATE
 from catalog.record import record
@@ -16,8 +16,10 @@ from jobs.errors import (
     JobNotFound,
     JobStillActive,
     PageRefused,
+    PieceRefused,
 )
 from jobs.lifecycle import TERMINAL, State
+from jobs.queue.division import cancel_pieces
 from jobs.queue.fence import append_event, change, draw, move
 from jobs.records import Artifact, Claim, Job, JobPage
 from jobs.repository.job_list import read_jobs
@@ -93,6 +95,8 @@ class JobQuery:
     limit: int = 20
     fields: tuple[str, ...] = ()
     """What the jobs hold of `job_list.FIELDS`."""
+    parent: str | None = None
+    """Only pieces of this job; without it jobs that were submitted, unless `id_end` asks for some id."""
 
 
 NEWEST_JOBS = JobQuery()
@@ -128,7 +132,7 @@ def list_jobs(
         )
     if asked.label is not None:
         query = query.where(_labelled(*asked.label))
-    query = query.where(*_called(asked))
+    query = query.where(*_called(asked), *_descended(asked))
     if asked.before is not None:
         if not is_id(asked.before):
             raise PageRefused("before", "is not a cursor; take `next` of the page before")
@@ -140,6 +144,8 @@ def list_jobs(
 
 def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
     """Cancel a queued job, or ask the holder of a running one to stop; an ended job stays as it is.
+
+    A divided job is cancelled with its pieces, and a piece with its job.
 
     Args:
         engine: The ledger's database.
@@ -153,10 +159,14 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
         JobNotFound: If this tenant has no such job.
     """
     with writing(engine, tenant_id) as connection:
-        drawn = draw(connection, *_owned(tenant_id, job_id), jobs.c.state.in_(("queued", "running")))
+        whole = _whole_job(connection, tenant_id, job_id)
+        drawn = draw(connection, *_owned(tenant_id, whole), jobs.c.state.in_(("queued", "running", "waiting")))
         if drawn is not None:
             change(connection, drawn, {"cancel_requested_at": ledger_now()})
-            move(connection, drawn, "cancelled" if drawn.state == "queued" else "cancelling", reason="requested")
+            stops = drawn.state == "running"
+            if drawn.state == "waiting":
+                stops = cancel_pieces(connection, whole, "requested")
+            move(connection, drawn, "cancelling" if stops else "cancelled", reason="requested")
         row = connection.execute(select(jobs).where(*_owned(tenant_id, job_id))).one_or_none()
         if row is None:
             raise JobNotFound(job_id)
@@ -164,7 +174,7 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
 
 
 def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) -> Job:
-    """Replace the whole schedule of a job that has not ended.
+    """Replace the whole schedule of a job that has not ended, and of its pieces; that of a piece is its job's.
 
     Args:
         engine: The ledger's database.
@@ -181,21 +191,29 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
         JobEnded: If the job has ended.
     """
     with writing(engine, tenant_id) as connection:
-        drawn = draw(connection, *_owned(tenant_id, job_id))
+        whole = _whole_job(connection, tenant_id, job_id)
+        drawn = draw(connection, *_owned(tenant_id, whole))
         if drawn is None:
             raise JobNotFound(job_id)
         if drawn.state in TERMINAL:
-            raise JobEnded(job_id, drawn.state)
+            raise JobEnded(whole, drawn.state)
         change(connection, drawn, {"priority": schedule.priority, "deadline_at": deadline_of(schedule)})
-        row = connection.execute(select(jobs).where(jobs.c.id == job_id)).one()
+        row = connection.execute(select(jobs).where(jobs.c.id == whole)).one()
         require_in_time(row.deadline_at, drawn.now, "/deadline")
         until = None if row.deadline_at is None else row.deadline_at.isoformat()
-        append_event(connection, drawn, "schedule", {"priority": row.priority, "deadline_at": until})
-        return job_record(row)
+        said = {"priority": row.priority, "deadline_at": until}
+        append_event(connection, drawn, "schedule", said)
+        open_pieces = (jobs.c.parent_id == whole, jobs.c.state.not_in(TERMINAL))
+        for piece in connection.execute(select(jobs.c.id).where(*open_pieces).order_by(jobs.c.id)).scalars().all():
+            piece_drawn = draw(connection, jobs.c.id == piece, *open_pieces)
+            if piece_drawn is not None:
+                change(connection, piece_drawn, {"priority": row.priority, "deadline_at": row.deadline_at})
+                append_event(connection, piece_drawn, "schedule", said)
+        return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
 
 
 def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[Artifact, ...]:
-    """Delete an ended job with all its rows.
+    """Delete an ended job with all its rows, and with its pieces.
 
     The caller then deletes the files (`ArtifactFolder.remove`, `object_sweep.delete_unlisted`): a crash in between
     leaves files without a row, for the clean-up, never a row without its file.
@@ -207,11 +225,12 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
         estimate: Whether an estimate is meant.
 
     Returns:
-        The rows of its artifacts.
+        The rows of its artifacts, and of its pieces'.
 
     Raises:
         JobNotFound: If this tenant has no such job.
-        JobStillActive: If it has not ended.
+        JobStillActive: If it has not ended, or a piece of it has yet to stop.
+        PieceRefused: If it is a piece.
     """
     with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id, estimate=estimate))
@@ -219,7 +238,15 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
             raise JobNotFound(job_id)
         if drawn.state not in TERMINAL:
             raise JobStillActive(job_id, drawn.state)
-        rows = connection.execute(select(artifacts).where(artifacts.c.job_id == job_id)).all()
+        if drawn.parent_id is not None:
+            raise PieceRefused(job_id, drawn.parent_id)
+        of_pieces = select(jobs.c.id).where(jobs.c.parent_id == job_id)
+        stopping = connection.execute(of_pieces.where(jobs.c.state.not_in(TERMINAL)).limit(1)).scalar_one_or_none()
+        if stopping is not None:
+            raise JobStillActive(stopping, "still stopping")
+        rows = connection.execute(
+            select(artifacts).where(or_(artifacts.c.job_id == job_id, artifacts.c.job_id.in_(of_pieces)))
+        ).all()
         connection.execute(delete(jobs).where(jobs.c.id == job_id))
     return tuple(artifact_record(row) for row in rows)
 
@@ -246,6 +273,19 @@ def _read(engine: Engine, tenant_id: str, *conditions: ColumnElement[bool]) -> J
 def _owned(tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[ColumnElement[bool], ...]:
     kind = jobs.c.kind == ESTIMATE if estimate else jobs.c.kind != ESTIMATE
     return (jobs.c.tenant_id == tenant_id, jobs.c.id == job_id if is_id(job_id) else false(), kind)
+
+
+def _whole_job(connection: Connection, tenant_id: str, job_id: str) -> str:
+    """The job that a piece belongs to; any other id as it is."""
+    query = select(jobs.c.parent_id).where(*_owned(tenant_id, job_id))
+    return connection.execute(query).scalar_one_or_none() or job_id
+
+
+def _descended(asked: JobQuery) -> tuple[ColumnElement[bool], ...]:
+    """Return the condition on the parent."""
+    if asked.parent is not None:
+        return (jobs.c.parent_id == asked.parent if is_id(asked.parent) else false(),)
+    return () if asked.id_end is not None else (jobs.c.parent_id.is_(None),)
 
 
 def _called(asked: JobQuery) -> tuple[ColumnElement[bool], ...]:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Engine, delete, func, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, Engine, delete, func, insert, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from catalog.compare_curvature import COMPARE_CURVATURE
@@ -112,11 +112,18 @@ def forget_estimates(engine: Engine, days: float) -> int:
 
 def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], drop_files: bool) -> list[_Ended]:
     columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.attempt, jobs.c.fence, jobs.c.event_seq)
-    due = (*_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE, *_droppable(drop_files))
+    due = (*_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE, _is_over(), *_droppable(drop_files))
     query = select(*columns).where(*due, jobs.c.id.not_in(tuple(besides)))
     with reading(engine) as connection:
         found = connection.execute(query.order_by(jobs.c.finished_at).limit(limit)).mappings()
         return [_Ended(**row) for row in found]
+
+
+def _is_over() -> ColumnElement[bool]:
+    """Return the condition that the job is not a piece of one that has yet to end: that one needs its files."""
+    divided = jobs.alias("divided")
+    waiting = select(divided.c.id).where(divided.c.state.in_(_OPEN))
+    return or_(jobs.c.parent_id.is_(None), jobs.c.parent_id.not_in(waiting))
 
 
 def _droppable(drop_files: bool) -> tuple[ColumnElement[bool], ...]:
@@ -191,6 +198,7 @@ def _exchange(engine: Engine, job: _Ended, contents: Contents, archive: Artifact
                 jobs.c.id == job.id,
                 jobs.c.event_seq == job.event_seq,
                 jobs.c.archived_at.is_(None),
+                _is_over(),
                 *_droppable(drop_files),
             )
             .values(archived_at=ledger_now())

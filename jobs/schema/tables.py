@@ -96,6 +96,8 @@ jobs = Table(
     Column("world_size", Integer, nullable=False, server_default=text("1")),
     Column("needs_bytes", BigInteger),
     Column("device_class", String(8)),  # what its first plan was made on: the numbers are promised there alone
+    Column("parent_id", _Id, ForeignKey("jobs.id", ondelete="CASCADE")),  # of a piece: the divided job
+    Column("piece", _json()),  # which part of it, as `catalog.pieces.Piece`
     Column("model_factory", Text),  # what a worker must list to take it
     Column("data_factory", Text),
     Column("attempt", Integer, nullable=False, server_default=text("0")),
@@ -123,6 +125,7 @@ jobs = Table(
     CheckConstraint(f"state IN ({', '.join(repr(state) for state in STATES)})", name="state"),
     Index(None, "tenant_id", "id"),
     Index(None, "state", "lease_expires_at"),
+    Index(None, "parent_id"),
 )
 
 Index(

@@ -122,6 +122,8 @@ def require_room_for(
 def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: int) -> None:
     """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be.
 
+    A divided job counts as one of them while it waits for its pieces, which do not count: they are never refused.
+
     Several submissions at once may each find the last place free.
 
     Args:
@@ -134,7 +136,9 @@ def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: in
         QueueFull: If there is no place.
     """
     size = func.coalesce(func.sum(func.length(cast(jobs.c.document, Text))), 0)
-    queued = select(func.count(), size).where(jobs.c.tenant_id == tenant_id, jobs.c.state == "queued")
+    queued = select(func.count(), size).where(
+        jobs.c.tenant_id == tenant_id, jobs.c.state.in_(("queued", "waiting")), jobs.c.parent_id.is_(None)
+    )
     with reading(engine, tenant_id) as connection:
         count, characters = connection.execute(queued).one()
     if count >= most_jobs:

@@ -23,14 +23,17 @@ from catalog.capacity_metrics import (
     TraceShare,
 )
 from catalog.factors import FactorsMetrics, FactorsSummary
-from catalog.frames import ArtifactWritten, Failed, Started, Summarised, layer_frame
+from catalog.frames import ArtifactWritten, Divided, Failed, Started, Summarised, layer_frame
 from catalog.layer_record import LayerRecord, Observed
+from catalog.pieces import Piece
 from catalog.record import plain
 from catalog.subsamples import Convergence
 from jobs.codec import parse_document
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_endings, attempt_writes, claims
+from jobs.queue.division import divide
 from jobs.records import Claim
+from jobs.repository.pieces import read_pieces
 from jobs.repository.submission import submit
 
 DOCUMENT: dict[str, Any] = {
@@ -462,3 +465,19 @@ def model() -> ModelCapacity:
             ),
         }
     )
+
+
+def divided(engine: Engine, tenant_id: str, count: int, **changes: Any) -> tuple[str, list[Claim]]:
+    """A job that waits for `count` pieces of 16 examples each, and the claims of their workers."""
+    parent = claimed(engine, tenant_id, DOCUMENT | {"name": "digits", "shards": count} | changes)
+    pieces = tuple(
+        plain(Piece(round="collect", index=each, count=count, begin=16 * each, end=16 * (each + 1)))
+        for each in range(count)
+    )
+    assert divide(engine, parent, Divided(round="collect", pieces=pieces)) == "waiting"
+    taken_by = []
+    for each in read_pieces(engine, tenant_id, parent.job_id):
+        taken = claims.claim(engine, each.id, "node-7:4711", secrets.token_hex(8), 3600)
+        assert taken is not None
+        taken_by.append(taken)
+    return parent.job_id, taken_by

@@ -45,9 +45,8 @@ class Roles:
         self.admin_url = admin_url
         self.artifacts = folder / "artifacts"
         admin = open_database(admin_url)
-        # as version 0.1 left it: filled, every table a superuser's
         with admin.begin() as connection:
-            command.upgrade(migration_config(connection), "0011")
+            command.upgrade(migration_config(connection), "head")
         self.ours = create_key(admin, KEY_SECRET, "ours")
         self.theirs = create_key(admin, KEY_SECRET, "theirs")
         caller = verify_key(admin, KEY_SECRET, self.ours)
@@ -55,6 +54,9 @@ class Roles:
         self.tenant = caller.tenant_id
         self.job = finished(admin, self.artifacts, self.tenant)
         self.queued = submit(admin, self.tenant, parse_document(raw())).job.id
+        # as version 0.1 left it: filled, every table a superuser's
+        with admin.begin() as connection:
+            command.downgrade(migration_config(connection), "0011")
         admin.dispose()
         migrate(admin_url, PASSWORDS)
         self.worker = open_database(self.url(WORKER, "for worker"))

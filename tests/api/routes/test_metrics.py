@@ -111,7 +111,7 @@ def test_every_counter_that_alerts_stand_on_begins_at_zero(embedded: Embedded) -
         assert value(found, "kronoscope_jobs_ended_total", state=state) == 0
     for category in ("usage", "transient", "fatal"):
         assert value(found, "kronoscope_jobs_failed_total", category=category) == 0
-    for state in ("queued", "running", "cancelling"):
+    for state in ("queued", "running", "waiting", "cancelling"):
         assert value(found, "kronoscope_jobs", state=state) == 0
     assert value(found, "kronoscope_database_up") == 1
     free, floor = (value(found, f"kronoscope_disk_{what}_bytes") for what in ("free", "floor"))

@@ -139,7 +139,7 @@ def test_rounds_leave_their_time(ledger: Engine) -> None:
 
 def test_the_snapshot_of_a_ledger(ledger: Engine, held: Held, queued: Any, expire: Any, failure: Any) -> None:
     empty = take_snapshot(ledger)
-    assert empty.active_jobs == {"queued": 0, "running": 0, "cancelling": 0}
+    assert empty.active_jobs == {"queued": 0, "running": 0, "cancelling": 0, "waiting": 0}
     assert (empty.queue_oldest_seconds, empty.leases_expired, empty.wakeups_unsent) == (0, 0, 0)
     first, second, _ = queued(), queued(), queued()
     with writing(ledger) as connection:
@@ -156,7 +156,7 @@ def test_the_snapshot_of_a_ledger(ledger: Engine, held: Held, queued: Any, expir
     # the silent job's slot is free, or its worker is gone
     assert (seen.workers, seen.slots, seen.slots_busy) == (2, 4, 1)
     assert [(each.uuid, each.free_bytes) for each in seen.devices] == [("host-1", 70)]
-    assert seen.active_jobs == {"queued": 3, "running": 1, "cancelling": 1}
+    assert seen.active_jobs == {"queued": 3, "running": 1, "cancelling": 1, "waiting": 0}
     assert 500 <= seen.queue_oldest_seconds < 560
     assert (seen.leases_expired, seen.wakeups_unsent) == (1, 3)
     relay(ledger, lambda _: None, 60)

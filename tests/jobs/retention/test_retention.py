@@ -423,3 +423,23 @@ def test_rows_of_more_than_a_page_are_archived_whole(ledger: Engine, folder: Art
     archive_ended(ledger, folder, 0, drop_files=False)
     rows = list(read_layers(folder, archive_of(ledger, claim.job_id)))
     assert [row.ordinal for row in rows] == list(range(105))
+
+
+def test_files_of_pieces_stay_until_their_job_has_ended(ledger: Engine, folder: ArtifactFolder) -> None:
+    parent, held = seeding.divided(ledger, LOCAL_TENANT, 2)
+    for each in held:
+        seeding.artifact(ledger, folder, each, "factors/a.bin", b"sums", "x/y")
+        attempt_endings.finish(ledger, each)
+    pieces = [each.job_id for each in held]
+    assert archive_ended(ledger, folder, 0, drop_files=True) == 0
+    sweep_objects(ledger, folder, 0)
+    for each in pieces:
+        (file,) = list_artifacts(ledger, LOCAL_TENANT, each)
+        folder.verify(file)
+    request_cancel(ledger, LOCAL_TENANT, parent)
+    assert archive_ended(ledger, folder, 0, drop_files=True) == 3
+    assert all(list_artifacts(ledger, LOCAL_TENANT, each) == (archive_of(ledger, each),) for each in pieces)
+    delete_job(ledger, LOCAL_TENANT, parent)
+    assert [read_job(ledger, LOCAL_TENANT, each) for each in pieces] == [None, None]
+    sweep_objects(ledger, folder, 0)
+    assert list(folder.objects()) == []

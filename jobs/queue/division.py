@@ -1,0 +1,286 @@
+"""Fork and join: an attempt divides its job into child jobs, and the end of the last child queues the job again.
+
+::
+
+    divide      running -> waiting    one child job per piece, in the transaction that ends the attempt
+    a child     succeeded             the last one of the round: waiting -> queued
+                failed for good       its siblings are cancelled: waiting -> failed, with that failure
+    a cancel    of the job            waiting -> cancelling, until the last child has stopped -> cancelled
+
+A piece is an ordinary job: claimed, leased, retried and reaped as any other. What ends it decides about its parent in
+the same transaction, under the lock on the parent's row, so that of two children that end at once exactly one sees that
+it is the last. Whoever locks a job and its parent locks the parent first, and siblings in the order of their ids.
+
+A waiting job holds no lease and no device, and is not counted among its tenant's running jobs; its pieces are. It
+counts as one of its tenant's queued jobs, and its pieces do not: so a cap on either never keeps pieces from running.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, insert, or_, select
+
+from catalog.estimate import ESTIMATE
+from catalog.frames import Divided
+from catalog.job import MAX_NAME
+from catalog.pieces import Piece, read_piece
+from catalog.record import FieldError, plain
+from jobs.lifecycle import TERMINAL, State, ending
+from jobs.metrics.counters import add, add_failure
+from jobs.queue.fence import append_event, by_holder, change, draw, draw_fenced, move
+from jobs.queue.piece_progress import progress_of_round
+from jobs.records import Claim
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.identifiers import new_id
+from jobs.schema.tables import artifacts, job_events, jobs, outbox
+
+_LEFT_TO_CHILDREN = ("waiting", "cancelling")
+"""States of a parent in which its children decide what becomes of it."""
+_INHERITED = (
+    *("tenant_id", "kind", "document", "document_sha256", "priority", "deadline_at", "world_size", "needs_bytes"),
+    *("device_class", "model_factory", "data_factory", "max_failures", "plan"),
+    "queued_at",  # pieces take their parent's place in the queue: what was submitted later comes after them
+)
+_AT_ONCE = 500
+_BAD = "bad_division"
+_BASES = "factors/bases/"
+"""Where a job stores the eigenbases of its merged factors, for the round in which pieces correct eigenvalues."""
+
+
+class ParentBusy(Exception):
+    """Another transaction holds the parent's row."""
+
+
+@by_holder
+def divide(engine: Engine, claim: Claim, frame: Divided) -> State:
+    """End the attempt by leaving a round to child jobs, one for each piece.
+
+    A division that cannot be carried out is a fault of the computing process, and fails the job.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim under which the caller writes.
+        frame: The child's last frame.
+
+    Returns:
+        The job's new state: `waiting`, `cancelled` if that was asked for, or `failed`.
+
+    Raises:
+        LeaseLost: If the job has another holder by now, or none; then its round was divided, or will be anew.
+    """
+    with writing(engine) as connection:
+        parent = draw_parent(connection, claim.parent_id)
+        drawn = draw_fenced(connection, claim)
+        state = ending(drawn.state, "waiting")
+        if state != "waiting":
+            move(connection, drawn, state)
+            tell_parent(connection, parent, drawn, state)
+            return state
+        try:
+            pieces = _pieces_of(connection, drawn, frame)
+        except (FieldError, TypeError, ValueError) as error:
+            failure = _bad_division(str(error))
+            move(connection, drawn, "failed", {"failure": failure}, reason=_BAD)
+            add_failure(connection, "fatal", _BAD, ends_job=True)
+            tell_parent(connection, parent, drawn, "failed", failure)
+            return "failed"
+        _insert_children(connection, drawn, pieces)
+        begun = progress_of_round(drawn.document, [(piece, "queued", None) for piece in pieces])
+        progress = begun | {"updated_at": drawn.now.isoformat()}
+        move(connection, drawn, "waiting", {"progress": progress}, reason=f"{frame.round}: {len(pieces)} pieces")
+        return "waiting"
+
+
+def draw_parent(connection: Connection, parent_id: str | None, *, skip_locked: bool = False) -> Row[Any] | None:
+    """Lock the parent of a job that is about to end, before the job itself is locked.
+
+    Args:
+        connection: A connection with an open transaction.
+        parent_id: The parent; None of a job that is no piece.
+        skip_locked: Whether to raise where another transaction has locked it, in place of waiting.
+
+    Returns:
+        The parent's row as from `draw`; None if there is none, or its children decide about it no more.
+
+    Raises:
+        ParentBusy: If it is locked, and that is not to be waited for.
+    """
+    if parent_id is None:
+        return None
+    if skip_locked:
+        free = select(jobs.c.id).where(jobs.c.id == parent_id).with_for_update(skip_locked=True, key_share=True)
+        if connection.execute(free).one_or_none() is None:
+            raise ParentBusy(parent_id)
+    return draw(connection, jobs.c.id == parent_id, jobs.c.state.in_(_LEFT_TO_CHILDREN))
+
+
+def tell_parent(
+    connection: Connection,
+    parent: Row[Any] | None,
+    drawn: Row[Any],
+    state: State,
+    failure: Mapping[str, Any] | None = None,
+) -> None:
+    """Do to a parent what follows from the end of an attempt of its child, in the same transaction.
+
+    Args:
+        connection: The connection, on which the child was moved.
+        parent: The parent's row, as `draw_parent` returned it.
+        drawn: The child's row before the move.
+        state: The child's new state; `queued` concerns the parent's history alone.
+        failure: The failure of a child that is `failed`.
+    """
+    if parent is None:
+        return
+    append_event(connection, parent, "piece", piece_event(drawn, state))
+    if state not in TERMINAL:
+        return
+    if state == "failed" and parent.state == "waiting":
+        _fail_with(connection, parent, drawn, failure or {})
+    elif parent.state == "waiting" and not _any_piece(connection, parent.id, jobs.c.state != "succeeded"):
+        progress = _whole_round(connection, parent, drawn.piece["round"])
+        _move_again(connection, parent, "queued", {"progress": progress}, "all pieces have succeeded")
+    elif parent.state == "cancelling" and not _any_piece(connection, parent.id, jobs.c.state.not_in(TERMINAL)):
+        _move_again(connection, parent, "cancelled", {}, None)
+
+
+def cancel_pieces(connection: Connection, parent_id: str, reason: str) -> bool:
+    """Cancel the pieces of a locked job that have not ended: queued ones at once, running ones by asking.
+
+    Args:
+        connection: A connection with an open transaction, in which the parent's row is locked.
+        parent_id: The parent.
+        reason: The reason, for the pieces' history.
+
+    Returns:
+        Whether there are pieces that have yet to stop.
+    """
+    open_pieces = (jobs.c.parent_id == parent_id, jobs.c.state.in_(("queued", "running")))
+    ids = connection.execute(select(jobs.c.id).where(*open_pieces).order_by(jobs.c.id)).scalars().all()
+    for piece_id in ids:
+        drawn = draw(connection, jobs.c.id == piece_id, *open_pieces)
+        if drawn is not None:
+            change(connection, drawn, {"cancel_requested_at": ledger_now()})
+            move(connection, drawn, "cancelled" if drawn.state == "queued" else "cancelling", reason=reason)
+    return _any_piece(connection, parent_id, jobs.c.state.not_in(TERMINAL))
+
+
+def forget_files_of_pieces(connection: Connection, drawn: Row[Any]) -> None:
+    """Delete the rows of files that only the pieces of a job needed, as it succeeds: it has merged what is in them.
+
+    Those are the pieces' own files, and of the job itself the eigenbases that it stored for them.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+    """
+    if drawn.parent_id is None and drawn.document.get("shards") is not None:
+        of_pieces = artifacts.c.job_id.in_(select(jobs.c.id).where(jobs.c.parent_id == drawn.id))
+        for_pieces = and_(artifacts.c.job_id == drawn.id, artifacts.c.name.startswith(_BASES, autoescape=True))
+        connection.execute(delete(artifacts).where(or_(of_pieces, for_pieces)))
+
+
+def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
+    """Return the content of an event by which a parent's history tells of a piece.
+
+    Args:
+        drawn: The piece's row.
+        state: Its new state.
+
+    Returns:
+        `round`, `index`, `count`, `job` and `state`.
+    """
+    piece = drawn.piece or {}
+    return {**{name: piece.get(name) for name in ("round", "index", "count")}, "job": drawn.id, "state": state}
+
+
+def _pieces_of(connection: Connection, drawn: Row[Any], frame: Divided) -> list[Piece]:
+    """The pieces of a frame, checked: a whole round of a job that is no piece, and not divided before."""
+    if drawn.parent_id is not None or drawn.kind == ESTIMATE:
+        raise ValueError("a piece, or an estimate, cannot be divided")
+    pieces = [read_piece(each) for each in frame.pieces]
+    numbered = [(piece.round, piece.index, piece.count) for piece in pieces]
+    if not pieces or numbered != [(frame.round, index, len(pieces)) for index in range(len(pieces))]:
+        raise ValueError(f"the round `{frame.round}` of {len(pieces)} pieces must hold each of them once, in order")
+    earlier = connection.execute(select(jobs.c.piece).where(jobs.c.parent_id == drawn.id)).scalars()
+    if any(piece["round"] == frame.round for piece in earlier):
+        raise ValueError(f"the round `{frame.round}` was divided before")
+    return pieces
+
+
+def _bad_division(why: str) -> dict[str, Any]:
+    return {
+        "category": "fatal",
+        "code": _BAD,
+        "message": f"the job could not be divided: {why}; this is a fault of the service, so tell its operator",
+        "pointer": None,
+        "layer": None,
+        "detail": None,
+    }
+
+
+def _insert_children(connection: Connection, drawn: Row[Any], pieces: list[Piece]) -> None:
+    """Insert all children with their first events and wake-ups; one statement holds up to 500 of them."""
+    inherited = {name: getattr(drawn, name) for name in _INHERITED}
+    now, first = drawn.now, {"state": "queued", "attempt": 0}
+    rows = [
+        inherited
+        | {
+            "id": new_id(),
+            "parent_id": drawn.id,
+            "piece": plain(piece),
+            "name": _name(drawn.name, piece),
+            "state": "queued",
+            "event_seq": 1,
+            "created_at": now,
+        }
+        for piece in pieces
+    ]
+    for start in range(0, len(rows), _AT_ONCE):
+        part = rows[start : start + _AT_ONCE]
+        connection.execute(insert(jobs), part)
+        of_job = [{"job_id": row["id"], "tenant_id": row["tenant_id"]} for row in part]
+        connection.execute(
+            insert(job_events), [{**row, "seq": 1, "at": now, "type": "state", "data": first} for row in of_job]
+        )
+        connection.execute(insert(outbox), [{**row, "id": new_id(), "created_at": now} for row in of_job])
+
+
+def _name(parent: str | None, piece: Piece) -> str:
+    """The name of a child, `digits · piece 3 of 6`; a parent's long name is cut."""
+    if parent is None:
+        return piece.title
+    return f"{parent[: MAX_NAME - len(piece.title) - 3]} · {piece.title}"
+
+
+def _fail_with(connection: Connection, parent: Row[Any], drawn: Row[Any], failure: Mapping[str, Any]) -> None:
+    """Fail the parent with the failure of one piece, and have the others stop."""
+    title = read_piece(drawn.piece).title
+    message = f"{title} of the round `{drawn.piece['round']}` (job {drawn.id}) failed: {failure.get('message', '')}"
+    cancel_pieces(connection, parent.id, reason=f"{title} failed")
+    named = {**failure, "message": message}
+    _move_again(connection, parent, "failed", {"failure": named}, str(failure.get("code", "")))
+    add(connection, "job_failures", str(failure.get("category", "fatal")))
+
+
+def _move_again(
+    connection: Connection, parent: Row[Any], state: State, values: Mapping[str, Any], reason: str | None
+) -> None:
+    """Move a parent under a number of its own: the one that its row was locked with went to the piece's event."""
+    again = draw(connection, jobs.c.id == parent.id, jobs.c.state == parent.state)
+    if again is not None:  # it is locked, so that nothing else has become of it
+        move(connection, again, state, values, reason=reason)
+
+
+def _any_piece(connection: Connection, parent_id: str, condition: ColumnElement[bool]) -> bool:
+    found = select(jobs.c.id).where(jobs.c.parent_id == parent_id, condition).limit(1)
+    return connection.execute(found).one_or_none() is not None
+
+
+def _whole_round(connection: Connection, parent: Row[Any], name: str) -> dict[str, Any]:
+    """The parent's progress with a round behind it."""
+    stored = connection.execute(select(jobs.c.piece).where(jobs.c.parent_id == parent.id)).scalars().all()
+    pieces = [read_piece(piece) for piece in stored if piece["round"] == name]
+    whole = progress_of_round(parent.document, [(piece, "succeeded", None) for piece in pieces])
+    return whole | {"updated_at": parent.now.isoformat()}

@@ -1,0 +1,116 @@
+"""The progress of a divided job: the sum over the pieces of its round, written while they compute.
+
+done = Σ size(piece) · share(piece),  total = Σ size(piece),  size = examples or layers of the piece
+
+Children write their own progress several times a second, and there may be thousands of them: the parent's row is
+written once a second at the most, by whichever child comes first, from the children's rows. It is for the eyes alone,
+so nothing is fenced, and what is lost comes with the next.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sqlalchemy import Engine, select
+
+from catalog.pieces import Piece, read_piece
+from jobs.lifecycle import State
+from jobs.queue.fence import append_event, change, draw
+from jobs.records import Claim
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import reading, writing
+from jobs.schema.tables import jobs
+
+_EVERY_SECONDS = 1.0
+_SPANS = {"collect": (0.0, 60.0), "decompose": (60.0, 70.0)}
+_SPANS_OF_EKFAC = {"collect": (0.0, 30.0), "decompose": (30.0, 40.0), "correct": (40.0, 70.0)}
+"""Per cent of the job's bar at which a round begins and ends; the analyses have the rest."""
+
+PieceState = tuple[Piece, State, Mapping[str, Any] | None]
+"""A piece, the state of its job, and the progress of that."""
+
+
+def progress_of_round(document: Mapping[str, Any], pieces: Iterable[PieceState]) -> dict[str, Any]:
+    """Return the progress of a divided job: the sum over the pieces of one round.
+
+    Args:
+        document: The job's document.
+        pieces: The pieces of the round, at least one.
+
+    Returns:
+        The fields of a job's progress, without the moment.
+    """
+    sized = [(_size(piece), _share(state, progress), piece) for piece, state, progress in pieces]
+    total = sum(size for size, _, _ in sized)
+    done = sum(size * share for size, share, _ in sized)
+    name = sized[0][2].round
+    spans = _SPANS_OF_EKFAC if (document.get("collection") or {}).get("ekfac") else _SPANS
+    begins, ends = spans.get(name, (0.0, 70.0))
+    return {
+        "stage": "decomposition" if name == "decompose" else "collection",
+        "done": int(done),
+        "total": total,
+        "unit": "layers" if name == "decompose" else "examples",
+        "layers_done": 0,
+        "layers_total": None,
+        "percent": round(begins + (ends - begins) * done / total, 1),
+        "eta_seconds": None,
+    }
+
+
+def report_piece(engine: Engine, claim: Claim, *, begins: bool = False) -> bool:
+    """Have the parent's row say how far its pieces are, unless it was said within the last second.
+
+    Args:
+        engine: The ledger's database.
+        claim: The claim of a piece; of any other job nothing is written.
+        begins: Whether the piece has just begun: that is written in any case, and becomes an event of the parent.
+
+    Returns:
+        Whether it was written.
+    """
+    if claim.parent_id is None or claim.piece is None:
+        return False
+    waiting = (jobs.c.id == claim.parent_id, jobs.c.state == "waiting")
+    with reading(engine) as connection:
+        seen = connection.execute(
+            select(jobs.c.event_seq, jobs.c.progress, ledger_now(-_EVERY_SECONDS).label("before")).where(*waiting)
+        ).one_or_none()
+    if seen is None:
+        return False
+    written = (seen.progress or {}).get("updated_at")
+    if not begins and written is not None and written > seen.before.isoformat():
+        return False
+    # of several that come at once one writes, and the others see that it has
+    first = () if begins else (jobs.c.event_seq == seen.event_seq,)
+    with writing(engine) as connection:
+        drawn = draw(connection, *waiting, *first)
+        if drawn is None:
+            return False
+        rows = connection.execute(
+            select(jobs.c.piece, jobs.c.state, jobs.c.progress).where(jobs.c.parent_id == drawn.id)
+        ).all()
+        of_round = [
+            (read_piece(row.piece), row.state, row.progress)
+            for row in rows
+            if row.piece["round"] == claim.piece["round"]
+        ]
+        progress = progress_of_round(drawn.document, of_round)
+        change(connection, drawn, {"progress": progress | {"updated_at": drawn.now.isoformat()}})
+        if begins:
+            place = {name: claim.piece.get(name) for name in ("round", "index", "count")}
+            data = {**place, "job": claim.job_id, "state": "running", "attempt": claim.attempt}
+            append_event(connection, drawn, "piece", data)
+        return True
+
+
+def _size(piece: Piece) -> int:
+    if piece.layers is not None:
+        return len(piece.layers)
+    return (piece.end or 0) - (piece.begin or 0)
+
+
+def _share(state: State, progress: Mapping[str, Any] | None) -> float:
+    if state == "succeeded":
+        return 1.0
+    percent = (progress or {}).get("percent")
+    return 0.0 if percent is None else min(float(percent), 100.0) / 100

@@ -1,0 +1,78 @@
+"""The pieces of a divided job as others read them: for its page, and for the attempts that go on with their files.
+
+They are in the order of rounds and pieces, in which their results are merged.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Engine, select
+
+from catalog.pieces import ROUNDS, Piece, read_piece
+from catalog.record import record
+from jobs.lifecycle import HELD, State
+from jobs.schema.database import reading
+from jobs.schema.identifiers import is_id
+from jobs.schema.tables import jobs
+
+_COLUMNS = (
+    *(jobs.c.id, jobs.c.piece, jobs.c.state, jobs.c.lease_owner, jobs.c.attempt, jobs.c.failures, jobs.c.progress),
+    *(jobs.c.manifest["model_sha256"].label("model_sha256"), jobs.c.manifest["data_sha256"].label("data_sha256")),
+    jobs.c.manifest["examples"].label("examples"),
+)
+
+
+@record
+class PieceJob:
+    """One child job of a divided job."""
+
+    id: str
+    """The child job."""
+    piece: Piece
+    """The part that it computes."""
+    state: State
+    worker: str | None
+    """The process that holds it; None while nobody does."""
+    attempt: int
+    failures: int
+    progress: Mapping[str, Any] | None
+    model_sha256: str | None
+    """Digest of its model; None before it has succeeded."""
+    data_sha256: str | None
+    """Digest of its examples."""
+    examples: int | None
+    """The number of examples that it has measured; None before it has succeeded."""
+
+
+def read_pieces(engine: Engine, tenant_id: str, parent_id: str) -> tuple[PieceJob, ...]:
+    """Return the pieces of a job.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        parent_id: The divided job.
+
+    Returns:
+        All pieces of all rounds, in their order; none if the job was not divided, or is not the tenant's.
+    """
+    if not is_id(parent_id):
+        return ()
+    query = select(*_COLUMNS).where(jobs.c.tenant_id == tenant_id, jobs.c.parent_id == parent_id)
+    with reading(engine, tenant_id) as connection:
+        rows = connection.execute(query).all()
+    return tuple(sorted(map(_record, rows), key=lambda each: (ROUNDS.index(each.piece.round), each.piece.index)))
+
+
+def _record(row: Any) -> PieceJob:  # noqa: ANN401 - a row of the columns above
+    return PieceJob(
+        id=row.id,
+        piece=read_piece(row.piece),
+        state=row.state,
+        worker=row.lease_owner if row.state in HELD else None,
+        attempt=row.attempt,
+        failures=row.failures,
+        progress=row.progress,
+        model_sha256=row.model_sha256,
+        data_sha256=row.data_sha256,
+        examples=row.examples,
+    )
