@@ -15,6 +15,7 @@ from typing import Any
 
 from catalog.frames import (
     ArtifactWritten,
+    Divided,
     Failed,
     Finished,
     LayerDone,
@@ -157,8 +158,52 @@ class Script:
         )
         sys.exit({"usage": 2, "transient": 3, "fatal": 4}[category])
 
-    def finish(self) -> None:
-        self.send(Finished())
+    def divide(self, count: Any, round_name: Any = "collect", gate: Any = None) -> None:
+        """Leave a round to pieces of two examples each, unless its pieces are there already."""
+        if any(each["piece"]["round"] == round_name for each in self.assignment["pieces"]):
+            return
+        if gate is not None:
+            self.wait_for(gate)
+        pieces = tuple(
+            {"round": round_name, "index": n, "count": count, "begin": 2 * n, "end": 2 * n + 2, "total": 2 * count}
+            for n in range(count)
+        )
+        self.send(Divided(round=round_name, pieces=pieces))
+        sys.exit(6)
+
+    def if_piece(self, *steps: Any) -> None:
+        """What a piece does in place of the rest; a division comes after it in the script."""
+        if self.assignment["piece"] is not None:
+            for name, *arguments in steps:
+                getattr(self, name)(*arguments)
+
+    def collect(self, pause: Any = 0) -> None:
+        """The file of a piece: the squares of its examples, and what earlier rounds have left."""
+        piece = self.assignment["piece"]
+        self.progress("collection", 0, 2, "batches")
+        time.sleep(pause)
+        self.progress("collection", 2, 2, "batches")
+        squares = [each**2 for each in range(piece["begin"], piece["end"])]
+        self.artifact("factors/squares.json", json.dumps({"squares": squares, "before": self._sums()}))
+
+    def merge(self) -> None:
+        """The file and row of the whole: the sum over all pieces, in their order."""
+        self.artifact("factors/sum.json", json.dumps(self._sums()))
+        self.layer(0, value=float(sum(self._sums().values())))
+
+    def _sums(self) -> Any:
+        """The sum of each round before, read from where it was laid out."""
+        sums: Any = {}
+        for each in self.assignment["pieces"]:
+            told = json.loads((Path(each["path"]) / "factors/squares.json").read_text())
+            name = each["piece"]["round"]
+            sums[name] = sums.get(name, 0) + sum(told["squares"])
+        if self.assignment["divided"] is not None:
+            sums["own"] = len(list(Path(self.assignment["divided"]).rglob("*.json")))
+        return sums
+
+    def finish(self, examples: Any = None) -> None:
+        self.send(Finished(model_sha256=None if examples is None else "5" * 64, examples=examples))
         sys.exit(0)
 
 

@@ -7,15 +7,15 @@ from catalog.frames import Failed
 from jobs.errors import ArtifactDamaged, QuotaExceeded
 from worker.disk.free_space import DISK_FULL, describe_full_disk
 
-DEADLINE_PASSED = (
+_DEADLINE_PASSED = (
     "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
 )
-ATTEMPT_TOO_LONG = (
+_ATTEMPT_TOO_LONG = (
     "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
     "Ask for less in one job, or the operator for more time (KRONOSCOPE_ATTEMPT_LIMIT)"
 )
 LEASE_TOO_SMALL = "needs more than was leased for it; another device holds it"
-STOPPED_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
+_STOPPED_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
 
 def with_detail(failure: Failed, tail: str | None) -> Failed:
@@ -69,6 +69,24 @@ def layout_failure(error: OSError) -> Failed:
     """
     message = f"the job's files could not be laid out: {error.strerror or error}; it is tried again"
     return full_disk_failure(error) or failure_frame("transient", "machine", message)
+
+
+def stop_failure(reason: str | None, attempt_seconds: float, tail: str | None) -> tuple[Failed, str | None]:
+    """Return the failure of an attempt that was stopped, and what of the child's output belongs to it.
+
+    Args:
+        reason: `deadline` or `timeout`; any other means that something else than this service stopped it.
+        attempt_seconds: The longest time that an attempt may take.
+        tail: The last lines of the child's output.
+
+    Returns:
+        The failure, and the lines where they may tell what stopped it.
+    """
+    if reason == "deadline":
+        return failure_frame("usage", "deadline_exceeded", _DEADLINE_PASSED), None
+    if reason == "timeout":
+        return failure_frame("usage", "timeout", _ATTEMPT_TOO_LONG.format(attempt_seconds)), None
+    return failure_frame("transient", "stopped_from_outside", _STOPPED_FROM_OUTSIDE), tail
 
 
 def failure_frame(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:

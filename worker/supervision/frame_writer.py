@@ -4,6 +4,7 @@ A database, or a store of artifacts, that does not answer is asked again for as 
 holds (every write of both may be repeated); once the lease is lost nothing more is written.
 """
 
+import contextlib
 import random
 from collections.abc import Callable
 from functools import singledispatchmethod
@@ -17,6 +18,7 @@ from catalog.record import record
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_writes
+from jobs.queue.piece_progress import report_piece
 from jobs.records import Claim
 from jobs.schema.query_limits import limit_queries
 from jobs.tenancy.quotas import require_room_for
@@ -69,7 +71,13 @@ class LedgerSink:
         self._terms = terms
         self._watch = watch
         self._log = log
-        self._progress = ProgressView(claim.kinds, claim.completed, collects=claim.document.get("factors") is None)
+        self._progress = ProgressView(
+            claim.kinds,
+            claim.completed,
+            collects=claim.document.get("factors") is None,
+            piece=claim.piece is not None,
+            percent=claim.percent,
+        )
         self._progress.take_plan(claim.plan or {})
         self._formatter = LogFormatter(claim.document)
         self._log_lines = 0
@@ -132,12 +140,20 @@ class LedgerSink:
     @_keep.register
     def _started(self, frame: Started) -> None:
         self.write(lambda: attempt_writes.write_started(self._engine, self._claim, frame))
+        self._report(begins=True)
 
     @_keep.register
     def _progressed(self, frame: Progress) -> None:
         view = self._progress.take(frame)
         if view is not None:
             self.write(lambda: attempt_writes.write_progress(self._engine, self._claim, view))
+            self._report()
+
+    def _report(self, *, begins: bool = False) -> None:
+        """Have a parent show how far its pieces are; what fails is not repeated, as the next report says more."""
+        if self._claim.parent_id is not None:
+            with contextlib.suppress(LedgerUnavailable), limit_queries(self._watch.query_seconds):
+                report_piece(self._engine, self._claim, begins=begins)
 
     @_keep.register
     def _planned(self, frame: Planned) -> None:

@@ -9,6 +9,8 @@ from catalog.remaining_time import RemainingTime
 
 COLLECTION_SHARE = 70.0
 """Per cent of a job's bar that collecting takes; the analyses share the rest."""
+PIECE_SHARE = 95.0
+"""The same of a piece of a divided job, which then stores what it has collected."""
 CROSS_CHECK_SHARE = 0.9
 """Of the capacity's part of the bar, where there is a cross-check."""
 LAYERS_SHARE = 0.1
@@ -19,14 +21,32 @@ _WRITE_SECONDS = 0.5
 class ProgressView:
     """The progress of one attempt. Batches may come by the hundred a second; two views a second are written."""
 
-    def __init__(self, kinds: Sequence[str], done: Sequence[tuple[str, int]], *, collects: bool) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        done: Sequence[tuple[str, int]],
+        *,
+        collects: bool,
+        piece: bool = False,
+        percent: float = 0.0,
+    ) -> None:
+        """Begin a view.
+
+        Args:
+            kinds: The job's analyses.
+            done: Rows that stand already.
+            collects: Whether the job collects factors.
+            piece: Whether it is a piece of a divided job, which does little else.
+            percent: How far the job is: not 0 in an attempt that goes on after its pieces, which have collected.
+        """
         self._analyses = list(kinds)
         self._rows = set(done)
         self._kinds = len(kinds)
-        self._start = COLLECTION_SHARE if collects else 0.0
+        self._after_pieces = percent > 0
+        self._start = (PIECE_SHARE if piece else COLLECTION_SHARE) if collects else 0.0
         self._remaining = RemainingTime(kinds)
         self._layers: int | None = None
-        self._percent = 0.0
+        self._percent = percent
         self._multiplies = False
         self._written_stage: str | None = None
         self._written_at = 0.0
@@ -80,7 +100,7 @@ class ProgressView:
     def _estimate(self, frame: Progress) -> float:
         within = min(1.0, frame.done / frame.total) if frame.total else 0.0
         if frame.stage == "collection":
-            return self._start * within
+            return 0.0 if self._after_pieces else self._start * within
         each = (100.0 - self._start) / len(self._analyses)
         if frame.stage == "cross_check" and "capacity" in self._analyses:
             # before the first row of its analysis, and the longer part of it

@@ -4,6 +4,7 @@ It starts the child, has its frames written (``worker.supervision.frame_writer``
 (``worker.supervision.lease_monitor``), and decides what the attempt's end means for the job::
 
     last frame   finished            -> succeeded
+                 divided             -> waiting for its pieces (``jobs.queue.division``)
                  failed              -> failed, or queued again where transient
     stopped for  cancel              -> cancelled
                  drain               -> queued again, uncounted
@@ -25,7 +26,7 @@ from typing import Any
 from sqlalchemy import Engine
 
 from catalog.cgroups import oom_kills
-from catalog.frames import Failed, Finished, Frame, Stopped
+from catalog.frames import Divided, Failed, Finished, Frame, Stopped
 from jobs.devices.leases import note_guardian, release
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
 from jobs.lifecycle import TERMINAL, State
@@ -34,6 +35,7 @@ from jobs.objects.object_store import ObjectStore
 from jobs.objects.scratch import open_scratch
 from jobs.queue import attempt_endings
 from jobs.queue.crash_signatures import record_crash
+from jobs.queue.division import divide
 from jobs.records import Claim
 from worker.devices.device_health import DeviceHealth
 from worker.disk.free_space import DISK_FULL
@@ -51,14 +53,12 @@ from worker.process.crash import (
 from worker.settings import WorkerSettings
 from worker.supervision import child_launch
 from worker.supervision.attempt_failures import (
-    ATTEMPT_TOO_LONG,
-    DEADLINE_PASSED,
     LEASE_TOO_SMALL,
-    STOPPED_FROM_OUTSIDE,
     artifact_failure,
     failure_frame,
     full_disk_failure,
     layout_failure,
+    stop_failure,
     with_detail,
 )
 from worker.supervision.checkpoint_upload import ScratchMirror
@@ -68,6 +68,7 @@ from worker.supervision.job_logger import job_logger
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
 from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore
 from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors
+from worker.supervision.stage_pieces import lay_out_pieces
 
 _OUTPUT_LINE_BYTES = 1_000
 _MAX_PAUSE_SECONDS = 900.0
@@ -264,10 +265,12 @@ class Supervisor:
     def _assignment(self) -> dict[str, Any]:
         artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
+        pieces = lay_out_pieces(self._engine, self._folder, self._claim)
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
         threads = self._terms.threads
-        return child_launch.assignment(self._claim, self._settings, threads, artifacts, factors, self._scratch)
+        told = child_launch.assignment(self._claim, self._settings, threads, artifacts, factors, self._scratch)
+        return told | pieces
 
     def _bring_scratch(self) -> None:
         """From the machine of an earlier attempt; what is damaged is collected again."""
@@ -295,7 +298,7 @@ class Supervisor:
                 raise LeaseLost(self._claim.job_id, self._claim.fence)
             self._device_health.started()
             self._last_position.follow(frame)
-            if isinstance(frame, (Finished, Failed, Stopped)):
+            if isinstance(frame, (Finished, Failed, Stopped, Divided)):
                 last = frame
             else:
                 try:
@@ -311,6 +314,8 @@ class Supervisor:
         reason = self._watch.reason
         if isinstance(last, Finished):
             state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim, last))
+        elif isinstance(last, Divided):
+            state = self._sink.write(lambda: divide(self._engine, self._claim, last))
         elif isinstance(last, Failed) and last.code == DEVICE_LOST:
             state = self._lose_device(with_detail(last, tail))
         elif isinstance(last, Failed):
@@ -318,11 +323,6 @@ class Supervisor:
         elif reason == "no_progress":
             signature = self._signature("no progress")
             state = self._crash(signature, silence_failure(signature, self._settings.no_progress_seconds, tail))
-        elif reason == "deadline":
-            state = self._fail(failure_frame("usage", "deadline_exceeded", DEADLINE_PASSED), None)
-        elif reason == "timeout":
-            message = ATTEMPT_TOO_LONG.format(self._settings.attempt_seconds)
-            state = self._fail(failure_frame("usage", "timeout", message), None)
         elif reason == "cancel":
             state = self._sink.write(lambda: attempt_endings.end_cancelled(self._engine, self._claim))
         elif reason == "misplaced":
@@ -330,7 +330,7 @@ class Supervisor:
         elif reason == "drain":
             state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim))
         else:
-            state = self._fail(failure_frame("transient", "stopped_from_outside", STOPPED_FROM_OUTSIDE), tail)
+            state = self._fail(*stop_failure(reason, self._settings.attempt_seconds, tail))
         self._clear(state)
         self._log.info("attempt ended", state=state, reason=reason)
 

@@ -1,0 +1,95 @@
+"""The pieces of a divided job, laid out for the attempt that goes on with them.
+
+::
+
+    <attempt>/pieces/collect-0/factors/…     the artifacts of one finished piece, by their names
+    <attempt>/divided/…                      those that the divided job itself has written so far
+
+The job's own later attempts get the pieces of all rounds; a piece gets those of the rounds before its own. They are
+brought, each verified, as the factors of an earlier job are.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine
+
+from catalog.pieces import ROUNDS
+from catalog.record import plain
+from jobs.objects.artifacts import ArtifactFolder
+from jobs.records import Claim
+from jobs.repository.pieces import PieceJob, read_pieces
+from jobs.repository.results import list_artifacts
+from jobs.scheduling.parallel_places import count_places
+
+
+def lay_out_pieces(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Any]:
+    """Lay out what the earlier rounds of a divided job have left, and name it.
+
+    Args:
+        engine: The ledger's connections.
+        folder: The folder or bucket of the artifacts.
+        claim: The job: one that has divided, or a piece of one.
+
+    Returns:
+        The assignment's `piece`, `pieces` and `divided`, all None or empty for a job that was never divided; and of one
+        that chooses itself how to divide, `devices`: how many pieces could compute at once.
+
+    Raises:
+        ArtifactDamaged: If a file is not what was recorded.
+    """
+    pieces = _earlier(engine, claim)
+    place = folder.attempt_dir(claim.job_id, claim.fence)
+    told = [_lay_out_piece(engine, folder, claim, each, place / "pieces") for each in pieces]
+    divided = None
+    if pieces:
+        divided = place / "divided"
+        _bring(engine, folder, claim, claim.parent_id or claim.job_id, divided)
+    chooses = claim.document.get("shards") == "auto" and claim.piece is None and not pieces
+    return {
+        **({"devices": count_places(engine, claim.job_id)} if chooses else {}),
+        "piece": None if claim.piece is None else plain(claim.piece),
+        "pieces": told,
+        "divided": None if divided is None else str(divided),
+    }
+
+
+def _earlier(engine: Engine, claim: Claim) -> tuple[PieceJob, ...]:
+    """The finished pieces of the rounds before this attempt."""
+    if claim.parent_id is None and claim.fence == 1:
+        return ()  # its first attempt: nobody has divided it
+    pieces = read_pieces(engine, claim.tenant_id, claim.parent_id or claim.job_id)
+    if claim.piece is None:
+        return pieces
+    # all pieces of an earlier round have succeeded before one of the next was made
+    own = str(claim.piece["round"])
+    rounds = {each.piece.round for each in pieces if each.piece.round != own and _is_over(pieces, each.piece.round)}
+    return tuple(each for each in pieces if each.piece.round in rounds)
+
+
+def _is_over(pieces: tuple[PieceJob, ...], name: str) -> bool:
+    return name in ROUNDS and all(each.state == "succeeded" for each in pieces if each.piece.round == name)
+
+
+def _lay_out_piece(
+    engine: Engine, folder: ArtifactFolder, claim: Claim, finished: PieceJob, place: Path
+) -> dict[str, Any]:
+    path = place / f"{finished.piece.round}-{finished.piece.index}"
+    _bring(engine, folder, claim, finished.id, path)
+    return {
+        "piece": plain(finished.piece),
+        "job": finished.id,
+        "path": str(path),
+        "model_sha256": finished.model_sha256,
+        "data_sha256": finished.data_sha256,
+        "examples": finished.examples,
+    }
+
+
+def _bring(engine: Engine, folder: ArtifactFolder, claim: Claim, job_id: str, place: Path) -> None:
+    """Bring all files of a job into a folder, which is there even where the job has none."""
+    place.mkdir(parents=True, exist_ok=True)
+    for each in list_artifacts(engine, claim.tenant_id, job_id):
+        target = place / each.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.fetch(each, target)
